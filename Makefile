@@ -1,0 +1,44 @@
+# Everything runs from .venv, made on first use; `make demo` and `make test` need nothing before them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Real datasets, where they lie beside the checkout.
+ifneq ($(wildcard ../shared/data),)
+export TUTTI_DATA ?= $(abspath ../shared/data)
+endif
+
+.PHONY: install demo test check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   train a small model with 2 workers and check it against one (under a minute)"
+	@echo "make test   the whole test suite"
+	@echo "make check  ruff and mypy"
+	@echo "make bench  training steps and all-reduce against DDP, Gloo and Open MPI"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,mpi,report]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/tutti train digits --workers 2 --check
+
+test: $(STAMP)
+	$(BIN)/pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/tutti bench step
+	$(BIN)/tutti bench allreduce
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

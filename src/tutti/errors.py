@@ -1,0 +1,72 @@
+"""Everything Tutti raises on purpose.
+
+    TuttiError
+    ├── ConfigError            (also a ValueError) something the caller gave cannot work
+    │   ├── UnknownName        a strategy, recipe or other name nobody knows
+    │   ├── EnvironmentConflict  launchers' variables that contradict each other
+    │   ├── ReplicaMismatch    models, optimisers or tensors that differ between ranks
+    │   └── DataError          a dataset that is missing, truncated or something else
+    ├── RankLost               a peer died, failed or left while this rank needed it
+    ├── DeadlineExceeded       (also a TimeoutError) nobody died, but nobody answered either
+    ├── NonFiniteLoss          the loss became NaN or infinite
+    └── WorkerFailed           seen from the launcher: the first worker that failed
+
+Messages say what was got, what was wanted and what to do next, and start with the rank where
+there is more than one.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class TuttiError(Exception):
+    """The root of the tree."""
+
+
+class ConfigError(TuttiError, ValueError):
+    """Something the caller gave cannot work."""
+
+
+class UnknownName(ConfigError):
+    """A name that is in no registry."""
+
+    def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        close = get_close_matches(got, names, n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        super().__init__(f"unknown {kind} '{got}'.{hint} Known: {', '.join(names)}.")
+
+
+class EnvironmentConflict(ConfigError):
+    """Launchers' environment variables that contradict each other."""
+
+
+class ReplicaMismatch(ConfigError):
+    """Models, optimisers or tensors that differ between ranks."""
+
+
+class DataError(ConfigError):
+    """A dataset that is missing, truncated or not what its name says."""
+
+
+class RankLost(TuttiError):
+    """A peer died, failed or left while this rank needed it."""
+
+
+class DeadlineExceeded(TuttiError, TimeoutError):
+    """A wait ended without an answer."""
+
+
+class NonFiniteLoss(TuttiError):
+    """The loss became NaN or infinite."""
+
+
+class WorkerFailed(TuttiError):
+    """The first worker of a launch that failed, with its traceback."""
+
+    def __init__(self, rank: int, reason: str, traceback: str = "", status: int = 1) -> None:
+        super().__init__(f"rank {rank} {reason}" + (f"\n{traceback.rstrip()}" if traceback else ""))
+        self.rank = rank
+        self.reason = reason
+        self.traceback = traceback
+        self.status = status
