@@ -1,0 +1,19 @@
+"""Moving tensors between ranks."""
+
+from tutti.transports.alone import AloneTransport
+from tutti.transports.base import ANY, AllReduces, Averages, SharesMemory, Transport, Work
+from tutti.transports.process_group import ProcessGroupTransport
+from tutti.transports.roster import Peer, Roster
+
+__all__ = [
+    "ANY",
+    "AllReduces",
+    "AloneTransport",
+    "Averages",
+    "Peer",
+    "ProcessGroupTransport",
+    "Roster",
+    "SharesMemory",
+    "Transport",
+    "Work",
+]

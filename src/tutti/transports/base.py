@@ -1,0 +1,121 @@
+"""What a transport is: the one thing strategies and collectives know about the outside world."""
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+ANY = -1
+"""Receive from whichever rank sends first."""
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+"""How long a wait lasts before it is an error, unless the caller says otherwise."""
+
+
+class Work(ABC):
+    """Something under way. Abandoning it is allowed only when the transport is closed."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Never blocks; may move the work along."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when finished.
+
+        Raises `RankLost` if a peer is gone and `DeadlineExceeded` after the transport's timeout.
+        """
+
+    @property
+    def source(self) -> int:
+        """The rank a finished receive came from."""
+        raise AssertionError(f"{type(self).__name__} is not a receive")
+
+
+class Finished(Work):
+    """Work that is over already."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class Transport(ABC):
+    """Moves tensors between ranks. Passed to whoever needs it, never looked up.
+
+    One thread at a time may use a transport; a second thread takes a `channel` of its own.
+    """
+
+    rank: int
+    size: int
+    timeout: timedelta
+    bytes_sent: int
+    """Bytes of tensor data this rank has sent, or made others read, through this transport."""
+
+    @abstractmethod
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        """Start sending. The tensor may not change until the work is done."""
+
+    @abstractmethod
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        """Start receiving into `tensor` from rank `src`, or from `ANY`."""
+
+    @abstractmethod
+    def channel(self, name: str) -> "Transport":
+        """An independent conversation between the same ranks. All ranks open the same names in the same order."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on this rank's clock."""
+
+    @abstractmethod
+    def elapse(self, seconds: float) -> None:
+        """Let `seconds` of computation pass: nothing on real transports, where time passes by itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release sockets, memory and threads; peers that still wait for this rank are told. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@runtime_checkable
+class AllReduces(Protocol):
+    """A transport that sums across ranks better than sends and receives could."""
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Replace `tensor` by its sum over ranks, the same bits on all of them.
+
+        Every rank starts the same reductions in the same order; several may be under way.
+        """
+        ...
+
+
+@runtime_checkable
+class Averages(Protocol):
+    """A transport that also weighs what it sums, so that nobody has to scale or divide."""
+
+    def average(self, tensor: Tensor, weight: float) -> Work:
+        """Replace `tensor` by its weighted mean over ranks, under the rules of `all_reduce`.
+
+        With equal weights it is the sum divided by the number of ranks, to the bit. A rank of
+        weight 0 contributes nothing, NaN included.
+        """
+        ...
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A transport whose peers can read memory that it hands out, so that a bucket needs no copy."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat CPU tensor that every rank can reach. Collective: all ranks ask for the same."""
+        ...

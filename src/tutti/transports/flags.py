@@ -1,0 +1,138 @@
+"""Counters in memory that processes share: written by one rank, awaited by the others.
+
+A wait spins for a moment, because a peer on another core answers in under a microsecond, and then
+sleeps in the kernel, because where ranks outnumber cores the peer needs this very core to answer.
+The sleep is an event count: a waiter announces itself, reads the event number, looks once more and
+sleeps only while that number stands; a writer advances the number after every write. Each order of
+these four steps either shows the waiter the new value or wakes it.
+"""
+
+import ctypes
+import os
+import platform
+import time
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core.base import BaseContext
+from numba.extending import intrinsic
+
+COUNTERS = types.Array(types.int64, 1, "C")
+
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _element(context: BaseContext, builder: ir.IRBuilder, array_type: types.Array, args: tuple) -> ir.Value:
+    array = context.make_array(array_type)(context, builder, args[0])
+    return builder.gep(array.data, [args[1]])
+
+
+@intrinsic
+def _load(typing_context, array, index):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.load_atomic(_element(context, builder, signature.args[0], args), "acquire", 8)
+
+    return array.dtype(array, types.intp), generate
+
+
+@intrinsic
+def _store(typing_context, array, index, value):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        builder.store_atomic(args[2], _element(context, builder, signature.args[0], args), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, array.dtype), generate
+
+
+@intrinsic
+def _add(typing_context, array, index, value):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.atomic_rmw("add", _element(context, builder, signature.args[0], args), args[2], "seq_cst")
+
+    return array.dtype(array, types.intp, array.dtype), generate
+
+
+# Slots 0 and 8 of the counters are the event number and the number of sleepers, a cache line each.
+_EVENT, _SLEEPERS = 0, 8
+
+
+@njit(types.boolean(COUNTERS, types.int64, types.int64), nogil=True, cache=True)
+def _publish(counters, slot, value):  # type: ignore[no-untyped-def]
+    _store(counters, slot, value)
+    _add(counters, _EVENT, 1)
+    return _add(counters, _SLEEPERS, 0) > 0
+
+
+@njit(types.boolean(COUNTERS, COUNTERS, types.int64, types.int64), nogil=True, cache=True)
+def _reached(counters, slots, value, num_spins):  # type: ignore[no-untyped-def]
+    """Whether every slot has come to `value`, looking at each at most `num_spins` times."""
+    for slot in slots:
+        spins = num_spins
+        while _load(counters, slot) < value:
+            spins -= 1
+            if spins <= 0:
+                return False
+    return True
+
+
+@njit(types.int64(COUNTERS, types.int64, types.int64), nogil=True, cache=True)
+def _advance(counters, slot, value):  # type: ignore[no-untyped-def]
+    return _add(counters, slot, value) + value
+
+
+class Flags:
+    """The counters of one conversation, on memory of `num_bytes(...)` that all its ranks have mapped."""
+
+    def __init__(self, counters: np.ndarray, num_spins: int) -> None:
+        self.counters = counters
+        self.num_spins = num_spins
+
+    def publish(self, slot: int, value: int) -> None:
+        """Let everyone see `value`, and everything written before it."""
+        if _publish(self.counters, slot, value):
+            self._futex(_FUTEX_WAKE, 2**31 - 1, None)
+
+    def reached(self, slots: np.ndarray, value: int) -> bool:
+        """Whether all `slots` hold at least `value`."""
+        return _reached(self.counters, slots, value, 1)
+
+    def wait(self, slots: np.ndarray, value: int, seconds: float) -> bool:
+        """Return True once all `slots` hold at least `value`, False after about `seconds`."""
+        if _reached(self.counters, slots, value, self.num_spins):
+            return True
+        deadline = time.monotonic() + seconds
+        _advance(self.counters, _SLEEPERS, 1)
+        try:
+            while True:
+                event = _advance(self.counters, _EVENT, 0)
+                if _reached(self.counters, slots, value, 1):
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._futex(_FUTEX_WAIT, ctypes.c_int32(event & 0xFFFFFFFF).value, left)
+        finally:
+            _advance(self.counters, _SLEEPERS, -1)
+
+    def _futex(self, call: int, value: int, seconds: float | None) -> None:
+        if _FUTEX_CALL is None:  # Another processor: correct all the same, only with coarser naps.
+            if call == _FUTEX_WAIT:
+                time.sleep(0.0002)
+            return
+        pause = None
+        if seconds is not None:
+            pause = ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
+        _libc.syscall(_FUTEX_CALL, self.counters.ctypes.data, call, value, pause)
+
+
+def spins_for(num_ranks: int) -> int:
+    """How often to look before sleeping: some 50 µs where every rank has a core, not at all elsewhere."""
+    return 50_000 if num_ranks <= len(os.sched_getaffinity(0)) else 1

@@ -1,0 +1,150 @@
+"""torch's own process groups as a transport: Gloo between any hosts, NCCL between GPUs.
+
+Groups are built directly on a store, never through torch's default group, so a script may use
+`torch.distributed` for itself and several generations or channels can live side by side.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tutti.errors import ConfigError
+from tutti.transports.base import ANY, Transport, Work
+from tutti.transports.roster import Roster
+
+LOOPBACK = "127.0.0.1"
+
+
+class _GroupWork(Work):
+    """A torch work object; CUDA tensors that Gloo cannot send are staged through `host`."""
+
+    def __init__(self, work: dist.Work, roster: Roster, tensor: Tensor, host: Tensor | None = None) -> None:
+        self._work = work
+        self._roster = roster
+        self._tensor = tensor
+        self._host = host
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(self._roster.timeout)
+        except RuntimeError as error:
+            raise self._roster.explain(error) from error
+        if self._host is not None:
+            self._tensor.copy_(self._host)
+            self._host = None
+
+    @property
+    def source(self) -> int:
+        return self._work._source_rank()
+
+
+class ProcessGroupTransport(Transport):
+    """Gloo for CPU tensors and for ranks that share a GPU, NCCL where each rank has its own GPU."""
+
+    def __init__(self, roster: Roster, *, address: str | None = LOOPBACK, name: str = "tutti") -> None:
+        """Connect to every rank of `roster`.
+
+        Args:
+            address: where to listen: an address of this host, or None to let torch choose (it then
+                honours GLOO_SOCKET_IFNAME).
+            name: distinguishes the group from others on the same store.
+        """
+        self.rank, self.size = roster.rank, roster.size
+        self.timeout, self.bytes_sent = roster.timeout, 0
+        self.roster = roster
+        self._address = address
+        self._name = name
+        self._store = dist.PrefixStore(name, roster.store)
+        self._gloo: dist.ProcessGroupGloo | None = self._connect_gloo()
+        self._nccl: Any = None
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        self._check_peer(dst)
+        self.bytes_sent += tensor.nbytes
+        data = tensor.detach().contiguous().cpu()
+        return _GroupWork(self._start(self._group.send, [data], dst, tag), self.roster, data)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        direct = tensor.is_contiguous() and tensor.device.type == "cpu"
+        data = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+        if src == ANY:
+            work = self._start(self._group.recv_anysource, [data], tag)
+        else:
+            self._check_peer(src)
+            work = self._start(self._group.recv, [data], src, tag)
+        return _GroupWork(work, self.roster, tensor, None if direct else data)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        self.bytes_sent += 2 * (self.size - 1) * tensor.nbytes // self.size
+        if tensor.is_cuda and self._has_own_gpu():
+            return _GroupWork(self._start(self._connect_nccl(tensor).allreduce, [tensor]), self.roster, tensor)
+        if tensor.is_complex():
+            return self.all_reduce(torch.view_as_real(tensor))
+        return _GroupWork(self._start(self._group.allreduce, [tensor]), self.roster, tensor)
+
+    def channel(self, name: str) -> "ProcessGroupTransport":
+        return ProcessGroupTransport(self.roster, address=self._address, name=f"{self._name}/{name}")
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def elapse(self, seconds: float) -> None:
+        return None
+
+    def close(self) -> None:
+        if self._nccl is not None:
+            self._nccl.abort()
+            self._nccl = None
+        # Dropping the last reference closes the sockets: peers that wait for this rank fail at once.
+        self._gloo = None
+
+    def _connect_gloo(self) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = self.timeout
+        options._threads = 2
+        make = dist.ProcessGroupGloo
+        options._devices = [
+            make.create_default_device() if self._address is None else make.create_device(hostname=self._address)
+        ]
+        try:
+            return make(self._store, self.rank, self.size, options)
+        except RuntimeError as error:
+            raise self.roster.explain(error) from error
+
+    def _connect_nccl(self, tensor: Tensor) -> Any:
+        if self._nccl is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self.timeout
+            store = dist.PrefixStore("nccl", self._store)
+            torch.cuda.set_device(tensor.device)
+            self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        return self._nccl
+
+    def _has_own_gpu(self) -> bool:
+        """Whether every rank, on every host, has a GPU that no other rank uses: the same answer on all."""
+        ranks_on = Counter(peer.host_id for peer in self.roster.peers)
+        return dist.is_nccl_available() and all(peer.num_gpus >= ranks_on[peer.host_id] for peer in self.roster.peers)
+
+    def _check_peer(self, rank: int) -> None:
+        if not 0 <= rank < self.size or rank == self.rank:
+            raise ConfigError(f"rank {self.rank}: no peer {rank} in a world of {self.size}.")
+
+    @property
+    def _group(self) -> dist.ProcessGroupGloo:
+        if self._gloo is None:
+            raise ConfigError(f"rank {self.rank}: this transport is closed.")
+        return self._gloo
+
+    def _start(self, operation: Callable[..., dist.Work], *args: object) -> dist.Work:
+        try:
+            return operation(*args)
+        except RuntimeError as error:
+            raise self.roster.explain(error) from error

@@ -1,0 +1,139 @@
+"""Who takes part, and which of them are gone."""
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import DistError, Store
+
+from tutti.errors import DeadlineExceeded, RankLost
+
+
+def _start_time(pid: int) -> int:
+    """When a process started, in clock ticks since boot; -1 if it is gone or only waits to be reaped."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    return -1 if fields[0] in "ZX" else int(fields[19])
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One rank, as the others need to know it."""
+
+    rank: int
+    host: str
+    host_id: str
+    pid: int
+    started: int
+    num_gpus: int
+
+    @classmethod
+    def me(cls, rank: int, host: str, host_id: str) -> "Peer":
+        pid = os.getpid()
+        return cls(rank, host, host_id, pid, _start_time(pid), torch.cuda.device_count())
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Peer":
+        return cls(**json.loads(text))
+
+
+class Roster:
+    """The ranks of one generation and the store through which they met."""
+
+    def __init__(self, rank: int, peers: Iterable[Peer], store: Store, timeout: timedelta) -> None:
+        self.rank = rank
+        self.peers = tuple(peers)
+        self.store = store
+        self.timeout = timeout
+
+    @property
+    def size(self) -> int:
+        return len(self.peers)
+
+    @property
+    def one_host(self) -> bool:
+        return len({peer.host_id for peer in self.peers}) == 1
+
+    def leave(self) -> None:
+        """Tell the others that this rank is done and will answer no more."""
+        self._mark("left")
+
+    def gone(self) -> dict[int, str]:
+        """Ranks that are gone and did not go because of another, with how that is known."""
+        me = self.peers[self.rank]
+        found = {}
+        for peer in self.peers:
+            if peer.rank == self.rank or self._marked("fled", peer.rank):
+                continue
+            if peer.host_id == me.host_id and _start_time(peer.pid) != peer.started:
+                found[peer.rank] = f"its process {peer.pid} on {peer.host} has ended"
+            elif self._marked("left", peer.rank):
+                found[peer.rank] = "it has finished, or failed in its own code"
+        return found
+
+    def check(self) -> None:
+        """Raise `RankLost` if anyone is gone."""
+        if gone := self.gone():
+            raise self.loss(gone)
+
+    def loss(self, gone: dict[int, str], detail: str = "") -> RankLost:
+        """The error for this rank to raise; the others will not blame this rank for leaving with it."""
+        self._mark("fled")
+        if not gone:
+            return RankLost(f"rank {self.rank}: lost contact with a peer ({detail}). See the other ranks' output.")
+        who = "; ".join(f"rank {rank} is gone: {how}" for rank, how in sorted(gone.items()))
+        return RankLost(
+            f"rank {self.rank}: {who}. If it finished early, the ranks took different numbers of steps: "
+            "tutti.shard gives all of them the same; otherwise see that rank's output."
+        )
+
+    def explain(self, cause: Exception) -> RankLost | DeadlineExceeded:
+        """Turn a transport's own failure into the error that names the rank that caused it."""
+        deadline = time.monotonic() + 1.0
+        # A dying peer's connections close a moment before its process is seen to have ended.
+        while not (gone := self.gone()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        text = str(cause).splitlines()[0]
+        if not gone and "imed out" in text:
+            return self.overdue(f"a reply ({text})")
+        return self.loss(gone, text)
+
+    def overdue(self, what: str) -> DeadlineExceeded:
+        self._mark("fled")
+        return DeadlineExceeded(
+            f"rank {self.rank}: waited {self.timeout.total_seconds():g} s for {what}, and no rank is known to be "
+            "gone. If the work is just slow, call tutti.init(timeout=...) with more."
+        )
+
+    def await_keys(self, keys: list[str], what: str) -> None:
+        """Wait until all `keys` are in the store, watching that nobody dies meanwhile."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            try:
+                return self.store.wait(keys, timedelta(seconds=0.5))
+            except DistError:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise self.overdue(what) from None
+
+    def _mark(self, state: str) -> None:
+        try:
+            self.store.set(f"{state}/{self.rank}", "1")
+        except DistError:
+            pass  # The store went with the launcher: nobody is left to tell.
+
+    def _marked(self, state: str, rank: int) -> bool:
+        try:
+            return self.store.check([f"{state}/{rank}"])
+        except DistError:
+            return False

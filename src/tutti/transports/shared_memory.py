@@ -1,0 +1,299 @@
+"""All-reduce between the ranks of one host without copying: gradients live where every rank can reach them.
+
+Each rank owns one slice of every reduction. It waits until all ranks have published their data, adds
+up its slice over all of them and writes the sum back into all of them; when every rank has done so,
+everyone holds the result. Nothing else is synchronised: a rank that is early works ahead, and
+several reductions may be under way. Two counters per rank say how far it is.
+
+The memory is anonymous (memfd): it never has a name, so nothing can be left behind, not even by
+SIGKILL, and its size is not bound by /dev/shm, which containers often make small. A rank opens a
+peer's memory through /proc/PID/fd, which the kernel allows to the same user alone.
+"""
+
+import mmap
+import os
+import time
+from collections import deque
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tutti.errors import ConfigError, ReplicaMismatch
+from tutti.transports.base import Finished, Transport, Work
+from tutti.transports.flags import Flags, spins_for
+from tutti.transports.process_group import ProcessGroupTransport
+from tutti.transports.reduction import KERNELS, combine
+from tutti.transports.roster import Roster
+
+# The counters: a page head, then a row per rank: ready, done, and what it asked for in its last DEPTH reductions.
+_HEAD, _ROW, _DEPTH = 16, 128, 32
+_READY, _DONE, _ASKED = 0, 8, 16
+
+_STAGING_BYTES = 4 * 2**20
+_LINE_BYTES = 64
+_CHECK_SECONDS = 0.2
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+class _Memory(mmap.mmap):
+    """A mapping that keeps alive the segment it is part of; a tensor made on it keeps the mapping."""
+
+    segment: "_Segment"
+
+
+class _Segment:
+    """The same number of bytes from every rank, all mapped here."""
+
+    def __init__(self, memories: list[_Memory], rank: int) -> None:
+        mine = memories[rank]
+        mine.segment = self
+        self.peers = [memory for memory in memories if memory is not mine]
+        self.bases = np.array([torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in memories])
+        self.start = int(self.bases[rank])
+        self.stop = self.start + len(mine)
+        self.plans: dict[tuple[int, int, torch.dtype], _Plan] = {}
+
+
+class _Plan:
+    """Where a tensor lies in every rank's memory, and which slice of it is ours to add up."""
+
+    def __init__(self, segment: _Segment, tensor: Tensor, rank: int, size: int) -> None:
+        self.addresses = segment.bases + (tensor.data_ptr() - segment.start)
+        self.dtype = tensor.dtype
+        self.numel = tensor.numel()
+        self.start, self.stop = _slice(self.numel, tensor.itemsize, rank, size)
+        self.kernel = KERNELS.get(tensor.dtype)
+
+    def reduce(self, weights: np.ndarray, divisor: float) -> None:
+        if self.kernel is not None:
+            self.kernel(self.addresses, self.start, self.stop, weights, divisor)
+            return
+        combine([self._view(int(address)) for address in self.addresses], weights.tolist(), divisor)
+
+    def _view(self, address: int) -> Tensor:
+        raw = (np.ctypeslib.ctypes.c_char * (self.numel * self.dtype.itemsize)).from_address(address)
+        return torch.frombuffer(raw, dtype=self.dtype)[self.start : self.stop]
+
+
+def _slice(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
+    """Rank's share of `numel` elements, cut at cache lines so that no two ranks write the same one."""
+    line = max(1, _LINE_BYTES // itemsize)
+    share = -(-numel // (size * line)) * line
+    return min(rank * share, numel), min((rank + 1) * share, numel)
+
+
+class _Reduction(Work):
+    """One all-reduce under way, number `index` of its transport."""
+
+    def __init__(self, transport: "SharedMemoryTransport", index: int, plan: _Plan, averaged: bool) -> None:
+        self._transport = transport
+        self.index = index
+        self.plan = plan
+        self.averaged = averaged
+
+    def done(self) -> bool:
+        return self._transport._finished(self.index)
+
+    def wait(self) -> None:
+        self._transport._finish(self.index)
+
+
+class SharedMemoryTransport(Transport):
+    """Ranks of one host. Sums in place in shared memory; messages and CUDA tensors go through `inner`."""
+
+    def __init__(self, inner: ProcessGroupTransport, name: str = "shared") -> None:
+        self.inner = inner
+        self.roster = inner.roster
+        if not self.roster.one_host:
+            hosts = sorted({peer.host for peer in self.roster.peers})
+            raise ConfigError(f"shared memory reaches one host only, but the ranks are on {', '.join(hosts)}.")
+        self.rank, self.size, self.timeout = inner.rank, inner.size, inner.timeout
+        self._reduced_bytes = 0
+        self._name = name
+        self._num_segments = 0
+        self._segments: WeakSet[_Segment] = WeakSet()
+        self._pages = _map_all(self.roster, f"{name}/counters", 8 * (_HEAD + _ROW * self.size))
+        counters = np.frombuffer(self._pages[0], dtype=np.int64)
+        self._flags = Flags(counters, spins_for(self.size))
+        self._rows = _HEAD + _ROW * np.arange(self.size, dtype=np.int64)
+        self._row = int(self._rows[self.rank])
+        self._staging = self.empty(_STAGING_BYTES, torch.uint8)
+        self._posted = 0
+        self._pending: deque[_Reduction] = deque()
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        return self.inner.bytes_sent + self._reduced_bytes
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        return self.inner.isend(tensor, dst, tag)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        return self.inner.irecv(tensor, src, tag)
+
+    def channel(self, name: str) -> "SharedMemoryTransport":
+        return SharedMemoryTransport(self.inner.channel(name), f"{self._name}/{name}")
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def elapse(self, seconds: float) -> None:
+        return None
+
+    def close(self) -> None:
+        self._pending.clear()
+        self.inner.close()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel * dtype.itemsize))
+        self._num_segments += 1
+        self._segments.add(_Segment(memories, self.rank))
+        return torch.frombuffer(memories[self.rank], dtype=dtype)[:numel]
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        if tensor.is_cuda:
+            return self.inner.all_reduce(tensor)
+        return self._reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, 1.0, averaged=False)
+
+    def average(self, tensor: Tensor, weight: float) -> Work:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(f"rank {self.rank}: the mean of {tensor.dtype} tensors is not an integer; use a sum.")
+        return self._reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, weight, averaged=True)
+
+    def _reduce(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
+        plan = self._plan(tensor) if tensor.is_contiguous() else None
+        if plan is None:
+            return self._reduce_private(tensor, weight, averaged)
+        return self._post(plan, tensor.numel(), weight, averaged)
+
+    def _reduce_private(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
+        """Carry a tensor that peers cannot see through the staging memory, piece by piece."""
+        flat = tensor.reshape(-1)
+        stage = self._staging.view(tensor.dtype)
+        for piece in flat.split(stage.numel()):
+            shared = stage[: piece.numel()]
+            shared.copy_(piece)
+            plan = self._plan(shared)
+            assert plan is not None
+            self._post(plan, flat.numel(), weight, averaged).wait()
+            piece.copy_(shared)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+        return Finished()
+
+    def _plan(self, tensor: Tensor) -> _Plan | None:
+        address = tensor.data_ptr()
+        for segment in self._segments:
+            if segment.start <= address < segment.stop:
+                key = (address, tensor.numel(), tensor.dtype)
+                plan = segment.plans.get(key)
+                if plan is None:
+                    plan = segment.plans[key] = _Plan(segment, tensor, self.rank, self.size)
+                return plan
+        return None
+
+    def _post(self, plan: _Plan, numel: int, weight: float, averaged: bool) -> _Reduction:
+        index = self._posted
+        if index >= _DEPTH:
+            self._finish(index - _DEPTH)  # Its row entry is about to be written over.
+        self._reduced_bytes += plan.numel * plan.dtype.itemsize
+        counters, entry = self._flags.counters, self._row + _ASKED + 3 * (index % _DEPTH)
+        counters[entry] = numel
+        counters[entry + 1] = 2 * _DTYPES.index(plan.dtype) + averaged
+        counters[entry + 2 : entry + 3].view(np.float64)[0] = weight
+        work = _Reduction(self, index, plan, averaged)
+        self._pending.append(work)
+        self._posted = index + 1
+        self._flags.publish(self._row + _READY, index + 1)
+        self._work_ahead()
+        return work
+
+    def _work_ahead(self) -> None:
+        """Add up what everyone has published, without waiting for anything."""
+        while self._pending and self._flags.reached(self._rows + _READY, self._pending[0].index + 1):
+            self._add_up(self._pending.popleft())
+
+    def _add_up(self, work: _Reduction) -> None:
+        asked = self._asked(work.index)
+        self._check_same(asked)
+        weights = asked[:, 2].copy().view(np.float64)
+        equal = bool((weights == weights[0]).all())
+        scales = np.ones(self.size) if equal else weights
+        divisor = 1.0 if not work.averaged else float(self.size if equal else weights.sum())
+        work.plan.reduce(scales.astype(np.float32) if work.plan.dtype is torch.float32 else scales, divisor)
+        self._flags.publish(self._row + _DONE, work.index + 1)
+
+    def _asked(self, index: int) -> np.ndarray:
+        """What each rank asked for in reduction `index`: length, kind and weight, a row per rank."""
+        entry = _ASKED + 3 * (index % _DEPTH)
+        rows = self._flags.counters[_HEAD:].reshape(self.size, _ROW)
+        return rows[:, entry : entry + 3]
+
+    def _check_same(self, asked: np.ndarray) -> None:
+        if (asked[:, :2] == asked[0, :2]).all():
+            return
+        names = [f"rank {r}: {numel} × {_DTYPES[kind // 2]}" for r, (numel, kind) in enumerate(asked[:, :2].tolist())]
+        raise ReplicaMismatch(f"rank {self.rank}: all-reduce of tensors that differ: {'; '.join(names)}.")
+
+    def _finished(self, index: int) -> bool:
+        self._work_ahead()
+        return self._flags.reached(self._rows + _DONE, index + 1)
+
+    def _finish(self, index: int) -> None:
+        while self._pending and self._pending[0].index <= index:
+            self._await(self._rows + _READY, self._pending[0].index + 1)
+            self._add_up(self._pending.popleft())
+        self._await(self._rows + _DONE, index + 1)
+
+    def _await(self, slots: np.ndarray, value: int) -> None:
+        if self._flags.wait(slots, value, _CHECK_SECONDS):
+            return
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not self._flags.wait(slots, value, _CHECK_SECONDS):
+            self.roster.check()
+            if time.monotonic() > deadline:
+                late = np.flatnonzero(self._flags.counters[slots] < value).tolist()
+                raise self.roster.overdue(f"ranks {', '.join(map(str, late))} to reach reduction {value - 1}")
+
+
+def _map_all(roster: Roster, name: str, num_bytes: int) -> list[_Memory]:
+    """Give every rank `num_bytes` of memory and map everyone's. Collective."""
+    file = os.memfd_create("tutti")
+    try:
+        os.ftruncate(file, num_bytes)
+        roster.store.set(f"{name}/at/{roster.rank}", f"{os.getpid()} {file}")
+        roster.await_keys([f"{name}/at/{rank}" for rank in range(roster.size)], "memory of all ranks")
+        memories = [_open(roster, name, rank, num_bytes) for rank in range(roster.size)]
+        roster.store.set(f"{name}/mapped/{roster.rank}", "1")
+        roster.await_keys([f"{name}/mapped/{rank}" for rank in range(roster.size)], "all ranks to map memory")
+    finally:
+        os.close(file)
+    return memories
+
+
+def _open(roster: Roster, name: str, rank: int, num_bytes: int) -> _Memory:
+    pid, number = roster.store.get(f"{name}/at/{rank}").split()
+    try:
+        file = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise roster.explain(error) from error
+    try:
+        if os.fstat(file).st_size != num_bytes:
+            raise ReplicaMismatch(
+                f"rank {roster.rank}: asked for {num_bytes} bytes of shared memory where rank {rank} asked for "
+                f"{os.fstat(file).st_size}: the ranks' models differ."
+            )
+        return _Memory(file, num_bytes)
+    finally:
+        os.close(file)
+
+
+def usable() -> bool:
+    """Whether this system can share memory between processes the way this transport does."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
