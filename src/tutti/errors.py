@@ -8,6 +8,7 @@
     │   └── DataError          a dataset that is missing, truncated or something else
     ├── RankLost               a peer died, failed or left while this rank needed it
     ├── DeadlineExceeded       (also a TimeoutError) nobody died, but nobody answered either
+    ├── WeightRefused          a rank gave NaN as its weight, which asks every rank to stop
     ├── NonFiniteLoss          the loss became NaN or infinite
     └── WorkerFailed           seen from the launcher: the first worker that failed
 
@@ -57,8 +58,23 @@ class DeadlineExceeded(TuttiError, TimeoutError):
     """A wait ended without an answer."""
 
 
+class WeightRefused(TuttiError):
+    """Some ranks gave NaN as their weight: they ask every rank to stop."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = sorted(ranks)
+        super().__init__(f"weight NaN from rank {', '.join(map(str, self.ranks))}")
+
+
 class NonFiniteLoss(TuttiError):
     """The loss became NaN or infinite."""
+
+    def __init__(self, rank: int, ranks: Iterable[int], step: int) -> None:
+        whose = " and ".join(f"rank {other}" for other in ranks)
+        super().__init__(
+            f"rank {rank}: the loss on {whose} is NaN or infinite at step {step}. Lower the learning rate, clip "
+            "gradients, or look at that rank's batch."
+        )
 
 
 class WorkerFailed(TuttiError):

@@ -1,7 +1,7 @@
 """Moving tensors between ranks."""
 
 from tutti.transports.alone import AloneTransport
-from tutti.transports.base import ANY, AllReduces, Averages, SharesMemory, Transport, Work
+from tutti.transports.base import ANY, AllReduces, Averages, SharesMemory, Transport, Work, suited
 from tutti.transports.process_group import ProcessGroupTransport
 from tutti.transports.roster import Peer, Roster
 
@@ -16,4 +16,5 @@ __all__ = [
     "SharesMemory",
     "Transport",
     "Work",
+    "suited",
 ]

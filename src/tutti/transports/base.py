@@ -116,6 +116,16 @@ class Averages(Protocol):
 class SharesMemory(Protocol):
     """A transport whose peers can read memory that it hands out, so that a bucket needs no copy."""
 
+    inner: Transport
+    """The transport beneath, for tensors that cannot live in such memory."""
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat CPU tensor that every rank can reach. Collective: all ranks ask for the same."""
         ...
+
+
+def suited(transport: Transport, device_types: set[str]) -> Transport:
+    """The transport to use for tensors of these devices: only CPU tensors can live in shared memory."""
+    if isinstance(transport, SharesMemory) and device_types != {"cpu"}:
+        return transport.inner
+    return transport

@@ -61,10 +61,11 @@ class ProcessGroupTransport(Transport):
         self.timeout, self.bytes_sent = roster.timeout, 0
         self.roster = roster
         self._address = address
-        self._name = name
+        self.name = name
         self._store = dist.PrefixStore(name, roster.store)
         self._gloo: dist.ProcessGroupGloo | None = self._connect_gloo()
         self._nccl: Any = None
+        self._num_channels = 0
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         self._check_peer(dst)
@@ -91,7 +92,9 @@ class ProcessGroupTransport(Transport):
         return _GroupWork(self._start(self._group.allreduce, [tensor]), self.roster, tensor)
 
     def channel(self, name: str) -> "ProcessGroupTransport":
-        return ProcessGroupTransport(self.roster, address=self._address, name=f"{self._name}/{name}")
+        self._num_channels += 1
+        full_name = f"{self.name}/{name}.{self._num_channels}"
+        return ProcessGroupTransport(self.roster, address=self._address, name=full_name)
 
     def now(self) -> float:
         return time.perf_counter()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.errors import ConfigError, ReplicaMismatch
+from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
 from tutti.transports.base import Finished, Transport, Work
 from tutti.transports.flags import Flags, spins_for
 from tutti.transports.process_group import ProcessGroupTransport
@@ -107,7 +107,7 @@ class _Reduction(Work):
 class SharedMemoryTransport(Transport):
     """Ranks of one host. Sums in place in shared memory; messages and CUDA tensors go through `inner`."""
 
-    def __init__(self, inner: ProcessGroupTransport, name: str = "shared") -> None:
+    def __init__(self, inner: ProcessGroupTransport) -> None:
         self.inner = inner
         self.roster = inner.roster
         if not self.roster.one_host:
@@ -115,10 +115,10 @@ class SharedMemoryTransport(Transport):
             raise ConfigError(f"shared memory reaches one host only, but the ranks are on {', '.join(hosts)}.")
         self.rank, self.size, self.timeout = inner.rank, inner.size, inner.timeout
         self._reduced_bytes = 0
-        self._name = name
+        self._name = f"{inner.name}/memory"
         self._num_segments = 0
         self._segments: WeakSet[_Segment] = WeakSet()
-        self._pages = _map_all(self.roster, f"{name}/counters", 8 * (_HEAD + _ROW * self.size))
+        self._pages = _map_all(self.roster, f"{self._name}/counters", 8 * (_HEAD + _ROW * self.size))
         counters = np.frombuffer(self._pages[0], dtype=np.int64)
         self._flags = Flags(counters, spins_for(self.size))
         self._rows = _HEAD + _ROW * np.arange(self.size, dtype=np.int64)
@@ -138,7 +138,7 @@ class SharedMemoryTransport(Transport):
         return self.inner.irecv(tensor, src, tag)
 
     def channel(self, name: str) -> "SharedMemoryTransport":
-        return SharedMemoryTransport(self.inner.channel(name), f"{self._name}/{name}")
+        return SharedMemoryTransport(self.inner.channel(name))
 
     def now(self) -> float:
         return time.perf_counter()
@@ -223,6 +223,8 @@ class SharedMemoryTransport(Transport):
         asked = self._asked(work.index)
         self._check_same(asked)
         weights = asked[:, 2].copy().view(np.float64)
+        if np.isnan(weights).any():
+            raise WeightRefused(np.flatnonzero(np.isnan(weights)).tolist())
         equal = bool((weights == weights[0]).all())
         scales = np.ones(self.size) if equal else weights
         divisor = 1.0 if not work.averaged else float(self.size if equal else weights.sum())
@@ -256,7 +258,9 @@ class SharedMemoryTransport(Transport):
             return
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not self._flags.wait(slots, value, _CHECK_SECONDS):
-            self.roster.check()
+            gone = self.roster.gone()
+            if gone and not self._flags.reached(slots, value):  # It may have gone after doing its part.
+                raise self.roster.loss(gone)
             if time.monotonic() > deadline:
                 late = np.flatnonzero(self._flags.counters[slots] < value).tolist()
                 raise self.roster.overdue(f"ranks {', '.join(map(str, late))} to reach reduction {value - 1}")

@@ -1,0 +1,45 @@
+"""Give every rank what rank 0 has."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from tutti.transports import Transport
+
+_CHUNK_BYTES = 32 * 2**20
+
+
+def broadcast(tensor: Tensor, transport: Transport, tag: int = 0) -> None:
+    """Overwrite `tensor` on every rank with rank 0's, along a binomial tree: log2(size) hops."""
+    rank, size = transport.rank, transport.size
+    hop = 1
+    while hop < size:
+        hop *= 2
+    while hop := hop // 2:
+        if rank % (2 * hop) == 0 and rank + hop < size:
+            transport.isend(tensor, rank + hop, tag).wait()
+        elif rank % (2 * hop) == hop:
+            transport.irecv(tensor, rank - hop, tag).wait()
+
+
+def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
+    """Overwrite many tensors with rank 0's, a few large messages for all of them."""
+    if transport.size == 1:
+        return
+    for group in _groups(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        broadcast(flat, transport)
+        for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
+
+
+def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one device and dtype, up to a chunk together, in the order given."""
+    open_groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        group = open_groups.setdefault((tensor.device, tensor.dtype), [])
+        group.append(tensor)
+        if sum(member.nbytes for member in group) >= _CHUNK_BYTES:
+            yield open_groups.pop((tensor.device, tensor.dtype))
+    yield from open_groups.values()

@@ -1,0 +1,57 @@
+"""Small control messages: JSON, never pickle."""
+
+import json
+from typing import Any
+
+import torch
+
+from tutti.collectives.broadcast import broadcast
+from tutti.transports import Transport
+
+
+def gather_json(value: Any, transport: Transport) -> list[Any]:
+    """Every rank's `value`, by rank, on every rank."""
+    if transport.size == 1:
+        return [value]
+    if transport.rank == 0:
+        values = [value] + [_receive(transport, rank) for rank in range(1, transport.size)]
+        return list(_share(values, transport))
+    _send(value, transport, 0)
+    return list(_share(None, transport))
+
+
+def share_json(value: Any, transport: Transport) -> Any:
+    """Rank 0's `value`, on every rank."""
+    return value if transport.size == 1 else _share(value, transport)
+
+
+def _share(value: Any, transport: Transport) -> Any:
+    data = _encode(value) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
+    broadcast(length, transport)
+    if transport.rank != 0:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    broadcast(data, transport)
+    return _decode(data)
+
+
+def _send(value: Any, transport: Transport, dst: int) -> None:
+    data = _encode(value)
+    transport.isend(torch.tensor([data.numel()]), dst).wait()
+    transport.isend(data, dst).wait()
+
+
+def _receive(transport: Transport, src: int) -> Any:
+    length = torch.empty(1, dtype=torch.int64)
+    transport.irecv(length, src).wait()
+    data = torch.empty(int(length), dtype=torch.uint8)
+    transport.irecv(data, src).wait()
+    return _decode(data)
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())

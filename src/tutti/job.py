@@ -1,0 +1,178 @@
+"""`distribute`: the one line that makes a training script a distributed one."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.events import EXCHANGE, EventLog
+from tutti.replica import Replica
+from tutti.replica.state import check_alike, take_from_rank_0
+from tutti.strategies import AllReduce, Exchange, Strategy
+from tutti.transports import suited
+from tutti.world import World, world as current_world
+
+_MARK = "_tutti_job"
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """How a job is going, on this rank."""
+
+    steps: int
+    exchanges: int
+    bytes_sent: int
+    seconds: float
+    waiting_s: float
+
+    @property
+    def waiting_share(self) -> float:
+        """The part of the time spent waiting for other ranks."""
+        return self.waiting_s / self.seconds if self.seconds else 0.0
+
+
+class Job:
+    """The user's handle on a distributed model. Use as a context manager, or call `finish`."""
+
+    def __init__(self, replica: Replica, exchange: Exchange, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self._replica = replica
+        self._exchange = exchange
+        self._started_s = exchange.transport.now()
+        self._finished = False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward keeps gradients to this rank; the next one outside exchanges their sum."""
+        return self._replica.no_sync()
+
+    def contributed(self, num_samples: float) -> None:
+        """Say how much this rank's next exchange weighs, where rows of a batch are not the measure (tokens, say).
+
+        Call it before `backward`; in accumulation, once per backward.
+        """
+        if not num_samples >= 0:
+            raise ConfigError(f"contributed needs 0 or more, got {num_samples}.")
+        self._replica.contribution.say(num_samples)
+
+    def watch(self, loss: Tensor) -> None:
+        """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
+        if not torch.isfinite(loss.detach()).all():
+            if self._exchange.transport.size == 1:
+                raise NonFiniteLoss(0, [0], self._replica.steps)
+            self._replica.contribution.say(float("nan"))
+
+    @contextmanager
+    def consensus(self) -> Iterator[nn.Module]:
+        """Within it, the model holds the parameters and buffers all ranks agree on, to evaluate or save. Collective."""
+        self._exchange.consensus()
+        try:
+            yield self._replica.model
+        finally:
+            self._exchange.dissent()
+
+    @property
+    def metrics(self) -> Metrics:
+        events = self._exchange.events
+        return Metrics(
+            steps=self._replica.steps,
+            exchanges=events.count[EXCHANGE],
+            bytes_sent=events.num_bytes[EXCHANGE],
+            seconds=self._exchange.transport.now() - self._started_s,
+            waiting_s=events.seconds.get(EXCHANGE, 0.0),
+        )
+
+    @property
+    def events(self) -> EventLog:
+        return self._exchange.events
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved beside the model's and the optimiser's own state to go on exactly."""
+        return {"strategy": str(self.strategy), "steps": self._replica.steps, "exchange": self._exchange.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["strategy"] != str(self.strategy):
+            raise ConfigError(
+                f"this state was saved under strategy '{state['strategy']}' and cannot be used under '{self.strategy}'."
+            )
+        self._replica.steps = state["steps"]
+        self._exchange.load_state_dict(state["exchange"])
+
+    def finish(self) -> None:
+        """Complete what is under way, agree on the model and let it go. Collective. Idempotent."""
+        if not self._finished:
+            self._finished = True
+            self._exchange.finish()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._finished = True
+        self._replica.detach()
+        self._exchange.transport.close()
+        delattr(self._replica.model, _MARK)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        elif not self._finished:
+            self._let_go()  # Not collective: the other ranks may not be coming.
+
+
+def distribute(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = None, *, world: World | None = None
+) -> Job:
+    """Keep `model` in step with the same model on every other rank. Collective.
+
+    The training loop stays as it was: after `loss.backward()` each `p.grad` is the mean over all
+    ranks, weighted by the samples each contributed. Parameters, buffers and optimiser state start
+    as rank 0's.
+
+    Args:
+        model: built the same on every rank; its device decides how tensors travel.
+        optimizer: holds every trainable parameter of `model`.
+        strategy: how replicas stay together, `AllReduce()` by default; `tutti run --strategy` overrules it.
+        world: where to run; the one `tutti.init` made by default.
+    """
+    world = world or current_world()
+    strategy = world.strategy or strategy or AllReduce()
+    check_alike(model, _mistakes(model, optimizer, strategy), world.transport)
+    take_from_rank_0(model, optimizer, world.transport)
+    replica = Replica(model, optimizer, world.draws)
+    transport = suited(world.transport, replica.device_types)
+    exchange = strategy.attach(replica, transport.channel("job"))
+    job = Job(replica, exchange, strategy)
+    object.__setattr__(model, _MARK, job)
+    return job
+
+
+def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:
+    mistakes = []
+    if not isinstance(strategy, Strategy):
+        mistakes.append(
+            f"strategy must be an object such as tutti.AllReduce(), got {strategy!r}. "
+            "Texts are for the command line; tutti.strategies.parse reads them."
+        )
+    if hasattr(model, _MARK):
+        mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        mistakes.append("the model has no trainable parameter: nothing to distribute.")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if strays := [name for name, p in trained.items() if id(p) not in held]:
+        mistakes.append(
+            f"the optimiser does not hold {_some(strays)}. Give it all trainable parameters, or set "
+            "requires_grad=False on those that should not change."
+        )
+    return mistakes
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,171 @@
+"""Find out who we are from what the launcher left in the environment.
+
+The only place, with the rest of `launch/`, that reads environment variables.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from tutti.errors import EnvironmentConflict
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a launcher says about this process."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    address: str | None
+    port: int | None
+    hosted: bool = False
+    """Whether the launcher itself runs the store at `address`; otherwise rank 0 does."""
+    innermost: bool = False
+    """Whether it is sure that this launcher, and no other one around it, started this process."""
+
+
+def read(environment: Mapping[str, str] = os.environ) -> Place:
+    """This process's place.
+
+    A launcher that another one started wins: torchrun under Slurm, say. Otherwise launchers that
+    both left their mark must agree.
+    """
+    found = [place for reader in READERS.values() if (place := reader(environment)) is not None]
+    if not found:
+        return Place("none", 0, 1, 0, None, None)
+    first = found[0]
+    if not first.innermost:
+        for other in found[1:]:
+            if (other.rank, other.size) != (first.rank, first.size):
+                raise EnvironmentConflict(
+                    f"the environment contradicts itself: {first.launcher} says rank {first.rank} of {first.size}, "
+                    f"{other.launcher} says rank {other.rank} of {other.size}. Unset the variables of the one that "
+                    "did not start this process."
+                )
+    if first.size > 1 and first.port is None:
+        raise EnvironmentConflict(
+            f"rank {first.rank}: {first.launcher} started {first.size} processes but nothing says where rank 0 is. "
+            "Set MASTER_ADDR and MASTER_PORT, or install tutti[mpi] if this is mpirun."
+        )
+    return first
+
+
+def _torchrun(environment: Mapping[str, str]) -> Place | None:
+    """torchrun's variables, which `tutti run` sets as well."""
+    names = ("RANK", "WORLD_SIZE")
+    given = [name for name in names if name in environment]
+    if not given:
+        return None
+    if len(given) == 1:
+        missing = next(name for name in names if name not in environment)
+        raise EnvironmentConflict(f"{given[0]} is set but {missing} is not: set both, or neither.")
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    place = _place("RANK/WORLD_SIZE", (rank, size, _number(environment, "LOCAL_RANK", 0)), environment)
+    hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(place, hosted=hosted, innermost=hosted or "TORCHELASTIC_RUN_ID" in environment)
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Place | None:
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return None
+    rank, size = _number(environment, "OMPI_COMM_WORLD_RANK"), _number(environment, "OMPI_COMM_WORLD_SIZE")
+    local_rank = _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0)
+    return _place("Open MPI", (rank, size, local_rank), environment, _meet_through_mpi)
+
+
+def _mpich(environment: Mapping[str, str]) -> Place | None:
+    if "PMI_RANK" not in environment or "PMI_SIZE" not in environment:
+        return None
+    rank, size = _number(environment, "PMI_RANK"), _number(environment, "PMI_SIZE")
+    local_rank = _number(environment, "MPI_LOCALRANKID", 0)
+    return _place("MPICH", (rank, size, local_rank), environment, _meet_through_mpi)
+
+
+def _slurm(environment: Mapping[str, str]) -> Place | None:
+    # A batch script has SLURM_PROCID too; only what srun started has a numbered step.
+    if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID", "").isdigit():
+        return None
+    rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
+    local_rank = _number(environment, "SLURM_LOCALID", 0)
+
+    def meet() -> tuple[str | None, int | None]:
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+        job = _number(environment, "SLURM_JOB_ID", 0) * 64 + int(environment["SLURM_STEP_ID"])
+        alone = environment.get("SLURM_STEP_NUM_NODES") == "1" or environment.get("SLURM_NNODES") == "1"
+        return (LOOPBACK if alone else _first_node(nodes)), 20_000 + job % 20_000
+
+    return _place("Slurm", (rank, size, local_rank), environment, meet)
+
+
+READERS: dict[str, Callable[[Mapping[str, str]], Place | None]] = {
+    "torchrun": _torchrun,
+    "open mpi": _open_mpi,
+    "mpich": _mpich,
+    "slurm": _slurm,
+}
+
+Meeting = Callable[[], tuple[str | None, int | None]]
+
+
+def _place(
+    launcher: str, who: tuple[int, int, int], environment: Mapping[str, str], fallback: Meeting | None = None
+) -> Place:
+    rank, size, local_rank = who
+    if size < 1 or not 0 <= rank < size:
+        raise EnvironmentConflict(
+            f"{launcher} says this is rank {rank} of {size}; a rank is 0 or more and less than the number of ranks."
+        )
+    address: str | None = environment.get("MASTER_ADDR")
+    port: int | None = _number(environment, "MASTER_PORT", -1)
+    if port == -1 and fallback is not None and size > 1:
+        address, port = fallback()
+    return Place(launcher, rank, size, local_rank, address or LOOPBACK, None if port == -1 else port)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise EnvironmentConflict(f"{name} must be a whole number, got {text!r}.") from None
+
+
+def _first_node(nodes: str) -> str:
+    """The first host of a Slurm list such as `gpu[03-05,9],login1`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\]]*)\])?", nodes)
+    if not match:
+        raise EnvironmentConflict("Slurm gives no node list (SLURM_STEP_NODELIST): set MASTER_ADDR and MASTER_PORT.")
+    prefix, ranges = match.groups()
+    return prefix + re.split(r"[,-]", ranges)[0] if ranges else prefix
+
+
+def _meet_through_mpi() -> tuple[str | None, int | None]:
+    """Let rank 0 choose a free port and tell the others over MPI itself."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        return None, None
+    import socket
+
+    import numpy as np
+
+    everyone = MPI.COMM_WORLD
+    here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
+    one_host = here.size == everyone.size
+    here.Free()
+    message = np.zeros(256, dtype=np.uint8)
+    if everyone.rank == 0:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK if one_host else "", 0))
+            text = f"{LOOPBACK if one_host else socket.gethostname()} {probe.getsockname()[1]}"
+        message[: len(text)] = np.frombuffer(text.encode(), dtype=np.uint8)
+    everyone.Bcast(message, root=0)
+    address, port = message.tobytes().rstrip(b"\0").decode().split()
+    return address, int(port)

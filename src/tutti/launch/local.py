@@ -1,0 +1,309 @@
+"""Start workers on this machine, watch over them and leave nothing behind."""
+
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import spawn
+from typing import IO, Any
+
+from torch.distributed import TCPStore
+
+from tutti.errors import ConfigError, WorkerFailed
+from tutti.launch.environment import LOOPBACK
+from tutti.launch.link import IMPORTING, PARENT, VARIABLE, Inbox
+
+_GRACE_S = 2.0
+"""How long peers of a failed worker get to notice and say so, and stopped ones to end by themselves."""
+
+_WORKER = "from tutti.launch.worker import main; main()"
+
+Watcher = Callable[[int, dict[str, Any]], None]
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int = 2,
+    timeout: timedelta | None = None,
+    transport: str | None = None,
+    watch: Watcher | None = None,
+) -> list[Any]:
+    """Run `function(*args)` in `workers` processes on this machine; return their results by rank.
+
+    Args:
+        function: importable by name, as for `multiprocessing`; it calls `tutti.init()` itself.
+        timeout: how long a worker waits for the others before it gives up.
+        transport: as for `tutti.init`.
+        watch: called with a rank and what it reported by `tutti.launch.link.Link.progress`.
+
+    Raises `WorkerFailed` for the first worker that failed, after all others have stopped. In a
+    worker that is still importing the script that called it, it returns an empty list at once, so
+    that script needs no `if __name__ == "__main__"`.
+    """
+    if IMPORTING in os.environ:
+        return []
+    if VARIABLE in os.environ:
+        raise ConfigError("launch was called inside a worker: workers cannot start workers.")
+    environment = {}
+    if timeout is not None:
+        environment["TUTTI_TIMEOUT"] = str(timeout.total_seconds())
+    if transport is not None:
+        environment["TUTTI_TRANSPORT"] = transport
+    payload = _pickled(function, args)
+    supervisor = Supervisor(["--function"], workers, environment, payload, watch)
+    return supervisor.run()
+
+
+def run_script(argv: Sequence[str], workers: int, environment: dict[str, str]) -> None:
+    """Run a script with its arguments in `workers` processes; raise `WorkerFailed` for the first that failed."""
+    Supervisor(list(argv), workers, environment).run()
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        payload = pickle.dumps((function, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"workers cannot get {getattr(function, '__name__', function)!r} and its arguments ({error}). Define the "
+            "function at the top level of a file, and pass plain values."
+        ) from error
+    # What multiprocessing does to make the caller's main module importable in the child, and no more.
+    preparation = spawn.get_preparation_data("tutti")
+    return pickle.dumps(({key: preparation[key] for key in preparation.keys() - {"authkey", "start_method"}}, payload))
+
+
+@dataclass
+class _Worker:
+    """A worker process as its supervisor sees it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    link: int
+    inbox: Inbox = field(default_factory=Inbox)
+    lines: dict[int, bytearray] = field(default_factory=dict)
+    ended_at: float | None = None
+
+    def reason(self) -> str | None:
+        """How it failed; None if it runs, or ended well."""
+        if self.inbox.failure is not None:
+            return self.inbox.failure.reason
+        status = self.process.poll()
+        if status is None or status == 0:
+            return None
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"exited with status {status}"
+
+    @property
+    def knocked_on(self) -> bool:
+        return self.inbox.failure is not None and self.inbox.failure.knock_on
+
+
+class Supervisor:
+    """Starts workers, passes on their output and ends when all have ended, or one has failed."""
+
+    def __init__(
+        self,
+        argv: list[str],
+        num_workers: int,
+        environment: dict[str, str],
+        payload: bytes | None = None,
+        watch: Watcher | None = None,
+    ) -> None:
+        if num_workers < 1:
+            raise ConfigError(f"workers must be 1 or more, got {num_workers}.")
+        self._argv = argv
+        self._num_workers = num_workers
+        self._environment = environment
+        self._payload = payload
+        self._watch = watch
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._first_failed: _Worker | None = None
+
+    def run(self) -> list[Any]:
+        """Start all, wait for all, and return their results by rank."""
+        try:
+            self._serve_store()
+            for rank in range(self._num_workers):
+                self._workers.append(self._start(rank))
+            self._watch_until_ended()
+        finally:
+            self._stop()
+        self._raise_first_failure()
+        return [worker.inbox.result for worker in self._workers]
+
+    def _serve_store(self) -> None:
+        """Run the store through which workers meet here: no worker's death takes it away. On loopback only."""
+        listener = socket.socket()
+        listener.bind((LOOPBACK, 0))
+        listener.listen(4096)
+        self._port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def _start(self, rank: int) -> _Worker:
+        link, worker_link = os.pipe()
+        passed, argv = [worker_link], list(self._argv)
+        if self._payload is not None:
+            source = _file_of(self._payload)
+            passed.append(source)
+            argv.append(str(source))
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _WORKER, *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=passed,
+                env=self._environment_of(rank, worker_link),
+                start_new_session=True,  # So that its own children can be ended with it.
+            )
+        finally:
+            for file in passed:
+                os.close(file)
+        worker = _Worker(rank, process, link)
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            worker.lines[stream.fileno()] = bytearray()
+            self._selector.register(stream, selectors.EVENT_READ, worker)
+        self._selector.register(link, selectors.EVENT_READ, worker)
+        return worker
+
+    def _environment_of(self, rank: int, link: int) -> dict[str, str]:
+        threads = max(1, len(os.sched_getaffinity(0)) // self._num_workers)
+        return {
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._num_workers),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self._num_workers),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            VARIABLE: str(link),
+            PARENT: str(os.getpid()),
+            **self._environment,
+        }
+
+    def _watch_until_ended(self) -> None:
+        deadline = None
+        while any(worker.ended_at is None for worker in self._workers):
+            self._read(0.05)
+            self._note_ends()
+            if self._first_failed is not None and deadline is None:
+                deadline = time.monotonic() + _GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                return
+        self._drain()
+
+    def _read(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            data = os.read(key.fd, 65536)
+            worker: _Worker = key.data
+            if not data:
+                self._selector.unregister(key.fileobj)
+            elif key.fd == worker.link:
+                for values in worker.inbox.feed(data):
+                    if self._watch is not None:
+                        self._watch(worker.rank, values)
+            else:
+                self._pass_on(worker, key.fd, data)
+
+    def _pass_on(self, worker: _Worker, file: int, data: bytes, last: bool = False) -> None:
+        """Print whole lines, each with its rank; a line without an end stays until there is one."""
+        buffer = worker.lines[file]
+        buffer += data
+        target: IO[str] = sys.stdout if file == worker.process.stdout.fileno() else sys.stderr  # type: ignore[union-attr]
+        *lines, rest = bytes(buffer).split(b"\n")
+        buffer[:] = rest
+        if last and rest:
+            lines.append(rest)
+            buffer.clear()
+        for line in lines:
+            print(f"[rank {worker.rank}] {line.decode(errors='replace')}", file=target)
+        target.flush()
+
+    def _note_ends(self) -> None:
+        for worker in self._workers:
+            if worker.ended_at is None and worker.process.poll() is not None:
+                worker.ended_at = time.monotonic()
+                if self._watched_reason(worker) and (self._first_failed is None or self._first_failed.knocked_on):
+                    self._first_failed = worker
+
+    def _watched_reason(self, worker: _Worker) -> str | None:
+        while self._ready(worker.link):
+            self._read(0)
+        return worker.reason()
+
+    def _ready(self, file: int) -> bool:
+        return any(key.fd == file for key, _ in self._selector.select(0))
+
+    def _drain(self) -> None:
+        """Read what is left. A worker's own children may hold its pipes open: wait for them no longer than a moment."""
+        deadline = time.monotonic() + _GRACE_S
+        while self._selector.get_map() and time.monotonic() < deadline:
+            self._read(0.05)
+
+    def _stop(self) -> None:
+        """End all that still runs, children of workers included, and close everything."""
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            running = [worker for worker in self._workers if worker.process.poll() is None]
+            for worker in self._workers if sign == signal.SIGKILL else running:
+                _signal_group(worker.process.pid, sign)
+            deadline = time.monotonic() + _GRACE_S
+            for worker in running:
+                try:
+                    worker.process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    continue
+        self._drain()
+        for worker in self._workers:
+            for file in worker.lines:
+                self._pass_on(worker, file, b"", last=True)
+            os.close(worker.link)
+            assert worker.process.stdout is not None
+            assert worker.process.stderr is not None
+            worker.process.stdout.close()
+            worker.process.stderr.close()
+        self._selector.close()
+        self._store = None  # type: ignore[assignment]
+
+    def _raise_first_failure(self) -> None:
+        first = self._first_failed
+        if first is None:
+            return
+        for worker in self._workers:
+            if worker is not first and worker.knocked_on and worker.inbox.failure is not None:
+                message = worker.inbox.failure.reason.removeprefix("failed: ")
+                print(f"[rank {worker.rank}] {message}", file=sys.stderr)
+        status = first.process.returncode
+        trace = first.inbox.failure.traceback if first.inbox.failure else ""
+        raise WorkerFailed(first.rank, first.reason() or "failed", trace, 128 - status if status < 0 else status)
+
+
+def _file_of(data: bytes) -> int:
+    """An open, unnamed file that holds `data`, read from its start."""
+    file = os.memfd_create("tutti-function", 0)
+    with os.fdopen(os.dup(file), "wb") as writer:
+        writer.write(data)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _signal_group(group: int, sign: signal.Signals) -> None:
+    try:
+        os.killpg(group, sign)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,155 @@
+"""`init`: meet the other ranks and choose how to talk to them."""
+
+import os
+import socket
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Literal
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
+from tutti.launch.environment import LOOPBACK, Place, read
+from tutti.strategies import parse
+from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster, Transport
+from tutti.transports.base import DEFAULT_TIMEOUT
+from tutti.world import World, current_world, set_world
+
+TransportKind = Literal["auto", "process_group", "shared_memory"]
+
+KINDS: tuple[TransportKind, ...] = ("auto", "process_group", "shared_memory")
+
+
+def init(*, timeout: timedelta | None = None, transport: TransportKind | None = None) -> World:
+    """Meet the other ranks of this run, as torchrun, mpirun, srun or `tutti run` describe it; alone otherwise.
+
+    Called again, it returns the same world.
+
+    Args:
+        timeout: how long to wait for ranks to come, and for any answer later; $TUTTI_TIMEOUT seconds, or 5 minutes.
+        transport: "auto" takes shared memory when all ranks are on one host; $TUTTI_TRANSPORT by default.
+    """
+    if (world := current_world()) is not None:
+        return world
+    place = read()
+    timeout = timeout or _timeout_from(os.environ.get("TUTTI_TIMEOUT"))
+    kind = transport or os.environ.get("TUTTI_TRANSPORT", "auto")
+    if kind not in KINDS:
+        raise ConfigError(f"transport '{kind}' is not one of {', '.join(KINDS)}.")
+    if place.size == 1:
+        world = World(0, 1, place.local_rank, socket.gethostname(), AloneTransport(timeout))
+    else:
+        roster = meet(place, _open_store(place, timeout), timeout)
+        link = connect(roster, _listen_address(place, roster), kind)
+        me = roster.peers[roster.rank]
+        world = World(roster.rank, roster.size, place.local_rank, me.host, link, leave=roster.leave)
+    if "TUTTI_STRATEGY" in os.environ:
+        world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
+    return set_world(world)
+
+
+def connect(roster: Roster, address: str | None = LOOPBACK, kind: str = "auto") -> Transport:
+    """A transport to everyone in `roster`. Collective."""
+    transport = ProcessGroupTransport(roster, address=address)
+    if kind == "shared_memory" or (kind == "auto" and roster.one_host and hasattr(os, "memfd_create")):
+        from tutti.transports.shared_memory import SharedMemoryTransport  # Costs a compiler's import.
+
+        return SharedMemoryTransport(transport)
+    return transport
+
+
+def meet(place: Place, store: Store, timeout: timedelta) -> Roster:
+    """Wait until every rank has come, and learn who they are."""
+    rank, size = place.rank, place.size
+    if store.add(f"came/{rank}", 1) > 1:
+        raise EnvironmentConflict(f"two processes say they are rank {rank} of {size}; each needs its own.")
+    store.set(f"peer/{rank}", Peer.me(rank, socket.gethostname(), _host_id()).to_json())
+    deadline = time.monotonic() + timeout.total_seconds()
+    keys = [f"peer/{other}" for other in range(size)]
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=1))
+            break
+        except DistError:
+            missing = [other for other in range(size) if not store.check([keys[other]])]
+            if missing and time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"rank {rank}: after {timeout.total_seconds():g} s, {size - len(missing)} of {size} ranks are here; "
+                    f"missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they "
+                    f"reach {place.address}:{place.port}; tutti.init(timeout=...) waits longer."
+                ) from None
+    return Roster(rank, [Peer.from_json(store.get(key)) for key in keys], store, timeout)
+
+
+def _open_store(place: Place, timeout: timedelta) -> Store:
+    assert place.address is not None
+    assert place.port is not None
+    serve = place.rank == 0 and not place.hosted
+    listener = _listener(place.address, place.port) if serve else None
+    try:
+        store = TCPStore(
+            place.address,
+            place.port,
+            is_master=serve,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener,
+        )
+    except DistError as error:
+        raise RankLost(
+            f"rank {place.rank}: nobody answers at {place.address}:{place.port} ({str(error).splitlines()[0]}). "
+            "Rank 0 was not started, MASTER_ADDR or MASTER_PORT is wrong, or a firewall is between."
+        ) from error
+    return PrefixStore("tutti", store)
+
+
+def _listener(address: str, port: int) -> int:
+    """A listening socket: on loopback only, where that is all the ranks need."""
+    local = address in (LOOPBACK, "localhost", "::1")
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK if local else "", port))
+    except OSError as error:
+        listener.close()
+        raise EnvironmentConflict(
+            f"rank 0: cannot listen on port {port} ({error.strerror}). Choose another MASTER_PORT."
+        ) from error
+    listener.listen(4096)
+    return listener.detach()
+
+
+def _listen_address(place: Place, roster: Roster) -> str | None:
+    """Where this rank's own sockets listen: loopback on one host, else the address that faces rank 0."""
+    if roster.one_host:
+        return LOOPBACK
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return None
+    assert place.address is not None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.address, place.port or 1))  # Sends nothing: it only picks a route.
+        address = probe.getsockname()[0]
+    return None if address.startswith("127.") else address
+
+
+def _host_id() -> str:
+    """The same for processes that can share memory and loopback: one kernel, one network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            kernel = boot.read().strip()
+        return "/".join([kernel, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid"))])
+    except FileNotFoundError:
+        return socket.gethostname()
+
+
+def _timeout_from(text: str | None) -> timedelta:
+    if text is None:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ConfigError(f"TUTTI_TIMEOUT must be a number of seconds above 0, got {text!r}.")
+    return timedelta(seconds=seconds)

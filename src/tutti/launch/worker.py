@@ -1,0 +1,76 @@
+"""What runs in each worker process: a script with its arguments, or a function that comes in an open file."""
+
+import ctypes
+import os
+import pickle
+import runpy
+import signal
+import sys
+import traceback
+from multiprocessing import spawn
+from types import TracebackType
+from typing import Any
+
+from tutti.errors import RankLost
+from tutti.launch.link import IMPORTING, PARENT, Failure, Link
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    _die_with(int(os.environ[PARENT]))
+    link = Link()
+    try:
+        if sys.argv[1] == "--function":
+            link.result(_run_function(int(sys.argv[2])))
+        else:
+            _run_script(sys.argv[1:])
+    except BaseException as error:
+        sys.stdout.flush()
+        if isinstance(error, SystemExit):
+            raise
+        link.failed(_describe(error))
+        sys.stderr.flush()
+        # Not through the interpreter's own exit: threads of a broken run must not hold it up.
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _run_script(argv: list[str]) -> None:
+    sys.argv = argv
+    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def _run_function(file: int) -> Any:
+    with os.fdopen(file, "rb") as pipe:
+        data = pipe.read()
+    preparation, payload = pickle.loads(data)
+    os.environ[IMPORTING] = "1"
+    try:
+        spawn.prepare(preparation)
+        function, args = pickle.loads(payload)
+    finally:
+        del os.environ[IMPORTING]
+    return function(*args)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process when its supervisor ends, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _describe(error: BaseException) -> Failure:
+    trace = _own_part(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return Failure(f"failed: {type(error).__name__}: {error}", text, isinstance(error, RankLost))
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the user's code on, without how it was started."""
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename == __file__ or "runpy" in trace.tb_frame.f_code.co_filename
+    ):
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,149 @@
+"""Buckets: flat runs of gradients that travel together."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.errors import ConfigError
+from tutti.transports import SharesMemory, Transport
+
+_ALIGNMENT = 16
+"""Elements: tensors start on cache lines, so vector loads are whole and ranks never share a line."""
+
+
+class Slot:
+    """One tensor's place in a bucket: a parameter's gradient, or a buffer that is kept equal."""
+
+    __slots__ = ("arrived", "is_parameter", "name", "tensor", "touched", "view")
+
+    def __init__(self, name: str, tensor: Tensor, is_parameter: bool) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.is_parameter = is_parameter
+        self.view = tensor  # Until the slot is in a bucket.
+        self.touched = False  # Whether it got a gradient since the last exchange.
+        self.arrived = False  # Whether it got one in this backward pass.
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A run of slots in one piece of memory, followed by one element per slot that says "I have one".
+
+    Those marks are averaged with the rest: a mark of zero tells every rank that no rank had a
+    gradient for that parameter, so it keeps none, as it would on one machine.
+    """
+
+    index: int
+    slots: list[Slot]
+    flat: Tensor
+    marks: Tensor
+    missing: int = 0
+
+    def expect(self) -> None:
+        """Get ready for the next backward pass."""
+        for slot in self.slots:
+            slot.arrived = False
+        self.missing = sum(slot.is_parameter for slot in self.slots)
+
+    def fill(self) -> list[tuple[Slot, Tensor]]:
+        """Move gradients into the bucket's memory; return what untouched parameters held, to give back."""
+        views, sources, kept = [], [], []
+        for slot in self.slots:
+            if not slot.is_parameter:
+                views.append(slot.view)
+                sources.append(slot.tensor)
+                continue
+            grad = slot.tensor.grad
+            if grad is slot.view:
+                if not slot.touched:
+                    kept.append((slot, grad.clone()))
+            elif grad is None:
+                slot.view.zero_()
+            else:
+                if grad.layout != torch.strided:
+                    raise ConfigError(
+                        f"parameter '{slot.name}' has a sparse gradient; only dense ones can be exchanged. "
+                        "Build its embedding with sparse=False."
+                    )
+                if not slot.touched:
+                    kept.append((slot, grad.clone()))
+                views.append(slot.view)
+                sources.append(grad)
+                slot.tensor.grad = slot.view
+        if views:
+            torch._foreach_copy_(views, sources)
+        self._mark()
+        return kept
+
+    def _mark(self) -> None:
+        if all(slot.touched for slot in self.slots if slot.is_parameter):
+            self.marks.fill_(1)
+        else:
+            self.marks.copy_(torch.tensor([float(slot.touched or not slot.is_parameter) for slot in self.slots]))
+
+
+class Memory:
+    """All bucket memory of one device and dtype, allocated once and cut again as buckets change."""
+
+    def __init__(self, slots: Sequence[Slot], transport: Transport) -> None:
+        tensor = slots[0].tensor
+        # Room for every way of cutting: per slot its elements, a mark, and padding for both.
+        numel = sum(_aligned(slot.tensor.numel()) + 2 * _ALIGNMENT for slot in slots)
+        if tensor.device.type == "cpu" and isinstance(transport, SharesMemory):
+            self.flat = transport.empty(numel, tensor.dtype)
+        else:
+            self.flat = torch.empty(numel, dtype=tensor.dtype, device=tensor.device)
+        self.flat.zero_()
+        self._used = 0
+
+    def start_over(self) -> None:
+        self._used = 0
+
+    def take(self, index: int, slots: list[Slot]) -> Bucket:
+        """Cut the next bucket, for `slots`."""
+        start = self._used
+        for slot in slots:
+            slot.view = _like(self.flat[self._used : self._used + slot.tensor.numel()], slot.tensor)
+            self._used += _aligned(slot.tensor.numel())
+        marks = self.flat[self._used : self._used + len(slots)]
+        flat = self.flat[start : self._used + len(slots)]
+        self._used += _aligned(len(slots))
+        bucket = Bucket(index, slots, flat, marks)
+        bucket.expect()
+        return bucket
+
+
+def cut(slots: Iterable[Slot], memories: dict[tuple[torch.device, torch.dtype], Memory], max_bytes: int) -> list[Bucket]:
+    """Cut `slots`, in the order given, into buckets of about `max_bytes`, one device and dtype each."""
+    for memory in memories.values():
+        memory.start_over()
+    runs = list(_runs(slots, max_bytes))
+    return [memories[kind_of(run[0].tensor)].take(index, run) for index, run in enumerate(runs)]
+
+
+def kind_of(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, tensor.dtype
+
+
+def _runs(slots: Iterable[Slot], max_bytes: int) -> Iterator[list[Slot]]:
+    open_runs: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
+    for slot in slots:
+        run = open_runs.setdefault(kind_of(slot.tensor), [])
+        run.append(slot)
+        if sum(member.tensor.nbytes for member in run) >= max_bytes:
+            yield open_runs.pop(kind_of(slot.tensor))
+    yield from open_runs.values()
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
+
+
+def _like(flat: Tensor, tensor: Tensor) -> Tensor:
+    """`flat` in the shape and, where it is dense, the memory order of `tensor`, as autograd would make it."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    if tensor.permute(order).is_contiguous():
+        return flat.as_strided(tensor.shape, tensor.stride())
+    return flat.view(tensor.shape)

@@ -1,0 +1,227 @@
+"""A replica: the user's model and optimiser, seen as buckets that fill during backward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from tutti.collectives import share_json
+from tutti.errors import ConfigError
+from tutti.replica.buckets import Bucket, Memory, Slot, cut, kind_of
+from tutti.replica.samples import Contribution, Draws
+from tutti.transports import Transport
+
+
+class Listener(Protocol):
+    """Who is told of the events of training: an exchange."""
+
+    def backward_started(self, weight: float) -> None: ...
+    def bucket_ready(self, bucket: Bucket) -> None: ...
+    def backward_done(self) -> None: ...
+    def before_step(self) -> None: ...
+    def after_step(self) -> None: ...
+
+
+class Replica:
+    """Turns what autograd and the optimiser do into the events of training.
+
+    `bucket_ready` comes in the order of the buckets' indices on every rank, whatever order the
+    gradients came in, so that all ranks start the same exchanges in the same order.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, draws: Draws) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.contribution = Contribution(draws)
+        self.slots = [Slot(name, p, True) for name, p in model.named_parameters() if p.requires_grad]
+        self.slots.reverse()  # Backward reaches the last layers first; the first pass tells precisely.
+        self.statistics = [Slot(name, buffer, False) for name, buffer in _running_statistics(model)]
+        self.buckets: list[Bucket] = []
+        self.steps = 0
+        self.syncing = True
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._listener: Listener | None = None
+        self._handles: list[Any] = []
+        self._order: list[Slot] | None = []
+        self._lock = Lock()  # Autograd runs one thread per device.
+        self._armed = False
+        self._weight = 1.0
+        self._next = 0
+        self._kept: list[tuple[Slot, Tensor]] = []
+
+    @property
+    def device_types(self) -> set[str]:
+        return {slot.tensor.device.type for slot in self.slots}
+
+    def allocate(self, transport: Transport, bucket_bytes: int) -> None:
+        """Make buckets, in memory of the transport where it has some. Collective."""
+        self._transport = transport
+        self._bucket_bytes = bucket_bytes
+        kinds: dict[Any, list[Slot]] = {}
+        for slot in [*self.slots, *self.statistics]:
+            kinds.setdefault(kind_of(slot.tensor), []).append(slot)
+        self._memories = {kind: Memory(slots, transport) for kind, slots in kinds.items()}
+        self._cut()
+
+    def listen(self, listener: Listener, gradients: bool) -> None:
+        """Tell `listener` what happens from now on: steps and, if it wants them, gradients."""
+        self._listener = listener
+        self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
+        if gradients:
+            self._handles.append(self.model.register_forward_pre_hook(self._forward, with_kwargs=True))
+            self._register_gradient_hooks()
+
+    def detach(self) -> None:
+        """Take all hooks away and give parameters gradients of their own. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for slot in self.slots:
+            if slot.tensor.grad is slot.view:
+                slot.tensor.grad = slot.view.clone()
+        self.buckets.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients to this rank; the next backward outside exchanges what has gathered."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def _cut(self) -> None:
+        self.buckets = cut([*self.slots, *self.statistics], self._memories, self._bucket_bytes)
+        self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
+
+    def _register_gradient_hooks(self) -> None:
+        for slot in self.slots:
+            self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._gradient_hook(slot)))
+
+    def _gradient_hook(self, slot: Slot) -> Any:
+        def arrived(_: Tensor) -> None:
+            slot.touched = True
+            if not self.syncing or slot.arrived:
+                return
+            slot.arrived = True
+            with self._lock:
+                if not self._armed:
+                    self._arm()
+                if self._order is not None:
+                    self._order.append(slot)
+                bucket = self._bucket_of[slot]
+                bucket.missing -= 1
+                if bucket.missing == 0:
+                    self._hand_over(complete_only=True)
+
+        return arrived
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        if self._armed and torch._C._current_graph_task_id() == -1:
+            raise ConfigError(
+                "the last backward pass failed half-way on this rank, so it is out of step with the others. "
+                "An exception in backward cannot be skipped in a distributed run: mend its cause and restart."
+            )
+        self.contribution.forward(args, kwargs)
+
+    def _arm(self) -> None:
+        self._armed = True
+        self._check_still_frozen()
+        Variable._execution_engine.queue_callback(self._backward_done)
+        assert self._listener is not None
+        self._weight = self.contribution.take()
+        self._listener.backward_started(self._weight)
+
+    def _hand_over(self, complete_only: bool) -> None:
+        """Give the listener the next buckets, in order, as far as they are complete."""
+        assert self._listener is not None
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if complete_only and (bucket.missing or not all(slot.is_parameter for slot in bucket.slots)):
+                return
+            self._kept += bucket.fill()
+            self._next += 1
+            self._listener.bucket_ready(bucket)
+
+    def _backward_done(self) -> None:
+        assert self._listener is not None
+        self._hand_over(complete_only=False)
+        self._listener.backward_done()
+        self._settle()
+        if self._order and len(self.buckets) > 1:
+            self._cut_again(self._order)
+        self._order = None
+
+    def _settle(self) -> None:
+        """Make the buckets' content the gradients and statistics of the model."""
+        for slot, value in self._kept:
+            if not self._mark_of(slot):
+                slot.view.copy_(value)
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if not slot.is_parameter:
+                    slot.tensor.copy_(slot.view)
+                elif not (slot.touched and self._weight):
+                    self._settle_absent(slot)
+                slot.touched = False
+            bucket.expect()
+        self._kept.clear()
+        self._next = 0
+        self._armed = False
+
+    def _settle_absent(self, slot: Slot) -> None:
+        """A parameter to which this rank contributed nothing: has it a gradient, from anyone?"""
+        if self._mark_of(slot):
+            slot.tensor.grad = slot.view
+        elif slot.touched:  # By samples that do not count.
+            slot.tensor.grad = None
+
+    def _mark_of(self, slot: Slot) -> bool:
+        bucket = self._bucket_of[slot]
+        return bool(bucket.marks[bucket.slots.index(slot)] != 0)
+
+    def _cut_again(self, order: list[Slot]) -> None:
+        """Re-cut the buckets in the order in which rank 0 saw gradients arrive."""
+        numbers = {slot: number for number, slot in enumerate(self.slots)}
+        seen = share_json([numbers[slot] for slot in order], self._transport)
+        unseen = sorted(set(numbers.values()) - set(seen))
+        grads = [(slot, slot.view.clone()) for slot in self.slots if slot.tensor.grad is slot.view]
+        self.slots = [self.slots[number] for number in [*seen, *unseen]]
+        self._cut()
+        for slot, grad in grads:
+            slot.view.copy_(grad)
+            slot.tensor.grad = slot.view
+
+    def _check_still_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter '{name}' was frozen when the model was distributed and is trained now, so no other "
+                    "rank gets its gradient. Call job.finish() and tutti.distribute(...) again after unfreezing."
+                )
+
+    def _before_step(self, *_: Any) -> None:
+        assert self._listener is not None
+        self._listener.before_step()
+
+    def _after_step(self, *_: Any) -> None:
+        assert self._listener is not None
+        self.steps += 1
+        self._listener.after_step()
+
+
+def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The running means and variances of normalisation layers, which each rank updates from its own samples."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            for kind in ("running_mean", "running_var"):
+                if (buffer := getattr(module, kind)) is not None:
+                    yield f"{name}.{kind}".lstrip("."), buffer

@@ -1,0 +1,66 @@
+"""How many samples this rank contributed to a step: the weight of its gradient in the mean."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class Draws:
+    """The batch that `shard` handed out last, so that a replica can count it by its true size."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.num_samples = 0
+
+    def drew(self, num_samples: int) -> None:
+        self.number += 1
+        self.num_samples = num_samples
+
+
+class Contribution:
+    """Samples seen by one replica since its last exchange.
+
+    In this order: what the user said, the batches drawn from `shard`, the first dimension of the
+    first tensor given to the model. Each drawn batch counts once, however often it goes forward,
+    and only if it goes forward in training: batches for validation do not count.
+    """
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+        self._seen = draws.number
+        self._said: float | None = None
+        self._counted = 0.0
+        self._last = 1.0
+
+    def say(self, num_samples: float) -> None:
+        self._said = (self._said or 0.0) + num_samples
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a forward pass of the model."""
+        if self._draws.number != self._seen:
+            self._seen = self._draws.number
+            self._counted += self._draws.num_samples
+        elif self._draws.number == 0:
+            tensor = _first_tensor((args, kwargs))
+            self._counted += tensor.shape[0] if tensor is not None and tensor.dim() else 1
+
+    def take(self) -> float:
+        """The weight of what is exchanged now. Where nothing new was counted, the last one still holds."""
+        weight = self._said if self._said is not None else self._counted
+        if self._said is None and self._counted == 0 and self._draws.number == self._seen:
+            weight = self._last
+        self._said, self._counted, self._last = None, 0.0, weight
+        return weight
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        value = value.values()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for item in value:
+            if (found := _first_tensor(item)) is not None:
+                return found
+    return None

@@ -1,0 +1,111 @@
+"""Bring replicas to the same start: check that they match, then take rank 0's values."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.collectives import broadcast_all, gather_json, share_json
+from tutti.errors import ConfigError, ReplicaMismatch
+from tutti.transports import Transport
+
+
+def check_alike(model: nn.Module, mistakes: list[str], transport: Transport) -> None:
+    """Raise the same error on every rank if any rank made a mistake or has a different model.
+
+    Every rank comes here, also one that already knows what is wrong with it: an error that only one
+    rank raised would leave the others waiting.
+    """
+    everyone = gather_json({"mistakes": mistakes, "layout": _layout(model)}, transport)
+    found = [f"rank {rank}: {mistake}" for rank, it in enumerate(everyone) for mistake in it["mistakes"]]
+    if found:
+        shared = all(it["mistakes"] == everyone[0]["mistakes"] for it in everyone)
+        raise ConfigError("\n".join(everyone[0]["mistakes"] if shared else found))
+    for rank, it in enumerate(everyone):
+        if it["layout"] != everyone[0]["layout"]:
+            raise ReplicaMismatch(_first_difference(everyone[0]["layout"], it["layout"], rank))
+
+
+def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transport) -> None:
+    """Overwrite parameters, buffers and the optimiser's state with rank 0's."""
+    if transport.size == 1:
+        return
+    with torch.no_grad():
+        broadcast_all([*model.parameters(), *model.buffers()], transport)
+    tensors: list[Tensor] = []
+    packed, mistake = None, ""
+    if transport.rank == 0:
+        try:
+            packed = _pack(optimizer.state_dict(), tensors)
+        except ConfigError as error:
+            mistake = str(error)
+    kinds = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
+    packed, kinds, mistake = share_json([packed, kinds, mistake], transport)
+    if mistake:
+        raise ConfigError(mistake)
+    if transport.rank == 0:
+        tensors = [tensor.cpu() for tensor in tensors]
+    else:
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in kinds]
+    broadcast_all(tensors, transport)
+    if transport.rank != 0:
+        optimizer.load_state_dict(_unpack(packed, tensors))
+
+
+def share_buffers(model: nn.Module, transport: Transport) -> None:
+    """Overwrite the model's buffers with rank 0's."""
+    with torch.no_grad():
+        broadcast_all(list(model.buffers()), transport)
+
+
+def _layout(model: nn.Module) -> list[list[Any]]:
+    parameters = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
+    return parameters + [[n, list(b.shape), str(b.dtype), None] for n, b in model.named_buffers()]
+
+
+def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int) -> str:
+    for theirs, ours in zip(got, expected, strict=False):
+        if theirs != ours:
+            return (
+                f"the models differ between ranks, first at '{ours[0]}': rank 0 has {_describe(ours)}, "
+                f"rank {rank} has {_describe(theirs)}. Build the same model on every rank."
+            )
+    longer, extra = (0, expected) if len(expected) > len(got) else (rank, got)
+    name = extra[min(len(expected), len(got))][0]
+    return f"the models differ between ranks: only rank {longer} has '{name}'. Build the same model on every rank."
+
+
+def _describe(entry: list[Any]) -> str:
+    name, shape, dtype, trained = entry
+    kind = {True: "trained", False: "frozen", None: "buffer"}[trained]
+    return f"'{name}' {tuple(shape)} {dtype.removeprefix('torch.')} {kind}"
+
+
+def _pack(value: Any, tensors: list[Tensor]) -> Any:
+    """A state dict as JSON, its tensors replaced by their place in `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, dict):
+        return {"items": [[_pack(k, tensors), _pack(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_pack(item, tensors) for item in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"the optimiser's state holds a {type(value).__name__}, which cannot be sent to other ranks; tensors, "
+        "numbers, strings and containers of them can."
+    )
+
+
+def _unpack(value: Any, tensors: list[Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    (kind, content), = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "items":
+        return {_unpack(k, tensors): _unpack(v, tensors) for k, v in content}
+    items = [_unpack(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items

@@ -1,0 +1,180 @@
+"""All-reduce of gradients, bucket by bucket, while backward still runs."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
+from tutti.events import EXCHANGE, Event
+from tutti.replica import Bucket, Replica
+from tutti.replica.state import share_buffers
+from tutti.strategies.base import Exchange, Strategy
+from tutti.transports import AllReduces, Averages, Transport, Work
+from tutti.transports.base import Finished
+
+Algorithm = Literal["native"]
+
+ALGORITHMS: tuple[Algorithm, ...] = ("native",)
+
+
+@dataclass(frozen=True)
+class AllReduce(Strategy):
+    """Every step, every rank gets the mean of all gradients, weighted by samples (Li et al. 2020).
+
+    Args:
+        algorithm: how the sum travels. "native" is the transport's own way.
+        bucket_bytes: gradients that travel together. More start sooner if it is smaller, and each
+            costs less if it is larger.
+    """
+
+    algorithm: Algorithm = "native"
+    bucket_bytes: int = 4 * 2**20
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        if self.algorithm not in ALGORITHMS:
+            mistakes.append(f"algorithm '{self.algorithm}' is not one of {', '.join(ALGORITHMS)}")
+        if self.bucket_bytes < 1:
+            mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
+        if mistakes:
+            raise ConfigError(f"AllReduce: {'; '.join(mistakes)}.")
+
+    def attach(self, replica: Replica, transport: Transport) -> Exchange:
+        return AllReduceExchange(replica, transport, self.bucket_bytes)
+
+    def __str__(self) -> str:
+        return self.algorithm
+
+
+class _Mean(Protocol):
+    """Weighted means over ranks, of all buckets of one backward pass."""
+
+    def begin(self, weight: float) -> Work:
+        """Tell the other ranks this rank's weight; `start` may follow when the work is done."""
+        ...
+
+    def start(self, tensor: Tensor) -> Work: ...
+
+    def finish(self, tensor: Tensor) -> None:
+        """Do what is left once the work that `start` gave is done."""
+        ...
+
+
+class _DirectMean:
+    """The transport weighs by itself."""
+
+    def __init__(self, transport: Averages) -> None:
+        self._transport = transport
+
+    def begin(self, weight: float) -> Work:
+        self._weight = weight
+        return Finished()
+
+    def start(self, tensor: Tensor) -> Work:
+        return self._transport.average(tensor, self._weight)
+
+    def finish(self, tensor: Tensor) -> None:
+        return None
+
+
+class _CountedMean:
+    """The transport sums: ranks tell each other their weights first, while backward goes on."""
+
+    def __init__(self, transport: AllReduces, rank: int, size: int) -> None:
+        self._transport = transport
+        self._rank, self._size = rank, size
+
+    def begin(self, weight: float) -> Work:
+        self._weights = torch.zeros(self._size, dtype=torch.float64)
+        self._weights[self._rank] = weight
+        return self._transport.all_reduce(self._weights)
+
+    def start(self, tensor: Tensor) -> Work:
+        weights = self._weights
+        if bad := torch.isnan(weights).nonzero().flatten().tolist():
+            raise WeightRefused(bad)
+        if (weights != weights[0]).any():
+            share = weights[self._rank] * self._size / weights.sum()
+            if share == 0:
+                tensor.zero_()  # Not a product: whatever is in there must not count, NaN included.
+            else:
+                tensor.mul_(float(share))
+        return self._transport.all_reduce(tensor)
+
+    def finish(self, tensor: Tensor) -> None:
+        tensor.div_(self._size)
+
+
+class AllReduceExchange(Exchange):
+    """Starts a bucket's reduction as soon as the bucket is full, and waits for all at the end of backward."""
+
+    def __init__(self, replica: Replica, transport: Transport, bucket_bytes: int) -> None:
+        super().__init__(replica, transport)
+        alone = transport.size == 1
+        self._mean = _mean_over(transport)
+        self._weights_known: Work = Finished()
+        self._waiting: deque[Bucket] = deque()
+        self._under_way: list[tuple[Bucket, Work]] = []
+        if not alone:
+            replica.allocate(transport, bucket_bytes)
+        replica.listen(self, gradients=not alone)
+
+    def backward_started(self, weight: float) -> None:
+        self._sent_before = self.transport.bytes_sent
+        self._weights_known = self._mean.begin(weight)
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        self._waiting.append(bucket)
+        if self._weights_known.done():
+            self._start_waiting()
+
+    def backward_done(self) -> None:
+        start_s = self.transport.now()
+        self._weights_known.wait()
+        self._start_waiting()
+        for bucket, work in self._under_way:
+            try:
+                work.wait()
+            except WeightRefused as refusal:
+                raise self._stopped(refusal) from None
+            self._mean.finish(bucket.flat)
+        self._under_way.clear()
+        num_bytes = self.transport.bytes_sent - self._sent_before
+        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), num_bytes))
+
+    def before_step(self) -> None:
+        return None
+
+    def after_step(self) -> None:
+        return None
+
+    def consensus(self) -> None:
+        share_buffers(self.replica.model, self.transport)
+
+    def dissent(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        self.consensus()
+
+    def _start_waiting(self) -> None:
+        while self._waiting:
+            bucket = self._waiting.popleft()
+            try:
+                self._under_way.append((bucket, self._mean.start(bucket.flat)))
+            except WeightRefused as refusal:
+                raise self._stopped(refusal) from None
+
+    def _stopped(self, refusal: WeightRefused) -> NonFiniteLoss:
+        return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
+
+
+def _mean_over(transport: Transport) -> _Mean:
+    if isinstance(transport, Averages):
+        return _DirectMean(transport)
+    if isinstance(transport, AllReduces):
+        return _CountedMean(transport, transport.rank, transport.size)
+    raise ConfigError(f"{type(transport).__name__} has no all-reduce of its own.")
