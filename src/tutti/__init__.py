@@ -1,9 +1,21 @@
 """Train PyTorch models on many processes and machines, over any network, with any strategy."""
 
 from tutti.errors import TuttiError
-from tutti.job import Job, distribute
+from tutti.job import Job, distribute, sync_batchnorm
 from tutti.launch import init, launch
+from tutti.shard import shard
 from tutti.strategies import AllReduce
 from tutti.world import World, world
 
-__all__ = ["AllReduce", "Job", "TuttiError", "World", "distribute", "init", "launch", "world"]
+__all__ = [
+    "AllReduce",
+    "Job",
+    "TuttiError",
+    "World",
+    "distribute",
+    "init",
+    "launch",
+    "shard",
+    "sync_batchnorm",
+    "world",
+]

@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, EventLog
 from tutti.replica import Replica
+from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.strategies import AllReduce, Exchange, Strategy
 from tutti.transports import suited
-from tutti.world import World, world as current_world
+from tutti.world import World
+from tutti.world import world as current_world
 
 _MARK = "_tutti_job"
 
@@ -92,7 +94,11 @@ class Job:
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved beside the model's and the optimiser's own state to go on exactly."""
-        return {"strategy": str(self.strategy), "steps": self._replica.steps, "exchange": self._exchange.state_dict()}
+        return {
+            "strategy": str(self.strategy),
+            "steps": self._replica.steps,
+            "exchange": self._exchange.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["strategy"] != str(self.strategy):
@@ -150,6 +156,15 @@ def distribute(
     job = Job(replica, exchange, strategy)
     object.__setattr__(model, _MARK, job)
     return job
+
+
+def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module:
+    """Make every BatchNorm layer of `model` normalise over all ranks' samples together; returns the model.
+
+    Call it before `distribute`. The result is what one machine with the whole batch would compute,
+    also where ranks have different numbers of samples. Collective.
+    """
+    return synced(model, (world or current_world()).transport)
 
 
 def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:

@@ -115,7 +115,9 @@ class Memory:
         return bucket
 
 
-def cut(slots: Iterable[Slot], memories: dict[tuple[torch.device, torch.dtype], Memory], max_bytes: int) -> list[Bucket]:
+def cut(
+    slots: Iterable[Slot], memories: dict[tuple[torch.device, torch.dtype], Memory], max_bytes: int
+) -> list[Bucket]:
     """Cut `slots`, in the order given, into buckets of about `max_bytes`, one device and dtype each."""
     for memory in memories.values():
         memory.start_over()

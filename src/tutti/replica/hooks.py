@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from tutti.collectives import share_json
 from tutti.errors import ConfigError
+from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.buckets import Bucket, Memory, Slot, cut, kind_of
 from tutti.replica.samples import Contribution, Draws
 from tutti.transports import Transport
@@ -38,6 +39,7 @@ class Replica:
         self.model = model
         self.optimizer = optimizer
         self.contribution = Contribution(draws)
+        self._draws = draws
         self.slots = [Slot(name, p, True) for name, p in model.named_parameters() if p.requires_grad]
         self.slots.reverse()  # Backward reaches the last layers first; the first pass tells precisely.
         self.statistics = [Slot(name, buffer, False) for name, buffer in _running_statistics(model)]
@@ -74,6 +76,7 @@ class Replica:
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         if gradients:
+            self._draws.models.append(self.model)
             self._handles.append(self.model.register_forward_pre_hook(self._forward, with_kwargs=True))
             self._register_gradient_hooks()
 
@@ -82,6 +85,7 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._draws.models = [model for model in self._draws.models if model is not self.model]
         for slot in self.slots:
             if slot.tensor.grad is slot.view:
                 slot.tensor.grad = slot.view.clone()
@@ -221,6 +225,8 @@ class Replica:
 def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The running means and variances of normalisation layers, which each rank updates from its own samples."""
     for name, module in model.named_modules():
+        if isinstance(module, SyncedBatchNorm):
+            continue  # Equal on all ranks by itself.
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             for kind in ("running_mean", "running_var"):
                 if (buffer := getattr(module, kind)) is not None:

@@ -3,15 +3,22 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 class Draws:
-    """The batch that `shard` handed out last, so that a replica can count it by its true size."""
+    """Between `shard` and the replicas of a world: how large the last batch was, and whether models train."""
 
     def __init__(self) -> None:
         self.number = 0
         self.num_samples = 0
+        self.models: list[nn.Module] = []
+
+    @property
+    def in_training(self) -> bool:
+        """Whether what is drawn now is likely to be trained on."""
+        return torch.is_grad_enabled() and any(model.training for model in self.models)
 
     def drew(self, num_samples: int) -> None:
         self.number += 1
@@ -42,8 +49,7 @@ class Contribution:
             self._seen = self._draws.number
             self._counted += self._draws.num_samples
         elif self._draws.number == 0:
-            tensor = _first_tensor((args, kwargs))
-            self._counted += tensor.shape[0] if tensor is not None and tensor.dim() else 1
+            self._counted += num_rows((args, kwargs))
 
     def take(self) -> float:
         """The weight of what is exchanged now. Where nothing new was counted, the last one still holds."""
@@ -52,6 +58,12 @@ class Contribution:
             weight = self._last
         self._said, self._counted, self._last = None, 0.0, weight
         return weight
+
+
+def num_rows(value: Any) -> int:
+    """The first dimension of the first tensor in a nest of containers; 1 where there is none."""
+    tensor = _first_tensor(value)
+    return tensor.shape[0] if tensor is not None and tensor.dim() else 1
 
 
 def _first_tensor(value: Any) -> Tensor | None:

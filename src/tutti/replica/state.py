@@ -102,7 +102,7 @@ def _pack(value: Any, tensors: list[Tensor]) -> Any:
 def _unpack(value: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
-    (kind, content), = value.items()
+    ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "items":

@@ -73,13 +73,14 @@ class Roster:
         me = self.peers[self.rank]
         found = {}
         for peer in self.peers:
-            if peer.rank == self.rank or self._marked("fled", peer.rank):
+            if peer.rank == self.rank:
                 continue
             if peer.host_id == me.host_id and _start_time(peer.pid) != peer.started:
                 found[peer.rank] = f"its process {peer.pid} on {peer.host} has ended"
             elif self._marked("left", peer.rank):
-                found[peer.rank] = "it has finished, or failed in its own code"
-        return found
+                found[peer.rank] = "it has left"
+        # Asked last: a rank says why it flees before it is seen to be gone.
+        return {rank: how for rank, how in found.items() if not self._marked("fled", rank)}
 
     def check(self) -> None:
         """Raise `RankLost` if anyone is gone."""
@@ -93,8 +94,8 @@ class Roster:
             return RankLost(f"rank {self.rank}: lost contact with a peer ({detail}). See the other ranks' output.")
         who = "; ".join(f"rank {rank} is gone: {how}" for rank, how in sorted(gone.items()))
         return RankLost(
-            f"rank {self.rank}: {who}. If it finished early, the ranks took different numbers of steps: "
-            "tutti.shard gives all of them the same; otherwise see that rank's output."
+            f"rank {self.rank}: {who}. It failed (see its output), or it took fewer steps than this rank "
+            "(tutti.shard gives all ranks the same number)."
         )
 
     def explain(self, cause: Exception) -> RankLost | DeadlineExceeded:

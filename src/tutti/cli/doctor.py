@@ -1,0 +1,107 @@
+"""`tutti doctor`: what this machine has, and what it lacks."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tutti.bench.under_mpi import available as mpi_available
+
+
+class Finding(NamedTuple):
+    """One line of the report. `ok` is None where it is neither good nor bad."""
+
+    what: str
+    ok: bool | None
+    detail: str
+
+
+def doctor(json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings here.")] = None) -> None:
+    """Show what Tutti finds on this machine: torch, backends, cores, shared memory, network, the lab."""
+    findings = examine()
+    table = Table(show_header=False)
+    mark = {True: "[green]✓[/]", False: "[yellow]✗[/]", None: " "}
+    for finding in findings:
+        table.add_row(mark[finding.ok], finding.what, finding.detail)
+    Console().print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps([finding._asdict() for finding in findings], indent=2) + "\n")
+
+
+def examine() -> list[Finding]:
+    """Everything `tutti doctor` reports."""
+    return [*_software(), *_backends(), *_machine(), *_network(), _lab()]
+
+
+def _software() -> list[Finding]:
+    versions = {name: _version(name) for name in ("torch", "numpy", "numba")}
+    missing = [name for name, version in versions.items() if version is None]
+    text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return [
+        Finding("tutti", True, f"{_version('tutti') or 'from source'} on Python {platform.python_version()}"),
+        Finding("libraries", not missing, text + (f"; missing: {', '.join(missing)}" if missing else "")),
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _backends() -> list[Finding]:
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    mpi = mpi_available()
+    return [
+        Finding("Gloo", dist.is_gloo_available(), "CPU tensors between hosts"),
+        Finding("NCCL", dist.is_nccl_available() or None, "GPU tensors" if gpus else "not needed: no GPU here"),
+        Finding("Open MPI", mpi or None, "mpi4py and mpirun found" if mpi else "pip install 'tutti[mpi]' to have it"),
+        Finding("GPUs", bool(gpus) or None, ", ".join(gpus) or "none"),
+    ]
+
+
+def _machine() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found = [Finding("cores", None, f"{cores} usable, {memory_gib:.0f} GiB of memory")]
+    shares = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
+    detail = "anonymous memory: not limited by /dev/shm" if shares else "needs Linux: ranks of one host will use Gloo"
+    if Path("/dev/shm").is_dir():
+        detail += f" ({shutil.disk_usage('/dev/shm').total / 2**20:,.0f} MiB there, for DataLoader workers)"
+    return [*found, Finding("shared memory", shares, detail)]
+
+
+def _network() -> list[Finding]:
+    names = [name for _, name in socket.if_nameindex()]
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = "no address: other hosts cannot find this one by name"
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    return [
+        Finding("network interfaces", None, ", ".join(names) + (f"; GLOO_SOCKET_IFNAME={chosen}" if chosen else "")),
+        Finding("host name", None, f"{socket.gethostname()} is {address}"),
+    ]
+
+
+def _lab() -> Finding:
+    """Whether hosts can be made on this machine from network namespaces."""
+    lacking = []
+    if platform.system() != "Linux":
+        lacking.append("Linux")
+    elif os.geteuid() != 0:
+        lacking.append("root")
+    lacking += [f"{tool} (package iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
+    detail = f"cannot run: needs {', '.join(lacking)}" if lacking else "network namespaces can be made here"
+    return Finding("lab", not lacking, detail)

@@ -1,0 +1,106 @@
+"""Batch normalisation over the whole batch of all ranks, on CPU and CUDA alike."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.errors import ConfigError
+from tutti.transports import AllReduces, Transport, suited
+
+
+def synced(model: nn.Module, transport: Transport) -> nn.Module:
+    """Replace every BatchNorm layer of `model` by one that normalises over all ranks. Collective."""
+    devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
+    return _convert(model, suited(transport, devices).channel("batchnorm"))
+
+
+def _convert(module: nn.Module, transport: Transport) -> nn.Module:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncedBatchNorm):
+        return SyncedBatchNorm(module, transport)
+    for name, child in module.named_children():
+        setattr(module, name, _convert(child, transport))
+    return module
+
+
+class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """A BatchNorm layer whose statistics, forward and backward, are those of all ranks' samples."""
+
+    def __init__(self, layer: nn.modules.batchnorm._BatchNorm, transport: Transport) -> None:
+        super().__init__(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.running_mean, self.running_var = layer.running_mean, layer.running_var
+        self.num_batches_tracked = layer.num_batches_tracked
+        self._transport = transport
+        self.train(layer.training)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ConfigError(f"batch norm needs 2 or more dimensions (samples, features, ...), got {input.dim()}.")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self._transport)
+        if self.training and self.running_mean is not None:
+            self._track(mean, variance * (count / (count - 1)))
+        return output  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), rate)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / std over all ranks; backward needs two more sums over all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, transport: Transport
+    ) -> Any:
+        wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        values = x.to(wide)
+        own_count = values.numel() // values.shape[1]
+        count = _summed(torch.tensor([own_count], dtype=wide, device=x.device), transport)
+        mean = _summed(values.sum(dims), transport) / count
+        centred = values - mean.view(shape)
+        # From centred values, not from the sum of squares, which cancels badly in float32.
+        variance = _summed(centred.square().sum(dims), transport) / count
+        scale = torch.rsqrt(variance + eps)
+        normal = centred * scale.view(shape)
+        ctx.save_for_backward(normal, weight, scale, count)
+        ctx.transport, ctx.dims, ctx.shape = transport, dims, shape
+        ctx.own_count, ctx.has_bias = own_count, bias is not None
+        output = normal if weight is None else normal * weight.view(shape)
+        output = output if bias is None else output + bias.view(shape)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
+        normal, weight, scale, count = ctx.saved_tensors
+        wide = grad.to(normal.dtype)
+        by_weight = (wide * normal).sum(ctx.dims)
+        by_bias = wide.sum(ctx.dims)
+        # Each rank's loss is a mean over its own samples, and will be weighted by their number: so are these.
+        sums = torch.stack([by_weight, by_bias])
+        means = _summed(sums * ctx.own_count, ctx.transport) / (count * ctx.own_count)
+        factor = scale if weight is None else scale * weight
+        by_x = wide - means[1].view(ctx.shape) - normal * means[0].view(ctx.shape)
+        by_x = (by_x * factor.view(ctx.shape)).to(grad.dtype)
+        return by_x, None if weight is None else by_weight, by_bias if ctx.has_bias else None, None, None
+
+
+def _summed(tensor: Tensor, transport: Transport) -> Tensor:
+    assert isinstance(transport, AllReduces)
+    transport.all_reduce(tensor).wait()
+    return tensor

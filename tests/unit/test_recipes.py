@@ -1,0 +1,213 @@
+"""The models and the record, and what every recipe in the registry promises."""
+
+import ast
+import dataclasses
+import pickle
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tutti.errors import ConfigError, UnknownName
+from tutti.recipes import RECIPES, Recipe, accuracy, collate, cross_entropy, digits, models, recipe
+
+FOLDER = Path(models.__file__).parent
+DOCS = Path(__file__).parents[2] / "docs" / "data.md"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep torch's threads from waiting for each other where the machine is busy: 200 times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def train(made: Recipe, seed: int) -> float:
+    """The test accuracy after a whole solo run."""
+    torch.manual_seed(seed)
+    splits, model = made.data(None), made.model()
+    optimizer = made.optimizer(model)
+    for _ in range(made.epochs):
+        for inputs, targets in DataLoader(splits.train, made.batch_size, shuffle=True, collate_fn=collate):
+            made.loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    inputs, targets = next(iter(DataLoader(splits.test, len(splits.test), collate_fn=collate)))
+    with torch.no_grad():
+        return float(made.accuracy(model(inputs), targets))
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (models.CifarQuick(), 145_578),
+        (models.FourLayerMLP(100), 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10),
+        (models.FourLayerMLP(7, first_hidden_width=5), 784 * 5 + 5 + 5 * 7 + 7 + 7 * 10 + 10),
+        (models.DigitsMLP(), 64 * 64 + 64 + 64 * 10 + 10),
+        (models.mlp(3, 4, 5), 3 * 4 + 4 + 4 * 5 + 5),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_parameter_counts(model: nn.Module, count: int) -> None:
+    assert num_parameters(model) == count
+
+
+def test_mlp_has_no_relu_at_the_end_and_refuses_nonsense() -> None:
+    assert [type(layer) for layer in models.mlp(3, 4, 5)] == [nn.Linear, nn.ReLU, nn.Linear]
+    for widths in ((), (3,), (3, 0, 2)):
+        with pytest.raises(ConfigError, match="two or more widths"):
+            models.mlp(*widths)
+
+
+@pytest.mark.parametrize("model", [partial(models.CharLSTM, 11), partial(models.CharGPT, 11, context=9)])
+def test_char_models_see_no_later_character(model: partial[nn.Module]) -> None:
+    torch.manual_seed(0)
+    net, tokens = model(), torch.randint(11, (2, 9))
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 11
+    before, after = net(tokens), net(changed)
+    assert before.shape == (2, 9, 11)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_char_gpt_says_what_it_cannot_read() -> None:
+    with pytest.raises(ConfigError, match="at most 4 characters at once, got 5"):
+        models.CharGPT(11, context=4)(torch.zeros(1, 5, dtype=torch.long))
+    with pytest.raises(ConfigError, match="width that 4 heads divide, got 6"):
+        models.CharGPT(11, width=6)
+
+
+def test_objectives_agree_on_images_and_text() -> None:
+    scores, targets = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
+    torch.testing.assert_close(cross_entropy(scores, targets), nn.functional.cross_entropy(scores, targets))
+    torch.testing.assert_close(cross_entropy(scores.view(2, 3, 5), targets.view(2, 3)), cross_entropy(scores, targets))
+    right = nn.functional.one_hot(targets, 5).float()
+    right[0] = right[1]
+    assert accuracy(right, targets) == pytest.approx(5 / 6)
+    assert accuracy(right.view(2, 3, 5), targets.view(2, 3)) == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+class TestEveryRecipe:
+    def test_trains_on_its_example(self, name: str) -> None:
+        made = recipe(name)
+        assert made.name == name
+        torch.manual_seed(0)
+        model, (inputs, targets) = made.model(), made.example(3)
+        assert num_parameters(model) <= 1_000_000
+        optimizer = made.optimizer(model)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+        output = model(inputs)
+        assert output.shape[:-1] == targets.shape
+        assert len(inputs) == len(targets) == 3
+        loss = made.loss(output, targets)
+        assert loss.shape == ()
+        assert loss.isfinite()
+        assert 0 <= made.accuracy(output, targets) <= 1
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        assert made.loss(model(inputs), targets) < loss
+
+    def test_loss_is_the_mean_over_samples(self, name: str) -> None:
+        made = recipe(name)
+        model, (inputs, targets) = made.model(), made.example(4)
+        each = [made.loss(model(inputs[i : i + 1]), targets[i : i + 1]) for i in range(4)]
+        torch.testing.assert_close(made.loss(model(inputs), targets), torch.stack(each).mean())
+
+    def test_only_the_model_depends_on_the_random_state(self, name: str) -> None:
+        made = recipe(name)
+        torch.manual_seed(1)
+        first = made.model().state_dict()
+        torch.manual_seed(1)
+        second = made.model().state_dict()
+        assert all(torch.equal(first[key], second[key]) for key in first)
+        state = torch.get_rng_state()
+        assert all(torch.equal(a, b) for a, b in zip(made.example(2), made.example(2), strict=True))
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_travels_to_another_process(self, name: str) -> None:
+        made: Recipe = pickle.loads(pickle.dumps(recipe(name)))
+        assert made.model()(made.example(1)[0]).isfinite().all()
+
+    def test_runs_without_memory_on_the_meta_device(self, name: str) -> None:
+        made = recipe(name)
+        inputs, targets = made.example(2)
+        output = made.model().to("meta")(inputs.to("meta"))
+        made.loss(output, targets.to("meta")).backward()
+        assert output.shape[:-1] == targets.shape
+
+
+def test_names_and_options() -> None:
+    with pytest.raises(UnknownName, match=r"unknown recipe 'digit'. Did you mean 'digits'\?"):
+        recipe("digit")
+    with pytest.raises(ConfigError, match=r"'mnist-mlp' has no option width. Options: second_hidden"):
+        recipe("mnist-mlp", width=3)
+    with pytest.raises(ConfigError, match=r"'digits' has no option lr. It takes none"):
+        recipe("digits", lr=3)
+    with pytest.raises(ConfigError, match="second_hidden of 1 or more, got 0"):
+        recipe("mnist-mlp", second_hidden=0)
+    assert num_parameters(recipe("mnist-mlp", second_hidden=7).model()) == num_parameters(models.FourLayerMLP(7))
+
+
+def test_a_wrong_recipe_hears_of_all_mistakes_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(
+            digits(),
+            name="My Recipe",
+            summary="",
+            model=None,  # type: ignore[arg-type]
+            batch_size=0,
+            epochs=-1,
+            target=95.0,
+        )
+    for part in (
+        "'My Recipe'",
+        "summary needs",
+        "model needs",
+        "batch_size needs 1 or more, got 0",
+        "got -1",
+        "95.0",
+    ):
+        assert part in str(caught.value)
+
+
+def test_digits_reaches_its_target() -> None:
+    made = digits()
+    assert made.target >= 0.95
+    assert train(made, seed=0) >= made.target
+
+
+def test_the_recipe_in_the_docs_reaches_its_target() -> None:
+    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[-1]
+    names: dict[str, object] = {}
+    exec(compile(code, str(DOCS), "exec"), names)
+    made = names["parity"]()  # type: ignore[operator]
+    assert isinstance(made, Recipe)
+    assert train(made, seed=0) >= made.target
+
+
+def test_the_docs_list_every_recipe() -> None:
+    assert re.findall(r"^\| `([a-z-]+)`", DOCS.read_text(), re.MULTILINE) == list(RECIPES)
+
+
+def test_recipes_import_nothing_of_tutti_but_errors() -> None:
+    for file in FOLDER.glob("*.py"):
+        imported = [
+            node.module or "" for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)
+        ]
+        ours = [module for module in imported if module.startswith("tutti")]
+        assert all(module == "tutti.errors" or module.startswith("tutti.recipes") for module in ours), file
