@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 EXCHANGE = "exchange"
 """Waiting for other ranks: the part of communication that computation did not hide."""
@@ -10,8 +10,7 @@ EXCHANGE = "exchange"
 STEP = "step"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One thing that took from `start_s` to `stop_s` on this rank's clock."""
 
     kind: str

@@ -16,7 +16,9 @@ _ALIGNMENT = 16
 class Slot:
     """One tensor's place in a bucket: a parameter's gradient, or a buffer that is kept equal."""
 
-    __slots__ = ("arrived", "is_parameter", "name", "tensor", "touched", "view")
+    __slots__ = ("arrived", "bucket", "is_parameter", "name", "tensor", "touched", "view")
+
+    bucket: "Bucket"
 
     def __init__(self, name: str, tensor: Tensor, is_parameter: bool) -> None:
         self.name = name
@@ -39,49 +41,52 @@ class Bucket:
     slots: list[Slot]
     flat: Tensor
     marks: Tensor
-    missing: int = 0
+
+    def __post_init__(self) -> None:
+        self._num_parameters = sum(slot.is_parameter for slot in self.slots)
+        self.waits_for_end = self._num_parameters < len(self.slots)
+        for slot in self.slots:
+            slot.bucket = self
+            slot.arrived = False
+        self.missing = self._num_parameters
 
     def expect(self) -> None:
         """Get ready for the next backward pass."""
         for slot in self.slots:
-            slot.arrived = False
-        self.missing = sum(slot.is_parameter for slot in self.slots)
+            slot.arrived = slot.touched = False
+        self.missing = self._num_parameters
 
     def fill(self) -> list[tuple[Slot, Tensor]]:
         """Move gradients into the bucket's memory; return what untouched parameters held, to give back."""
         views, sources, kept = [], [], []
         for slot in self.slots:
-            if not slot.is_parameter:
-                views.append(slot.view)
-                sources.append(slot.tensor)
-                continue
-            grad = slot.tensor.grad
-            if grad is slot.view:
-                if not slot.touched:
-                    kept.append((slot, grad.clone()))
-            elif grad is None:
+            grad = slot.tensor.grad if slot.is_parameter else slot.tensor
+            if grad is None:
                 slot.view.zero_()
-            else:
-                if grad.layout != torch.strided:
-                    raise ConfigError(
-                        f"parameter '{slot.name}' has a sparse gradient; only dense ones can be exchanged. "
-                        "Build its embedding with sparse=False."
-                    )
-                if not slot.touched:
-                    kept.append((slot, grad.clone()))
+                continue
+            if not slot.touched and slot.is_parameter:
+                kept.append((slot, grad.clone()))
+            if grad is not slot.view:
+                _refuse_sparse(slot, grad)
                 views.append(slot.view)
                 sources.append(grad)
-                slot.tensor.grad = slot.view
+                if slot.is_parameter:
+                    slot.tensor.grad = slot.view
         if views:
             torch._foreach_copy_(views, sources)
-        self._mark()
+        if kept or not all(slot.touched or not slot.is_parameter for slot in self.slots):
+            self.marks.copy_(torch.tensor([float(slot.touched or not slot.is_parameter) for slot in self.slots]))
+        else:
+            self.marks.fill_(1)
         return kept
 
-    def _mark(self) -> None:
-        if all(slot.touched for slot in self.slots if slot.is_parameter):
-            self.marks.fill_(1)
-        else:
-            self.marks.copy_(torch.tensor([float(slot.touched or not slot.is_parameter) for slot in self.slots]))
+
+def _refuse_sparse(slot: Slot, grad: Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise ConfigError(
+            f"parameter '{slot.name}' has a sparse gradient; only dense ones can be exchanged. Build its embedding "
+            "with sparse=False."
+        )
 
 
 class Memory:
@@ -110,9 +115,7 @@ class Memory:
         marks = self.flat[self._used : self._used + len(slots)]
         flat = self.flat[start : self._used + len(slots)]
         self._used += _aligned(len(slots))
-        bucket = Bucket(index, slots, flat, marks)
-        bucket.expect()
-        return bucket
+        return Bucket(index, slots, flat, marks)
 
 
 def cut(

@@ -1,6 +1,6 @@
 """A replica: the user's model and optimiser, seen as buckets that fill during backward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Protocol
@@ -78,7 +78,8 @@ class Replica:
         if gradients:
             self._draws.models.append(self.model)
             self._handles.append(self.model.register_forward_pre_hook(self._forward, with_kwargs=True))
-            self._register_gradient_hooks()
+            for slot in self.slots:
+                self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._gradient_hook(slot)))
 
     def detach(self) -> None:
         """Take all hooks away and give parameters gradients of their own. Idempotent."""
@@ -102,29 +103,27 @@ class Replica:
 
     def _cut(self) -> None:
         self.buckets = cut([*self.slots, *self.statistics], self._memories, self._bucket_bytes)
-        self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
 
-    def _register_gradient_hooks(self) -> None:
-        for slot in self.slots:
-            self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._gradient_hook(slot)))
-
-    def _gradient_hook(self, slot: Slot) -> Any:
+    def _gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
             slot.touched = True
-            if not self.syncing or slot.arrived:
+            if slot.arrived or not self.syncing:
                 return
             slot.arrived = True
-            with self._lock:
-                if not self._armed:
-                    self._arm()
-                if self._order is not None:
-                    self._order.append(slot)
-                bucket = self._bucket_of[slot]
-                bucket.missing -= 1
-                if bucket.missing == 0:
-                    self._hand_over(complete_only=True)
+            bucket = slot.bucket
+            bucket.missing -= 1
+            if self._order is not None:
+                self._order.append(slot)
+            if bucket.missing == 0 or not self._armed:
+                self._advance()
 
         return arrived
+
+    def _advance(self) -> None:
+        with self._lock:
+            if not self._armed:
+                self._arm()
+            self._hand_over(complete_only=True)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (torch.is_grad_enabled() and module.training):
@@ -149,7 +148,7 @@ class Replica:
         assert self._listener is not None
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if complete_only and (bucket.missing or not all(slot.is_parameter for slot in bucket.slots)):
+            if complete_only and (bucket.missing or bucket.waits_for_end):
                 return
             self._kept += bucket.fill()
             self._next += 1
@@ -175,7 +174,6 @@ class Replica:
                     slot.tensor.copy_(slot.view)
                 elif not (slot.touched and self._weight):
                     self._settle_absent(slot)
-                slot.touched = False
             bucket.expect()
         self._kept.clear()
         self._next = 0
@@ -189,8 +187,7 @@ class Replica:
             slot.tensor.grad = None
 
     def _mark_of(self, slot: Slot) -> bool:
-        bucket = self._bucket_of[slot]
-        return bool(bucket.marks[bucket.slots.index(slot)] != 0)
+        return bool(slot.bucket.marks[slot.bucket.slots.index(slot)] != 0)
 
     def _cut_again(self, order: list[Slot]) -> None:
         """Re-cut the buckets in the order in which rank 0 saw gradients arrive."""

@@ -1,6 +1,5 @@
 """How many samples this rank contributed to a step: the weight of its gradient in the mean."""
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -69,10 +68,11 @@ def num_rows(value: Any) -> int:
 def _first_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         value = value.values()
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        for item in value:
-            if (found := _first_tensor(item)) is not None:
-                return found
+    elif not isinstance(value, tuple | list):
+        return None
+    for item in value:
+        if (found := _first_tensor(item)) is not None:
+            return found
     return None

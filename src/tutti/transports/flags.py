@@ -83,13 +83,37 @@ def _reached(counters, slots, value, num_spins):  # type: ignore[no-untyped-def]
     return True
 
 
+@njit(types.void(COUNTERS, types.int64, types.int64, types.int64, types.float64), nogil=True, cache=True)
+def _announce(counters, entry, first, second, weight):  # type: ignore[no-untyped-def]
+    counters[entry] = first
+    counters[entry + 1] = second
+    counters[entry + 2 : entry + 3].view(np.float64)[0] = weight
+
+
+@njit(types.float64(COUNTERS, COUNTERS, types.Array(types.float64, 1, "C")), nogil=True, cache=True)
+def _weigh(counters, entries, weights):  # type: ignore[no-untyped-def]
+    total, equal = 0.0, True
+    for rank in range(len(entries)):
+        entry = entries[rank]
+        for field in range(2):
+            if counters[entry + field] != counters[entries[0] + field]:
+                return np.nan
+        weights[rank] = counters[entry + 2 : entry + 3].view(np.float64)[0]
+        total += weights[rank]
+        equal = equal and weights[rank] == weights[0]
+    if np.isnan(total) or not equal:
+        return total
+    weights[:] = 1.0
+    return float(len(entries))
+
+
 @njit(types.int64(COUNTERS, types.int64, types.int64), nogil=True, cache=True)
 def _advance(counters, slot, value):  # type: ignore[no-untyped-def]
     return _add(counters, slot, value) + value
 
 
 class Flags:
-    """The counters of one conversation, on memory of `num_bytes(...)` that all its ranks have mapped."""
+    """The counters of one conversation, in memory that all its ranks have mapped."""
 
     def __init__(self, counters: np.ndarray, num_spins: int) -> None:
         self.counters = counters
@@ -99,6 +123,17 @@ class Flags:
         """Let everyone see `value`, and everything written before it."""
         if _publish(self.counters, slot, value):
             self._futex(_FUTEX_WAKE, 2**31 - 1, None)
+
+    def announce(self, entry: int, what: tuple[int, int], weight: float) -> None:
+        """Write down what this rank will publish next: two numbers that must be the same on all ranks, and a weight."""
+        _announce(self.counters, entry, *what, weight)
+
+    def weigh(self, entries: np.ndarray, weights: np.ndarray) -> float:
+        """Read every rank's entry: fill `weights`, return their sum, or NaN if entries differ or a weight is NaN.
+
+        Equal weights come out as ones, so that the mean they make is the plain one.
+        """
+        return _weigh(self.counters, entries, weights)  # type: ignore[no-any-return]
 
     def reached(self, slots: np.ndarray, value: int) -> bool:
         """Whether all `slots` hold at least `value`."""

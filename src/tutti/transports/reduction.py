@@ -28,26 +28,28 @@ def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
 
 def _compile(element: types.Float) -> Kernel:
     addresses_type = types.Array(types.int64, 1, "C")
-    weights_type = types.Array(element, 1, "C")
+    weights_type = types.Array(types.float64, 1, "C")
 
     # The loops have no branches and one output each: that is what lets them vectorise.
     @njit(
-        types.void(addresses_type, types.int64, types.int64, weights_type, element),
+        types.void(addresses_type, types.int64, types.int64, weights_type, types.float64),
         nogil=True,
         cache=True,
         error_model="numpy",
     )
     def kernel(addresses, start, stop, weights, divisor):  # type: ignore[no-untyped-def]
         total = np.empty(BLOCK, element)
+        narrow = np.empty(2, element)
+        narrow[1] = divisor
         for begin in range(start, stop, BLOCK):
             end = min(begin + BLOCK, stop)
             size = end - begin
-            total[:size] = 0
             first = True
             for rank in range(len(addresses)):
-                weight = weights[rank]
-                if weight == 0:
+                if weights[rank] == 0:
                     continue
+                narrow[0] = weights[rank]
+                weight = narrow[0]
                 source = carray(_pointer(addresses[rank]), (stop,), element)[begin:end]
                 if first:
                     for i in range(size):
@@ -56,14 +58,15 @@ def _compile(element: types.Float) -> Kernel:
                 else:
                     for i in range(size):
                         total[i] += source[i] * weight
+            by = narrow[1]
             for i in range(size):
-                total[i] /= divisor
+                total[i] /= by
             for rank in range(len(addresses)):
                 target = carray(_pointer(addresses[rank]), (stop,), element)[begin:end]
                 for i in range(size):
                     target[i] = total[i]
 
-    return kernel  # type: ignore[no-any-return]
+    return kernel
 
 
 KERNELS: dict[torch.dtype, Kernel] = {torch.float32: _compile(float32), torch.float64: _compile(float64)}

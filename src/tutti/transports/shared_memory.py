@@ -10,11 +10,12 @@ SIGKILL, and its size is not bound by /dev/shm, which containers often make smal
 peer's memory through /proc/PID/fd, which the kernel allows to the same user alone.
 """
 
+import ctypes
 import mmap
 import os
 import time
 from collections import deque
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import numpy as np
 import torch
@@ -57,7 +58,6 @@ class _Segment:
         self.bases = np.array([torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in memories])
         self.start = int(self.bases[rank])
         self.stop = self.start + len(mine)
-        self.plans: dict[tuple[int, int, torch.dtype], _Plan] = {}
 
 
 class _Plan:
@@ -66,18 +66,20 @@ class _Plan:
     def __init__(self, segment: _Segment, tensor: Tensor, rank: int, size: int) -> None:
         self.addresses = segment.bases + (tensor.data_ptr() - segment.start)
         self.dtype = tensor.dtype
+        self.code = _DTYPES.index(tensor.dtype)
         self.numel = tensor.numel()
+        self.num_bytes = tensor.nbytes
         self.start, self.stop = _slice(self.numel, tensor.itemsize, rank, size)
         self.kernel = KERNELS.get(tensor.dtype)
 
     def reduce(self, weights: np.ndarray, divisor: float) -> None:
         if self.kernel is not None:
             self.kernel(self.addresses, self.start, self.stop, weights, divisor)
-            return
-        combine([self._view(int(address)) for address in self.addresses], weights.tolist(), divisor)
+        else:
+            combine([self._view(int(address)) for address in self.addresses], weights.tolist(), divisor)
 
     def _view(self, address: int) -> Tensor:
-        raw = (np.ctypeslib.ctypes.c_char * (self.numel * self.dtype.itemsize)).from_address(address)
+        raw = (ctypes.c_char * self.num_bytes).from_address(address)
         return torch.frombuffer(raw, dtype=self.dtype)[self.start : self.stop]
 
 
@@ -121,8 +123,11 @@ class SharedMemoryTransport(Transport):
         self._pages = _map_all(self.roster, f"{self._name}/counters", 8 * (_HEAD + _ROW * self.size))
         counters = np.frombuffer(self._pages[0], dtype=np.int64)
         self._flags = Flags(counters, spins_for(self.size))
-        self._rows = _HEAD + _ROW * np.arange(self.size, dtype=np.int64)
-        self._row = int(self._rows[self.rank])
+        rows = _HEAD + _ROW * np.arange(self.size, dtype=np.int64)
+        self._row = int(rows[self.rank])
+        self._ready, self._done = rows + _READY, rows + _DONE
+        self._weights = np.ones(self.size)
+        self._plans: dict[tuple[int, int, torch.dtype], _Plan] = {}
         self._staging = self.empty(_STAGING_BYTES, torch.uint8)
         self._posted = 0
         self._pending: deque[_Reduction] = deque()
@@ -188,70 +193,62 @@ class SharedMemoryTransport(Transport):
         return Finished()
 
     def _plan(self, tensor: Tensor) -> _Plan | None:
-        address = tensor.data_ptr()
+        """How to reduce `tensor`, if it lies in memory that all ranks can reach."""
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        if (plan := self._plans.get(key)) is not None:
+            return plan
         for segment in self._segments:
-            if segment.start <= address < segment.stop:
-                key = (address, tensor.numel(), tensor.dtype)
-                plan = segment.plans.get(key)
-                if plan is None:
-                    plan = segment.plans[key] = _Plan(segment, tensor, self.rank, self.size)
+            if segment.start <= key[0] < segment.stop:
+                plan = self._plans[key] = _Plan(segment, tensor, self.rank, self.size)
+                finalize(segment, self._plans.pop, key, None)  # Its addresses go with it.
                 return plan
         return None
 
     def _post(self, plan: _Plan, numel: int, weight: float, averaged: bool) -> _Reduction:
+        """Show everyone this rank's part of the next reduction."""
         index = self._posted
         if index >= _DEPTH:
             self._finish(index - _DEPTH)  # Its row entry is about to be written over.
-        self._reduced_bytes += plan.numel * plan.dtype.itemsize
-        counters, entry = self._flags.counters, self._row + _ASKED + 3 * (index % _DEPTH)
-        counters[entry] = numel
-        counters[entry + 1] = 2 * _DTYPES.index(plan.dtype) + averaged
-        counters[entry + 2 : entry + 3].view(np.float64)[0] = weight
+        self._reduced_bytes += plan.num_bytes
         work = _Reduction(self, index, plan, averaged)
         self._pending.append(work)
         self._posted = index + 1
+        entry = self._row + _ASKED + 3 * (index % _DEPTH)
+        self._flags.announce(entry, (numel, 2 * plan.code + averaged), weight)
         self._flags.publish(self._row + _READY, index + 1)
         self._work_ahead()
         return work
 
     def _work_ahead(self) -> None:
         """Add up what everyone has published, without waiting for anything."""
-        while self._pending and self._flags.reached(self._rows + _READY, self._pending[0].index + 1):
+        while self._pending and self._flags.reached(self._ready, self._pending[0].index + 1):
             self._add_up(self._pending.popleft())
 
     def _add_up(self, work: _Reduction) -> None:
-        asked = self._asked(work.index)
-        self._check_same(asked)
-        weights = asked[:, 2].copy().view(np.float64)
-        if np.isnan(weights).any():
-            raise WeightRefused(np.flatnonzero(np.isnan(weights)).tolist())
-        equal = bool((weights == weights[0]).all())
-        scales = np.ones(self.size) if equal else weights
-        divisor = 1.0 if not work.averaged else float(self.size if equal else weights.sum())
-        work.plan.reduce(scales.astype(np.float32) if work.plan.dtype is torch.float32 else scales, divisor)
+        entry = _ASKED + 3 * (work.index % _DEPTH)
+        divisor = self._flags.weigh(self._ready + (entry - _READY), self._weights)
+        if divisor != divisor:
+            raise self._refusal(entry)
+        work.plan.reduce(self._weights, divisor if work.averaged else 1.0)
         self._flags.publish(self._row + _DONE, work.index + 1)
 
-    def _asked(self, index: int) -> np.ndarray:
-        """What each rank asked for in reduction `index`: length, kind and weight, a row per rank."""
-        entry = _ASKED + 3 * (index % _DEPTH)
-        rows = self._flags.counters[_HEAD:].reshape(self.size, _ROW)
-        return rows[:, entry : entry + 3]
-
-    def _check_same(self, asked: np.ndarray) -> None:
-        if (asked[:, :2] == asked[0, :2]).all():
-            return
-        names = [f"rank {r}: {numel} × {_DTYPES[kind // 2]}" for r, (numel, kind) in enumerate(asked[:, :2].tolist())]
-        raise ReplicaMismatch(f"rank {self.rank}: all-reduce of tensors that differ: {'; '.join(names)}.")
+    def _refusal(self, entry: int) -> Exception:
+        """Why a reduction cannot be done, the same on every rank."""
+        rows = self._flags.counters[_HEAD:].reshape(self.size, _ROW)[:, entry : entry + 3]
+        if (rows[:, :2] == rows[0, :2]).all():
+            return WeightRefused(np.flatnonzero(np.isnan(rows[:, 2].copy().view(np.float64))).tolist())
+        asked = [f"rank {rank}: {n} × {_DTYPES[kind // 2]}" for rank, (n, kind) in enumerate(rows[:, :2].tolist())]
+        return ReplicaMismatch(f"rank {self.rank}: all-reduce of tensors that differ: {'; '.join(asked)}.")
 
     def _finished(self, index: int) -> bool:
         self._work_ahead()
-        return self._flags.reached(self._rows + _DONE, index + 1)
+        return self._flags.reached(self._done, index + 1)
 
     def _finish(self, index: int) -> None:
         while self._pending and self._pending[0].index <= index:
-            self._await(self._rows + _READY, self._pending[0].index + 1)
+            self._await(self._ready, self._pending[0].index + 1)
             self._add_up(self._pending.popleft())
-        self._await(self._rows + _DONE, index + 1)
+        self._await(self._done, index + 1)
 
     def _await(self, slots: np.ndarray, value: int) -> None:
         if self._flags.wait(slots, value, _CHECK_SECONDS):
