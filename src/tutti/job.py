@@ -79,13 +79,13 @@ class Job:
 
     @property
     def metrics(self) -> Metrics:
-        events = self._exchange.events
+        total = self._exchange.events.totals[EXCHANGE]
         return Metrics(
             steps=self._replica.steps,
-            exchanges=events.count[EXCHANGE],
-            bytes_sent=events.num_bytes[EXCHANGE],
+            exchanges=total.count,
+            bytes_sent=total.num_bytes,
             seconds=self._exchange.transport.now() - self._started_s,
-            waiting_s=events.seconds.get(EXCHANGE, 0.0),
+            waiting_s=total.seconds,
         )
 
     @property

@@ -44,6 +44,7 @@ class Replica:
         self.slots.reverse()  # Backward reaches the last layers first; the first pass tells precisely.
         self.statistics = [Slot(name, buffer, False) for name, buffer in _running_statistics(model)]
         self.buckets: list[Bucket] = []
+        self._memories: dict[tuple[torch.device, torch.dtype], Memory] = {}
         self.steps = 0
         self.syncing = True
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -87,10 +88,12 @@ class Replica:
             handle.remove()
         self._handles.clear()
         self._draws.models = [model for model in self._draws.models if model is not self.model]
-        for slot in self.slots:
-            if slot.tensor.grad is slot.view:
+        for slot in [*self.slots, *self.statistics]:
+            if slot.is_parameter and slot.tensor.grad is slot.view:
                 slot.tensor.grad = slot.view.clone()
+            slot.view = slot.tensor
         self.buckets.clear()
+        self._memories.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

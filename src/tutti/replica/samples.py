@@ -48,7 +48,7 @@ class Contribution:
             self._seen = self._draws.number
             self._counted += self._draws.num_samples
         elif self._draws.number == 0:
-            self._counted += num_rows((args, kwargs))
+            self._counted += num_rows(args or kwargs)
 
     def take(self) -> float:
         """The weight of what is exchanged now. Where nothing new was counted, the last one still holds."""
@@ -62,7 +62,7 @@ class Contribution:
 def num_rows(value: Any) -> int:
     """The first dimension of the first tensor in a nest of containers; 1 where there is none."""
     tensor = _first_tensor(value)
-    return tensor.shape[0] if tensor is not None and tensor.dim() else 1
+    return len(tensor) if tensor is not None and tensor.dim() else 1
 
 
 def _first_tensor(value: Any) -> Tensor | None:

@@ -24,26 +24,39 @@ class _GroupWork(Work):
     """A torch work object; CUDA tensors that Gloo cannot send are staged through `host`."""
 
     def __init__(self, work: dist.Work, roster: Roster, tensor: Tensor, host: Tensor | None = None) -> None:
-        self._work = work
+        self._work: dist.Work | None = work
         self._roster = roster
         self._tensor = tensor
         self._host = host
 
     def done(self) -> bool:
-        return self._work.is_completed()
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
+        if self._work is None:
+            return
+        work, self._work = self._work, None  # Kept no longer than needed: it holds the group's sockets open.
         try:
-            self._work.wait(self._roster.timeout)
+            work.wait(self._roster.timeout)
         except RuntimeError as error:
             raise self._roster.explain(error) from error
         if self._host is not None:
             self._tensor.copy_(self._host)
-            self._host = None
+
+
+class _ReceiveFromAny(_GroupWork):
+    """A receive that learns its source by finishing."""
+
+    def wait(self) -> None:
+        work = self._work
+        super().wait()
+        if work is not None:
+            self._source = work._source_rank()
 
     @property
     def source(self) -> int:
-        return self._work._source_rank()
+        self.wait()
+        return self._source
 
 
 class ProcessGroupTransport(Transport):
@@ -76,12 +89,11 @@ class ProcessGroupTransport(Transport):
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         direct = tensor.is_contiguous() and tensor.device.type == "cpu"
         data = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+        host = None if direct else data
         if src == ANY:
-            work = self._start(self._group.recv_anysource, [data], tag)
-        else:
-            self._check_peer(src)
-            work = self._start(self._group.recv, [data], src, tag)
-        return _GroupWork(work, self.roster, tensor, None if direct else data)
+            return _ReceiveFromAny(self._start(self._group.recv_anysource, [data], tag), self.roster, tensor, host)
+        self._check_peer(src)
+        return _GroupWork(self._start(self._group.recv, [data], src, tag), self.roster, tensor, host)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         self.bytes_sent += 2 * (self.size - 1) * tensor.nbytes // self.size

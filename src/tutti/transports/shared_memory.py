@@ -120,8 +120,8 @@ class SharedMemoryTransport(Transport):
         self._name = f"{inner.name}/memory"
         self._num_segments = 0
         self._segments: WeakSet[_Segment] = WeakSet()
-        self._pages = _map_all(self.roster, f"{self._name}/counters", 8 * (_HEAD + _ROW * self.size))
-        counters = np.frombuffer(self._pages[0], dtype=np.int64)
+        pages = _map_all(self.roster, f"{self._name}/counters", 8 * (_HEAD + _ROW * self.size))
+        counters = np.frombuffer(pages[0], dtype=np.int64)
         self._flags = Flags(counters, spins_for(self.size))
         rows = _HEAD + _ROW * np.arange(self.size, dtype=np.int64)
         self._row = int(rows[self.rank])
@@ -129,6 +129,7 @@ class SharedMemoryTransport(Transport):
         self._weights = np.ones(self.size)
         self._plans: dict[tuple[int, int, torch.dtype], _Plan] = {}
         self._staging = self.empty(_STAGING_BYTES, torch.uint8)
+        self._closed = False
         self._posted = 0
         self._pending: deque[_Reduction] = deque()
 
@@ -152,7 +153,10 @@ class SharedMemoryTransport(Transport):
         return None
 
     def close(self) -> None:
+        self._closed = True
         self._pending.clear()
+        self._plans.clear()
+        self._staging = torch.empty(0, dtype=torch.uint8)
         self.inner.close()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -172,6 +176,8 @@ class SharedMemoryTransport(Transport):
         return self._reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, weight, averaged=True)
 
     def _reduce(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
+        if self._closed:
+            raise ConfigError(f"rank {self.rank}: this transport is closed.")
         plan = self._plan(tensor) if tensor.is_contiguous() else None
         if plan is None:
             return self._reduce_private(tensor, weight, averaged)

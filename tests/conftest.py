@@ -1,0 +1,115 @@
+"""What every test gets: one thread for torch, and a check that it leaves nothing behind."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+_MARK = f"TUTTI_TEST_RUN={uuid.uuid4()}"
+"""Every process that a test starts inherits this, however far down: so orphans are found too."""
+
+os.environ.update([_MARK.split("=")])
+
+_SETTLE_SECONDS = 5.0
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch's threads on a machine as small as this only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves processes, threads, ports, shared memory or network namespaces."""
+    before = _everything()
+    yield
+    gc.collect()
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while (left := _everything() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"left behind: {sorted(left)}"
+
+
+def _everything() -> set[str]:
+    return _processes() | _threads() | _listening() | _shared_memory() | _namespaces()
+
+
+def _processes() -> set[str]:
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = _MARK.encode() in (folder / "environ").read_bytes()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if ours and int(folder.name) != os.getpid() and state not in "ZX":
+            found.add(f"process {folder.name}")
+    return found
+
+
+def _threads() -> set[str]:
+    return {f"thread {thread.name} {thread.ident}" for thread in threading.enumerate()}
+
+
+def _listening() -> set[str]:
+    """Ports on which this process listens; other processes of ours are found as processes."""
+    ours = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            ours.add(target[8:-1])
+    found = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        if not Path(table).exists():
+            continue
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in ours:
+                found.add(f"port {int(fields[1].rpartition(':')[2], 16)}")
+    return found
+
+
+def _shared_memory() -> set[str]:
+    names = {f"/dev/shm/{entry.name}" for entry in Path("/dev/shm").iterdir()}
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return names | {f"mapping {line.split()[0]}" for line in maps if "/memfd:tutti" in line}
+
+
+def _namespaces() -> set[str]:
+    folder = Path("/run/netns")
+    return {f"namespace {entry.name}" for entry in folder.iterdir()} if folder.is_dir() else set()
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Run the `tutti` command in an empty folder; returns the completed process, output as text."""
+
+    def run(*args: str, timeout: float = 50, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", "from tutti.cli import main; main()", *args],
+            cwd=tmp_path,
+            env={**os.environ, "COLUMNS": "200", **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run

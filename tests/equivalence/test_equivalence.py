@@ -1,0 +1,60 @@
+"""N workers equal one: after 20 steps, to 1e-10 in float64 and 1e-4 in float32, all ranks bit for bit."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from equivalence.scenarios import EXACT, SCENARIOS, Scenario, assert_close, assert_same_bits, train, train_plainly
+from support import TRANSPORTS, run_ok
+
+import tutti
+from tutti.strategies import Strategy
+
+FLOAT64_TOLERANCE = 1e-10
+FLOAT32_TOLERANCE = 1e-4
+
+reference = cache(train_plainly)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+@pytest.mark.parametrize("strategy", EXACT.values(), ids=EXACT)
+def test_threads(strategy: Strategy, scenario: Scenario, size: int, transport: str) -> None:
+    states = run_ok(train, strategy, scenario, size=size, transport=transport)
+    assert_same_bits(states)
+    assert_close(states[0], reference(scenario), FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", ["momentum", "all together"])
+def test_float32(name: str, transport: str) -> None:
+    scenario = replace(SCENARIOS[name], dtype=torch.float32)
+    states = run_ok(train, EXACT["allreduce"], scenario, size=3, transport=transport)
+    assert_same_bits(states)
+    assert_close(states[0], reference(scenario), FLOAT32_TOLERANCE)
+
+
+def work(name: str) -> dict[str, torch.Tensor]:
+    return train(tutti.init(), EXACT["allreduce, many buckets"], SCENARIOS[name])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes(size: int, transport: str) -> None:
+    states = tutti.launch(work, "all together", workers=size, transport=transport)
+    assert_same_bits(states)
+    assert_close(states[0], reference(SCENARIOS["all together"]), FLOAT64_TOLERANCE)
+
+
+def test_the_reference_is_sensitive() -> None:
+    """A gradient summed instead of averaged, or one sample too few, would be seen."""
+    scenario = SCENARIOS["sgd"]
+    wrong = run_ok(_train_on_less, scenario, size=2, transport="process_group")[0]
+    with pytest.raises(AssertionError, match="relative difference"):
+        assert_close(wrong, reference(scenario), FLOAT64_TOLERANCE)
+
+
+def _train_on_less(world: tutti.World, scenario: Scenario) -> dict[str, torch.Tensor]:
+    return train(world, EXACT["allreduce"], replace(scenario, uneven=True))

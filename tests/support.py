@@ -1,0 +1,66 @@
+"""Ranks as threads: the quick way to run several, with explicit groups and nothing global."""
+
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore
+
+from tutti.launch.rendezvous import connect
+from tutti.transports import AloneTransport, Peer, Roster
+from tutti.world import World
+
+TRANSPORTS = ("process_group", "shared_memory")
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def run_threads(
+    function: Callable[..., Any], *args: Any, size: int, transport: str, timeout: timedelta = TIMEOUT
+) -> list[Any]:
+    """`function(world, *args)` on `size` ranks; their results, or the exceptions they raised, by rank."""
+    store = HashStore()
+    results: list[Any] = [None] * size
+    peers = [Peer.me(rank, "host", "host") for rank in range(size)]
+
+    def work(rank: int) -> None:
+        try:
+            with _world(Roster(rank, peers, store, timeout), transport) as world:
+                results[rank] = function(world, *args)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+        assert not thread.is_alive(), f"{thread.name} hangs; so far: {results}"
+    return results
+
+
+def run_ok(function: Callable[..., Any], *args: Any, size: int, transport: str) -> list[Any]:
+    """Like `run_threads`, for functions that should not raise: the first rank that did fails the test."""
+    results = run_threads(function, *args, size=size, transport=transport)
+    failures = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Exception)]
+    for rank, failure in failures:
+        print(f"rank {rank}:")
+        traceback.print_exception(failure)
+    assert not failures, f"rank {failures[0][0]} raised {failures[0][1]!r}"
+    return results
+
+
+class _world:
+    def __init__(self, roster: Roster, transport: str) -> None:
+        self._roster, self._transport = roster, transport
+
+    def __enter__(self) -> World:
+        roster = self._roster
+        link = AloneTransport(roster.timeout) if roster.size == 1 else connect(roster, kind=self._transport)
+        self.world = World(roster.rank, roster.size, roster.rank, "host", link, leave=roster.leave)
+        return self.world
+
+    def __exit__(self, *_: object) -> None:
+        self.world.close()
