@@ -110,6 +110,7 @@ def run_cli(tmp_path: Path):  # type: ignore[no-untyped-def]
             capture_output=True,
             text=True,
             timeout=timeout,
+            check=False,
         )
 
     return run

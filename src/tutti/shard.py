@@ -1,6 +1,7 @@
 """`shard`: this rank's part of the data, every sample exactly once per epoch over all ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ def shard(
         return ShardedLoader(data, seed, world)
     if hasattr(data, "__getitem__") and isinstance(data, Sized) and not isinstance(data, DataLoader):
         return ShardedDataset(data, seed, world)
+    if not isinstance(data, Iterable):
+        raise ConfigError(f"shard needs a dataset, a DataLoader or an iterable, got a {type(data).__name__}.")
     return ShardedIterable(data, world)
 
 
@@ -67,7 +70,7 @@ def deal(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]]:
 def _split(pool: Batch, num_parts: int) -> list[Batch]:
     size, extra = divmod(len(pool), num_parts)
     starts = [part * size + min(part, extra) for part in range(num_parts + 1)]
-    return [pool[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+    return [pool[start:stop] for start, stop in pairwise(starts)]
 
 
 def _shuffled(num_samples: int, seed: int, epoch: int) -> Batch:
@@ -135,7 +138,7 @@ class ShardedLoader:
             return self._batched(order)
         # A sampler of the user's own may draw from any generator: rank 0's draw holds for all.
         drawn = [list(map(int, batch)) for batch in sampler] if self._world.rank == 0 else None  # type: ignore[union-attr]
-        return share_json(drawn, self._world.transport)  # type: ignore[no-any-return]
+        return share_json(drawn, self._world.transport)
 
     def _plain_batches(self) -> Sequence[Batch]:
         if _is_plain(self._source):
@@ -161,7 +164,7 @@ def _rebuilt(loader: DataLoader[Any], batches: _OwnBatches) -> DataLoader[Any]:
     """The same loader over other batches."""
     return DataLoader(
         loader.dataset,
-        batch_sampler=batches,  # type: ignore[arg-type]
+        batch_sampler=batches,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

@@ -5,10 +5,10 @@ from functools import cache
 
 import pytest
 import torch
-from equivalence.scenarios import EXACT, SCENARIOS, Scenario, assert_close, assert_same_bits, train, train_plainly
-from support import TRANSPORTS, run_ok
 
 import tutti
+from equivalence.scenarios import EXACT, SCENARIOS, Scenario, assert_close, assert_same_bits, train, train_plainly
+from support import TRANSPORTS, run_ok
 from tutti.strategies import Strategy
 
 FLOAT64_TOLERANCE = 1e-10

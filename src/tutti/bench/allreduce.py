@@ -53,11 +53,13 @@ def _ways(numel: int, world: World) -> dict[str, Callable[[], Any]]:
     transport = world.transport
     if not isinstance(transport, SharesMemory) or not isinstance(transport, AllReduces):
         raise ConfigError("bench allreduce needs ranks that share memory: all on one Linux host.")
+    gloo = transport.inner
+    assert isinstance(gloo, AllReduces)
     shared, private = transport.empty(numel, torch.float32).zero_(), torch.zeros(numel)
     ways: dict[str, Callable[[], Any]] = {
         "tutti": lambda: transport.all_reduce(shared).wait(),
         "tutti-copied": lambda: transport.all_reduce(private).wait(),
-        "gloo": lambda: transport.inner.all_reduce(private).wait(),
+        "gloo": lambda: gloo.all_reduce(private).wait(),
     }
     if (everyone := communicator()) is not None:
         from mpi4py import MPI

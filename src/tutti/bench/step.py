@@ -184,7 +184,7 @@ def _mpi(case: Case, everyone: Any) -> Callable[[], None]:
     ]
 
     def exchange() -> None:
-        torch._foreach_copy_(views, [p.grad for p in parameters])
+        torch._foreach_copy_(views, [p.grad for p in parameters if p.grad is not None])
         everyone.Allreduce(MPI.IN_PLACE, flat.numpy())
         flat.div_(everyone.size)
         for parameter, view in zip(parameters, views, strict=True):

@@ -72,7 +72,7 @@ def _with_progress(label: str, function: Any, *args: Any, workers: int) -> list[
             if rank == 0:
                 progress.update(bar, completed=values["done"], total=values["total"])
 
-        return under_mpi.run(function, *args, workers=workers, watch=show)  # type: ignore[no-any-return]
+        return under_mpi.run(function, *args, workers=workers, watch=show)
 
 
 def _step_table(rows: list[dict[str, Any]]) -> Table:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import spawn
@@ -303,7 +304,5 @@ def _file_of(data: bytes) -> int:
 
 
 def _signal_group(group: int, sign: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(group, sign)
-    except ProcessLookupError:
-        pass

@@ -75,8 +75,8 @@ def meet(place: Place, store: Store, timeout: timedelta) -> Roster:
             missing = [other for other in range(size) if not store.check([keys[other]])]
             if missing and time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"rank {rank}: after {timeout.total_seconds():g} s, {size - len(missing)} of {size} ranks are here; "
-                    f"missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they "
+                    f"rank {rank}: after {timeout.total_seconds():g} s, {size - len(missing)} of {size} ranks are "
+                    f"here; missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they "
                     f"reach {place.address}:{place.port}; tutti.init(timeout=...) waits longer."
                 ) from None
     return Roster(rank, [Peer.from_json(store.get(key)) for key in keys], store, timeout)

@@ -14,7 +14,7 @@ from tutti.launch import init
 from tutti.launch.link import Link
 from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
-from tutti.shard import shard
+from tutti.shard import ShardedLoader, shard
 from tutti.strategies import parse
 from tutti.world import World
 
@@ -80,7 +80,7 @@ def train(task: Task) -> Outcome:
     optimizer = made.optimizer(model)
     splits = made.data(Path(task.data) if task.data else None)
     batches = GlobalBatches(len(splits.train), made.batch_size, world.size, task.seed)
-    loader = shard(DataLoader(splits.train, batch_sampler=batches, collate_fn=collate), world=world)
+    loader = ShardedLoader(DataLoader(splits.train, batch_sampler=batches, collate_fn=collate), 0, world)
     epochs = task.epochs or made.epochs
     with distribute(model, optimizer, parse(task.strategy), world=world) as job:
         progress = _Progress(job, link, world, epochs * len(loader), epochs * len(splits.train))

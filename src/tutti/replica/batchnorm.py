@@ -45,7 +45,7 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self._transport)
         if self.training and self.running_mean is not None:
             self._track(mean, variance * (count / (count - 1)))
-        return output  # type: ignore[no-any-return]
+        return output
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:

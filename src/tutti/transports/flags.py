@@ -137,7 +137,7 @@ class Flags:
 
         Equal weights come out as ones, so that the mean they make is the plain one.
         """
-        return _weigh(self.counters, entries, weights)  # type: ignore[no-any-return]
+        return _weigh(self.counters, entries, weights)
 
     def reached(self, slots: np.ndarray, value: int) -> bool:
         """Whether all `slots` hold at least `value`."""

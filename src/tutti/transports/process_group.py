@@ -76,7 +76,7 @@ class ProcessGroupTransport(Transport):
         self._address = address
         self.name = name
         self._store = dist.PrefixStore(name, roster.store)
-        self._gloo: dist.ProcessGroupGloo | None = self._connect_gloo()
+        self._gloo: Any = self._connect_gloo()  # torch's stubs know neither its methods nor its options.
         self._nccl: Any = None
         self._num_channels = 0
 
@@ -121,11 +121,11 @@ class ProcessGroupTransport(Transport):
         # Dropping the last reference closes the sockets: peers that wait for this rank fail at once.
         self._gloo = None
 
-    def _connect_gloo(self) -> dist.ProcessGroupGloo:
-        options = dist.ProcessGroupGloo._Options()
+    def _connect_gloo(self) -> Any:
+        make: Any = dist.ProcessGroupGloo
+        options = make._Options()
         options._timeout = self.timeout
         options._threads = 2
-        make = dist.ProcessGroupGloo
         options._devices = [
             make.create_default_device() if self._address is None else make.create_device(hostname=self._address)
         ]
@@ -153,7 +153,7 @@ class ProcessGroupTransport(Transport):
             raise ConfigError(f"rank {self.rank}: no peer {rank} in a world of {self.size}.")
 
     @property
-    def _group(self) -> dist.ProcessGroupGloo:
+    def _group(self) -> Any:
         if self._gloo is None:
             raise ConfigError(f"rank {self.rank}: this transport is closed.")
         return self._gloo

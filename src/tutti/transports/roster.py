@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -128,10 +129,8 @@ class Roster:
                     raise self.overdue(what) from None
 
     def _mark(self, state: str) -> None:
-        try:
+        with suppress(DistError):  # The store goes with the launcher: then nobody is left to tell.
             self.store.set(f"{state}/{self.rank}", "1")
-        except DistError:
-            pass  # The store went with the launcher: nobody is left to tell.
 
     def _marked(self, state: str, rank: int) -> bool:
         try:

@@ -11,6 +11,7 @@ peer's memory through /proc/PID/fd, which the kernel allows to the same user alo
 """
 
 import ctypes
+import math
 import mmap
 import os
 import time
@@ -233,7 +234,7 @@ class SharedMemoryTransport(Transport):
     def _add_up(self, work: _Reduction) -> None:
         entry = _ASKED + 3 * (work.index % _DEPTH)
         divisor = self._flags.weigh(self._ready + (entry - _READY), self._weights)
-        if divisor != divisor:
+        if math.isnan(divisor):
             raise self._refusal(entry)
         work.plan.reduce(self._weights, divisor if work.averaged else 1.0)
         self._flags.publish(self._row + _DONE, work.index + 1)
