@@ -4,6 +4,7 @@ A scenario is written once and run three ways: in plain torch on whole batches, 
 reference, and under a strategy on any number of ranks, each with its part of every batch.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -84,13 +85,18 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
+def device() -> str:
+    """Where to train: `TUTTI_TEST_DEVICE=cuda` runs the whole suite on a GPU."""
+    return os.environ.get("TUTTI_TEST_DEVICE", "cpu")
+
+
 def batches(scenario: Scenario) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(7)
     made = []
     for number in range(STEPS * scenario.accumulate):
         size = BATCH - number % 5 if scenario.uneven else BATCH
         x = torch.randn(size, 8, generator=generator, dtype=torch.float64).to(scenario.dtype)
-        made.append((x, torch.randint(0, 4, (size,), generator=generator)))
+        made.append((x.to(device()), torch.randint(0, 4, (size,), generator=generator).to(device())))
     return made
 
 
@@ -102,7 +108,7 @@ def part_of(batch: tuple[Tensor, Tensor], rank: int, size: int) -> tuple[Tensor,
 def prepare(scenario: Scenario, seed: int) -> tuple[Net, Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     with _one_at_a_time, torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Net().to(scenario.dtype)
+        model = Net().to(device(), scenario.dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": trained[:3]}, {"params": trained[3:], "lr": 0.003}] if scenario.groups else trained
     optimizer = OPTIMIZERS[scenario.optimizer](groups)

@@ -1,6 +1,5 @@
 """The models and the record, and what every recipe in the registry promises."""
 
-import ast
 import dataclasses
 import pickle
 import re
@@ -202,12 +201,3 @@ def test_the_recipe_in_the_docs_reaches_its_target() -> None:
 
 def test_the_docs_list_every_recipe() -> None:
     assert re.findall(r"^\| `([a-z-]+)`", DOCS.read_text(), re.MULTILINE) == list(RECIPES)
-
-
-def test_recipes_import_nothing_of_tutti_but_errors() -> None:
-    for file in FOLDER.glob("*.py"):
-        imported = [
-            node.module or "" for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)
-        ]
-        ours = [module for module in imported if module.startswith("tutti")]
-        assert all(module == "tutti.errors" or module.startswith("tutti.recipes") for module in ours), file

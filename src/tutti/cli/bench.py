@@ -10,6 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tutti.bench import allreduce as allreduce_bench
+from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.errors import ConfigError, UnknownName
@@ -51,6 +52,30 @@ def allreduce(workers: Workers = "2", rounds: Rounds = 15, json_file: JsonFile =
         rows += _with_progress(f"all-reduce, {number} workers", allreduce_bench.measure, rounds, workers=number)
     console.print(_allreduce_table(rows))
     _note_mpi(console)
+    _write(json_file, rows)
+
+
+@app.command("overhead")
+def overhead(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Rounds = 15,
+    compiled: Annotated[bool, typer.Option(help="Also time models under torch.compile.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """One rank under Tutti beside the bare step: what it costs a run that does not need it."""
+    if device not in overhead_bench.STEPS_PER_ROUND:
+        raise ConfigError(f"--device takes {' or '.join(overhead_bench.STEPS_PER_ROUND)}, got '{device}'.")
+    console = Console()
+    with console.status(f"timing {', '.join(overhead_bench.CASES)} on {device}"):
+        rows = overhead_bench.measure(device, rounds, compiled)
+    table = Table(title=f"median milliseconds a step on {device}, one rank")
+    for heading in ("model", "precision", "", "bare", "Tutti", "ratio"):
+        table.add_column(heading)
+    for row in rows:
+        how = "compiled" if row["compiled"] else "plain"
+        times = _ms(row["seconds"]["bare"]), _ms(row["seconds"]["tutti"])
+        table.add_row(row["case"], row["precision"], how, *times, f"{row['ratio']:.3f}")
+    console.print(table)
     _write(json_file, rows)
 
 

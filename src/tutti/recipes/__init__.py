@@ -1,6 +1,6 @@
 """Things to train: model, data, optimiser and the accuracy to reach, for examples, benchmarks and papers.
 
-Imports nothing of Tutti but its errors. A recipe is a function that returns a `Recipe`; `RECIPES`
+A recipe is a function that returns a `Recipe`; `RECIPES`
 lists those the command line knows by name. docs/data.md says which files they need.
 """
 

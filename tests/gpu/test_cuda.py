@@ -1,0 +1,89 @@
+"""What only a GPU can show. Run there with `TUTTI_TEST_DEVICE=cuda`; see CONTRIBUTING."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+import tutti
+from tutti.transports import Peer, ProcessGroupTransport, Roster
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def test_nccl_is_used_where_each_rank_has_its_own_gpu() -> None:
+    roster = Roster(0, [Peer.me(0, "host", "host")], HashStore(), timedelta(seconds=30))
+    with ProcessGroupTransport(roster) as transport:
+        assert transport._has_own_gpu()
+        tensor = torch.ones(5, device="cuda")
+        transport.all_reduce(tensor).wait()
+        assert transport._nccl is not None
+        assert tensor.tolist() == [1.0] * 5
+
+
+def exchange() -> list[float]:
+    world = tutti.init()
+    sender = torch.full((3,), float(world.rank), device="cuda")
+    received = torch.empty(3, device="cuda")
+    other = 1 - world.rank
+    works = [world.transport.isend(sender, other, 1), world.transport.irecv(received, other, 1)]
+    for work in works:
+        work.wait()
+    return received.tolist()
+
+
+def test_cuda_messages_between_ranks_that_share_a_gpu() -> None:
+    assert tutti.launch(exchange, workers=2) == [[1.0] * 3, [0.0] * 3]
+
+
+def normalise() -> tuple[torch.Tensor, torch.Tensor]:
+    world = tutti.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 3)).double().cuda()
+    model = tutti.sync_batchnorm(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tutti.distribute(model, optimizer):
+        x = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).cuda()
+        part = x.tensor_split([7])[world.rank] if world.size == 2 else x
+        for _ in range(5):
+            model(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu(), model[1].running_var.cpu()
+
+
+def test_sync_batchnorm() -> None:
+    alone = tutti.launch(normalise, workers=1)[0]
+    for result in tutti.launch(normalise, workers=2):
+        torch.testing.assert_close(result[0], alone[0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(result[1], alone[1], rtol=1e-10, atol=1e-12)
+
+
+def scaled() -> tuple[float, int]:
+    """Mixed precision with a scaler and clipping, compiled: the loop stays as it was."""
+    tutti.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cuda")
+    with tutti.distribute(model, optimizer):
+        runner = torch.compile(model)
+        x, y = torch.randn(8, 16).cuda(), torch.randint(0, 4, (8,)).cuda()
+        for _ in range(10):
+            with torch.autocast("cuda", torch.float16):
+                loss = nn.functional.cross_entropy(runner(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return float(sum(p.detach().double().sum() for p in model.parameters())), int(torch.isfinite(loss))
+
+
+def test_scaler_clipping_and_compile() -> None:
+    results = tutti.launch(scaled, workers=2)
+    assert results[0] == results[1]
+    assert results[0][1] == 1
