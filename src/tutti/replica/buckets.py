@@ -16,7 +16,7 @@ _ALIGNMENT = 16
 class Slot:
     """One tensor's place in a bucket: a parameter's gradient, or a buffer that is kept equal."""
 
-    __slots__ = ("arrived", "bucket", "is_parameter", "name", "tensor", "touched", "view")
+    __slots__ = ("__weakref__", "arrived", "bucket", "is_parameter", "name", "tensor", "touched", "view")
 
     bucket: "Bucket"
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -108,17 +109,23 @@ class Replica:
         self.buckets = cut([*self.slots, *self.statistics], self._memories, self._bucket_bytes)
 
     def _gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        # A parameter keeps its hooks where Python's collector does not look: they must not keep the parameter.
+        slot_of, replica_of = ref(slot), ref(self)
+
         def arrived(_: Tensor) -> None:
+            slot, replica = slot_of(), replica_of()
+            if slot is None or replica is None:
+                return
             slot.touched = True
-            if slot.arrived or not self.syncing:
+            if slot.arrived or not replica.syncing:
                 return
             slot.arrived = True
             bucket = slot.bucket
             bucket.missing -= 1
-            if self._order is not None:
-                self._order.append(slot)
-            if bucket.missing == 0 or not self._armed:
-                self._advance()
+            if replica._order is not None:
+                replica._order.append(slot)
+            if bucket.missing == 0 or not replica._armed:
+                replica._advance()
 
         return arrived
 

@@ -78,7 +78,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release sockets, memory and threads; peers that still wait for this rank are told. Idempotent."""
+        """Release sockets, memory and threads, of its channels too; peers that wait for them fail. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,7 @@ class ProcessGroupTransport(Transport):
         self._gloo: Any = self._connect_gloo()  # torch's stubs know neither its methods nor its options.
         self._nccl: Any = None
         self._num_channels = 0
+        self._channels: WeakSet[ProcessGroupTransport] = WeakSet()
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         self._check_peer(dst)
@@ -106,7 +108,9 @@ class ProcessGroupTransport(Transport):
     def channel(self, name: str) -> "ProcessGroupTransport":
         self._num_channels += 1
         full_name = f"{self.name}/{name}.{self._num_channels}"
-        return ProcessGroupTransport(self.roster, address=self._address, name=full_name)
+        made = ProcessGroupTransport(self.roster, address=self._address, name=full_name)
+        self._channels.add(made)
+        return made
 
     def now(self) -> float:
         return time.perf_counter()
@@ -115,8 +119,10 @@ class ProcessGroupTransport(Transport):
         return None
 
     def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
         if self._nccl is not None:
-            self._nccl.abort()
+            self._nccl.shutdown()
             self._nccl = None
         # Dropping the last reference closes the sockets: peers that wait for this rank fail at once.
         self._gloo = None

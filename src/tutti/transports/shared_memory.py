@@ -131,6 +131,7 @@ class SharedMemoryTransport(Transport):
         self._plans: dict[tuple[int, int, torch.dtype], _Plan] = {}
         self._staging = self.empty(_STAGING_BYTES, torch.uint8)
         self._closed = False
+        self._channels: WeakSet[SharedMemoryTransport] = WeakSet()
         self._posted = 0
         self._pending: deque[_Reduction] = deque()
 
@@ -145,7 +146,9 @@ class SharedMemoryTransport(Transport):
         return self.inner.irecv(tensor, src, tag)
 
     def channel(self, name: str) -> "SharedMemoryTransport":
-        return SharedMemoryTransport(self.inner.channel(name))
+        made = SharedMemoryTransport(self.inner.channel(name))
+        self._channels.add(made)
+        return made
 
     def now(self) -> float:
         return time.perf_counter()
@@ -155,6 +158,8 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:
         self._closed = True
+        for channel in self._channels:
+            channel.close()
         self._pending.clear()
         self._plans.clear()
         self._staging = torch.empty(0, dtype=torch.uint8)

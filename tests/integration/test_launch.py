@@ -1,0 +1,752 @@
+"""`tutti.launch` and `tutti.init` with real processes: results, failures, signals, and what is left behind."""
+
+import ctypes
+import multiprocessing
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tutti
+from support import TRANSPORTS
+from tutti.errors import ConfigError, NonFiniteLoss, RankLost, WorkerFailed
+from tutti.launch.link import Link
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+NOTICE_S = 5.0
+"""Within this time everyone must have noticed that a rank is gone."""
+
+each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+def all_reduce(world: tutti.World, value: float = 1.0) -> float:
+    tensor = torch.tensor([value])
+    world.transport.all_reduce(tensor).wait()  # type: ignore[attr-defined]
+    return tensor.item()
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's own, without what a launcher may have left there."""
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
+
+
+@contextmanager
+def started(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process with both outputs in one pipe; it is gone in the end, whatever happens."""
+    process = subprocess.Popen(
+        [sys.executable, *argv],
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
+    """The processes that still run after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+# --- results ---
+
+
+def describe(text: str, number: int) -> tuple[int, int, int, str, float]:
+    world = tutti.init()
+    return world.rank, world.size, world.local_rank, text * number, all_reduce(world, 2.0)
+
+
+@each_transport
+def test_results_by_rank(transport: str) -> None:
+    results = tutti.launch(describe, "ab", 2, workers=3, transport=transport)
+    assert results == [(rank, 3, rank, "abab", 6.0) for rank in range(3)]
+
+
+def test_one_worker() -> None:
+    assert tutti.launch(describe, "x", 1, workers=1) == [(0, 1, 0, "x", 2.0)]
+
+
+def transport_in_use() -> str:
+    return type(tutti.init().transport).__name__
+
+
+def test_transport_argument_decides() -> None:
+    assert tutti.launch(transport_in_use, transport="process_group") == ["ProcessGroupTransport"] * 2
+
+
+def large_result() -> torch.Tensor:
+    return torch.full((3_000_000,), float(tutti.init().rank))
+
+
+def test_results_larger_than_a_pipe() -> None:
+    results = tutti.launch(large_result)
+    assert [(len(result), result[0].item(), result[-1].item()) for result in results] == [
+        (3_000_000, 0.0, 0.0),
+        (3_000_000, 1.0, 1.0),
+    ]
+
+
+def without_init() -> int:
+    return 7
+
+
+def test_function_that_never_calls_init() -> None:
+    assert tutti.launch(without_init, workers=2) == [7, 7]
+
+
+def sum_over_ranks(times: int) -> list[float]:
+    world = tutti.init()
+    return [all_reduce(world, float(world.rank)) for _ in range(times)]
+
+
+@each_transport
+def test_more_ranks_than_cores(transport: str) -> None:
+    assert tutti.launch(sum_over_ranks, 20, workers=6, transport=transport) == [[15.0] * 20] * 6
+
+
+def init_twice() -> bool:
+    first = tutti.init()
+    return tutti.init() is first and tutti.world() is first
+
+
+def test_init_again_gives_the_same_world() -> None:
+    assert tutti.launch(init_twice) == [True, True]
+
+
+def reports() -> None:
+    link = Link()
+    world = tutti.init()
+    for step in range(3):
+        link.progress(step=step, rank=world.rank)
+
+
+def test_watch_sees_what_workers_report() -> None:
+    seen: list[tuple[int, dict[str, Any]]] = []
+    tutti.launch(reports, watch=lambda rank, values: seen.append((rank, values)))
+    for rank in (0, 1):
+        assert [values for of, values in seen if of == rank] == [{"step": step, "rank": rank} for step in range(3)]
+
+
+# --- what cannot be launched ---
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_no_workers(workers: int) -> None:
+    with pytest.raises(ConfigError, match=f"workers must be 1 or more, got {workers}"):
+        tutti.launch(without_init, workers=workers)
+
+
+def test_function_without_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"lambda.*Define the function at the top level of a file") as caught:
+        tutti.launch(lambda: 1)
+    assert caught.value.__cause__ is not None
+
+
+def test_argument_that_cannot_be_sent() -> None:
+    with pytest.raises(ConfigError, match=r"without_init.*pass plain values"):
+        tutti.launch(without_init, open(os.devnull))  # noqa: SIM115
+
+
+def launches() -> list[int]:
+    return tutti.launch(without_init)
+
+
+def test_launch_inside_a_worker() -> None:
+    with pytest.raises(WorkerFailed, match="launch was called inside a worker: workers cannot start workers"):
+        tutti.launch(launches)
+
+
+def test_unknown_transport() -> None:
+    with pytest.raises(WorkerFailed, match="transport 'pigeon' is not one of auto, process_group, shared_memory"):
+        tutti.launch(transport_in_use, transport="pigeon")
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
+def test_timeout_that_is_no_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUTTI_TIMEOUT", text)
+    with pytest.raises(ConfigError, match=f"TUTTI_TIMEOUT must be a number of seconds above 0, got '{text}'"):
+        tutti.init()
+
+
+def test_script_without_a_guard() -> None:
+    """Workers import the script to find the function, and come by its own call of `launch`."""
+    with started(str(SCRIPTS / "unguarded.py")) as process:
+        output, _ = process.communicate(timeout=40)
+    assert process.returncode == 0, output
+    assert output.splitlines()[-1] == "results [0, 10, 20]"
+
+
+# --- failures ---
+
+
+class Unusual(Exception):
+    """An exception the supervisor knows nothing of."""
+
+
+def fails_on(rank: int) -> None:
+    world = tutti.init()
+    if world.rank == rank:
+        raise Unusual(f"no luck on {rank}")
+    all_reduce(world)
+
+
+@each_transport
+@pytest.mark.parametrize("rank", [0, 2])
+def test_exception(rank: int, transport: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        tutti.launch(fails_on, rank, workers=3, transport=transport)
+    error = caught.value
+    assert (error.rank, error.status) == (rank, 1)
+    assert str(error).startswith(f"rank {rank} failed: Unusual: no luck on {rank}")
+    assert 'raise Unusual(f"no luck on {rank}")' in error.traceback
+    assert "in fails_on" in error.traceback
+    assert "worker.py" not in error.traceback, "how it was started is of no interest"
+    said = capfd.readouterr().err
+    for other in {0, 1, 2} - {rank}:
+        assert f"[rank {other}] rank {other}: rank {rank} is gone" in said
+
+
+def exits_with(status: Any) -> None:
+    if tutti.init().rank == 1:
+        sys.exit(status)
+
+
+@pytest.mark.parametrize(("given", "status"), [(7, 7), ("the data is odd", 1)])
+def test_exit_status(given: Any, status: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerFailed, match=f"rank 1 exited with status {status}") as caught:
+        tutti.launch(exits_with, given)
+    assert (caught.value.rank, caught.value.status) == (1, status)
+    if given != status:
+        assert "[rank 1] the data is odd" in capfd.readouterr().err
+
+
+def exits_well() -> None:
+    if tutti.init().rank == 1:
+        sys.exit()
+
+
+def test_exit_without_a_status_is_no_failure() -> None:
+    assert tutti.launch(exits_well) == [None, None]
+
+
+def killed_while_others_wait(rank: int, sign: int) -> None:
+    world = tutti.init()
+    assert all_reduce(world) == world.size
+    if world.rank == rank:
+        os.kill(os.getpid(), sign)
+    while True:
+        all_reduce(world)
+
+
+@each_transport
+@pytest.mark.parametrize(("sign", "status"), [(signal.SIGKILL, 137), (signal.SIGSEGV, 139)])
+def test_killed_worker(sign: signal.Signals, status: int, transport: str, capfd: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        tutti.launch(killed_while_others_wait, 1, sign, workers=3, transport=transport)
+    said = capfd.readouterr().err
+    error = caught.value
+    assert str(error).startswith(f"rank 1 was killed by {sign.name}")
+    assert (error.rank, error.status) == (1, status)
+    for other in (0, 2):
+        assert re.search(rf"\[rank {other}\] rank {other}: rank 1 is gone: its process \d+ on .* has ended", said), said
+    assert time.monotonic() - start < 30
+
+
+def killed_and_timed(folder: str) -> None:
+    world = tutti.init()
+    assert all_reduce(world) == world.size
+    if world.rank == 2:
+        Path(folder, "killed").write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            all_reduce(world)
+    except RankLost:
+        Path(folder, f"noticed{world.rank}").write_text(repr(time.monotonic()))
+        raise
+
+
+@each_transport
+def test_others_notice_a_killed_worker_soon(transport: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="rank 2 was killed by SIGKILL"):
+        tutti.launch(killed_and_timed, str(tmp_path), workers=3, transport=transport)
+    killed_s = float((tmp_path / "killed").read_text())
+    for rank in (0, 1):
+        assert float((tmp_path / f"noticed{rank}").read_text()) - killed_s < NOTICE_S
+
+
+def returns_early() -> str:
+    world = tutti.init()
+    if world.rank != 1:
+        all_reduce(world)
+    return "done"
+
+
+@each_transport
+def test_rank_that_returns_while_others_wait(transport: str) -> None:
+    with pytest.raises(WorkerFailed, match="rank 1 is gone") as caught:
+        tutti.launch(returns_early, workers=3, transport=transport)
+    assert caught.value.rank in (0, 2)
+    assert "took fewer steps than this rank" in str(caught.value)
+
+
+def closes_early() -> None:
+    world = tutti.init()
+    if world.rank == 1:
+        world.close()
+        sys.stdin.read()  # Nothing comes: it is at its end.
+        select.select([], [], [], 20)
+    all_reduce(world)
+
+
+@each_transport
+def test_rank_that_leaves_while_others_wait(transport: str) -> None:
+    """Its process still runs; that it left is known from what it said."""
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="rank 0: rank 1 is gone: it has left"):
+        tutti.launch(closes_early, workers=2, transport=transport)
+    assert time.monotonic() - start < 15
+
+
+def deaf_to_terminate() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    world = tutti.init()
+    all_reduce(world)
+    if world.rank == 0:
+        raise Unusual("enough")
+    select.select([], [], [], 60)
+
+
+def test_worker_that_ignores_sigterm_is_stopped() -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="rank 0 failed: Unusual: enough"):
+        tutti.launch(deaf_to_terminate)
+    assert time.monotonic() - start < 20
+
+
+def starts_a_child_and_returns(wait: bool) -> int:
+    """A child that holds the worker's outputs open."""
+    tutti.init()
+    child = subprocess.Popen([sys.executable, "-c", "import select; select.select([], [], [], 60)"])
+    if not wait:
+        os._exit(3)
+    return child.pid
+
+
+def test_children_of_workers_end_with_them() -> None:
+    pids = tutti.launch(starts_a_child_and_returns, True)
+    assert wait_until_gone(pids, NOTICE_S) == []
+
+
+def test_children_of_failed_workers_end_with_them() -> None:
+    with pytest.raises(WorkerFailed, match="exited with status 3"):
+        tutti.launch(starts_a_child_and_returns, False)  # The fixture looks for what is left.
+
+
+def loads_data() -> int:
+    world = tutti.init()
+    data = DataLoader(TensorDataset(torch.arange(12)), batch_size=2, num_workers=2, persistent_workers=True)
+    total = sum(int(batch.sum()) for (batch,) in tutti.shard(data, world=world))
+    assert len(multiprocessing.active_children()) == 2
+    return total
+
+
+def test_data_loader_workers_inside_workers() -> None:
+    assert sum(tutti.launch(loads_data)) == sum(range(12))  # The fixture looks for what is left.
+
+
+def loads_data_and_dies() -> None:
+    world = tutti.init()
+    data = DataLoader(TensorDataset(torch.arange(12)), batch_size=2, num_workers=2, persistent_workers=True)
+    for _ in tutti.shard(data, world=world):
+        all_reduce(world)
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_data_loader_workers_of_a_killed_worker() -> None:
+    with pytest.raises(WorkerFailed, match="rank 1 was killed by SIGKILL"):
+        tutti.launch(loads_data_and_dies)  # The fixture looks for what is left.
+
+
+# --- output ---
+
+
+def speaks() -> None:
+    rank = tutti.init().rank
+    print(f"first of {rank}\nsecond of {rank}")
+    print(f"in parts {rank}:", end="")
+    print(" rest")
+    print(f"complaint of {rank}", file=sys.stderr)
+    os.write(1, "käse\n".encode() + b"\xff broken\n")
+    print(f"no end {rank}", end="")
+    print(f"no end of complaint {rank}", end="", file=sys.stderr)
+
+
+def test_output_has_its_rank_before_every_line(capfd: pytest.CaptureFixture[str]) -> None:
+    tutti.launch(speaks)
+    said = capfd.readouterr()
+    for rank in (0, 1):
+        mine = [line for line in said.out.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert [line.removeprefix(f"[rank {rank}] ") for line in mine] == [
+            f"first of {rank}",
+            f"second of {rank}",
+            f"in parts {rank}: rest",
+            "käse",
+            "\ufffd broken",
+            f"no end {rank}",
+        ]
+        assert f"[rank {rank}] complaint of {rank}\n[rank {rank}] no end of complaint {rank}\n" in said.err
+    assert len(said.out.splitlines()) == 12, "and nothing else is printed"
+
+
+def speaks_a_lot() -> None:
+    for number in range(20_000):
+        print(f"line {number}")
+    tutti.init()
+
+
+def test_output_of_any_amount(capfd: pytest.CaptureFixture[str]) -> None:
+    tutti.launch(speaks_a_lot)
+    lines = capfd.readouterr().out.splitlines()
+    for rank in (0, 1):
+        assert [line for line in lines if line.startswith(f"[rank {rank}]")] == [
+            f"[rank {rank}] line {number}" for number in range(20_000)
+        ]
+
+
+def speaks_and_dies() -> None:
+    print("before the end", end="", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_last_words_of_a_killed_worker(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerFailed):
+        tutti.launch(speaks_and_dies, workers=1)
+    assert capfd.readouterr().out == "[rank 0] before the end\n"
+
+
+# --- losses that are not finite ---
+
+
+def loses(bad_rank: int, bad_step: int) -> str:
+    world = tutti.init()
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with tutti.distribute(model, optimizer) as job:
+        for number in range(5):
+            loss = model(torch.ones(2, 3)).pow(2).mean()
+            if (world.rank, number) == (bad_rank, bad_step):
+                loss = loss * float("nan")
+            job.watch(loss)
+            try:
+                loss.backward()
+            except NonFiniteLoss as error:
+                return str(error)
+            optimizer.step()
+            optimizer.zero_grad()
+    return "none"
+
+
+@each_transport
+@pytest.mark.parametrize("step", [0, 3])
+def test_loss_that_is_not_finite_stops_every_rank(step: int, transport: str) -> None:
+    for rank, message in enumerate(tutti.launch(loses, 1, step, workers=3, transport=transport)):
+        assert message.startswith(f"rank {rank}: the loss on rank 1 is NaN or infinite at step {step}."), message
+        assert "Lower the learning rate" in message
+
+
+def loses_and_fails() -> None:
+    message = loses(1, 2)
+    raise Unusual(message)
+
+
+def test_loss_that_is_not_finite_with_one_worker() -> None:
+    with pytest.raises(WorkerFailed, match="NonFiniteLoss: rank 0: the loss on rank 0 is NaN or infinite at step 2"):
+        tutti.launch(loses, 0, 2, workers=1)
+
+
+# --- meeting ---
+
+
+def variables_of(rank: int, size: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+MEET = "import tutti; world = tutti.init(); print('met', world.rank, world.size)"
+
+
+def test_rank_that_never_comes() -> None:
+    port = free_port()
+    with (
+        started("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(0, 3, port)) as first,
+        started("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(1, 3, port)) as second,
+    ):
+        outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
+    for rank, output in enumerate(outputs):
+        last = output.splitlines()[-1]
+        assert last.startswith(f"tutti.errors.DeadlineExceeded: rank {rank}: after 2 s, 2 of 3 ranks are here"), output
+        assert "missing: 2." in last
+        assert f"127.0.0.1:{port}" in last
+
+
+def test_rank_0_never_comes() -> None:
+    port = free_port()
+    with started("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(1, 2, port)) as process:
+        output, _ = process.communicate(timeout=40)
+    last = output.splitlines()[-1]
+    assert f"rank 1: nobody answers at 127.0.0.1:{port}" in last, output
+    assert "Rank 0 was not started" in last
+
+
+def test_two_processes_with_the_same_rank() -> None:
+    port = free_port()
+    with (
+        started("-c", MEET, TUTTI_TIMEOUT="8", **variables_of(0, 3, port)) as first,
+        started("-c", MEET, TUTTI_TIMEOUT="8", **variables_of(1, 3, port)) as second,
+        started("-c", MEET, TUTTI_TIMEOUT="8", **variables_of(1, 3, port)) as third,
+    ):
+        outputs = [process.communicate(timeout=50)[0] for process in (first, second, third)]
+    assert "missing: 2." in outputs[0]
+    twice = [output for output in outputs[1:] if "two processes say they are rank 1 of 3; each needs its own" in output]
+    assert len(twice) == 1, outputs
+
+
+def test_two_processes_as_rank_0() -> None:
+    """The second cannot listen where the first does."""
+    port = free_port()
+    listener = socket.create_server(("127.0.0.1", port))
+    with listener, started("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(0, 2, port)) as process:
+        output, _ = process.communicate(timeout=40)
+    assert f"cannot listen on port {port}" in output
+    assert "Choose another MASTER_PORT" in output
+
+
+def test_ranks_started_by_hand_meet() -> None:
+    port = free_port()
+    with (
+        started("-c", MEET, **variables_of(0, 2, port)) as first,
+        started("-c", MEET, **variables_of(1, 2, port)) as second,
+    ):
+        outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
+    assert outputs == ["met 0 2\n", "met 1 2\n"]
+
+
+def waits_for_nobody() -> None:
+    world = tutti.init()
+    if world.rank == 0:
+        all_reduce(world)
+    select.select([], [], [], 30)
+
+
+@each_transport
+def test_deadline_says_that_nobody_is_gone(transport: str) -> None:
+    with pytest.raises(WorkerFailed, match=r"DeadlineExceeded: rank 0: waited 2 s .*no rank is known to be gone"):
+        tutti.launch(waits_for_nobody, transport=transport, timeout=timedelta(seconds=2))
+
+
+# --- the supervisor's end ---
+
+
+def pids_printed_by(process: subprocess.Popen[str], count: int) -> list[int]:
+    """The pids that workers print once all have met."""
+    assert process.stdout is not None
+    pids = []
+    while len(pids) < count:
+        line = process.stdout.readline()
+        assert line, "the supervisor ended early"
+        if found := re.search(r"pid (\d+)", line):
+            pids.append(int(found[1]))
+    return pids
+
+
+@each_transport
+def test_workers_die_with_a_killed_supervisor(transport: str) -> None:
+    with started(str(SCRIPTS / "endless.py"), transport) as supervisor:
+        pids = pids_printed_by(supervisor, 3)
+        supervisor.kill()
+        assert wait_until_gone(pids, NOTICE_S) == []
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_supervisor_of_the_command_line_is_stopped(sign: signal.Signals) -> None:
+    command = ["-c", "from tutti.cli import main; main()", "run", "-n", "2", str(SCRIPTS / "endless_worker.py")]
+    with started(*command) as supervisor:
+        pids = pids_printed_by(supervisor, 2)
+        supervisor.send_signal(sign)
+        assert supervisor.wait(NOTICE_S + 5) == 130
+        assert [pid for pid in pids if runs(pid)] == []
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.read().splitlines()[-1] == "stopped"
+
+
+def test_ctrl_c_in_a_script_that_launches() -> None:
+    """Python's own answer: KeyboardInterrupt, after the workers were stopped."""
+    with started(str(SCRIPTS / "endless.py"), "auto") as supervisor:
+        pids = pids_printed_by(supervisor, 3)
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(NOTICE_S + 5) == 130
+        assert [pid for pid in pids if runs(pid)] == []
+
+
+def test_sigterm_in_a_script_that_launches() -> None:
+    """Without a handler the supervisor dies at once; its workers must still go with it."""
+    with started(str(SCRIPTS / "endless.py"), "auto") as supervisor:
+        pids = pids_printed_by(supervisor, 3)
+        supervisor.terminate()
+        supervisor.wait(NOTICE_S + 5)
+        assert wait_until_gone(pids, NOTICE_S) == []
+
+
+# --- sockets and memory ---
+
+
+def listening() -> list[str]:
+    """Addresses on which this process listens, as in /proc: hexadecimal."""
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except FileNotFoundError:
+            continue
+        if found := re.fullmatch(r"socket:\[(\d+)\]", target):
+            inodes.add(found[1])
+    rows = [line.split() for name in ("tcp", "tcp6") for line in _rows(f"/proc/self/net/{name}")]
+    return [fields[1].partition(":")[0] for fields in rows if fields[3] == "0A" and fields[9] in inodes]
+
+
+def _rows(table: str) -> list[str]:
+    return Path(table).read_text().splitlines()[1:] if Path(table).exists() else []
+
+
+LOOPBACKS = {"0100007F", "0" * 24 + "01000000"}
+
+
+def listens(channels: int) -> list[str]:
+    world = tutti.init()
+    opened = [world.transport.channel(f"extra{number}") for number in range(channels)]
+    found = listening()
+    Link().progress(done=True)
+    for channel in opened:
+        channel.close()
+    return found
+
+
+@each_transport
+def test_sockets_listen_on_loopback_only(transport: str) -> None:
+    in_supervisor: list[str] = []
+    in_workers = tutti.launch(
+        listens, 2, transport=transport, watch=lambda rank, values: in_supervisor.extend(listening())
+    )
+    assert in_supervisor, "the store"
+    assert all(in_workers), "Gloo"
+    assert {*in_supervisor, *in_workers[0], *in_workers[1]} <= LOOPBACKS
+
+
+def test_sockets_of_ranks_started_by_hand_listen_on_loopback_only() -> None:
+    """Rank 0 then runs the store itself."""
+    port = free_port()
+    code = f"import sys; sys.path[:0] = {sys.path!r}; from test_launch import listens; print(listens(1))"
+    with (
+        started("-c", code, **variables_of(0, 2, port)) as first,
+        started("-c", code, **variables_of(1, 2, port)) as second,
+    ):
+        outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
+    for output in outputs:
+        found = set(re.findall(r"'(\w+)'", output))
+        assert found, output
+        assert found <= LOOPBACKS
+
+
+def _can_mount() -> str:
+    """Why a small /dev/shm cannot be made here; empty if it can."""
+    if os.geteuid() != 0:
+        return "needs root to mount a small /dev/shm"
+    if shutil.which("unshare") is None or shutil.which("mount") is None:
+        return "needs unshare and mount"
+    tried = subprocess.run(
+        ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1m tmpfs /dev/shm"], capture_output=True, check=False
+    )
+    return "" if tried.returncode == 0 else f"cannot mount here: {tried.stderr.decode().strip()}"
+
+
+def test_shared_memory_larger_than_dev_shm() -> None:
+    if lacking := _can_mount():
+        pytest.skip(lacking)
+    mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" "$1"'
+    ended = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, sys.executable, str(SCRIPTS / "reduce_64_mib.py")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "/dev/shm has 1 MiB\nsums [3.0, 3.0]\n"
+
+
+def allocates() -> list[str]:
+    world = tutti.init(transport="shared_memory")
+    shared = world.transport.empty(2**20, torch.float32)  # type: ignore[attr-defined]
+    shared.fill_(1.0)
+    world.transport.all_reduce(shared).wait()  # type: ignore[attr-defined]
+    assert shared.eq(2).all()
+    return [entry.name for entry in Path("/dev/shm").iterdir()]
+
+
+def test_shared_memory_has_no_name() -> None:
+    before = {entry.name for entry in Path("/dev/shm").iterdir()}
+    for names in tutti.launch(allocates):
+        assert set(names) <= before
+
+
+def parent_signal() -> int:
+    """The signal the kernel sends this process when its parent ends."""
+    value = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(value))
+    return value.value
+
+
+def test_kernel_ends_workers_with_their_supervisor() -> None:
+    assert tutti.launch(parent_signal) == [signal.SIGKILL] * 2

@@ -1,0 +1,78 @@
+"""The project's own shape: which layer may import which, and what is public."""
+
+import ast
+from pathlib import Path
+
+import tutti
+
+PACKAGE = Path(tutti.__file__).parent
+
+LAYERS = [
+    "errors", "cluster", "events", "transports", "collectives", "backend", "codecs", "replica", "strategies",
+    "parallel", "plan", "world", "shard", "job", "launch", "report", "recipes", "bench", "experiments", "cli",
+]  # fmt: skip
+"""Lower first: a module imports only from its own layer and those before it."""
+
+PUBLIC = {
+    "AllReduce", "Job", "TuttiError", "World", "distribute", "init", "launch", "shard", "sync_batchnorm", "world",
+}  # fmt: skip
+
+
+def test_public_names() -> None:
+    assert set(tutti.__all__) == PUBLIC
+    assert all(hasattr(tutti, name) for name in PUBLIC)
+
+
+def test_every_module_is_in_a_layer() -> None:
+    found = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if _is_module(path)}
+    assert found <= set(LAYERS), f"not in LAYERS: {sorted(found - set(LAYERS))}"
+
+
+def test_layers_import_only_downwards() -> None:
+    wrong = []
+    for file in PACKAGE.rglob("*.py"):
+        layer = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if layer == "__init__":
+            continue
+        for imported in _tutti_imports(file):
+            if LAYERS.index(imported) > LAYERS.index(layer):
+                wrong.append(f"{file.relative_to(PACKAGE)} imports tutti.{imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_launch_and_the_command_line_read_the_environment() -> None:
+    allowed = {"launch", "cli", "bench"}
+    readers = {
+        file.relative_to(PACKAGE).parts[0]
+        for file in PACKAGE.rglob("*.py")
+        if "os.environ" in file.read_text() or "getenv" in file.read_text()
+    }
+    assert readers <= allowed, f"reads the environment: {sorted(readers - allowed)}"
+
+
+def test_nothing_is_unpickled_outside_the_launcher() -> None:
+    users = {
+        file.relative_to(PACKAGE).parts[0]
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import) and any(alias.name == "pickle" for alias in node.names)
+    }
+    assert users == {"launch"}
+
+
+def _is_module(path: Path) -> bool:
+    if path.is_dir():
+        return (path / "__init__.py").exists()
+    return path.suffix == ".py" and path.stem != "__init__"
+
+
+def _tutti_imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tutti."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.ImportFrom) and node.module == "tutti":
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("tutti."))
+    return found
