@@ -1,6 +1,7 @@
 """`tutti.launch` and `tutti.init` with real processes: results, failures, signals, and what is left behind."""
 
 import ctypes
+import json
 import multiprocessing
 import os
 import re
@@ -10,9 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -89,50 +91,115 @@ def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
 # --- results ---
 
 
-def describe(text: str, number: int) -> tuple[int, int, int, str, float]:
+def examine(text: str, number: int) -> dict[str, Any]:
+    """What a worker finds; many tests read it, so that one launch serves them all."""
     world = tutti.init()
-    return world.rank, world.size, world.local_rank, text * number, all_reduce(world, 2.0)
+    link = Link()
+    extra = world.transport.channel("extra")
+    for step in range(3):
+        link.progress(step=step, rank=world.rank)
+    facts = {
+        "place": (world.rank, world.size, world.local_rank),
+        "arguments": text * number,
+        "transport": type(world.transport).__name__,
+        "same world": tutti.init() is world and tutti.world() is world,
+        "sum": all_reduce(world, float(world.rank)),
+        "listening": listening(),
+        "parent signal": parent_signal(),
+        "shared memory": {entry.name for entry in Path("/dev/shm").iterdir()},
+        "large": torch.full((1_000_000,), float(world.rank)),
+    }
+    extra.close()
+    world.close()
+    return facts
 
 
-@each_transport
-def test_results_by_rank(transport: str) -> None:
-    results = tutti.launch(describe, "ab", 2, workers=3, transport=transport)
-    assert results == [(rank, 3, rank, "abab", 6.0) for rank in range(3)]
+def parent_signal() -> int:
+    """The signal the kernel sends this process when its parent ends."""
+    value = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(value))
+    return value.value
 
 
-def test_one_worker() -> None:
-    assert tutti.launch(describe, "x", 1, workers=1) == [(0, 1, 0, "x", 2.0)]
+class Launched:
+    """Three workers on one transport: what each found, and what their supervisor saw meanwhile."""
+
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
+        self.progress: list[tuple[int, dict[str, Any]]] = []
+        self.listening: set[str] = set()
+        self.shared_memory_before = {entry.name for entry in Path("/dev/shm").iterdir()}
+        self.facts: list[dict[str, Any]] = tutti.launch(
+            examine, "ab", 2, workers=3, transport=transport, watch=self.watch
+        )
+
+    def watch(self, rank: int, values: dict[str, Any]) -> None:
+        self.progress.append((rank, values))
+        self.listening.update(listening())
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return [facts[name] for facts in self.facts]
 
 
-def transport_in_use() -> str:
-    return type(tutti.init().transport).__name__
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def launched(request: pytest.FixtureRequest) -> Launched:
+    return Launched(request.param)
 
 
-def test_transport_argument_decides() -> None:
-    assert tutti.launch(transport_in_use, transport="process_group") == ["ProcessGroupTransport"] * 2
+def test_results_by_rank(launched: Launched) -> None:
+    assert launched["place"] == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+    assert launched["sum"] == [3.0, 3.0, 3.0]
 
 
-def large_result() -> torch.Tensor:
-    return torch.full((3_000_000,), float(tutti.init().rank))
+def test_arguments(launched: Launched) -> None:
+    assert launched["arguments"] == ["abab"] * 3
 
 
-def test_results_larger_than_a_pipe() -> None:
-    results = tutti.launch(large_result)
-    assert [(len(result), result[0].item(), result[-1].item()) for result in results] == [
-        (3_000_000, 0.0, 0.0),
-        (3_000_000, 1.0, 1.0),
-    ]
+def test_results_larger_than_a_pipe(launched: Launched) -> None:
+    for rank, large in enumerate(launched["large"]):
+        assert large.numel() == 1_000_000
+        assert large.eq(rank).all()
+
+
+def test_transport_argument_decides(launched: Launched) -> None:
+    names = {"process_group": "ProcessGroupTransport", "shared_memory": "SharedMemoryTransport"}
+    assert launched["transport"] == [names[launched.transport]] * 3
+
+
+def test_init_again_gives_the_same_world(launched: Launched) -> None:
+    assert launched["same world"] == [True] * 3
+
+
+def test_watch_sees_what_workers_report(launched: Launched) -> None:
+    for rank in range(3):
+        mine = [values for of, values in launched.progress if of == rank]
+        assert mine == [{"step": step, "rank": rank} for step in range(3)]
+
+
+def test_sockets_listen_on_loopback_only(launched: Launched) -> None:
+    assert launched.listening, "the store"
+    assert all(launched["listening"]), "Gloo"
+    assert launched.listening.union(*launched["listening"]) <= LOOPBACKS
+
+
+def test_kernel_ends_workers_with_their_supervisor(launched: Launched) -> None:
+    assert launched["parent signal"] == [signal.SIGKILL] * 3
+
+
+def test_shared_memory_has_no_name(launched: Launched) -> None:
+    assert set().union(*launched["shared memory"]) <= launched.shared_memory_before
 
 
 def without_init() -> int:
     return 7
 
 
-def test_function_that_never_calls_init() -> None:
-    assert tutti.launch(without_init, workers=2) == [7, 7]
+def test_one_worker() -> None:
+    assert tutti.launch(examine, "x", 1, workers=1)[0]["place"] == (0, 1, 0)
 
 
 def sum_over_ranks(times: int) -> list[float]:
+    """Ends without closing anything, as scripts do."""
     world = tutti.init()
     return [all_reduce(world, float(world.rank)) for _ in range(times)]
 
@@ -140,29 +207,6 @@ def sum_over_ranks(times: int) -> list[float]:
 @each_transport
 def test_more_ranks_than_cores(transport: str) -> None:
     assert tutti.launch(sum_over_ranks, 20, workers=6, transport=transport) == [[15.0] * 20] * 6
-
-
-def init_twice() -> bool:
-    first = tutti.init()
-    return tutti.init() is first and tutti.world() is first
-
-
-def test_init_again_gives_the_same_world() -> None:
-    assert tutti.launch(init_twice) == [True, True]
-
-
-def reports() -> None:
-    link = Link()
-    world = tutti.init()
-    for step in range(3):
-        link.progress(step=step, rank=world.rank)
-
-
-def test_watch_sees_what_workers_report() -> None:
-    seen: list[tuple[int, dict[str, Any]]] = []
-    tutti.launch(reports, watch=lambda rank, values: seen.append((rank, values)))
-    for rank in (0, 1):
-        assert [values for of, values in seen if of == rank] == [{"step": step, "rank": rank} for step in range(3)]
 
 
 # --- what cannot be launched ---
@@ -182,7 +226,7 @@ def test_function_without_a_name() -> None:
 
 def test_argument_that_cannot_be_sent() -> None:
     with pytest.raises(ConfigError, match=r"without_init.*pass plain values"):
-        tutti.launch(without_init, open(os.devnull))  # noqa: SIM115
+        tutti.launch(without_init, threading.Lock())
 
 
 def launches() -> list[int]:
@@ -191,12 +235,12 @@ def launches() -> list[int]:
 
 def test_launch_inside_a_worker() -> None:
     with pytest.raises(WorkerFailed, match="launch was called inside a worker: workers cannot start workers"):
-        tutti.launch(launches)
+        tutti.launch(launches, workers=1)
 
 
 def test_unknown_transport() -> None:
     with pytest.raises(WorkerFailed, match="transport 'pigeon' is not one of auto, process_group, shared_memory"):
-        tutti.launch(transport_in_use, transport="pigeon")
+        tutti.launch(examine, "", 1, workers=1, transport="pigeon")
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
@@ -228,8 +272,7 @@ def fails_on(rank: int) -> None:
     all_reduce(world)
 
 
-@each_transport
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("rank", "transport"), [(0, "process_group"), (2, "shared_memory")])
 def test_exception(rank: int, transport: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(WorkerFailed) as caught:
         tutti.launch(fails_on, rank, workers=3, transport=transport)
@@ -241,12 +284,13 @@ def test_exception(rank: int, transport: str, capfd: pytest.CaptureFixture[str])
     assert "worker.py" not in error.traceback, "how it was started is of no interest"
     said = capfd.readouterr().err
     for other in {0, 1, 2} - {rank}:
-        assert f"[rank {other}] rank {other}: rank {rank} is gone" in said
+        assert re.search(rf"\[rank {other}\] .*rank {other}: rank {rank} is gone", said), said
 
 
 def exits_with(status: Any) -> None:
-    if tutti.init().rank == 1:
-        sys.exit(status)
+    with closing(tutti.init()) as world:
+        if world.rank == 1:
+            sys.exit(status)
 
 
 @pytest.mark.parametrize(("given", "status"), [(7, 7), ("the data is odd", 1)])
@@ -258,43 +302,15 @@ def test_exit_status(given: Any, status: int, capfd: pytest.CaptureFixture[str])
         assert "[rank 1] the data is odd" in capfd.readouterr().err
 
 
-def exits_well() -> None:
-    if tutti.init().rank == 1:
-        sys.exit()
-
-
 def test_exit_without_a_status_is_no_failure() -> None:
-    assert tutti.launch(exits_well) == [None, None]
+    assert tutti.launch(sys.exit, workers=1) == [None]
 
 
-def killed_while_others_wait(rank: int, sign: int) -> None:
+def killed_while_others_wait(folder: str) -> None:
+    """Rank 1 kills itself in the middle of reductions; when that was, and when others noticed, goes to files."""
     world = tutti.init()
     assert all_reduce(world) == world.size
-    if world.rank == rank:
-        os.kill(os.getpid(), sign)
-    while True:
-        all_reduce(world)
-
-
-@each_transport
-@pytest.mark.parametrize(("sign", "status"), [(signal.SIGKILL, 137), (signal.SIGSEGV, 139)])
-def test_killed_worker(sign: signal.Signals, status: int, transport: str, capfd: pytest.CaptureFixture[str]) -> None:
-    start = time.monotonic()
-    with pytest.raises(WorkerFailed) as caught:
-        tutti.launch(killed_while_others_wait, 1, sign, workers=3, transport=transport)
-    said = capfd.readouterr().err
-    error = caught.value
-    assert str(error).startswith(f"rank 1 was killed by {sign.name}")
-    assert (error.rank, error.status) == (1, status)
-    for other in (0, 2):
-        assert re.search(rf"\[rank {other}\] rank {other}: rank 1 is gone: its process \d+ on .* has ended", said), said
-    assert time.monotonic() - start < 30
-
-
-def killed_and_timed(folder: str) -> None:
-    world = tutti.init()
-    assert all_reduce(world) == world.size
-    if world.rank == 2:
+    if world.rank == 1:
         Path(folder, "killed").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -306,18 +322,28 @@ def killed_and_timed(folder: str) -> None:
 
 
 @each_transport
-def test_others_notice_a_killed_worker_soon(transport: str, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match="rank 2 was killed by SIGKILL"):
-        tutti.launch(killed_and_timed, str(tmp_path), workers=3, transport=transport)
+def test_killed_worker(transport: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        tutti.launch(killed_while_others_wait, str(tmp_path), workers=3, transport=transport)
+    stopped_s = time.monotonic()
+    said = capfd.readouterr().err
+    error = caught.value
+    assert str(error).startswith("rank 1 was killed by SIGKILL")
+    assert (error.rank, error.status) == (1, 137)
     killed_s = float((tmp_path / "killed").read_text())
-    for rank in (0, 1):
-        assert float((tmp_path / f"noticed{rank}").read_text()) - killed_s < NOTICE_S
+    for other in (0, 2):
+        assert re.search(rf"\[rank {other}\] .*rank {other}: rank 1 is gone: its process \d+ on .* has ended", said), (
+            said
+        )
+        assert float((tmp_path / f"noticed{other}").read_text()) - killed_s < NOTICE_S
+    assert stopped_s - killed_s < NOTICE_S
 
 
 def returns_early() -> str:
     world = tutti.init()
     if world.rank != 1:
         all_reduce(world)
+    world.close()
     return "done"
 
 
@@ -333,8 +359,7 @@ def closes_early() -> None:
     world = tutti.init()
     if world.rank == 1:
         world.close()
-        sys.stdin.read()  # Nothing comes: it is at its end.
-        select.select([], [], [], 20)
+        select.select([], [], [], 30)
     all_reduce(world)
 
 
@@ -363,9 +388,8 @@ def test_worker_that_ignores_sigterm_is_stopped() -> None:
     assert time.monotonic() - start < 20
 
 
-def starts_a_child_and_returns(wait: bool) -> int:
+def starts_a_child(wait: bool) -> int:
     """A child that holds the worker's outputs open."""
-    tutti.init()
     child = subprocess.Popen([sys.executable, "-c", "import select; select.select([], [], [], 60)"])
     if not wait:
         os._exit(3)
@@ -373,46 +397,42 @@ def starts_a_child_and_returns(wait: bool) -> int:
 
 
 def test_children_of_workers_end_with_them() -> None:
-    pids = tutti.launch(starts_a_child_and_returns, True)
+    pids = tutti.launch(starts_a_child, True, workers=1)
     assert wait_until_gone(pids, NOTICE_S) == []
 
 
 def test_children_of_failed_workers_end_with_them() -> None:
     with pytest.raises(WorkerFailed, match="exited with status 3"):
-        tutti.launch(starts_a_child_and_returns, False)  # The fixture looks for what is left.
+        tutti.launch(starts_a_child, False, workers=1)  # The fixture looks for what is left.
 
 
-def loads_data() -> int:
+def loads_data(last_words: str) -> int:
     world = tutti.init()
-    data = DataLoader(TensorDataset(torch.arange(12)), batch_size=2, num_workers=2, persistent_workers=True)
-    total = sum(int(batch.sum()) for (batch,) in tutti.shard(data, world=world))
-    assert len(multiprocessing.active_children()) == 2
+    data = TensorDataset(torch.arange(12))
+    loader = tutti.shard(DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True), world=world)
+    total = sum(int(batch.sum()) for (batch,) in loader)
+    assert len(multiprocessing.active_children()) == 1
+    all_reduce(world)
+    if last_words == "kill" and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.close()
     return total
 
 
 def test_data_loader_workers_inside_workers() -> None:
-    assert sum(tutti.launch(loads_data)) == sum(range(12))  # The fixture looks for what is left.
-
-
-def loads_data_and_dies() -> None:
-    world = tutti.init()
-    data = DataLoader(TensorDataset(torch.arange(12)), batch_size=2, num_workers=2, persistent_workers=True)
-    for _ in tutti.shard(data, world=world):
-        all_reduce(world)
-        if world.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    assert sum(tutti.launch(loads_data, "")) == sum(range(12))  # The fixture looks for what is left.
 
 
 def test_data_loader_workers_of_a_killed_worker() -> None:
     with pytest.raises(WorkerFailed, match="rank 1 was killed by SIGKILL"):
-        tutti.launch(loads_data_and_dies)  # The fixture looks for what is left.
+        tutti.launch(loads_data, "kill")  # The fixture looks for what is left.
 
 
 # --- output ---
 
 
 def speaks() -> None:
-    rank = tutti.init().rank
+    rank = os.environ["RANK"]
     print(f"first of {rank}\nsecond of {rank}")
     print(f"in parts {rank}:", end="")
     print(" rest")
@@ -435,23 +455,19 @@ def test_output_has_its_rank_before_every_line(capfd: pytest.CaptureFixture[str]
             "\ufffd broken",
             f"no end {rank}",
         ]
-        assert f"[rank {rank}] complaint of {rank}\n[rank {rank}] no end of complaint {rank}\n" in said.err
-    assert len(said.out.splitlines()) == 12, "and nothing else is printed"
+        for words in ("complaint of", "no end of complaint"):
+            assert f"[rank {rank}] {words} {rank}" in said.err.splitlines()
+    assert (len(said.out.splitlines()), len(said.err.splitlines())) == (12, 4), "and nothing else is printed"
 
 
 def speaks_a_lot() -> None:
     for number in range(20_000):
         print(f"line {number}")
-    tutti.init()
 
 
 def test_output_of_any_amount(capfd: pytest.CaptureFixture[str]) -> None:
-    tutti.launch(speaks_a_lot)
-    lines = capfd.readouterr().out.splitlines()
-    for rank in (0, 1):
-        assert [line for line in lines if line.startswith(f"[rank {rank}]")] == [
-            f"[rank {rank}] line {number}" for number in range(20_000)
-        ]
+    tutti.launch(speaks_a_lot, workers=1)
+    assert capfd.readouterr().out.splitlines() == [f"[rank 0] line {number}" for number in range(20_000)]
 
 
 def speaks_and_dies() -> None:
@@ -489,16 +505,10 @@ def loses(bad_rank: int, bad_step: int) -> str:
 
 
 @each_transport
-@pytest.mark.parametrize("step", [0, 3])
-def test_loss_that_is_not_finite_stops_every_rank(step: int, transport: str) -> None:
-    for rank, message in enumerate(tutti.launch(loses, 1, step, workers=3, transport=transport)):
-        assert message.startswith(f"rank {rank}: the loss on rank 1 is NaN or infinite at step {step}."), message
+def test_loss_that_is_not_finite_stops_every_rank(transport: str) -> None:
+    for rank, message in enumerate(tutti.launch(loses, 1, 3, workers=2, transport=transport)):
+        assert message.startswith(f"rank {rank}: the loss on rank 1 is NaN or infinite at step 3."), message
         assert "Lower the learning rate" in message
-
-
-def loses_and_fails() -> None:
-    message = loses(1, 2)
-    raise Unusual(message)
 
 
 def test_loss_that_is_not_finite_with_one_worker() -> None:
@@ -525,14 +535,16 @@ def test_rank_that_never_comes() -> None:
         outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
     for rank, output in enumerate(outputs):
         last = output.splitlines()[-1]
-        assert last.startswith(f"tutti.errors.DeadlineExceeded: rank {rank}: after 2 s, 2 of 3 ranks are here"), output
-        assert "missing: 2." in last
+        assert last.startswith("tutti.errors."), output
+        assert f"rank {rank}: " in last
+        assert "2 of 3 ranks are here; missing: 2." in last
         assert f"127.0.0.1:{port}" in last
+    assert "[c10d]" not in "".join(outputs), "torch's own complaints would hide the message"
 
 
 def test_rank_0_never_comes() -> None:
     port = free_port()
-    with started("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(1, 2, port)) as process:
+    with started("-c", MEET, TUTTI_TIMEOUT="1", **variables_of(1, 2, port)) as process:
         output, _ = process.communicate(timeout=40)
     last = output.splitlines()[-1]
     assert f"rank 1: nobody answers at 127.0.0.1:{port}" in last, output
@@ -542,14 +554,14 @@ def test_rank_0_never_comes() -> None:
 def test_two_processes_with_the_same_rank() -> None:
     port = free_port()
     with (
-        started("-c", MEET, TUTTI_TIMEOUT="8", **variables_of(0, 3, port)) as first,
-        started("-c", MEET, TUTTI_TIMEOUT="8", **variables_of(1, 3, port)) as second,
-        started("-c", MEET, TUTTI_TIMEOUT="8", **variables_of(1, 3, port)) as third,
+        started("-c", MEET, **variables_of(0, 3, port)),
+        started("-c", MEET, **variables_of(1, 3, port)) as second,
+        started("-c", MEET, **variables_of(1, 3, port)) as third,
     ):
-        outputs = [process.communicate(timeout=50)[0] for process in (first, second, third)]
-    assert "missing: 2." in outputs[0]
-    twice = [output for output in outputs[1:] if "two processes say they are rank 1 of 3; each needs its own" in output]
-    assert len(twice) == 1, outputs
+        while not (ended := [process for process in (second, third) if process.poll() is not None]):
+            select.select([second.stdout, third.stdout], [], [], 0.1)
+        output, _ = ended[0].communicate()
+    assert "EnvironmentConflict: two processes say they are rank 1 of 3; each needs its own" in output
 
 
 def test_two_processes_as_rank_0() -> None:
@@ -562,14 +574,29 @@ def test_two_processes_as_rank_0() -> None:
     assert "Choose another MASTER_PORT" in output
 
 
-def test_ranks_started_by_hand_meet() -> None:
+def test_ranks_started_by_hand_meet_on_loopback_only() -> None:
+    """Rank 0 then runs the store itself."""
     port = free_port()
+    code = f"import sys; sys.path[:0] = {sys.path!r}; from test_launch import meets; meets()"
     with (
-        started("-c", MEET, **variables_of(0, 2, port)) as first,
-        started("-c", MEET, **variables_of(1, 2, port)) as second,
+        started("-c", code, **variables_of(0, 2, port)) as first,
+        started("-c", code, **variables_of(1, 2, port)) as second,
     ):
         outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
-    assert outputs == ["met 0 2\n", "met 1 2\n"]
+    for rank, output in enumerate(outputs):
+        facts = json.loads(output)
+        assert facts["met"] == [rank, 2]
+        assert facts["listening"]
+        assert set(facts["listening"]) <= LOOPBACKS
+
+
+def meets() -> None:
+    world = tutti.init()
+    all_reduce(world)
+    found = listening()
+    all_reduce(world)  # Rank 0's store is needed until both have looked.
+    print(json.dumps({"met": [world.rank, world.size], "listening": found}))
+    world.close()
 
 
 def waits_for_nobody() -> None:
@@ -581,8 +608,8 @@ def waits_for_nobody() -> None:
 
 @each_transport
 def test_deadline_says_that_nobody_is_gone(transport: str) -> None:
-    with pytest.raises(WorkerFailed, match=r"DeadlineExceeded: rank 0: waited 2 s .*no rank is known to be gone"):
-        tutti.launch(waits_for_nobody, transport=transport, timeout=timedelta(seconds=2))
+    with pytest.raises(WorkerFailed, match=r"DeadlineExceeded: rank 0: waited 1 s .*no rank is known to be gone"):
+        tutti.launch(waits_for_nobody, transport=transport, timeout=timedelta(seconds=1))
 
 
 # --- the supervisor's end ---
@@ -603,7 +630,7 @@ def pids_printed_by(process: subprocess.Popen[str], count: int) -> list[int]:
 @each_transport
 def test_workers_die_with_a_killed_supervisor(transport: str) -> None:
     with started(str(SCRIPTS / "endless.py"), transport) as supervisor:
-        pids = pids_printed_by(supervisor, 3)
+        pids = pids_printed_by(supervisor, 2)
         supervisor.kill()
         assert wait_until_gone(pids, NOTICE_S) == []
 
@@ -623,7 +650,7 @@ def test_supervisor_of_the_command_line_is_stopped(sign: signal.Signals) -> None
 def test_ctrl_c_in_a_script_that_launches() -> None:
     """Python's own answer: KeyboardInterrupt, after the workers were stopped."""
     with started(str(SCRIPTS / "endless.py"), "auto") as supervisor:
-        pids = pids_printed_by(supervisor, 3)
+        pids = pids_printed_by(supervisor, 2)
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(NOTICE_S + 5) == 130
         assert [pid for pid in pids if runs(pid)] == []
@@ -632,7 +659,7 @@ def test_ctrl_c_in_a_script_that_launches() -> None:
 def test_sigterm_in_a_script_that_launches() -> None:
     """Without a handler the supervisor dies at once; its workers must still go with it."""
     with started(str(SCRIPTS / "endless.py"), "auto") as supervisor:
-        pids = pids_printed_by(supervisor, 3)
+        pids = pids_printed_by(supervisor, 2)
         supervisor.terminate()
         supervisor.wait(NOTICE_S + 5)
         assert wait_until_gone(pids, NOTICE_S) == []
@@ -662,42 +689,6 @@ def _rows(table: str) -> list[str]:
 LOOPBACKS = {"0100007F", "0" * 24 + "01000000"}
 
 
-def listens(channels: int) -> list[str]:
-    world = tutti.init()
-    opened = [world.transport.channel(f"extra{number}") for number in range(channels)]
-    found = listening()
-    Link().progress(done=True)
-    for channel in opened:
-        channel.close()
-    return found
-
-
-@each_transport
-def test_sockets_listen_on_loopback_only(transport: str) -> None:
-    in_supervisor: list[str] = []
-    in_workers = tutti.launch(
-        listens, 2, transport=transport, watch=lambda rank, values: in_supervisor.extend(listening())
-    )
-    assert in_supervisor, "the store"
-    assert all(in_workers), "Gloo"
-    assert {*in_supervisor, *in_workers[0], *in_workers[1]} <= LOOPBACKS
-
-
-def test_sockets_of_ranks_started_by_hand_listen_on_loopback_only() -> None:
-    """Rank 0 then runs the store itself."""
-    port = free_port()
-    code = f"import sys; sys.path[:0] = {sys.path!r}; from test_launch import listens; print(listens(1))"
-    with (
-        started("-c", code, **variables_of(0, 2, port)) as first,
-        started("-c", code, **variables_of(1, 2, port)) as second,
-    ):
-        outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
-    for output in outputs:
-        found = set(re.findall(r"'(\w+)'", output))
-        assert found, output
-        assert found <= LOOPBACKS
-
-
 def _can_mount() -> str:
     """Why a small /dev/shm cannot be made here; empty if it can."""
     if os.geteuid() != 0:
@@ -724,29 +715,3 @@ def test_shared_memory_larger_than_dev_shm() -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "/dev/shm has 1 MiB\nsums [3.0, 3.0]\n"
-
-
-def allocates() -> list[str]:
-    world = tutti.init(transport="shared_memory")
-    shared = world.transport.empty(2**20, torch.float32)  # type: ignore[attr-defined]
-    shared.fill_(1.0)
-    world.transport.all_reduce(shared).wait()  # type: ignore[attr-defined]
-    assert shared.eq(2).all()
-    return [entry.name for entry in Path("/dev/shm").iterdir()]
-
-
-def test_shared_memory_has_no_name() -> None:
-    before = {entry.name for entry in Path("/dev/shm").iterdir()}
-    for names in tutti.launch(allocates):
-        assert set(names) <= before
-
-
-def parent_signal() -> int:
-    """The signal the kernel sends this process when its parent ends."""
-    value = ctypes.c_int()
-    ctypes.CDLL(None).prctl(2, ctypes.byref(value))
-    return value.value
-
-
-def test_kernel_ends_workers_with_their_supervisor() -> None:
-    assert tutti.launch(parent_signal) == [signal.SIGKILL] * 2

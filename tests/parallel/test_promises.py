@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from support import TRANSPORTS, run_ok
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from support import TRANSPORTS, run_ok
 from tutti.job import distribute, sync_batchnorm
 from tutti.strategies import AllReduce
 from tutti.world import World

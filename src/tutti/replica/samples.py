@@ -36,7 +36,7 @@ class Contribution:
         self._draws = draws
         self._seen = draws.number
         self._said: float | None = None
-        self._counted = 0.0
+        self._counted: float | None = None
         self._last = 1.0
 
     def say(self, num_samples: float) -> None:
@@ -46,16 +46,14 @@ class Contribution:
         """Count a forward pass of the model."""
         if self._draws.number != self._seen:
             self._seen = self._draws.number
-            self._counted += self._draws.num_samples
+            self._counted = (self._counted or 0.0) + self._draws.num_samples
         elif self._draws.number == 0:
-            self._counted += num_rows(args or kwargs)
+            self._counted = (self._counted or 0.0) + num_rows(args or kwargs)
 
     def take(self) -> float:
         """The weight of what is exchanged now. Where nothing new was counted, the last one still holds."""
-        weight = self._said if self._said is not None else self._counted
-        if self._said is None and self._counted == 0 and self._draws.number == self._seen:
-            weight = self._last
-        self._said, self._counted, self._last = None, 0.0, weight
+        weight = next((it for it in (self._said, self._counted) if it is not None), self._last)
+        self._said, self._counted, self._last = None, None, weight
         return weight
 
 

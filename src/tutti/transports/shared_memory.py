@@ -64,8 +64,8 @@ class _Segment:
 class _Plan:
     """Where a tensor lies in every rank's memory, and which slice of it is ours to add up."""
 
-    def __init__(self, segment: _Segment, tensor: Tensor, rank: int, size: int) -> None:
-        self.addresses = segment.bases + (tensor.data_ptr() - segment.start)
+    def __init__(self, addresses: np.ndarray, tensor: Tensor, rank: int, size: int) -> None:
+        self.addresses = addresses
         self.dtype = tensor.dtype
         self.code = _DTYPES.index(tensor.dtype)
         self.numel = tensor.numel()
@@ -74,6 +74,8 @@ class _Plan:
         self.kernel = KERNELS.get(tensor.dtype)
 
     def reduce(self, weights: np.ndarray, divisor: float) -> None:
+        if self.start == self.stop:
+            return
         if self.kernel is not None:
             self.kernel(self.addresses, self.start, self.stop, weights, divisor)
         else:
@@ -206,12 +208,14 @@ class SharedMemoryTransport(Transport):
 
     def _plan(self, tensor: Tensor) -> _Plan | None:
         """How to reduce `tensor`, if it lies in memory that all ranks can reach."""
-        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        # A tensor of no elements lies nowhere; it still has to meet its peers, to be found equal to theirs.
+        key = (tensor.data_ptr() or self._staging.data_ptr(), tensor.numel(), tensor.dtype)
         if (plan := self._plans.get(key)) is not None:
             return plan
         for segment in self._segments:
             if segment.start <= key[0] < segment.stop:
-                plan = self._plans[key] = _Plan(segment, tensor, self.rank, self.size)
+                addresses = segment.bases + (key[0] - segment.start)
+                plan = self._plans[key] = _Plan(addresses, tensor, self.rank, self.size)
                 finalize(segment, self._plans.pop, key, None)  # Its addresses go with it.
                 return plan
         return None

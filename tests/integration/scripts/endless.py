@@ -1,4 +1,4 @@
-"""Launch three workers that meet, say who they are and then reduce for ever. Exits 130 on Ctrl-C."""
+"""Launch two workers that meet, say who they are and then reduce for ever. Exits 130 on Ctrl-C."""
 
 import os
 import sys
@@ -19,6 +19,6 @@ def work() -> None:
 
 if __name__ == "__main__":
     try:
-        tutti.launch(work, workers=3, transport=sys.argv[1])
+        tutti.launch(work, workers=2, transport=sys.argv[1])
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,0 +1,230 @@
+"""Each mistake gets one clear error, on every rank, and none hangs."""
+
+import pytest
+import torch
+from torch import nn
+
+from support import TRANSPORTS, run_ok, run_threads
+from tutti.errors import ConfigError, NonFiniteLoss, RankLost, ReplicaMismatch, UnknownName
+from tutti.job import distribute
+from tutti.strategies import AllReduce, parse
+from tutti.world import World
+
+both = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def expect_on_all(results: list[object], kind: type[Exception], *texts: str) -> None:
+    for result in results:
+        assert isinstance(result, kind), result
+        for text in texts:
+            assert text in str(result)
+
+
+@both
+def test_models_that_differ_in_shape(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4 if world.rank == 1 else 5))
+        distribute(model, sgd(model), world=world)
+
+    results = run_threads(work, size=3, transport=transport)
+    expect_on_all(results, ReplicaMismatch, "first at '1.weight'", "rank 0 has '1.weight' (5, 3)", "rank 1", "(4, 3)")
+
+
+@both
+def test_models_of_which_one_has_more(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + world.rank)])
+        distribute(model, sgd(model), world=world)
+
+    expect_on_all(run_threads(work, size=2, transport=transport), ReplicaMismatch, "only rank 1 has '1.weight'")
+
+
+@both
+def test_models_that_differ_in_what_is_frozen(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        model.bias.requires_grad_(world.rank == 0)
+        distribute(model, sgd(model), world=world)
+
+    results = run_threads(work, size=2, transport=transport)
+    expect_on_all(results, ReplicaMismatch, "'bias' (2,) float32 trained", "'bias' (2,) float32 frozen")
+
+
+@both
+def test_a_parameter_the_optimiser_does_not_hold(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        held = model if world.rank == 0 else model[0]  # One rank's mistake is everyone's error.
+        distribute(model, sgd(held), world=world)
+
+    results = run_threads(work, size=2, transport=transport)
+    expect_on_all(results, ConfigError, "rank 1: the optimiser does not hold '1.weight', '1.bias'")
+
+
+@both
+def test_nothing_to_train(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model)
+        distribute(model.requires_grad_(False), optimizer, world=world)
+
+    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "no trainable parameter")
+
+
+@both
+def test_distribute_twice(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        distribute(model, sgd(model), world=world)
+        distribute(model, sgd(model), world=world)
+
+    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "distributed already", "finish()")
+
+
+def test_a_text_for_a_strategy() -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        distribute(model, sgd(model), "ring", world=world)  # type: ignore[arg-type]
+
+    results = run_threads(work, size=2, transport="process_group")
+    expect_on_all(results, ConfigError, "strategy must be an object such as tutti.AllReduce()", "'ring'")
+
+
+def test_an_unknown_strategy() -> None:
+    with pytest.raises(UnknownName, match=r"unknown strategy 'nativ'. Did you mean 'native'\? Known: native"):
+        parse("nativ")
+
+
+def test_strategies_print_as_the_text_that_makes_them() -> None:
+    assert parse(str(AllReduce())) == AllReduce()
+
+
+def test_every_mistake_in_a_strategy_at_once() -> None:
+    with pytest.raises(
+        ConfigError, match=r"algorithm 'star' is not one of native.*bucket_bytes must be 1 or more, got 0"
+    ):
+        AllReduce("star", bucket_bytes=0)  # type: ignore[arg-type]
+
+
+@both
+def test_a_sparse_gradient(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Embedding(5, 2, sparse=True)
+        distribute(model, sgd(model), world=world)
+        model(torch.tensor([1])).sum().backward()
+
+    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "'weight' has a sparse gradient")
+
+
+@both
+def test_a_parameter_unfrozen_later(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        model.bias.requires_grad_(False)
+        distribute(model, torch.optim.SGD([model.weight, model.bias], lr=0.1), world=world)
+        model.bias.requires_grad_(True)
+        model(torch.ones(1, 2)).sum().backward()
+
+    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "'bias' was frozen", "distribute")
+
+
+@both
+def test_a_backward_that_failed_is_not_passed_over(transport: str) -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            raise RuntimeError("out of memory")
+
+    def work(world: World) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        distribute(model, sgd(model), world=world)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model[1](Breaks.apply(model[0](torch.ones(1, 2)))).sum().backward()
+        model(torch.ones(1, 2))
+
+    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "failed half-way", "restart")
+
+
+@both
+def test_a_loss_that_is_not_finite(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model)
+        job = distribute(model, optimizer, world=world)
+        for step in range(3):
+            loss = model(torch.ones(1, 2)).sum()
+            if step == 2 and world.rank == 1:
+                loss = loss * float("nan")
+            job.watch(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    results = run_threads(work, size=3, transport=transport)
+    for rank, result in enumerate(results):
+        assert isinstance(result, NonFiniteLoss)
+        assert str(result).startswith(f"rank {rank}: the loss on rank 1 is NaN or infinite at step 2.")
+
+
+def test_a_loss_that_is_not_finite_alone() -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        job = distribute(model, sgd(model), world=world)
+        job.watch(torch.tensor(float("inf")))
+
+    expect_on_all(run_threads(work, size=1, transport=""), NonFiniteLoss, "rank 0", "step 0")
+
+
+@both
+def test_ranks_that_take_different_numbers_of_steps(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        with distribute(model, sgd(model), world=world):
+            for _ in range(3 if world.rank == 0 else 2):
+                model(torch.ones(1, 2)).sum().backward()
+
+    results = run_threads(work, size=2, transport=transport)
+    assert isinstance(results[0], RankLost)
+    assert "rank 1" in str(results[0])
+
+
+@both
+def test_a_negative_contribution(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        job = distribute(model, sgd(model), world=world)
+        with pytest.raises(ConfigError, match="0 or more, got -1"):
+            job.contributed(-1)
+
+    run_ok(work, size=2, transport=transport)
+
+
+@both
+def test_optimiser_state_that_cannot_travel(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model)
+        if world.rank == 0:
+            optimizer.state[model.weight]["history"] = {1, 2}
+        distribute(model, optimizer, world=world)
+
+    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "holds a set", "cannot be sent")
+
+
+@both
+def test_state_of_another_strategy(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        job = distribute(model, sgd(model), world=world)
+        with pytest.raises(ConfigError, match="saved under strategy 'gossip'"):
+            job.load_state_dict({"strategy": "gossip", "steps": 1, "exchange": {}})
+
+    run_ok(work, size=2, transport=transport)

@@ -1,0 +1,52 @@
+"""How a rank's contribution is counted."""
+
+import torch
+
+from tutti.replica.samples import Contribution, Draws, num_rows
+
+
+def test_rows_of_the_first_tensor() -> None:
+    assert num_rows((torch.ones(5, 2),)) == 5
+    assert num_rows(({"mask": None, "ids": [torch.ones(3)]}, torch.ones(9))) == 3
+    assert num_rows((torch.tensor(1.0),)) == 1
+    assert num_rows(("text", 3)) == 1
+
+
+def test_batches_without_shard_count_by_rows() -> None:
+    it = Contribution(Draws())
+    it.forward((torch.ones(5, 2),), {})
+    it.forward((), {"x": torch.ones(2)})
+    assert it.take() == 7
+
+
+def test_where_nothing_new_was_counted_the_last_weight_holds() -> None:
+    it = Contribution(Draws())
+    assert it.take() == 1
+    it.forward((torch.ones(5),), {})
+    assert [it.take(), it.take()] == [5, 5]
+
+
+def test_a_drawn_batch_counts_once_and_only_if_trained_on() -> None:
+    draws = Draws()
+    it = Contribution(draws)
+    draws.drew(100)  # For validation: never goes forward in training.
+    draws.drew(8)
+    it.forward((torch.ones(64, 8),), {})
+    it.forward((torch.ones(64, 8),), {})
+    assert it.take() == 8
+    draws.drew(0)
+    it.forward((torch.ones(64, 8),), {})
+    assert it.take() == 0
+
+
+def test_what_the_user_says_wins_and_adds_up() -> None:
+    draws = Draws()
+    it = Contribution(draws)
+    draws.drew(8)
+    it.forward((torch.ones(8),), {})
+    it.say(100)
+    it.say(20)
+    assert it.take() == 120
+    draws.drew(4)
+    it.forward((torch.ones(4),), {})
+    assert it.take() == 4
