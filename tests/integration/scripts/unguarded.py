@@ -7,5 +7,5 @@ def work(factor: int) -> int:
     return tutti.init().rank * factor
 
 
-results = tutti.launch(work, 10, workers=3)
+results = tutti.launch(work, 10, workers=2)
 print("results", results)

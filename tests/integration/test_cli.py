@@ -1,0 +1,321 @@
+"""The `tutti` command: what it prints, what it writes, how it exits."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import typer
+
+from tutti.bench import under_mpi
+from tutti.cli import app, main
+from tutti.recipes import RECIPES
+from tutti.strategies import AllReduce
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+TELL = str(SCRIPTS / "tell.py")
+
+RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Call]:
+    """The command in this very process, in an empty folder: quicker than `run_cli`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("TUTTI_DATA", raising=False)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*args: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["tutti", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, *capfd.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def commands() -> dict[str, list[str]]:
+    """Every command with its subcommands, as the words one types."""
+    found: dict[str, list[str]] = {"tutti": []}
+
+    def walk(command: object, words: list[str]) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            found[" ".join([*words, name])] = [*words, name]
+            walk(inner, [*words, name])
+
+    walk(typer.main.get_command(app), [])
+    return found
+
+
+# --- help ---
+
+
+@pytest.mark.parametrize("words", commands().values(), ids=commands())
+def test_help(words: list[str], call: Call) -> None:
+    ended = call(*words, "--help")
+    assert ended.status == 0
+    assert f"Usage: tutti {' '.join(words)}".strip() in ended.out
+    assert ended.err == ""
+
+
+def test_help_lists_every_command(call: Call) -> None:
+    out = call("--help").out
+    for name in ("run", "train", "doctor", "bench"):
+        assert re.search(rf"^│ {name} +\S", out, re.MULTILINE), out
+
+
+def test_help_names_every_recipe(call: Call) -> None:
+    out = call("train", "--help").out
+    for name in RECIPES:
+        assert name in out
+
+
+def test_unknown_command(call: Call) -> None:
+    ended = call("dance")
+    assert ended.status == 2
+    assert "No such command 'dance'" in ended.err
+
+
+# --- what is refused before anything starts: one message, status 2, nothing written ---
+
+
+REFUSED = {
+    "no script": (["run", "absent.py"], r"there is no script 'absent.py' in /"),
+    "a folder as script": (["run", "."], r"there is no script '\.' in /"),
+    "unknown strategy": (["run", "--strategy", "nativ", TELL], r"unknown strategy 'nativ'\. Did you mean 'native'\?"),
+    "known strategies": (["run", "--strategy", "zzz", TELL], r"unknown strategy 'zzz'\. Known: .*native"),
+    "no workers": (["run", "--workers", "0", TELL], r"workers must be 1 or more, got 0|'--workers'"),
+    "fewer than no workers": (["run", "--workers", "-1", TELL], r"workers must be 1 or more, got -1|'--workers'"),
+    "workers not a number": (["run", "--workers", "two", TELL], r"Invalid value for '--workers'"),
+    "unknown recipe": (["train", "digit"], r"unknown recipe 'digit'\. Did you mean 'digits'\? Known: .*mnist-mlp"),
+    "unknown strategy to train with": (["train", "digits", "--strategy", "zzz"], r"unknown strategy 'zzz'\. Known: "),
+    "no workers to train with": (["train", "digits", "--workers", "0"], r"workers must be 1 or more|'--workers'"),
+    "no epochs": (["train", "digits", "--epochs", "0"], r"Invalid value for '--epochs'"),
+    "no data": (["train", "mnist-mlp"], r"no data folder given, and 'mnist/.*' is needed\. Give one with --data"),
+    "a name that leads elsewhere": (["train", "digits", "--epochs", "1", "--name", "../x"], r"--name|'\.\./x'"),
+    "unknown case": (["bench", "step", "--cases", "nope"], r"unknown benchmark case 'nope'\. .*Known: .*mlp-1\.9M"),
+    "one case of two": (["bench", "step", "--cases", "digits,nope"], r"unknown benchmark case 'nope'"),
+    "one worker to compare": (["bench", "allreduce", "--workers", "1"], r"--workers takes numbers of 2 or more.*'1'"),
+    "no number": (["bench", "step", "--workers", "2,x"], r"--workers takes numbers of 2 or more.*got '2,x'"),
+    "no rounds": (["bench", "allreduce", "--rounds", "0"], r"Invalid value for '--rounds'"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(words: list[str], message: str, call: Call, tmp_path: Path) -> None:
+    ended = call(*words)
+    assert ended.status == 2, ended
+    assert re.search(message, ended.err), ended.err
+    assert "Traceback" not in ended.err
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+def test_missing_data_file(call: Call, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    ended = call("train", "mnist-mlp", "--data", str(data))
+    assert ended.status == 2
+    wanted = rf"missing data file {data}/mnist/train-images-idx3-ubyte.gz\. Get it from .*, and put it at that path"
+    assert re.search(wanted, ended.err), ended.err
+    assert list(tmp_path.iterdir()) == [data]
+
+
+def test_data_folder_from_the_environment(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUTTI_DATA", str(tmp_path))
+    assert f"missing data file {tmp_path}/mnist/" in call("train", "mnist-mlp").err
+
+
+def test_existing_run_is_not_overwritten(call: Call, tmp_path: Path) -> None:
+    record = tmp_path / "runs" / "mine" / "metrics.jsonl"
+    record.parent.mkdir(parents=True)
+    record.write_text("precious\n")
+    ended = call("train", "digits", "--name", "mine")
+    assert ended.status == 2
+    assert "runs/mine exists already; give another --name" in ended.err
+    assert record.read_text() == "precious\n"
+
+
+# --- run ---
+
+
+def told(output: str) -> list[dict[str, object]]:
+    """What every rank said of itself, by rank."""
+    lines = [re.fullmatch(r"\[rank (\d+)\] (\{.*\})", line) for line in output.splitlines()]
+    facts = sorted((int(line[1]), json.loads(line[2])) for line in lines if line)
+    assert all(rank == fact["rank"] for rank, fact in facts)
+    return [fact for _, fact in facts]
+
+
+def test_run_gives_the_script_its_arguments_and_keeps_its_strategy(call: Call) -> None:
+    args = ["--train", "--lr", "0.1", "-n", "7", "--workers=9", "--", "a b", "--help"]
+    ended = call("run", "-n", "2", TELL, *args)
+    assert ended.status == 0, ended.err
+    facts = told(ended.out)
+    assert [fact["rank"] for fact in facts] == [0, 1]
+    for fact in facts:
+        assert fact["size"] == 2
+        assert fact["args"] == args
+        assert fact["name"] == "__main__"
+        assert fact["folder"] == str(SCRIPTS), "so that the script finds its neighbours"
+        assert fact["bucket_bytes"] == 1234
+
+
+def test_run_overrules_the_scripts_strategy(call: Call) -> None:
+    ended = call("run", "--workers", "1", "--strategy", "native", TELL, "--train")
+    assert ended.status == 0, ended.err
+    assert told(ended.out)[0]["bucket_bytes"] == AllReduce().bucket_bytes != 1234
+
+
+def test_run_starts_a_worker_per_core_by_default(call: Call) -> None:
+    if (cores := len(os.sched_getaffinity(0))) > 8:
+        pytest.skip(f"{cores} workers are too many for a test")
+    ended = call("run", TELL)
+    assert [fact["size"] for fact in told(ended.out)] == [cores] * cores
+
+
+def test_run_exits_as_the_script_does(call: Call) -> None:
+    ended = call("run", "-n", "2", TELL, "--exit", "5")
+    assert ended.status == 5
+    assert "error: rank 1 exited with status 5" in ended.err
+    assert len(told(ended.out)) == 2
+
+
+def test_run_shows_the_traceback_of_the_script(call: Call) -> None:
+    ended = call("run", "-n", "2", TELL, "--raise")
+    assert ended.status == 1
+    assert "error: rank 1 failed: LookupError: nothing to be found" in ended.err
+    assert f'File "{TELL}", line ' in ended.err
+    assert 'raise LookupError("nothing to be found")' in ended.err
+    assert "runpy" not in ended.err
+
+
+def test_run_passes_the_timeout_on(call: Call) -> None:
+    ended = call("run", "-n", "1", "--timeout", "-1", TELL)
+    assert ended.status != 0
+    assert "number of seconds above 0, got" in ended.err or "--timeout" in ended.err
+
+
+# --- train ---
+
+
+def test_train_records_the_run(run_cli: RunCli, tmp_path: Path) -> None:
+    words = ["train", "digits", "--workers", "2", "--epochs", "1", "--name", "x", "--json", "copy.json"]
+    ended = run_cli(*words)
+    assert ended.returncode == 0, ended.stderr
+    assert "recorded in runs/x" in ended.stdout
+    assert {file.name for file in (tmp_path / "runs" / "x").iterdir()} == {"metrics.jsonl", "summary.json"}
+
+    records = [json.loads(line) for line in (tmp_path / "runs" / "x" / "metrics.jsonl").read_text().splitlines()]
+    assert records
+    for record in records:
+        assert {"samples_per_s", "bytes_sent", "waiting_share", "step", "total_steps", "epoch"} <= record.keys()
+        assert record["samples_per_s"] > 0
+        assert 0 <= record["waiting_share"] <= 1
+        assert 0 < record["step"] <= record["total_steps"]
+    assert any("loss" in record for record in records)
+    accuracies = [record["accuracy"] for record in records if "accuracy" in record]
+    assert len(accuracies) == 1, "one per epoch"
+
+    summary = json.loads((tmp_path / "runs" / "x" / "summary.json").read_text())
+    assert summary == json.loads((tmp_path / "copy.json").read_text())
+    assert (summary["recipe"], summary["strategy"], summary["workers"]) == ("digits", "native", 2)
+    assert summary["steps"] == records[-1]["total_steps"] == 23
+    assert summary["accuracy"] == pytest.approx(accuracies[0])
+    assert 0.5 < summary["accuracy"] < 1
+    assert summary["bytes_sent"] > 0
+    assert "accuracy" in ended.stdout
+
+
+def test_train_check(call: Call, tmp_path: Path) -> None:
+    ended = call("train", "digits", "--check", "--epochs", "1", "--name", "checked")
+    assert ended.status == 0, ended.err
+    assert "2 workers matched one" in ended.out
+    summary = json.loads((tmp_path / "runs" / "checked" / "summary.json").read_text())
+    assert 0 <= summary["check"]["difference"] <= 1e-10
+    assert summary["check"]["alone_accuracy"] == pytest.approx(summary["accuracy"])
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_train_is_stopped(sign: signal.Signals, tmp_path: Path) -> None:
+    """In the middle of training; the fixture looks for what is left."""
+    words = ["train", "digits", "--epochs", "1000000", "--name", "long"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from tutti.cli import main; main()", *words],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    record = tmp_path / "runs" / "long" / "metrics.jsonl"
+    try:
+        while not (record.exists() and record.stat().st_size):
+            assert process.poll() is None, "it ended early"
+            time.sleep(0.02)
+        process.send_signal(sign)
+        output, _ = process.communicate(timeout=15)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert all(json.loads(line) for line in record.read_text().splitlines()), "whole lines"
+
+
+# --- doctor and bench ---
+
+
+def test_doctor(call: Call, tmp_path: Path) -> None:
+    ended = call("doctor", "--json", "found.json")
+    assert ended.status == 0, ended.err
+    findings = {finding["what"]: finding for finding in json.loads((tmp_path / "found.json").read_text())}
+    assert {"tutti", "libraries", "Gloo", "cores", "shared memory", "network interfaces", "lab"} <= findings.keys()
+    assert f"torch {torch.__version__}" in findings["libraries"]["detail"]
+    assert findings["libraries"]["ok"] is True
+    assert str(len(os.sched_getaffinity(0))) in findings["cores"]["detail"]
+    for what in findings:
+        assert what in ended.out
+
+
+def test_doctor_says_what_is_missing(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert re.search(r"cannot run: needs root, ip \(package iproute2\), tc \(package iproute2\)", call("doctor").out)
+
+
+def test_bench_step(run_cli: RunCli, tmp_path: Path) -> None:
+    ended = run_cli("bench", "step", "--cases", "digits", "--workers", "2", "--rounds", "1", "--json", "times.json")
+    assert ended.returncode == 0, ended.stderr
+    (row,) = json.loads((tmp_path / "times.json").read_text())
+    assert (row["case"], row["workers"], row["num_parameters"]) == ("digits", 2, 4810)
+    ways = {"solo", "ddp", "tutti"} | ({"mpi"} if under_mpi.available() else set())
+    assert row["seconds"].keys() == ways
+    assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert row["times_ddp"] == pytest.approx(row["seconds"]["ddp"] / row["seconds"]["tutti"])
+    assert row["efficiency"] == pytest.approx(row["seconds"]["solo"] / row["seconds"]["tutti"])
+    if under_mpi.available():
+        assert row["times_mpi"] == pytest.approx(row["seconds"]["mpi"] / row["seconds"]["tutti"])
+    else:
+        assert row["times_mpi"] is None
+        assert "Open MPI was not timed" in ended.stdout
