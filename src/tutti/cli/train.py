@@ -31,6 +31,9 @@ def train(
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the data; the recipe's own by default.")
     ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Of the recipe, such as second_hidden=800; repeatable.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the initial parameters and the shuffle.")] = 0,
     name: Annotated[str | None, typer.Option(help="The run's folder under runs/.")] = None,
     check: Annotated[
@@ -39,9 +42,11 @@ def train(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary here.")] = None,
 ) -> None:
     """Train RECIPE with several workers and record the run under runs/."""
-    made = recipe(recipe_name)
+    options = _options(option or [])
+    made = recipe(recipe_name, **options)
     task = Task(
         recipe=made.name,
+        options=options,
         strategy=str(parse(strategy)),
         data=str(data) if data else None,
         epochs=epochs,
@@ -63,6 +68,14 @@ def train(
     _judge(summary, complete=epochs is None or epochs >= made.epochs)
 
 
+def _options(texts: list[str]) -> dict[str, Any]:
+    pairs = [text.partition("=") for text in texts]
+    try:
+        return {key: json.loads(value) for key, _, value in pairs}
+    except json.JSONDecodeError:
+        raise ConfigError(f"--option takes NAME=NUMBER, got {', '.join(texts)}.") from None
+
+
 def _new_folder(name: str) -> Path:
     folder = Path("runs") / name
     if folder.exists():
@@ -73,14 +86,14 @@ def _new_folder(name: str) -> Path:
 
 def _run(task: Task, workers: int, record: Path, console: Console) -> Outcome:
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+        BarColumn(bar_width=10),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
         TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True),
     )
+    console.print(f"{task.recipe}, {workers} {'workers' if workers > 1 else 'worker'}, {task.strategy}")
     with record.open("w") as lines, Progress(*columns, console=console) as progress:
-        bar = progress.add_task(f"{task.recipe} × {workers}", total=1, numbers="starting")
+        bar = progress.add_task("", total=1, numbers="starting")
         board = _Board(progress, bar, lines)
         results: list[Outcome] = launch(train_worker, task, workers=workers, watch=board.show)
         progress.update(bar, completed=results[0].steps, total=results[0].steps)
@@ -101,14 +114,14 @@ class _Board:
         latest = self._latest
         accuracy = f"acc {latest['accuracy']:.1%} " if "accuracy" in latest else ""
         numbers = (
-            f"loss {latest.get('loss', float('nan')):.3f} {accuracy}{latest['samples_per_s']:,.0f} samples/s "
-            f"sent {_bytes(latest['bytes_sent'])} waiting {latest['waiting_share']:.0%}"
+            f"loss {latest['loss']:.3f} {accuracy}{latest['samples_per_s']:.0f} samples/s "
+            f"{_bytes(latest['bytes_sent'])} sent {latest['waiting_share']:.0%} waiting"
         )
         self._progress.update(self._bar, completed=latest["step"], total=latest["total_steps"], numbers=numbers)
 
 
 def _table(summary: dict[str, Any]) -> Table:
-    table = Table(title=f"{summary['recipe']}, {summary['workers']} workers, {summary['strategy']}", show_header=False)
+    table = Table(show_header=False)
     rate = summary["samples"] / summary["seconds"]
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),

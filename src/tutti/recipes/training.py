@@ -1,7 +1,7 @@
 """Train a recipe: what every worker of `tutti train` runs."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class Task:
     """What to train and how; the same on every worker."""
 
     recipe: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """The recipe's own."""
     strategy: str = "native"
     data: str | None = None
     epochs: int | None = None
@@ -74,7 +76,7 @@ class GlobalBatches(Sampler[list[int]]):
 def train(task: Task) -> Outcome:
     """Train on this rank, together with the others, reporting as it goes."""
     world, link = init(), Link()
-    made = recipe(task.recipe)
+    made = recipe(task.recipe, **task.options)
     torch.manual_seed(task.seed)
     model = made.model().double() if task.double else made.model()
     optimizer = made.optimizer(model)
@@ -93,7 +95,7 @@ def train(task: Task) -> Outcome:
                 optimizer.zero_grad()
                 progress.step(loss, epoch)
             accuracy = evaluate(made, model, splits.test, job, world, task.double)
-            progress.epoch(epoch, accuracy)
+            progress.epoch(loss, epoch, accuracy)
         metrics = job.metrics
     return Outcome(
         loss=float(loss.detach()),
@@ -136,9 +138,9 @@ class _Progress:
         self._last_s = self._now()
         self._send("step", epoch, loss=float(loss.detach()))
 
-    def epoch(self, epoch: int, accuracy: float) -> None:
+    def epoch(self, loss: Tensor, epoch: int, accuracy: float) -> None:
         if self._link is not None:
-            self._send("epoch", epoch, accuracy=accuracy)
+            self._send("epoch", epoch, loss=float(loss.detach()), accuracy=accuracy)
 
     def _send(self, kind: str, epoch: int, **values: float) -> None:
         metrics = self._job.metrics
