@@ -121,6 +121,12 @@ class Job:
         self._exchange.transport.close()
         delattr(self._replica.model, _MARK)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # A copy of a distributed model, for an average of weights say, is not distributed.
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
     def __enter__(self) -> Self:
         return self
 
@@ -154,7 +160,7 @@ def distribute(
     transport = suited(world.transport, replica.device_types)
     exchange = strategy.attach(replica, transport.channel("job"))
     job = Job(replica, exchange, strategy)
-    object.__setattr__(model, _MARK, job)
+    setattr(model, _MARK, job)
     return job
 
 
@@ -174,7 +180,7 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
             f"strategy must be an object such as tutti.AllReduce(), got {strategy!r}. "
             "Texts are for the command line; tutti.strategies.parse reads them."
         )
-    if hasattr(model, _MARK):
+    if getattr(model, _MARK, None) is not None:
         mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:

@@ -1,6 +1,7 @@
 """What a user may rely on, whatever the strategy: one test for each promise."""
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -390,3 +391,28 @@ def test_state_dict_round_trip(transport: str) -> None:
             return saved["steps"], job.metrics.steps
 
     assert run_ok(train, size=2, transport=transport) == [(1, 1)] * 2
+
+
+def test_copies_of_the_model_are_plain_models(transport: str) -> None:
+    """A weight average keeps a copy, a checkpoint may hold the whole model: neither is distributed."""
+
+    def train(world: World) -> list[bool]:
+        model = sync_batchnorm(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double(), world=world)
+        plain = net()
+        optimizer = torch.optim.SGD([*model.parameters(), *plain.parameters()], lr=0.1)
+        jobs = [distribute(model, optimizer, world=world), distribute(plain, optimizer, world=world)]
+        copies = [copy.deepcopy(model), copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))]
+        F.cross_entropy(plain(mine(world)), mine(world, Y)).backward()
+        if world.rank == 0:
+            for copied in copies[1:]:
+                F.cross_entropy(copied(X), Y).backward()  # On one rank alone: it must wait for nobody.
+        for job in jobs:
+            job.finish()
+        again = distribute(copies[1], torch.optim.SGD(copies[1].parameters(), lr=0.1), world=world)
+        again.finish()
+        return [
+            torch.equal(a, b) for a, b in zip(plain.state_dict().values(), copies[2].state_dict().values(), strict=True)
+        ]
+
+    for same in run_ok(train, size=2, transport=transport):
+        assert all(same)

@@ -79,7 +79,7 @@ class Replica:
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         if gradients:
             self._draws.models.append(self.model)
-            self._handles.append(self.model.register_forward_pre_hook(self._forward, with_kwargs=True))
+            self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
             for slot in self.slots:
                 self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._gradient_hook(slot)))
 
@@ -135,8 +135,8 @@ class Replica:
                 self._arm()
             self._hand_over(complete_only=True)
 
-    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (torch.is_grad_enabled() and module.training):
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (torch.is_grad_enabled() and self.model.training):
             return
         if self._armed and torch._C._current_graph_task_id() == -1:
             raise ConfigError(
@@ -227,6 +227,31 @@ class Replica:
         assert self._listener is not None
         self.steps += 1
         self._listener.after_step()
+
+
+class _ForwardHook:
+    """Tells a replica of its model's forward passes. A copy of the model, also a pickled one, leaves it behind."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = ref(replica)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (replica := self._replica()) is not None:
+            replica._forward(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _make_no_hook, ()
+
+
+def _no_hook(*_: Any) -> None:
+    """What a copied model has in place of a hook."""
+
+
+def _make_no_hook() -> Callable[..., None]:
+    return _no_hook
 
 
 def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

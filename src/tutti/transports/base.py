@@ -80,6 +80,9 @@ class Transport(ABC):
     def close(self) -> None:
         """Release sockets, memory and threads, of its channels too; peers that wait for them fail. Idempotent."""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # A handle: a copied module that holds it talks to the same peers.
+
     def __enter__(self) -> Self:
         return self
 
