@@ -57,7 +57,7 @@ class Job:
 
         Call it before `backward`; in accumulation, once per backward.
         """
-        if not num_samples >= 0:
+        if not 0 <= num_samples < float("inf"):
             raise ConfigError(f"contributed needs 0 or more, got {num_samples}.")
         self._replica.contribution.say(num_samples)
 
@@ -112,8 +112,10 @@ class Job:
         """Complete what is under way, agree on the model and let it go. Collective. Idempotent."""
         if not self._finished:
             self._finished = True
-            self._exchange.finish()
-            self._let_go()
+            try:
+                self._exchange.finish()
+            finally:
+                self._let_go()
 
     def _let_go(self) -> None:
         self._finished = True
@@ -154,7 +156,7 @@ def distribute(
     """
     world = world or current_world()
     strategy = world.strategy or strategy or AllReduce()
-    check_alike(model, _mistakes(model, optimizer, strategy), world.transport)
+    check_alike(model, optimizer, repr(strategy), _mistakes(model, optimizer, strategy), world.transport)
     take_from_rank_0(model, optimizer, world.transport)
     replica = Replica(model, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)

@@ -74,8 +74,8 @@ def _split(pool: Batch, num_parts: int) -> list[Batch]:
 
 
 def _shuffled(num_samples: int, seed: int, epoch: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(num_samples, generator=generator).tolist()
+    generator = torch.Generator("cpu").manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_samples, generator=generator, device="cpu").tolist()
 
 
 def _refuse_empty(num_samples: int) -> None:

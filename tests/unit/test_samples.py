@@ -15,6 +15,8 @@ def test_rows_of_the_first_tensor() -> None:
 def test_batches_without_shard_count_by_rows() -> None:
     it = Contribution(Draws())
     it.forward((torch.ones(5, 2),), {})
+    it.backward()
+    it.backward()  # Of a second parameter: the same pass.
     it.forward((), {"x": torch.ones(2)})
     assert it.take() == 7
 
@@ -29,10 +31,13 @@ def test_where_nothing_new_was_counted_the_last_weight_holds() -> None:
 def test_a_drawn_batch_counts_once_and_only_if_trained_on() -> None:
     draws = Draws()
     it = Contribution(draws)
-    draws.drew(100)  # For validation: never goes forward in training.
+    with torch.no_grad():
+        draws.drew(100)  # For validation.
     draws.drew(8)
     it.forward((torch.ones(64, 8),), {})
     it.forward((torch.ones(64, 8),), {})
+    it.backward()
+    it.forward((torch.ones(64, 8),), {})  # The rest of the same batch, in a backward of its own.
     assert it.take() == 8
     draws.drew(0)
     it.forward((torch.ones(64, 8),), {})
@@ -50,3 +55,25 @@ def test_what_the_user_says_wins_and_adds_up() -> None:
     draws.drew(4)
     it.forward((torch.ones(4),), {})
     assert it.take() == 4
+
+
+def test_batches_drawn_ahead_count_by_rows() -> None:
+    draws = Draws()
+    it = Contribution(draws)
+    for size in (4, 4, 2):  # As a prefetcher would.
+        draws.drew(size)
+    weights = []
+    for rows in (4, 4, 2):
+        it.forward((torch.ones(rows, 8),), {})
+        weights.append(it.take())
+    assert weights == [4, 4, 2]
+
+
+def test_a_batch_from_elsewhere_counts_by_rows_after_shard_was_used() -> None:
+    draws = Draws()
+    it = Contribution(draws)
+    draws.drew(8)
+    it.forward((torch.ones(8),), {})
+    assert it.take() == 8
+    it.forward((torch.ones(3),), {})
+    assert it.take() == 3

@@ -36,10 +36,12 @@ def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
 
 def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one device and dtype, up to a chunk together, in the order given."""
-    open_groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    open_groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        group = open_groups.setdefault((tensor.device, tensor.dtype), [])
+        kind = (tensor.device, tensor.dtype)
+        group, num_bytes = open_groups.get(kind, ([], 0))
         group.append(tensor)
-        if sum(member.nbytes for member in group) >= _CHUNK_BYTES:
-            yield open_groups.pop((tensor.device, tensor.dtype))
-    yield from open_groups.values()
+        open_groups[kind] = group, num_bytes + tensor.nbytes
+        if open_groups[kind][1] >= _CHUNK_BYTES:
+            yield open_groups.pop(kind)[0]
+    yield from (group for group, _ in open_groups.values())

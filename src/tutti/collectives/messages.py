@@ -26,25 +26,25 @@ def share_json(value: Any, transport: Transport) -> Any:
 
 
 def _share(value: Any, transport: Transport) -> Any:
-    data = _encode(value) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
+    data = _encode(value) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([data.numel()], device="cpu")
     broadcast(length, transport)
     if transport.rank != 0:
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     broadcast(data, transport)
     return _decode(data)
 
 
 def _send(value: Any, transport: Transport, dst: int) -> None:
     data = _encode(value)
-    transport.isend(torch.tensor([data.numel()]), dst).wait()
+    transport.isend(torch.tensor([data.numel()], device="cpu"), dst).wait()
     transport.isend(data, dst).wait()
 
 
 def _receive(transport: Transport, src: int) -> Any:
-    length = torch.empty(1, dtype=torch.int64)
+    length = torch.empty(1, dtype=torch.int64, device="cpu")
     transport.irecv(length, src).wait()
-    data = torch.empty(int(length), dtype=torch.uint8)
+    data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     transport.irecv(data, src).wait()
     return _decode(data)
 

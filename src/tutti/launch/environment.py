@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tutti.errors import EnvironmentConflict
-
-LOOPBACK = "127.0.0.1"
+from tutti.transports.process_group import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ class Place:
     port: int | None
     hosted: bool = False
     """Whether the launcher itself runs the store at `address`; otherwise rank 0 does."""
+    attempt: str = "0"
+    """Which restart of the job this is: what an earlier one left in the store is not ours."""
     innermost: bool = False
     """Whether it is sure that this launcher, and no other one around it, started this process."""
 
@@ -67,7 +68,9 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     place = _place("RANK/WORLD_SIZE", (rank, size, _number(environment, "LOCAL_RANK", 0)), environment)
     hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return replace(place, hosted=hosted, innermost=hosted or "TORCHELASTIC_RUN_ID" in environment)
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    innermost = hosted or "TORCHELASTIC_RUN_ID" in environment
+    return replace(place, hosted=hosted, attempt=attempt, innermost=innermost)
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
@@ -90,7 +93,7 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
     # A batch script has SLURM_PROCID too; only what srun started has a numbered step.
     if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID", "").isdigit():
         return None
-    rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
+    rank, size = _number(environment, "SLURM_PROCID"), _slurm_size(environment)
     local_rank = _number(environment, "SLURM_LOCALID", 0)
 
     def meet() -> tuple[str | None, int | None]:
@@ -100,6 +103,12 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
         return (LOOPBACK if alone else _first_node(nodes)), 20_000 + job % 20_000
 
     return _place("Slurm", (rank, size, local_rank), environment, meet)
+
+
+def _slurm_size(environment: Mapping[str, str]) -> int:
+    """The tasks of this step; inside a step, SLURM_NTASKS may still be the whole allocation's."""
+    step = "SLURM_STEP_NUM_TASKS"
+    return _number(environment, step if step in environment else "SLURM_NTASKS")
 
 
 READERS: dict[str, Callable[[Mapping[str, str]], Place | None]] = {

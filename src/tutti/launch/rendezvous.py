@@ -1,13 +1,17 @@
 """`init`: meet the other ranks and choose how to talk to them."""
 
+import atexit
 import os
 import socket
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
-from typing import Literal
+from functools import cache
+from itertools import count
+from typing import Any, Literal
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore
 
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch.environment import LOOPBACK, Place, read
@@ -15,6 +19,9 @@ from tutti.strategies import parse
 from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT
 from tutti.world import World, current_world, set_world
+
+_generations = count()
+"""Worlds of one process, one after the other, meet under names of their own."""
 
 TransportKind = Literal["auto", "process_group", "shared_memory"]
 
@@ -40,10 +47,14 @@ def init(*, timeout: timedelta | None = None, transport: TransportKind | None = 
     if place.size == 1:
         world = World(0, 1, place.local_rank, socket.gethostname(), AloneTransport(timeout))
     else:
-        roster = meet(place, _open_store(place, timeout), timeout)
+        generation = next(_generations)
+        store = PrefixStore(f"tutti/{place.attempt}/{generation}", _open_store(place, timeout))
+        roster = meet(place, store, timeout)
+        _say_goodbye(roster)
         link = connect(roster, _listen_address(place, roster), kind)
         me = roster.peers[roster.rank]
-        world = World(roster.rank, roster.size, place.local_rank, me.host, link, leave=roster.leave)
+        who = (roster.rank, roster.size, place.local_rank, me.host)
+        world = World(*who, link, generation=generation, leave=roster.leave)
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
     return set_world(world)
@@ -62,16 +73,27 @@ def connect(roster: Roster, address: str | None = LOOPBACK, kind: str = "auto") 
 def meet(place: Place, store: Store, timeout: timedelta) -> Roster:
     """Wait until every rank has come, and learn who they are."""
     rank, size = place.rank, place.size
-    if store.add(f"came/{rank}", 1) > 1:
-        raise EnvironmentConflict(f"two processes say they are rank {rank} of {size}; each needs its own.")
-    store.set(f"peer/{rank}", Peer.me(rank, socket.gethostname(), _host_id()).to_json())
-    deadline = time.monotonic() + timeout.total_seconds()
     keys = [f"peer/{other}" for other in range(size)]
+    try:
+        if store.add(f"came/{rank}", 1) > 1:
+            raise EnvironmentConflict(f"two processes say they are rank {rank} of {size}; each needs its own.")
+        store.set(keys[rank], Peer.me(rank, socket.gethostname(), _host_id()).to_json())
+        _wait_for_all(place, store, keys, timeout)
+        return Roster(rank, [Peer.from_json(store.get(key)) for key in keys], store, timeout)
+    except DistError as error:
+        raise RankLost(
+            f"rank {rank}: the store at {place.address}:{place.port}, where ranks meet, is gone, and so is the process "
+            "that kept it (the launcher, or rank 0). See its output."
+        ) from error
+
+
+def _wait_for_all(place: Place, store: Store, keys: list[str], timeout: timedelta) -> None:
+    rank, size = place.rank, place.size
+    deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            store.wait(keys, timedelta(seconds=1))
-            break
-        except DistError:
+            return store.wait(keys, timedelta(seconds=1))
+        except DistStoreError:
             missing = [other for other in range(size) if not store.check([keys[other]])]
             if missing and time.monotonic() > deadline:
                 raise DeadlineExceeded(
@@ -79,16 +101,31 @@ def meet(place: Place, store: Store, timeout: timedelta) -> Roster:
                     f"here; missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they "
                     f"reach {place.address}:{place.port}; tutti.init(timeout=...) waits longer."
                 ) from None
-    return Roster(rank, [Peer.from_json(store.get(key)) for key in keys], store, timeout)
 
 
+def _say_goodbye(roster: Roster) -> None:
+    """Have the others told when this rank's script fails or ends, even if its process lives on for a while.
+
+    A process does: mpi4py's own exit waits for the other ranks, and Python waits for the user's threads.
+    """
+    before = sys.excepthook
+
+    def failed(*error: Any) -> None:
+        roster.leave()
+        before(*error)
+
+    sys.excepthook = failed
+    atexit.register(roster.leave)
+
+
+@cache  # A second world of this process meets in the same store.
 def _open_store(place: Place, timeout: timedelta) -> Store:
     assert place.address is not None
     assert place.port is not None
     serve = place.rank == 0 and not place.hosted
     listener = _listener(place.address, place.port) if serve else None
     try:
-        store = TCPStore(
+        return TCPStore(
             place.address,
             place.port,
             is_master=serve,
@@ -101,16 +138,16 @@ def _open_store(place: Place, timeout: timedelta) -> Store:
             f"rank {place.rank}: nobody answers at {place.address}:{place.port} ({str(error).splitlines()[0]}). "
             "Rank 0 was not started, MASTER_ADDR or MASTER_PORT is wrong, or a firewall is between."
         ) from error
-    return PrefixStore("tutti", store)
 
 
 def _listener(address: str, port: int) -> int:
     """A listening socket: on loopback only, where that is all the ranks need."""
-    local = address in (LOOPBACK, "localhost", "::1")
-    listener = socket.socket()
+    six = ":" in address
+    local = {"localhost": LOOPBACK, LOOPBACK: LOOPBACK, "::1": "::1"}.get(address, "")
+    listener = socket.socket(socket.AF_INET6 if six else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((LOOPBACK if local else "", port))
+        listener.bind((local, port))
     except OSError as error:
         listener.close()
         raise EnvironmentConflict(

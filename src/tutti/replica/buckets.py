@@ -9,75 +9,83 @@ from torch import Tensor
 from tutti.errors import ConfigError
 from tutti.transports import SharesMemory, Transport
 
-_ALIGNMENT = 16
-"""Elements: tensors start on cache lines, so vector loads are whole and ranks never share a line."""
+_LINE_BYTES = 64
+"""Tensors start on cache lines, so that vector loads are whole and ranks never share a line."""
 
 
 class Slot:
     """One tensor's place in a bucket: a parameter's gradient, or a buffer that is kept equal."""
 
-    __slots__ = ("__weakref__", "arrived", "bucket", "is_parameter", "name", "tensor", "touched", "view")
+    __slots__ = ("__weakref__", "arrived", "bucket", "fresh", "name", "tensor", "touched", "view")
 
     bucket: "Bucket"
 
-    def __init__(self, name: str, tensor: Tensor, is_parameter: bool) -> None:
+    def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        self.is_parameter = is_parameter
         self.view = tensor  # Until the slot is in a bucket.
         self.touched = False  # Whether it got a gradient since the last exchange.
         self.arrived = False  # Whether it got one in this backward pass.
+        self.fresh = False  # Whether that gradient was the first since it had none.
 
 
 @dataclass(eq=False)
 class Bucket:
-    """A run of slots in one piece of memory, followed by one element per slot that says "I have one".
+    """A run of gradients, or of buffers, in one piece of memory, followed by a mark for each: "I have one".
 
-    Those marks are averaged with the rest: a mark of zero tells every rank that no rank had a
-    gradient for that parameter, so it keeps none, as it would on one machine.
+    The marks are averaged with the rest: a mark of zero tells every rank that no rank had a gradient
+    for that parameter, so it keeps none, as it would on one machine.
     """
 
     index: int
     slots: list[Slot]
     flat: Tensor
+    """All of it: what travels."""
+    values: Tensor
+    """The gradients alone; the one part of `flat` that may be sent in a lossy way."""
     marks: Tensor
+    of_parameters: bool
 
     def __post_init__(self) -> None:
-        self._num_parameters = sum(slot.is_parameter for slot in self.slots)
-        self.waits_for_end = self._num_parameters < len(self.slots)
         for slot in self.slots:
             slot.bucket = self
             slot.arrived = False
-        self.missing = self._num_parameters
+        self.missing = len(self.slots)
 
     def expect(self) -> None:
         """Get ready for the next backward pass."""
         for slot in self.slots:
             slot.arrived = slot.touched = False
-        self.missing = self._num_parameters
+        self.missing = len(self.slots)
 
     def fill(self) -> list[tuple[Slot, Tensor]]:
         """Move gradients into the bucket's memory; return what untouched parameters held, to give back."""
-        views, sources, kept = [], [], []
+        if not self.of_parameters:
+            torch._foreach_copy_([slot.view for slot in self.slots], [slot.tensor for slot in self.slots])
+            self.marks.fill_(1)
+            return []
+        views, sources, kept, whole = [], [], [], True
         for slot in self.slots:
-            grad = slot.tensor.grad if slot.is_parameter else slot.tensor
+            grad = slot.tensor.grad
             if grad is None:
+                slot.touched = whole = False
                 slot.view.zero_()
                 continue
-            if not slot.touched and slot.is_parameter:
-                kept.append((slot, grad.clone()))
-            if grad is not slot.view:
+            if not slot.touched:
+                whole = False
+                kept.append((slot, grad.detach().clone()))
+            slot.fresh = grad is not slot.view
+            if slot.fresh:
                 _refuse_sparse(slot, grad)
                 views.append(slot.view)
                 sources.append(grad)
-                if slot.is_parameter:
-                    slot.tensor.grad = slot.view
+                slot.tensor.grad = slot.view
         if views:
             torch._foreach_copy_(views, sources)
-        if kept or not all(slot.touched or not slot.is_parameter for slot in self.slots):
-            self.marks.copy_(torch.tensor([float(slot.touched or not slot.is_parameter) for slot in self.slots]))
-        else:
+        if whole:
             self.marks.fill_(1)
+        else:
+            self.marks.copy_(torch.tensor([float(slot.touched) for slot in self.slots], device="cpu"))
         return kept
 
 
@@ -95,7 +103,8 @@ class Memory:
     def __init__(self, slots: Sequence[Slot], transport: Transport) -> None:
         tensor = slots[0].tensor
         # Room for every way of cutting: per slot its elements, a mark, and padding for both.
-        numel = sum(_aligned(slot.tensor.numel()) + 2 * _ALIGNMENT for slot in slots)
+        self._line = max(1, _LINE_BYTES // tensor.itemsize)
+        numel = sum(self._aligned(slot.tensor.numel()) + 2 * self._line for slot in slots)
         if tensor.device.type == "cpu" and isinstance(transport, SharesMemory):
             self.flat = transport.empty(numel, tensor.dtype)
         else:
@@ -106,44 +115,47 @@ class Memory:
     def start_over(self) -> None:
         self._used = 0
 
-    def take(self, index: int, slots: list[Slot]) -> Bucket:
+    def take(self, index: int, slots: list[Slot], of_parameters: bool) -> Bucket:
         """Cut the next bucket, for `slots`."""
         start = self._used
         for slot in slots:
             slot.view = _like(self.flat[self._used : self._used + slot.tensor.numel()], slot.tensor)
-            self._used += _aligned(slot.tensor.numel())
+            self._used += self._aligned(slot.tensor.numel())
+        values = self.flat[start : self._used]
         marks = self.flat[self._used : self._used + len(slots)]
         flat = self.flat[start : self._used + len(slots)]
-        self._used += _aligned(len(slots))
-        return Bucket(index, slots, flat, marks)
+        self._used += self._aligned(len(slots))
+        return Bucket(index, slots, flat, values, marks, of_parameters)
+
+    def _aligned(self, numel: int) -> int:
+        return -(-numel // self._line) * self._line
 
 
-def cut(
-    slots: Iterable[Slot], memories: dict[tuple[torch.device, torch.dtype], Memory], max_bytes: int
-) -> list[Bucket]:
-    """Cut `slots`, in the order given, into buckets of about `max_bytes`, one device and dtype each."""
+Kind = tuple[torch.device, torch.dtype]
+
+
+def cut(groups: tuple[list[Slot], list[Slot]], memories: dict[Kind, Memory], max_bytes: int) -> list[Bucket]:
+    """Cut parameters, then buffers, in the order given, into buckets of about `max_bytes`, of one kind each."""
     for memory in memories.values():
         memory.start_over()
-    runs = list(_runs(slots, max_bytes))
-    return [memories[kind_of(run[0].tensor)].take(index, run) for index, run in enumerate(runs)]
+    runs = [(run, group is groups[0]) for group in groups for run in _runs(group, max_bytes)]
+    return [memories[kind_of(run[0].tensor)].take(index, run, own) for index, (run, own) in enumerate(runs)]
 
 
-def kind_of(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
+def kind_of(tensor: Tensor) -> Kind:
     return tensor.device, tensor.dtype
 
 
 def _runs(slots: Iterable[Slot], max_bytes: int) -> Iterator[list[Slot]]:
-    open_runs: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
+    open_runs: dict[Kind, tuple[list[Slot], int]] = {}
     for slot in slots:
-        run = open_runs.setdefault(kind_of(slot.tensor), [])
+        kind = kind_of(slot.tensor)
+        run, num_bytes = open_runs.get(kind, ([], 0))
         run.append(slot)
-        if sum(member.tensor.nbytes for member in run) >= max_bytes:
-            yield open_runs.pop(kind_of(slot.tensor))
-    yield from open_runs.values()
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // _ALIGNMENT) * _ALIGNMENT
+        open_runs[kind] = run, num_bytes + slot.tensor.nbytes
+        if open_runs[kind][1] >= max_bytes:
+            yield open_runs.pop(kind)[0]
+    yield from (run for run, _ in open_runs.values())
 
 
 def _like(flat: Tensor, tensor: Tensor) -> Tensor:

@@ -41,9 +41,9 @@ class Replica:
         self.optimizer = optimizer
         self.contribution = Contribution(draws)
         self._draws = draws
-        self.slots = [Slot(name, p, True) for name, p in model.named_parameters() if p.requires_grad]
+        self.slots = [Slot(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.slots.reverse()  # Backward reaches the last layers first; the first pass tells precisely.
-        self.statistics = [Slot(name, buffer, False) for name, buffer in _running_statistics(model)]
+        self.statistics = [Slot(name, buffer) for name, buffer in _running_statistics(model)]
         self.buckets: list[Bucket] = []
         self._memories: dict[tuple[torch.device, torch.dtype], Memory] = {}
         self.steps = 0
@@ -78,7 +78,7 @@ class Replica:
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         if gradients:
-            self._draws.models.append(self.model)
+            self._draws.models.add(self.model)
             self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
             for slot in self.slots:
                 self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._gradient_hook(slot)))
@@ -88,10 +88,11 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._draws.models = [model for model in self._draws.models if model is not self.model]
-        for slot in [*self.slots, *self.statistics]:
-            if slot.is_parameter and slot.tensor.grad is slot.view:
+        self._draws.models.discard(self.model)
+        for slot in self.slots:
+            if slot.tensor.grad is slot.view:
                 slot.tensor.grad = slot.view.clone()
+        for slot in [*self.slots, *self.statistics]:
             slot.view = slot.tensor
         self.buckets.clear()
         self._memories.clear()
@@ -106,7 +107,7 @@ class Replica:
             self.syncing = before
 
     def _cut(self) -> None:
-        self.buckets = cut([*self.slots, *self.statistics], self._memories, self._bucket_bytes)
+        self.buckets = cut((self.slots, self.statistics), self._memories, self._bucket_bytes)
 
     def _gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         # A parameter keeps its hooks where Python's collector does not look: they must not keep the parameter.
@@ -117,7 +118,10 @@ class Replica:
             if slot is None or replica is None:
                 return
             slot.touched = True
-            if slot.arrived or not replica.syncing:
+            if not replica.syncing:
+                replica.contribution.backward()
+                return
+            if slot.arrived:
                 return
             slot.arrived = True
             bucket = slot.bucket
@@ -130,13 +134,13 @@ class Replica:
         return arrived
 
     def _advance(self) -> None:
-        with self._lock:
+        with self._lock, torch.no_grad():
             if not self._armed:
                 self._arm()
             self._hand_over(complete_only=True)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (torch.is_grad_enabled() and self.model.training):
+        if not torch.is_grad_enabled():
             return
         if self._armed and torch._C._current_graph_task_id() == -1:
             raise ConfigError(
@@ -158,12 +162,13 @@ class Replica:
         assert self._listener is not None
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if complete_only and (bucket.missing or bucket.waits_for_end):
+            if complete_only and (bucket.missing or not bucket.of_parameters):
                 return
             self._kept += bucket.fill()
             self._next += 1
             self._listener.bucket_ready(bucket)
 
+    @torch.no_grad()
     def _backward_done(self) -> None:
         assert self._listener is not None
         self._hand_over(complete_only=False)
@@ -180,7 +185,7 @@ class Replica:
                 slot.view.copy_(value)
         for bucket in self.buckets:
             for slot in bucket.slots:
-                if not slot.is_parameter:
+                if not bucket.of_parameters:
                     slot.tensor.copy_(slot.view)
                 elif not (slot.touched and self._weight):
                     self._settle_absent(slot)
@@ -193,7 +198,7 @@ class Replica:
         """A parameter to which this rank contributed nothing: has it a gradient, from anyone?"""
         if self._mark_of(slot):
             slot.tensor.grad = slot.view
-        elif slot.touched:  # By samples that do not count.
+        elif slot.touched and slot.fresh:  # By samples that do not count, and by nothing before them.
             slot.tensor.grad = None
 
     def _mark_of(self, slot: Slot) -> bool:

@@ -1,6 +1,7 @@
 """How many samples this rank contributed to a step: the weight of its gradient in the mean."""
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -12,48 +13,59 @@ class Draws:
     def __init__(self) -> None:
         self.number = 0
         self.num_samples = 0
-        self.models: list[nn.Module] = []
+        self.models: WeakSet[nn.Module] = WeakSet()
+
+    def drew(self, num_samples: int) -> None:
+        """Note a batch handed out. Under no_grad it is for evaluation, and nobody's contribution."""
+        if torch.is_grad_enabled():
+            self.number += 1
+            self.num_samples = num_samples
 
     @property
     def in_training(self) -> bool:
         """Whether what is drawn now is likely to be trained on."""
         return torch.is_grad_enabled() and any(model.training for model in self.models)
 
-    def drew(self, num_samples: int) -> None:
-        self.number += 1
-        self.num_samples = num_samples
-
 
 class Contribution:
     """Samples seen by one replica since its last exchange.
 
-    In this order: what the user said, the batches drawn from `shard`, the first dimension of the
-    first tensor given to the model. Each drawn batch counts once, however often it goes forward,
-    and only if it goes forward in training: batches for validation do not count.
+    In this order: what the user said; the batch drawn from `shard`, if just one was drawn for this
+    backward; the first dimension of the first tensor given to the model. `forward` runs inside
+    compiled graphs, so it only notes a number and looks at nothing that changes.
     """
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
         self._seen = draws.number
+        self._rows: int | None = None
         self._said: float | None = None
         self._counted: float | None = None
+        self._counted_draw = False
         self._last = 1.0
 
     def say(self, num_samples: float) -> None:
         self._said = (self._said or 0.0) + num_samples
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a forward pass of the model."""
-        if self._draws.number != self._seen:
-            self._seen = self._draws.number
+        """Note a forward pass of the model."""
+        self._rows = num_rows(args or kwargs)
+
+    def backward(self) -> None:
+        """Count what went forward for the backward pass that has begun. Calling it again adds nothing."""
+        num_drawn = self._draws.number - self._seen
+        if num_drawn == 1:
             self._counted = (self._counted or 0.0) + self._draws.num_samples
-        elif self._draws.number == 0:
-            self._counted = (self._counted or 0.0) + num_rows(args or kwargs)
+            self._counted_draw = True
+        elif self._rows is not None and not (num_drawn == 0 and self._counted_draw):  # Not a part of a drawn batch.
+            self._counted = (self._counted or 0.0) + self._rows
+        self._seen, self._rows = self._draws.number, None
 
     def take(self) -> float:
         """The weight of what is exchanged now. Where nothing new was counted, the last one still holds."""
+        self.backward()
         weight = next((it for it in (self._said, self._counted) if it is not None), self._last)
-        self._said, self._counted, self._last = None, None, weight
+        self._said, self._counted, self._counted_draw, self._last = None, None, False, weight
         return weight
 
 

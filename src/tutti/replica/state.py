@@ -11,13 +11,17 @@ from tutti.errors import ConfigError, ReplicaMismatch
 from tutti.transports import Transport
 
 
-def check_alike(model: nn.Module, mistakes: list[str], transport: Transport) -> None:
+def check_alike(
+    model: nn.Module, optimizer: Optimizer, strategy: str, mistakes: list[str], transport: Transport
+) -> None:
     """Raise the same error on every rank if any rank made a mistake or has a different model.
 
     Every rank comes here, also one that already knows what is wrong with it: an error that only one
     rank raised would leave the others waiting.
     """
-    everyone = gather_json({"mistakes": mistakes, "layout": _layout(model)}, transport)
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    choices = {"strategy": strategy, "optimiser": f"{type(optimizer).__name__} with groups of {groups} parameters"}
+    everyone = gather_json({"mistakes": mistakes, "layout": _layout(model), "choices": choices}, transport)
     found = [f"rank {rank}: {mistake}" for rank, it in enumerate(everyone) for mistake in it["mistakes"]]
     if found:
         shared = all(it["mistakes"] == everyone[0]["mistakes"] for it in everyone)
@@ -25,6 +29,11 @@ def check_alike(model: nn.Module, mistakes: list[str], transport: Transport) -> 
     for rank, it in enumerate(everyone):
         if it["layout"] != everyone[0]["layout"]:
             raise ReplicaMismatch(_first_difference(everyone[0]["layout"], it["layout"], rank))
+        for what, ours in everyone[0]["choices"].items():
+            if it["choices"][what] != ours:
+                raise ReplicaMismatch(
+                    f"the {what} differs between ranks: rank 0 has {ours}, rank {rank} has {it['choices'][what]}."
+                )
 
 
 def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transport) -> None:
@@ -47,10 +56,10 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
     if transport.rank == 0:
         tensors = [tensor.cpu() for tensor in tensors]
     else:
-        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in kinds]
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in kinds]
     broadcast_all(tensors, transport)
-    if transport.rank != 0:
-        optimizer.load_state_dict(_unpack(packed, tensors))
+    # On rank 0 too: loading may cast what it loads, and must then do so everywhere.
+    optimizer.load_state_dict(_unpack(packed, tensors))
 
 
 def share_buffers(model: nn.Module, transport: Transport) -> None:
@@ -60,8 +69,12 @@ def share_buffers(model: nn.Module, transport: Transport) -> None:
 
 
 def _layout(model: nn.Module) -> list[list[Any]]:
-    parameters = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
-    return parameters + [[n, list(b.shape), str(b.dtype), None] for n, b in model.named_buffers()]
+    tensors: list[tuple[str, Tensor, str]]
+    tensors = [(name, p, "trained" if p.requires_grad else "frozen") for name, p in model.named_parameters()]
+    tensors += [(name, buffer, "buffer") for name, buffer in model.named_buffers()]
+    return [
+        [name, list(t.shape), str(t.dtype).removeprefix("torch."), t.device.type, kind] for name, t, kind in tensors
+    ]
 
 
 def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int) -> str:
@@ -77,9 +90,8 @@ def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int
 
 
 def _describe(entry: list[Any]) -> str:
-    name, shape, dtype, trained = entry
-    kind = {True: "trained", False: "frozen", None: "buffer"}[trained]
-    return f"'{name}' {tuple(shape)} {dtype.removeprefix('torch.')} {kind}"
+    name, shape, dtype, device, kind = entry
+    return f"'{name}' {tuple(shape)} {dtype} on {device}, {kind}"
 
 
 def _pack(value: Any, tensors: list[Tensor]) -> Any:

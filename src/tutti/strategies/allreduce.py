@@ -88,7 +88,7 @@ class _CountedMean:
         self._rank, self._size = rank, size
 
     def begin(self, weight: float) -> Work:
-        self._weights = torch.zeros(self._size, dtype=torch.float64)
+        self._weights = torch.zeros(self._size, dtype=torch.float64, device="cpu")
         self._weights[self._rank] = weight
         return self._transport.all_reduce(self._weights)
 

@@ -87,11 +87,12 @@ def _reached(counters, slots, value, num_spins):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(types.void(COUNTERS, types.int64, types.int64, types.int64, types.float64), nogil=True, cache=True)
-def _announce(counters, entry, first, second, weight):  # type: ignore[no-untyped-def]
+@njit(types.void(COUNTERS, types.int64, types.int64, types.int64, types.int64, types.float64), nogil=True, cache=True)
+def _announce(counters, entry, first, second, third, weight):  # type: ignore[no-untyped-def]
     counters[entry] = first
     counters[entry + 1] = second
-    counters[entry + 2 : entry + 3].view(np.float64)[0] = weight
+    counters[entry + 2] = third
+    counters[entry + 3 : entry + 4].view(np.float64)[0] = weight
 
 
 @njit(types.float64(COUNTERS, COUNTERS, types.Array(types.float64, 1, "C")), nogil=True, cache=True)
@@ -99,10 +100,10 @@ def _weigh(counters, entries, weights):  # type: ignore[no-untyped-def]
     total, equal = 0.0, True
     for rank in range(len(entries)):
         entry = entries[rank]
-        for field in range(2):
+        for field in range(3):
             if counters[entry + field] != counters[entries[0] + field]:
                 return np.nan
-        weights[rank] = counters[entry + 2 : entry + 3].view(np.float64)[0]
+        weights[rank] = counters[entry + 3 : entry + 4].view(np.float64)[0]
         total += weights[rank]
         equal = equal and weights[rank] == weights[0]
     if np.isnan(total) or not equal:
@@ -128,8 +129,8 @@ class Flags:
         if _publish(self.counters, slot, value):
             self._futex(_FUTEX_WAKE, 2**31 - 1, None)
 
-    def announce(self, entry: int, what: tuple[int, int], weight: float) -> None:
-        """Write down what this rank will publish next: two numbers that must be the same on all ranks, and a weight."""
+    def announce(self, entry: int, what: tuple[int, int, int], weight: float) -> None:
+        """Write down what this rank publishes next: three numbers that must be equal on all ranks, and a weight."""
         _announce(self.counters, entry, *what, weight)
 
     def weigh(self, entries: np.ndarray, weights: np.ndarray) -> float:

@@ -19,6 +19,7 @@ from tutti.transports.base import ANY, Transport, Work
 from tutti.transports.roster import Roster
 
 LOOPBACK = "127.0.0.1"
+"""Where a run on one host listens."""
 
 
 class _GroupWork(Work):

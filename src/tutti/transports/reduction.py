@@ -77,7 +77,7 @@ def combine(tensors: Sequence[Tensor], weights: Sequence[float], divisor: float)
     wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else tensors[0].dtype
     for begin in range(0, tensors[0].numel(), BLOCK):
         pieces = [tensor[begin : begin + BLOCK] for tensor in tensors]
-        total = torch.zeros(pieces[0].shape, dtype=wide)
+        total = torch.zeros(pieces[0].shape, dtype=wide, device="cpu")
         for piece, weight in zip(pieces, weights, strict=True):
             if weight:
                 total += piece if weight == 1 else piece.to(wide) * weight

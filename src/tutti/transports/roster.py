@@ -70,7 +70,7 @@ class Roster:
         self._mark("left")
 
     def gone(self) -> dict[int, str]:
-        """Ranks that are gone and did not go because of another, with how that is known."""
+        """Ranks that are gone, with how that is known; if any went of its own accord, only those."""
         me = self.peers[self.rank]
         found = {}
         for peer in self.peers:
@@ -80,8 +80,9 @@ class Roster:
                 found[peer.rank] = f"its process {peer.pid} on {peer.host} has ended"
             elif self._marked("left", peer.rank):
                 found[peer.rank] = "it has left"
-        # Asked last: a rank says why it flees before it is seen to be gone.
-        return {rank: how for rank, how in found.items() if not self._marked("fled", rank)}
+        # Asked last: a rank says that it flees from another before it is seen to be gone.
+        causes = {rank: how for rank, how in found.items() if not self._marked("fled", rank)}
+        return causes or found
 
     def check(self) -> None:
         """Raise `RankLost` if anyone is gone."""

@@ -30,8 +30,8 @@ from tutti.transports.reduction import KERNELS, combine
 from tutti.transports.roster import Roster
 
 # The counters: a page head, then a row per rank: ready, done, and what it asked for in its last DEPTH reductions.
-_HEAD, _ROW, _DEPTH = 16, 128, 32
-_READY, _DONE, _ASKED = 0, 8, 16
+_HEAD, _ROW, _DEPTH = 16, 160, 32
+_READY, _CLOSED, _DONE, _ASKED, _ENTRY = 0, 4, 8, 16, 4
 
 _STAGING_BYTES = 4 * 2**20
 _LINE_BYTES = 64
@@ -52,7 +52,8 @@ class _Memory(mmap.mmap):
 class _Segment:
     """The same number of bytes from every rank, all mapped here."""
 
-    def __init__(self, memories: list[_Memory], rank: int) -> None:
+    def __init__(self, number: int, memories: list[_Memory], rank: int) -> None:
+        self.number = number
         mine = memories[rank]
         mine.segment = self
         self.peers = [memory for memory in memories if memory is not mine]
@@ -64,8 +65,10 @@ class _Segment:
 class _Plan:
     """Where a tensor lies in every rank's memory, and which slice of it is ours to add up."""
 
-    def __init__(self, addresses: np.ndarray, tensor: Tensor, rank: int, size: int) -> None:
-        self.addresses = addresses
+    def __init__(self, segment: _Segment, address: int, tensor: Tensor, rank: int, size: int) -> None:
+        offset = address - segment.start
+        self.addresses = segment.bases + offset
+        self.place = (segment.number << 48) + offset  # Where it lies, said so that ranks can compare.
         self.dtype = tensor.dtype
         self.code = _DTYPES.index(tensor.dtype)
         self.numel = tensor.numel()
@@ -159,6 +162,8 @@ class SharedMemoryTransport(Transport):
         return None
 
     def close(self) -> None:
+        if not self._closed:
+            self._flags.publish(self._row + _CLOSED, 1)
         self._closed = True
         for channel in self._channels:
             channel.close()
@@ -169,8 +174,8 @@ class SharedMemoryTransport(Transport):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel * dtype.itemsize))
+        self._segments.add(_Segment(self._num_segments, memories, self.rank))
         self._num_segments += 1
-        self._segments.add(_Segment(memories, self.rank))
         return torch.frombuffer(memories[self.rank], dtype=dtype)[:numel]
 
     def all_reduce(self, tensor: Tensor) -> Work:
@@ -214,8 +219,7 @@ class SharedMemoryTransport(Transport):
             return plan
         for segment in self._segments:
             if segment.start <= key[0] < segment.stop:
-                addresses = segment.bases + (key[0] - segment.start)
-                plan = self._plans[key] = _Plan(addresses, tensor, self.rank, self.size)
+                plan = self._plans[key] = _Plan(segment, key[0], tensor, self.rank, self.size)
                 finalize(segment, self._plans.pop, key, None)  # Its addresses go with it.
                 return plan
         return None
@@ -229,8 +233,8 @@ class SharedMemoryTransport(Transport):
         work = _Reduction(self, index, plan, averaged)
         self._pending.append(work)
         self._posted = index + 1
-        entry = self._row + _ASKED + 3 * (index % _DEPTH)
-        self._flags.announce(entry, (numel, 2 * plan.code + averaged), weight)
+        entry = self._row + _ASKED + _ENTRY * (index % _DEPTH)
+        self._flags.announce(entry, (numel, 2 * plan.code + averaged, plan.place), weight)
         self._flags.publish(self._row + _READY, index + 1)
         self._work_ahead()
         return work
@@ -241,7 +245,7 @@ class SharedMemoryTransport(Transport):
             self._add_up(self._pending.popleft())
 
     def _add_up(self, work: _Reduction) -> None:
-        entry = _ASKED + 3 * (work.index % _DEPTH)
+        entry = _ASKED + _ENTRY * (work.index % _DEPTH)
         divisor = self._flags.weigh(self._ready + (entry - _READY), self._weights)
         if math.isnan(divisor):
             raise self._refusal(entry)
@@ -250,11 +254,17 @@ class SharedMemoryTransport(Transport):
 
     def _refusal(self, entry: int) -> Exception:
         """Why a reduction cannot be done, the same on every rank."""
-        rows = self._flags.counters[_HEAD:].reshape(self.size, _ROW)[:, entry : entry + 3]
-        if (rows[:, :2] == rows[0, :2]).all():
-            return WeightRefused(np.flatnonzero(np.isnan(rows[:, 2].copy().view(np.float64))).tolist())
-        asked = [f"rank {rank}: {n} × {_DTYPES[kind // 2]}" for rank, (n, kind) in enumerate(rows[:, :2].tolist())]
-        return ReplicaMismatch(f"rank {self.rank}: all-reduce of tensors that differ: {'; '.join(asked)}.")
+        rows = self._flags.counters[_HEAD:].reshape(self.size, _ROW)[:, entry : entry + _ENTRY]
+        if (rows[:, :3] == rows[0, :3]).all():
+            return WeightRefused(np.flatnonzero(np.isnan(rows[:, 3].copy().view(np.float64))).tolist())
+        asked = [
+            f"rank {rank}: {numel} × {_DTYPES[kind // 2]} at {place >> 48}:{place & (1 << 48) - 1}"
+            for rank, (numel, kind, place, _) in enumerate(rows.tolist())
+        ]
+        return ReplicaMismatch(
+            f"rank {self.rank}: all-reduce of tensors that differ in length, dtype or place in shared memory: "
+            f"{'; '.join(asked)}."
+        )
 
     def _finished(self, index: int) -> bool:
         self._work_ahead()
@@ -271,12 +281,16 @@ class SharedMemoryTransport(Transport):
             return
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not self._flags.wait(slots, value, _CHECK_SECONDS):
-            gone = self.roster.gone()
+            gone = self.roster.gone() or self._closed_ranks()
             if gone and not self._flags.reached(slots, value):  # It may have gone after doing its part.
                 raise self.roster.loss(gone)
             if time.monotonic() > deadline:
                 late = np.flatnonzero(self._flags.counters[slots] < value).tolist()
                 raise self.roster.overdue(f"ranks {', '.join(map(str, late))} to reach reduction {value - 1}")
+
+    def _closed_ranks(self) -> dict[int, str]:
+        closed = np.flatnonzero(self._flags.counters[self._ready + (_CLOSED - _READY)]).tolist()
+        return {rank: "it has closed this conversation" for rank in closed if rank != self.rank}
 
 
 def _map_all(roster: Roster, name: str, num_bytes: int) -> list[_Memory]:
@@ -309,8 +323,3 @@ def _open(roster: Roster, name: str, rank: int, num_bytes: int) -> _Memory:
         return _Memory(file, num_bytes)
     finally:
         os.close(file)
-
-
-def usable() -> bool:
-    """Whether this system can share memory between processes the way this transport does."""
-    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
