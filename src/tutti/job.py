@@ -172,7 +172,8 @@ def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module
     Call it before `distribute`. The result is what one machine with the whole batch would compute,
     also where ranks have different numbers of samples. Collective.
     """
-    return synced(model, (world or current_world()).transport)
+    world = world or current_world()
+    return synced(model, world.transport, world.draws)
 
 
 def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:

@@ -39,7 +39,8 @@ def shard(
     world = world or current_world()
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         return ShardedLoader(data, seed, world)
-    if hasattr(data, "__getitem__") and isinstance(data, Sized) and not isinstance(data, DataLoader):
+    map_style = hasattr(data, "__getitem__") and isinstance(data, Sized)
+    if map_style and not isinstance(data, DataLoader | IterableDataset):
         return ShardedDataset(data, seed, world)
     if not isinstance(data, Iterable):
         raise ConfigError(f"shard needs a dataset, a DataLoader or an iterable, got a {type(data).__name__}.")
@@ -58,11 +59,7 @@ def deal(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]]:
     if pool and len(pool) < num_ranks and steps:
         pool = [index for batch in steps.pop() for index in batch] + pool
     if pool:
-        if len(pool) < num_ranks:
-            raise ConfigError(
-                f"shard: {len(pool)} samples cannot be dealt to {num_ranks} ranks: each needs at least one. "
-                "Use fewer workers, or more data."
-            )
+        _refuse_too_few(len(pool), num_ranks)
         steps.append(_split(pool, num_ranks))
     return [[step[rank] for step in steps] for rank in range(num_ranks)]
 
@@ -81,6 +78,14 @@ def _shuffled(num_samples: int, seed: int, epoch: int) -> Batch:
 def _refuse_empty(num_samples: int) -> None:
     if num_samples == 0:
         raise ConfigError("shard: the data is empty (length 0). Look at its path, its filter or its split.")
+
+
+def _refuse_too_few(num_samples: int, num_ranks: int) -> None:
+    if num_samples < num_ranks:
+        raise ConfigError(
+            f"shard: {num_samples} samples cannot be dealt to {num_ranks} ranks: each needs at least one. "
+            "Use fewer workers, or more data."
+        )
 
 
 class _OwnBatches:
@@ -109,7 +114,7 @@ class ShardedLoader:
         self._seed = seed
         self._source = loader
         self._epoch = 0
-        self._own = _OwnBatches(len(self._deal(self._plain_batches())))
+        self._own = _OwnBatches(self._num_steps())
         self._loader = _rebuilt(loader, self._own)
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,38 +131,44 @@ class ShardedLoader:
         self._epoch = epoch
 
     def _deal(self, batches: Sequence[Batch]) -> list[Batch]:
+        if getattr(self._source.batch_sampler, "drop_last", False):  # All batches the same: none joined, none split.
+            batches = batches[: len(batches) // self._world.size * self._world.size]
+            _refuse_empty(len(batches))
         return deal(batches, self._world.size)[self._world.rank]
+
+    def _num_steps(self) -> int:
+        """Exact where batches are made from a sampler; from a batch sampler of the user's, the most there can be."""
+        if self._source.batch_size is not None:
+            return len(self._deal(self._batched(list(range(len(self._source.sampler))))))  # type: ignore[arg-type]
+        return -(-len(self._source) // self._world.size)
 
     def _epoch_batches(self) -> Sequence[Batch]:
         """All ranks' batches of this epoch, the same list on every rank."""
-        sampler, sized = self._source.batch_sampler, self._source.dataset
-        if _is_plain(self._source):
-            if isinstance(self._source.sampler, SequentialSampler):
-                return self._plain_batches()
-            order = _shuffled(len(sized), self._seed, self._epoch)  # type: ignore[arg-type]
-            return self._batched(order)
+        num_samples = len(self._source.dataset)  # type: ignore[arg-type]
+        if _is_plain(self._source, SequentialSampler):
+            return self._batched(list(range(num_samples)))
+        if _is_plain(self._source, RandomSampler):
+            return self._batched(_shuffled(num_samples, self._seed, self._epoch))
         # A sampler of the user's own may draw from any generator: rank 0's draw holds for all.
-        drawn = [list(map(int, batch)) for batch in sampler] if self._world.rank == 0 else None  # type: ignore[union-attr]
+        assert self._source.batch_sampler is not None
+        drawn = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None
         return share_json(drawn, self._world.transport)
-
-    def _plain_batches(self) -> Sequence[Batch]:
-        if _is_plain(self._source):
-            return self._batched(list(range(len(self._source.dataset))))  # type: ignore[arg-type]
-        return [[0] * (self._source.batch_size or 1)] * len(self._source)
 
     def _batched(self, order: Batch) -> Sequence[Batch]:
         assert self._source.batch_size is not None
         return list(BatchSampler(order, self._source.batch_size, self._source.drop_last))
 
 
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether the loader only shuffles or does not, so that its order can be made here."""
-    if type(loader.batch_sampler) is not BatchSampler:
-        return False
-    if type(loader.sampler) is SequentialSampler:
-        return True
+def _is_plain(loader: DataLoader[Any], kind: type) -> bool:
+    """Whether the loader goes through its whole dataset with a sampler of torch's own, so that its order is known."""
     sampler = loader.sampler
-    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    if (
+        loader.batch_size is None
+        or type(sampler) is not kind
+        or getattr(sampler, "data_source", None) is not loader.dataset
+    ):
+        return False
+    return not isinstance(sampler, RandomSampler) or not (sampler.replacement or sampler._num_samples)
 
 
 def _rebuilt(loader: DataLoader[Any], batches: _OwnBatches) -> DataLoader[Any]:
@@ -189,6 +200,7 @@ class ShardedDataset:
 
     def __init__(self, dataset: Any, seed: int, world: World) -> None:
         _refuse_empty(len(dataset))
+        _refuse_too_few(len(dataset), world.size)
         self._dataset = dataset
         self._seed = seed
         self._world = world
@@ -200,7 +212,8 @@ class ShardedDataset:
         return _in_turn(enumerate(order), self._world, self._dataset.__getitem__)
 
     def __len__(self) -> int:
-        return len(range(self._world.rank, len(self._dataset), self._world.size))
+        own = len(range(self._world.rank, len(self._dataset), self._world.size))
+        return -(-len(self._dataset) // self._world.size) if self._world.draws.in_training else own
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch, as after loading a checkpoint."""
@@ -211,7 +224,7 @@ class ShardedIterable:
     """An iterable's items, dealt out to ranks in turn. Every rank reads all of it and keeps its own."""
 
     def __init__(self, items: Iterable[Any], world: World) -> None:
-        if isinstance(items, Sized):
+        if isinstance(items, Sized) and not isinstance(items, DataLoader):
             _refuse_empty(len(items))
         self._items = items
         self._world = world
@@ -232,8 +245,8 @@ def _in_turn(items: Iterator[tuple[int, Any]], world: World, get: Callable[[Any]
             mine = [get(item)]
             world.draws.drew(num_rows(mine))
             yield mine[0]
-    if number == -1:
-        _refuse_empty(0)
+    _refuse_empty(number + 1)
+    _refuse_too_few(number + 1, world.size)
     left_over = (number + 1) % world.size
     if mine and left_over and world.rank >= left_over and world.draws.in_training:
         world.draws.drew(0)

@@ -18,7 +18,7 @@ def reduce_by_nccl() -> tuple[bool, bool, list[float]]:
     with ProcessGroupTransport(roster) as transport:
         tensor = torch.ones(5, device="cuda")
         transport.all_reduce(tensor).wait()
-        return transport._has_own_gpu(), transport._nccl is not None, tensor.tolist()
+        return transport._own_gpu is True, transport._nccl is not None, tensor.tolist()
 
 
 def test_nccl_is_used_where_each_rank_has_its_own_gpu() -> None:

@@ -100,7 +100,15 @@ def test_an_unknown_strategy() -> None:
 
 
 def test_strategies_print_as_the_text_that_makes_them() -> None:
-    assert parse(str(AllReduce())) == AllReduce()
+    for strategy in (AllReduce(), AllReduce(bucket_bytes=7)):
+        assert parse(str(strategy)) == strategy
+    assert str(AllReduce()) == "native"
+
+
+@pytest.mark.parametrize("text", ["native:bucket_bytes", "native:bucket_bytes=x", "native:size=3"])
+def test_a_text_that_is_no_strategy(text: str) -> None:
+    with pytest.raises(ConfigError, match="form name:key=number"):
+        parse(text)
 
 
 def test_every_mistake_in_a_strategy_at_once() -> None:

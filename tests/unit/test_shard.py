@@ -53,6 +53,12 @@ def flat(nest: Iterable[Iterable[Any]]) -> list[Any]:
     return [item for part in nest for item in part]
 
 
+@pytest.fixture
+def model() -> nn.Module:
+    """For `world.draws.models`: what is drawn while it is there and trains is taken to be trained on."""
+    return nn.Linear(1, 1)
+
+
 # --- deal ---
 
 
@@ -177,9 +183,13 @@ def test_two_iterators_at_once_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("num_samples", [12, 14, 23])
 def test_drop_last_is_honoured(num_samples: int, size: int) -> None:
-    """The samples that would not fill a batch are left out, and no other."""
+    """All batches have the size asked for, on all ranks; samples that would not fill a step are left out."""
     loaders = on_all_ranks(lambda: DataLoader(numbers(num_samples), batch_size=4, drop_last=True), size)
-    assert sorted(flat(flat(epoch_of(loader) for loader in loaders))) == list(range(num_samples // 4 * 4))
+    batches = [epoch_of(loader) for loader in loaders]
+    num_steps = num_samples // (4 * size)
+    assert [[len(batch) for batch in of_rank] for of_rank in batches] == [[4] * num_steps] * size
+    assert sorted(flat(flat(batches))) == list(range(num_steps * size * 4))
+    assert [len(loader) for loader in loaders] == [num_steps] * size
 
 
 class FromWorker(Dataset[tuple[Tensor, int]]):
@@ -348,10 +358,10 @@ def test_seed_decides_a_datasets_order() -> None:
     assert order(1) != order(2)
 
 
-def test_length_of_a_dataset_in_training_counts_the_echo() -> None:
+def test_length_of_a_dataset_in_training_counts_the_echo(model: nn.Module) -> None:
     """A schedule made from the length must fit the number of steps, which is the same on every rank."""
     for world in worlds(2):
-        world.draws.models.append(nn.Linear(1, 1))
+        world.draws.models.add(model)
         sharded = tutti.shard(numbers(7), world=world)
         assert len(sharded) == len(list(sharded)) == 4
 
@@ -535,10 +545,10 @@ def test_echo_keeps_ranks_in_step_and_changes_nothing(size: int, num_steps: int,
         torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-12)
 
 
-def test_echo_weighs_nothing() -> None:
+def test_echo_weighs_nothing(model: nn.Module) -> None:
     """Rank 1 of 2 holds three of seven items, and the last of them once more with weight 0."""
     world = worlds(2)[1]
-    world.draws.models.append(nn.Linear(1, 1))
+    world.draws.models.add(model)
     batches = batches_of_uneven_sizes()
     weights = []
     for x, _ in tutti.shard(iter(batches), world=world):
@@ -546,20 +556,20 @@ def test_echo_weighs_nothing() -> None:
     assert weights == [(1, 1), (3, 3), (2, 2), (2, 0)]
 
 
-def test_no_echo_where_all_ranks_have_as_many() -> None:
+def test_no_echo_where_all_ranks_have_as_many(model: nn.Module) -> None:
     for world in worlds(3):
-        world.draws.models.append(nn.Linear(1, 1))
+        world.draws.models.add(model)
         assert list(tutti.shard(iter(range(6)), world=world)) == [world.rank, world.rank + 3]
 
 
 @pytest.mark.parametrize("where", ["no job", "no_grad", "eval"])
 @pytest.mark.parametrize("kind", ["iterable", "dataset"])
-def test_no_echo_outside_training(where: str, kind: str) -> None:
+def test_no_echo_outside_training(where: str, kind: str, model: nn.Module) -> None:
     """A sample seen twice would make a test accuracy wrong."""
     seen = []
     for world in worlds(3):
         if where != "no job":
-            world.draws.models.append(nn.Linear(1, 1).train(where != "eval"))
+            world.draws.models.add(model.train(where != "eval"))
         data = iter(range(7)) if kind == "iterable" else list(range(7))
         with torch.set_grad_enabled(where != "no_grad"):
             seen += list(tutti.shard(data, world=world))
@@ -582,10 +592,10 @@ def test_no_echo_in_evaluation_of_a_distributed_model() -> None:
 
 
 @pytest.mark.parametrize("kind", ["iterable", "dataset"])
-def test_training_on_fewer_items_than_ranks_is_refused(kind: str) -> None:
+def test_training_on_fewer_items_than_ranks_is_refused(kind: str, model: nn.Module) -> None:
     """A rank without a single item has nothing to echo; it would leave the others waiting."""
     world = worlds(3)[2]
-    world.draws.models.append(nn.Linear(1, 1))
+    world.draws.models.add(model)
     data = iter(range(2)) if kind == "iterable" else numbers(2)
     with pytest.raises(ConfigError, match=r"2 .*cannot be dealt to 3 ranks"):
         list(tutti.shard(data, world=world))

@@ -48,6 +48,9 @@ def read(environment: Mapping[str, str] = os.environ) -> Place:
                     f"{other.launcher} says rank {other.rank} of {other.size}. Unset the variables of the one that "
                     "did not start this process."
                 )
+    for other in found[1:]:
+        if first.port is None and other.port is not None:
+            first = replace(first, address=other.address, port=other.port)
     if first.size > 1 and first.port is None:
         raise EnvironmentConflict(
             f"rank {first.rank}: {first.launcher} started {first.size} processes but nothing says where rank 0 is. "
@@ -130,10 +133,14 @@ def _place(
             f"{launcher} says this is rank {rank} of {size}; a rank is 0 or more and less than the number of ranks."
         )
     address: str | None = environment.get("MASTER_ADDR")
-    port: int | None = _number(environment, "MASTER_PORT", -1)
-    if port == -1 and fallback is not None and size > 1:
+    port: int | None = None
+    if "MASTER_PORT" in environment:
+        port = _number(environment, "MASTER_PORT")
+        if not 0 < port < 65_536:
+            raise EnvironmentConflict(f"MASTER_PORT must be from 1 to 65535, got {port}.")
+    elif fallback is not None and size > 1:
         address, port = fallback()
-    return Place(launcher, rank, size, local_rank, address or LOOPBACK, None if port == -1 else port)
+    return Place(launcher, rank, size, local_rank, address or LOOPBACK, port)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -148,11 +155,10 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 def _first_node(nodes: str) -> str:
     """The first host of a Slurm list such as `gpu[03-05,9],login1`."""
-    match = re.match(r"([^\[,]+)(?:\[([^\]]*)\])?", nodes)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if not match:
         raise EnvironmentConflict("Slurm gives no node list (SLURM_STEP_NODELIST): set MASTER_ADDR and MASTER_PORT.")
-    prefix, ranges = match.groups()
-    return prefix + re.split(r"[,-]", ranges)[0] if ranges else prefix
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 
 def _meet_through_mpi() -> tuple[str | None, int | None]:

@@ -24,6 +24,8 @@ from tutti.launch.link import IMPORTING, PARENT, VARIABLE, Inbox
 _GRACE_S = 2.0
 """How long peers of a failed worker get to notice and say so, and stopped ones to end by themselves."""
 
+_MAX_LINE_BYTES = 65_536
+
 _WORKER = "from tutti.launch.worker import main; main()"
 
 Watcher = Callable[[int, dict[str, Any]], None]
@@ -223,17 +225,21 @@ class Supervisor:
                 self._pass_on(worker, key.fd, data)
 
     def _pass_on(self, worker: _Worker, file: int, data: bytes, last: bool = False) -> None:
-        """Print whole lines, each with its rank; a line without an end stays until there is one."""
+        """Print whole lines, each with its rank; a line without an end stays until there is one, or too much of it.
+
+        A carriage return ends a line too: progress bars would show nothing otherwise.
+        """
         buffer = worker.lines[file]
-        buffer += data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not end and not last and len(buffer) + len(data) < _MAX_LINE_BYTES:
+            buffer += data
+            return
+        end = end or len(data)
+        text = bytes(buffer + data[:end]).decode(errors="replace")
+        buffer[:] = data[end:]
         target: IO[str] = sys.stdout if file == worker.process.stdout.fileno() else sys.stderr  # type: ignore[union-attr]
-        *lines, rest = bytes(buffer).split(b"\n")
-        buffer[:] = rest
-        if last and rest:
-            lines.append(rest)
-            buffer.clear()
-        for line in lines:
-            print(f"[rank {worker.rank}] {line.decode(errors='replace')}", file=target)
+        for line in text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n").split("\n") if text else []:
+            print(f"[rank {worker.rank}] {line}", file=target)
         target.flush()
 
     def _note_ends(self) -> None:
@@ -259,20 +265,28 @@ class Supervisor:
 
     def _stop(self) -> None:
         """End all that still runs, children of workers included, and close everything."""
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            running = [worker for worker in self._workers if worker.process.poll() is None]
-            for worker in self._workers if sign == signal.SIGKILL else running:
-                _signal_group(worker.process.pid, sign)
-            deadline = time.monotonic() + _GRACE_S
-            for worker in running:
-                try:
-                    worker.process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    continue
+        try:
+            self._signal_all(signal.SIGTERM)
+        finally:  # Also when the user presses Ctrl-C again because ending takes too long.
+            self._signal_all(signal.SIGKILL)
+            self._close()
+
+    def _signal_all(self, sign: signal.Signals) -> None:
+        """Send a signal to workers (the last one to all that they started, too) and give them a moment to end."""
+        running = [worker for worker in self._workers if worker.process.poll() is None]
+        for worker in self._workers if sign == signal.SIGKILL else running:
+            _signal_group(worker.process.pid, sign)
+        deadline = time.monotonic() + _GRACE_S
+        for worker in running:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _close(self) -> None:
         self._drain()
         for worker in self._workers:
-            for file in worker.lines:
-                self._pass_on(worker, file, b"", last=True)
+            for file, rest in worker.lines.items():
+                if rest:
+                    self._pass_on(worker, file, b"", last=True)
             os.close(worker.link)
             assert worker.process.stdout is not None
             assert worker.process.stderr is not None

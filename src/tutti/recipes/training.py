@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
+from tutti.collectives import native
 from tutti.job import Job, distribute
 from tutti.launch import init
 from tutti.launch.link import Link
@@ -54,6 +55,10 @@ class Outcome:
         return {name: value for name, value in asdict(self).items() if name != "parameters"}
 
 
+_MIN_TAIL = 32
+"""A last batch smaller than this joins the one before, so that up to so many workers all have a part of each."""
+
+
 class GlobalBatches(Sampler[list[int]]):
     """Shuffled batches of the same samples however many workers there are, each cut into one part per worker."""
 
@@ -65,12 +70,15 @@ class GlobalBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(self.num_samples, generator=self._generator)
-        for batch in order.split(self.batch_size):
-            yield from (part.tolist() for part in batch.tensor_split(self.num_parts) if len(part))
+        for batch in order.tensor_split(self._cuts()):
+            yield from (part.tolist() for part in batch.tensor_split(self.num_parts))
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.num_samples, self.batch_size)
-        return whole * min(self.num_parts, self.batch_size) + min(self.num_parts, rest)
+        return (len(self._cuts()) + 1) * self.num_parts
+
+    def _cuts(self) -> list[int]:
+        last = self.num_samples - min(_MIN_TAIL, self.batch_size)
+        return [start for start in range(self.batch_size, self.num_samples, self.batch_size) if start <= last]
 
 
 def train(task: Task) -> Outcome:
@@ -119,7 +127,7 @@ def evaluate(made: Recipe, model: nn.Module, test: MapDataset, job: Job, world: 
             scores = model(x.double() if double and x.is_floating_point() else x)
             right += torch.tensor([float(made.accuracy(scores, y)) * len(y), len(y)])
         model.train()
-    world.transport.all_reduce(right).wait()  # type: ignore[attr-defined]
+    native(right, world.transport)
     return float(right[0] / right[1])
 
 

@@ -4,34 +4,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from tutti.collectives import native
 from tutti.errors import ConfigError
-from tutti.transports import AllReduces, Transport, suited
+from tutti.replica.samples import Draws
+from tutti.transports import Transport, suited
 
 
-def synced(model: nn.Module, transport: Transport) -> nn.Module:
+def synced(model: nn.Module, transport: Transport, draws: Draws) -> nn.Module:
     """Replace every BatchNorm layer of `model` by one that normalises over all ranks. Collective."""
     devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
-    return _convert(model, suited(transport, devices).channel("batchnorm"))
+    channel = suited(transport, devices).channel("batchnorm")
+    made: dict[nn.Module, nn.Module] = {}  # A layer that is registered twice stays one layer.
 
+    def convert(module: nn.Module) -> nn.Module:
+        if module not in made:
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncedBatchNorm):
+                made[module] = SyncedBatchNorm(module, channel, draws)
+            else:
+                made[module] = module
+                for name, child in module._modules.items():
+                    module._modules[name] = None if child is None else convert(child)
+        return made[module]
 
-def _convert(module: nn.Module, transport: Transport) -> nn.Module:
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncedBatchNorm):
-        return SyncedBatchNorm(module, transport)
-    for name, child in module.named_children():
-        setattr(module, name, _convert(child, transport))
-    return module
+    return convert(model)
 
 
 class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """A BatchNorm layer whose statistics, forward and backward, are those of all ranks' samples."""
 
-    def __init__(self, layer: nn.modules.batchnorm._BatchNorm, transport: Transport) -> None:
+    def __init__(self, layer: nn.modules.batchnorm._BatchNorm, transport: Transport, draws: Draws) -> None:
         super().__init__(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         self.weight, self.bias = layer.weight, layer.bias
         self.running_mean, self.running_var = layer.running_mean, layer.running_var
         self.num_batches_tracked = layer.num_batches_tracked
         self._transport = transport
+        self._draws = draws
         self.train(layer.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -42,9 +51,11 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self._transport)
+        counts = self._draws.number == 0 or self._draws.num_samples > 0  # Not a batch that only keeps in step.
+        how = (self.eps, self._transport, counts)
+        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, how)
         if self.training and self.running_mean is not None:
-            self._track(mean, variance * (count / (count - 1)))
+            self._track(mean, variance * (count / (count - 1).clamp(min=1)))
         return output
 
     @torch.no_grad()
@@ -63,18 +74,19 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, transport: Transport
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[float, Transport, bool]
     ) -> Any:
+        eps, transport, counts = how
         wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         values = x.to(wide)
-        own_count = values.numel() // values.shape[1]
+        own_count = values.numel() // values.shape[1] if counts else 0
         count = _summed(torch.tensor([own_count], dtype=wide, device=x.device), transport)
-        mean = _summed(values.sum(dims), transport) / count
+        mean = _summed(values.sum(dims) * counts, transport) / count
         centred = values - mean.view(shape)
         # From centred values, not from the sum of squares, which cancels badly in float32.
-        variance = _summed(centred.square().sum(dims), transport) / count
+        variance = _summed(centred.square().sum(dims) * counts, transport) / count
         scale = torch.rsqrt(variance + eps)
         normal = centred * scale.view(shape)
         ctx.save_for_backward(normal, weight, scale, count)
@@ -86,21 +98,21 @@ class _Normalise(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
         normal, weight, scale, count = ctx.saved_tensors
         wide = grad.to(normal.dtype)
         by_weight = (wide * normal).sum(ctx.dims)
         by_bias = wide.sum(ctx.dims)
         # Each rank's loss is a mean over its own samples, and will be weighted by their number: so are these.
-        sums = torch.stack([by_weight, by_bias])
-        means = _summed(sums * ctx.own_count, ctx.transport) / (count * ctx.own_count)
+        sums = _summed(torch.stack([by_weight, by_bias]) * ctx.own_count, ctx.transport)
+        means = sums / (count * max(1, ctx.own_count))
         factor = scale if weight is None else scale * weight
         by_x = wide - means[1].view(ctx.shape) - normal * means[0].view(ctx.shape)
         by_x = (by_x * factor.view(ctx.shape)).to(grad.dtype)
-        return by_x, None if weight is None else by_weight, by_bias if ctx.has_bias else None, None, None
+        return by_x, None if weight is None else by_weight, by_bias if ctx.has_bias else None, None
 
 
 def _summed(tensor: Tensor, transport: Transport) -> Tensor:
-    assert isinstance(transport, AllReduces)
-    transport.all_reduce(tensor).wait()
+    native(tensor, transport)
     return tensor

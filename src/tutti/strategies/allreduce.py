@@ -46,7 +46,8 @@ class AllReduce(Strategy):
         return AllReduceExchange(replica, transport, self.bucket_bytes)
 
     def __str__(self) -> str:
-        return self.algorithm
+        default = type(self)(self.algorithm)
+        return self.algorithm + ("" if self == default else f":bucket_bytes={self.bucket_bytes}")
 
 
 class _Mean(Protocol):

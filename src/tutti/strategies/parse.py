@@ -1,16 +1,25 @@
-"""The grammar of strategies at the command line."""
+"""The grammar of strategies at the command line: `name` or `name:key=number,key=number`."""
 
 from collections.abc import Callable
 
-from tutti.errors import UnknownName
+from tutti.errors import ConfigError, UnknownName
 from tutti.strategies.allreduce import AllReduce
 from tutti.strategies.base import Strategy
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {"native": AllReduce}
+STRATEGIES: dict[str, Callable[..., Strategy]] = {"native": AllReduce}
 
 
 def parse(text: str) -> Strategy:
     """The strategy that `text` names; `str` of a strategy gives the text back."""
-    if text not in STRATEGIES:
-        raise UnknownName("strategy", text, STRATEGIES)
-    return STRATEGIES[text]()
+    name, _, rest = text.partition(":")
+    if name not in STRATEGIES:
+        raise UnknownName("strategy", name, STRATEGIES)
+    try:
+        options = {key: int(number) for key, number in (part.split("=") for part in rest.split(",") if part)}
+        return STRATEGIES[name](**options)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"strategy '{text}' is not of the form name:key=number, such as native:bucket_bytes=1."
+        ) from None

@@ -5,7 +5,6 @@ Groups are built directly on a store, never through torch's default group, so a 
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -80,6 +79,7 @@ class ProcessGroupTransport(Transport):
         self._store = dist.PrefixStore(name, roster.store)
         self._gloo: Any = self._connect_gloo()  # torch's stubs know neither its methods nor its options.
         self._nccl: Any = None
+        self._own_gpu: bool | None = None
         self._num_channels = 0
         self._channels: WeakSet[ProcessGroupTransport] = WeakSet()
 
@@ -100,7 +100,7 @@ class ProcessGroupTransport(Transport):
 
     def all_reduce(self, tensor: Tensor) -> Work:
         self.bytes_sent += 2 * (self.size - 1) * tensor.nbytes // self.size
-        if tensor.is_cuda and self._has_own_gpu():
+        if tensor.is_cuda and self._has_own_gpu(tensor):
             return _GroupWork(self._start(self._connect_nccl(tensor).allreduce, [tensor]), self.roster, tensor)
         if tensor.is_complex():
             return self.all_reduce(torch.view_as_real(tensor))
@@ -150,10 +150,16 @@ class ProcessGroupTransport(Transport):
             self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         return self._nccl
 
-    def _has_own_gpu(self) -> bool:
-        """Whether every rank, on every host, has a GPU that no other rank uses: the same answer on all."""
-        ranks_on = Counter(peer.host_id for peer in self.roster.peers)
-        return dist.is_nccl_available() and all(peer.num_gpus >= ranks_on[peer.host_id] for peer in self.roster.peers)
+    def _has_own_gpu(self, tensor: Tensor) -> bool:
+        """Whether every rank's tensors are on a GPU that no other rank uses. Asked once, by all ranks together."""
+        if self._own_gpu is None:
+            mine = torch.cuda.get_device_properties(tensor.device).uuid if dist.is_nccl_available() else "none"
+            self._store.set(f"gpu/{self.rank}", str(mine))
+            keys = [f"{self.name}/gpu/{rank}" for rank in range(self.size)]
+            self.roster.await_keys(keys, "the GPUs of all ranks")
+            gpus = [self.roster.store.get(key) for key in keys]
+            self._own_gpu = b"none" not in gpus and len(set(gpus)) == self.size
+        return self._own_gpu
 
     def _check_peer(self, rank: int) -> None:
         if not 0 <= rank < self.size or rank == self.rank:

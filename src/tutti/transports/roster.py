@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-import torch
 from torch.distributed import DistError, Store
 
 from tutti.errors import DeadlineExceeded, RankLost
@@ -33,12 +32,11 @@ class Peer:
     host_id: str
     pid: int
     started: int
-    num_gpus: int
 
     @classmethod
     def me(cls, rank: int, host: str, host_id: str) -> "Peer":
         pid = os.getpid()
-        return cls(rank, host, host_id, pid, _start_time(pid), torch.cuda.device_count())
+        return cls(rank, host, host_id, pid, _start_time(pid))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
