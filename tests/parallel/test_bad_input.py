@@ -236,3 +236,37 @@ def test_state_of_another_strategy(transport: str) -> None:
             job.load_state_dict({"strategy": "gossip", "steps": 1, "exchange": {}})
 
     run_ok(work, size=2, transport=transport)
+
+
+@both
+def test_strategies_that_differ(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        distribute(model, sgd(model), AllReduce(bucket_bytes=1 + world.rank), world=world)
+
+    results = run_threads(work, size=2, transport=transport)
+    expect_on_all(results, ReplicaMismatch, "the strategy differs", "bucket_bytes=1", "rank 1 has", "bucket_bytes=2")
+
+
+@both
+def test_optimisers_that_differ(transport: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}] if world.rank else model.parameters()
+        distribute(model, torch.optim.SGD(groups, lr=0.1), world=world)
+
+    expect_on_all(run_threads(work, size=2, transport=transport), ReplicaMismatch, "groups of [2]", "groups of [1, 1]")
+
+
+@both
+def test_a_finish_that_fails_lets_go_all_the_same(transport: str) -> None:
+    def work(world: World) -> int:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        job = distribute(model, sgd(model), world=world)
+        if world.rank == 1:
+            return 0
+        with pytest.raises(RankLost):
+            job.finish()
+        return len(model._forward_pre_hooks)
+
+    assert run_ok(work, size=2, transport=transport)[0] == 0

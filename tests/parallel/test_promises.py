@@ -2,20 +2,26 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
+from threading import Lock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from support import TRANSPORTS, run_ok
 from tutti.job import distribute, sync_batchnorm
+from tutti.shard import shard
 from tutti.strategies import AllReduce
 from tutti.world import World
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
+
+_compiler = Lock()
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(2))
@@ -416,3 +422,74 @@ def test_copies_of_the_model_are_plain_models(transport: str) -> None:
 
     for same in run_ok(train, size=2, transport=transport):
         assert all(same)
+
+
+def test_a_gradient_that_was_thrown_away_is_not_missed(transport: str) -> None:
+    """A pass that was kept to the rank and then zeroed leaves no trace: all ranks step alike."""
+
+    def train(world: World) -> list[Tensor]:
+        model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job = distribute(model, optimizer, world=world)
+        with job.no_sync():
+            (model[0](mine(world)) + model[1](mine(world))).square().mean().backward()
+        optimizer.zero_grad()
+        out = model[0](mine(world)) + (model[1](mine(world)) if world.rank == 1 else 0)
+        out.square().mean().backward()
+        optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, second = run_ok(train, size=2, transport=transport)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_graph_of_the_gradient(transport: str) -> None:
+    def train(world: World) -> list[Tensor | None]:
+        model = net()
+        distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of the reference cycle this makes.
+            F.cross_entropy(model(mine(world)), mine(world, Y)).backward(create_graph=True)
+        found = [grad.detach() for grad in grads(model)]
+        model.zero_grad()
+        return found
+
+    assert_all_close(run_ok(train, size=2, transport=transport), reference())
+
+
+def test_moments_keep_their_dtype_everywhere(transport: str) -> None:
+    def train(world: World) -> Tensor:
+        model = nn.Linear(2, 2).bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if world.rank == 0:
+            model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.state[model.weight]["exp_avg"] = torch.full((2, 2), 0.1234567)
+        distribute(model, optimizer, world=world)
+        return optimizer.state[model.weight]["exp_avg"]
+
+    first, second = run_ok(train, size=2, transport=transport)
+    assert first.dtype == second.dtype
+    assert torch.equal(first, second)
+
+
+def test_compiled_models_are_not_compiled_again_for_every_batch(transport: str) -> None:
+    def train(world: World) -> int:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compilations = []
+
+        def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+            compilations.append(graph)
+            return graph.forward
+
+        distribute(model, optimizer, world=world)
+        with _compiler:  # torch compiles in one thread at a time.
+            compiled = torch.compile(model, backend=count, fullgraph=True)
+            loader = DataLoader(TensorDataset(X, Y), batch_size=2)
+            for x, _ in shard(loader, world=world):
+                compiled(x)  # Only forward: what is counted there must not change the graph.
+        return len(compilations)
+
+    assert run_ok(train, size=2, transport=transport) == [1, 1]
