@@ -240,7 +240,8 @@ def test_train_records_the_run(run_cli: RunCli, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "runs" / "x" / "summary.json").read_text())
     assert summary == json.loads((tmp_path / "copy.json").read_text())
     assert (summary["recipe"], summary["strategy"], summary["workers"]) == ("digits", "native", 2)
-    assert summary["steps"] == records[-1]["total_steps"] == 23
+    assert summary["steps"] == records[-1]["step"] == records[-1]["total_steps"]
+    assert summary["samples"] == 1437
     assert summary["accuracy"] == pytest.approx(accuracies[0])
     assert 0.5 < summary["accuracy"] < 1
     assert summary["bytes_sent"] > 0

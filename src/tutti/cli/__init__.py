@@ -25,7 +25,8 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """Run a command; errors become one message and an exit status."""
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     errors = Console(stderr=True, soft_wrap=True)
     try:
         app()
@@ -35,7 +36,7 @@ def main() -> None:
     except TuttiError as error:
         errors.print(f"[bold red]error:[/] {_plain(error)}", highlight=False)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except _Stopped:
         print("stopped", file=sys.stderr)
         sys.exit(130)
 
@@ -44,6 +45,9 @@ def _plain(error: TuttiError) -> str:
     return str(error).replace("[", r"\[")
 
 
+class _Stopped(BaseException):
+    """Ctrl-C or SIGTERM: unwinds everything, so that workers are stopped and reaped."""
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Treat SIGTERM as Ctrl-C, so that workers are stopped and reaped."""
-    raise KeyboardInterrupt
+    raise _Stopped

@@ -14,7 +14,7 @@ from tutti.strategies import parse
 def run(
     script: Annotated[str, typer.Argument(help="A Python script that calls tutti.init() and tutti.distribute().")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Processes to start; one per core by default.")] = 0,
+    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Processes; one per core by default.")] = None,
     strategy: Annotated[str | None, typer.Option(help="How replicas stay together, whatever the script says.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a rank before giving up.")] = None,
 ) -> None:
@@ -29,4 +29,6 @@ def run(
         environment["TUTTI_STRATEGY"] = str(parse(strategy))
     if timeout is not None:
         environment["TUTTI_TIMEOUT"] = str(timeout)
-    run_script([script, *(args or [])], workers or len(os.sched_getaffinity(0)), environment)
+    if workers is None:
+        workers = len(os.sched_getaffinity(0))
+    run_script([script, *(args or [])], workers, environment)

@@ -53,6 +53,8 @@ def train(
         seed=seed,
         double=check,
     )
+    if workers < 1:
+        raise ConfigError(f"workers must be 1 or more, got {workers}.")
     made.data(data)  # A missing file is better said once, here, than by every worker.
     folder = _new_folder(name or f"{made.name}-{workers}x-{time.strftime('%Y%m%d-%H%M%S')}")
     console = Console()
@@ -77,6 +79,8 @@ def _options(texts: list[str]) -> dict[str, Any]:
 
 
 def _new_folder(name: str) -> Path:
+    if Path(name).name != name:
+        raise ConfigError(f"--name is the name of a folder under runs/, not a path; got '{name}'.")
     folder = Path("runs") / name
     if folder.exists():
         raise ConfigError(f"{folder} exists already; give another --name.")

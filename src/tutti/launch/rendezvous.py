@@ -11,13 +11,14 @@ from functools import cache
 from itertools import count
 from typing import Any, Literal
 
-from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch.environment import LOOPBACK, Place, read
 from tutti.strategies import parse
 from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT
+from tutti.transports.roster import wait_for_keys
 from tutti.world import World, current_world, set_world
 
 _generations = count()
@@ -50,11 +51,11 @@ def init(*, timeout: timedelta | None = None, transport: TransportKind | None = 
         generation = next(_generations)
         store = PrefixStore(f"tutti/{place.attempt}/{generation}", _open_store(place, timeout))
         roster = meet(place, store, timeout)
-        _say_goodbye(roster)
         link = connect(roster, _listen_address(place, roster), kind)
         me = roster.peers[roster.rank]
         who = (roster.rank, roster.size, place.local_rank, me.host)
         world = World(*who, link, generation=generation, leave=roster.leave)
+        _say_goodbye(world)
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
     return set_world(world)
@@ -74,48 +75,48 @@ def meet(place: Place, store: Store, timeout: timedelta) -> Roster:
     """Wait until every rank has come, and learn who they are."""
     rank, size = place.rank, place.size
     keys = [f"peer/{other}" for other in range(size)]
+    missing: list[int] = []
+    deadline = time.monotonic() + timeout.total_seconds()
     try:
         if store.add(f"came/{rank}", 1) > 1:
             raise EnvironmentConflict(f"two processes say they are rank {rank} of {size}; each needs its own.")
         store.set(keys[rank], Peer.me(rank, socket.gethostname(), _host_id()).to_json())
-        _wait_for_all(place, store, keys, timeout)
+        while not wait_for_keys(store, keys, min(1.0, timeout.total_seconds() / 4)):
+            missing = [other for other in range(size) if not store.check([keys[other]])]
+            if missing and time.monotonic() > deadline:
+                raise _never_came(place, missing, timeout)
         return Roster(rank, [Peer.from_json(store.get(key)) for key in keys], store, timeout)
     except DistError as error:
+        if missing:  # Whoever kept the store has given up waiting for them, a moment before this rank would have.
+            raise _never_came(place, missing, timeout) from error
         raise RankLost(
             f"rank {rank}: the store at {place.address}:{place.port}, where ranks meet, is gone, and so is the process "
             "that kept it (the launcher, or rank 0). See its output."
         ) from error
 
 
-def _wait_for_all(place: Place, store: Store, keys: list[str], timeout: timedelta) -> None:
-    rank, size = place.rank, place.size
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            return store.wait(keys, timedelta(seconds=1))
-        except DistStoreError:
-            missing = [other for other in range(size) if not store.check([keys[other]])]
-            if missing and time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"rank {rank}: after {timeout.total_seconds():g} s, {size - len(missing)} of {size} ranks are "
-                    f"here; missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they "
-                    f"reach {place.address}:{place.port}; tutti.init(timeout=...) waits longer."
-                ) from None
+def _never_came(place: Place, missing: list[int], timeout: timedelta) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"rank {place.rank}: after {timeout.total_seconds():g} s {place.size - len(missing)} of {place.size} ranks are "
+        f"here; missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they reach "
+        f"{place.address}:{place.port}; tutti.init(timeout=...) waits longer."
+    )
 
 
-def _say_goodbye(roster: Roster) -> None:
+def _say_goodbye(world: World) -> None:
     """Have the others told when this rank's script fails or ends, even if its process lives on for a while.
 
-    A process does: mpi4py's own exit waits for the other ranks, and Python waits for the user's threads.
+    A process does: mpi4py's own exit waits for the other ranks, and Python waits for the user's threads. And groups
+    that are still open when Python itself ends make torch abort the process.
     """
     before = sys.excepthook
 
     def failed(*error: Any) -> None:
-        roster.leave()
+        world.leave()
         before(*error)
 
     sys.excepthook = failed
-    atexit.register(roster.leave)
+    atexit.register(world.close)
 
 
 @cache  # A second world of this process meets in the same store.

@@ -23,6 +23,21 @@ def _start_time(pid: int) -> int:
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 
+_WATCH_SECONDS = 0.5
+"""How often a rank that waits looks whether the others are still there."""
+
+
+def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
+    """Whether all `keys` come into the store within `seconds`. Asks, because the store's own wait complains aloud."""
+    deadline, pause = time.monotonic() + seconds, 0.0005
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
+
+
 @dataclass(frozen=True)
 class Peer:
     """One rank, as the others need to know it."""
@@ -119,13 +134,10 @@ class Roster:
     def await_keys(self, keys: list[str], what: str) -> None:
         """Wait until all `keys` are in the store, watching that nobody dies meanwhile."""
         deadline = time.monotonic() + self.timeout.total_seconds()
-        while True:
-            try:
-                return self.store.wait(keys, timedelta(seconds=0.5))
-            except DistError:
-                self.check()
-                if time.monotonic() > deadline:
-                    raise self.overdue(what) from None
+        while not wait_for_keys(self.store, keys, _WATCH_SECONDS):
+            self.check()
+            if time.monotonic() > deadline:
+                raise self.overdue(what)
 
     def _mark(self, state: str) -> None:
         with suppress(DistError):  # The store goes with the launcher: then nobody is left to tell.
