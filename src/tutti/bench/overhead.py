@@ -17,7 +17,7 @@ from tutti.recipes import recipe
 
 CASES = {
     "convolutional": ("cifar-quick", {"cpu": 64, "cuda": 4096}),
-    "transformer": ("char-gpt", {"cpu": 16, "cuda": 512}),
+    "transformer": ("char-gpt", {"cpu": 16, "cuda": 4096}),
 }
 """A recipe's model, and samples per step: enough that the device is what takes the time."""
 

@@ -134,7 +134,10 @@ class Replica:
         return arrived
 
     def _advance(self) -> None:
-        with self._lock, torch.no_grad():
+        if torch.is_grad_enabled():  # backward(create_graph=True): what is done here is no part of that graph.
+            with torch.no_grad():
+                return self._advance()
+        with self._lock:
             if not self._armed:
                 self._arm()
             self._hand_over(complete_only=True)
@@ -168,8 +171,10 @@ class Replica:
             self._next += 1
             self._listener.bucket_ready(bucket)
 
-    @torch.no_grad()
     def _backward_done(self) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._backward_done()
         assert self._listener is not None
         self._hand_over(complete_only=False)
         self._listener.backward_done()

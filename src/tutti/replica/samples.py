@@ -64,7 +64,8 @@ class Contribution:
     def take(self) -> float:
         """The weight of what is exchanged now. Where nothing new was counted, the last one still holds."""
         self.backward()
-        weight = next((it for it in (self._said, self._counted) if it is not None), self._last)
+        weight = self._last if self._counted is None else self._counted
+        weight = weight if self._said is None else self._said
         self._said, self._counted, self._counted_draw, self._last = None, None, False, weight
         return weight
 
