@@ -3,7 +3,6 @@
 import dataclasses
 import pickle
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +16,6 @@ from tutti.recipes import RECIPES, Recipe, accuracy, collate, cross_entropy, dig
 
 FOLDER = Path(models.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep torch's threads from waiting for each other where the machine is busy: 200 times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -1,6 +1,5 @@
 """The transport of a world of one: opens nothing, talks to nobody."""
 
-import time
 from datetime import timedelta
 
 from torch import Tensor
@@ -26,12 +25,6 @@ class AloneTransport(Transport):
 
     def channel(self, name: str) -> "AloneTransport":
         return AloneTransport(self.timeout)
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def elapse(self, seconds: float) -> None:
-        return None
 
     def close(self) -> None:
         return None

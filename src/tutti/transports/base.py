@@ -1,5 +1,6 @@
 """What a transport is: the one thing strategies and collectives know about the outside world."""
 
+import time
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Protocol, Self, runtime_checkable
@@ -68,13 +69,13 @@ class Transport(ABC):
     def channel(self, name: str) -> "Transport":
         """An independent conversation between the same ranks. All ranks open the same names in the same order."""
 
-    @abstractmethod
     def now(self) -> float:
-        """Seconds on this rank's clock."""
+        """Seconds on this rank's clock: the machine's, unless a transport has a clock of its own."""
+        return time.perf_counter()
 
-    @abstractmethod
     def elapse(self, seconds: float) -> None:
-        """Let `seconds` of computation pass: nothing on real transports, where time passes by itself."""
+        """Let `seconds` of computation pass: nothing to do where time passes by itself."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -4,7 +4,6 @@ Groups are built directly on a store, never through torch's default group, so a 
 `torch.distributed` for itself and several generations or channels can live side by side.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -112,12 +111,6 @@ class ProcessGroupTransport(Transport):
         made = ProcessGroupTransport(self.roster, address=self._address, name=full_name)
         self._channels.add(made)
         return made
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def elapse(self, seconds: float) -> None:
-        return None
 
     def close(self) -> None:
         for channel in self._channels:

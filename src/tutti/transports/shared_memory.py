@@ -155,12 +155,6 @@ class SharedMemoryTransport(Transport):
         self._channels.add(made)
         return made
 
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def elapse(self, seconds: float) -> None:
-        return None
-
     def close(self) -> None:
         if not self._closed:
             self._flags.publish(self._row + _CLOSED, 1)
