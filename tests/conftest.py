@@ -88,7 +88,8 @@ def _listening() -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    names = {f"/dev/shm/{entry.name}" for entry in Path("/dev/shm").iterdir()}
+    # Open MPI's own segments come and go with any mpirun on this machine, not only with a test's.
+    names = {f"/dev/shm/{it.name}" for it in Path("/dev/shm").iterdir() if not it.name.startswith("sm_segment.")}
     maps = Path("/proc/self/maps").read_text().splitlines()
     return names | {f"mapping {line.split()[0]}" for line in maps if "/memfd:tutti" in line}
 
