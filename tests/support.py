@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed import HashStore
 
+import tutti.transports.shared_memory  # noqa: F401  # Compiled here, not inside a test's deadline.
 from tutti.launch.rendezvous import connect
 from tutti.transports import AloneTransport, Peer, Roster
 from tutti.world import World

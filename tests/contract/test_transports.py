@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -101,6 +101,9 @@ def test_layouts_and_dtypes_of_messages(transport: str) -> None:
     dtype=st.sampled_from(DTYPES),
     shared=st.booleans(),
 )
+@example(size=2, shapes=[0], dtype=torch.float32, shared=True)
+@example(size=3, shapes=[0, 5, 0], dtype=torch.bfloat16, shared=True)
+@example(size=2, shapes=[0], dtype=torch.int64, shared=False)
 def test_all_reduce(transport: str, size: int, shapes: list[int], dtype: torch.dtype, shared: bool) -> None:
     def work(world: World) -> list[Tensor]:
         tensors = [_data(world.transport, numel, dtype, world.rank, shared) for numel in shapes]

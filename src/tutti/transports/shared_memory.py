@@ -167,7 +167,7 @@ class SharedMemoryTransport(Transport):
         self.inner.close()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel * dtype.itemsize))
+        memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
         self._segments.add(_Segment(self._num_segments, memories, self.rank))
         self._num_segments += 1
         return torch.frombuffer(memories[self.rank], dtype=dtype)[:numel]
