@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+settings.register_profile("tutti", derandomize=True, deadline=None)  # The same examples every time: no luck.
+settings.load_profile("tutti")
 
 _MARK = f"TUTTI_TEST_RUN={uuid.uuid4()}"
 """Every process that a test starts inherits this, however far down: so orphans are found too."""
