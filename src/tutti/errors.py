@@ -69,7 +69,8 @@ class WeightRefused(TuttiError):
 class NonFiniteLoss(TuttiError):
     """The loss became NaN or infinite."""
 
-    def __init__(self, rank: int, ranks: Iterable[int], step: int) -> None:
+    def __init__(self, rank: int, ranks: list[int], step: int) -> None:
+        self.elsewhere = rank not in ranks
         whose = " and ".join(f"rank {other}" for other in ranks)
         super().__init__(
             f"rank {rank}: the loss on {whose} is NaN or infinite at step {step}. Lower the learning rate, clip "

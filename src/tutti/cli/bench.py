@@ -1,6 +1,5 @@
 """`tutti bench`: Tutti beside its peers, on this machine."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from tutti.bench import allreduce as allreduce_bench
 from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
+from tutti.cli.json_file import check_writable, write_json
 from tutti.errors import ConfigError, UnknownName
 
 app = typer.Typer(help="Time Tutti beside DDP, Gloo and Open MPI on this machine.", no_args_is_help=True)
@@ -30,6 +30,7 @@ def step(
     json_file: JsonFile = None,
 ) -> None:
     """Training steps: solo, DDP, Tutti and a flat Open MPI all-reduce, interleaved."""
+    check_writable(json_file)
     names = cases.split(",")
     for name in names:
         if name not in step_bench.CASES:
@@ -40,19 +41,20 @@ def step(
         rows += _with_progress(f"step, {number} workers", step_bench.measure, names, rounds, workers=number)
     console.print(_step_table(rows))
     _note_mpi(console)
-    _write(json_file, rows)
+    write_json(json_file, rows)
 
 
 @app.command("allreduce")
 def allreduce(workers: Workers = "2", rounds: Rounds = 15, json_file: JsonFile = None) -> None:
     """All-reduce alone, 1 KiB to 64 MiB: shared memory, Gloo and Open MPI, interleaved."""
+    check_writable(json_file)
     console = Console()
     rows: list[dict[str, Any]] = []
     for number in _numbers(workers):
         rows += _with_progress(f"all-reduce, {number} workers", allreduce_bench.measure, rounds, workers=number)
     console.print(_allreduce_table(rows))
     _note_mpi(console)
-    _write(json_file, rows)
+    write_json(json_file, rows)
 
 
 @app.command("overhead")
@@ -63,6 +65,7 @@ def overhead(
     json_file: JsonFile = None,
 ) -> None:
     """One rank under Tutti beside the bare step: what it costs a run that does not need it."""
+    check_writable(json_file)
     if device not in overhead_bench.STEPS_PER_ROUND:
         raise ConfigError(f"--device takes {' or '.join(overhead_bench.STEPS_PER_ROUND)}, got '{device}'.")
     console = Console()
@@ -76,7 +79,7 @@ def overhead(
         times = _ms(row["seconds"]["bare"]), _ms(row["seconds"]["tutti"])
         table.add_row(row["case"], row["precision"], how, *times, f"{row['ratio']:.3f}")
     console.print(table)
-    _write(json_file, rows)
+    write_json(json_file, rows)
 
 
 def _numbers(text: str) -> list[int]:
@@ -101,30 +104,19 @@ def _with_progress(label: str, function: Any, *args: Any, workers: int) -> list[
 
 
 def _step_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="median milliseconds a step; ×: how many times faster Tutti is")
-    for heading in (
-        "model",
-        "parameters",
-        "workers",
-        "solo",
-        "DDP",
-        "Open MPI",
-        "Tutti",
-        "× DDP",
-        "× MPI",
-        "efficiency",
-    ):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+    table = Table(title="median ms a step of n workers; ×: how many times faster Tutti is")
+    for heading in ("model", "n", "solo", "DDP", "MPI", "Tutti", "× DDP", "× MPI", "eff."):
+        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
     for row in rows:
         times = [_ms(row["seconds"].get(way)) for way in ("solo", "ddp", "mpi", "tutti")]
         ratios = [_times(row["times_ddp"]), _times(row["times_mpi"]), f"{row['efficiency']:.0%}"]
-        table.add_row(row["case"], f"{row['num_parameters']:,}", str(row["workers"]), *times, *ratios)
+        table.add_row(row["case"], str(row["workers"]), *times, *ratios)
     return table
 
 
 def _allreduce_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="median microseconds an all-reduce; ×: how many times faster Tutti is")
-    for heading in ("size", "workers", "Gloo", "Open MPI", "Tutti", "Tutti, copied in", "× Gloo", "× MPI"):
+    table = Table(title="median µs an all-reduce of n workers; ×: how many times faster Tutti is")
+    for heading in ("size", "n", "Gloo", "MPI", "Tutti", "copied in", "× Gloo", "× MPI"):
         table.add_column(heading, justify="right")
     for row in rows:
         times = [_us(row["seconds"].get(way)) for way in ("gloo", "mpi", "tutti", "tutti-copied")]
@@ -152,8 +144,3 @@ def _times(ratio: float | None) -> str:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes // 1024} KiB" if num_bytes < 2**20 else f"{num_bytes // 2**20} MiB"
-
-
-def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(rows, indent=2) + "\n")

@@ -1,7 +1,6 @@
 """`tutti doctor`: what this machine has, and what it lacks."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tutti.bench.under_mpi import available as mpi_available
+from tutti.cli.json_file import check_writable, write_json
 
 
 class Finding(NamedTuple):
@@ -28,14 +28,14 @@ class Finding(NamedTuple):
 
 def doctor(json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings here.")] = None) -> None:
     """Show what Tutti finds on this machine: torch, backends, cores, shared memory, network, the lab."""
+    check_writable(json_file)
     findings = examine()
     table = Table(show_header=False)
     mark = {True: "[green]✓[/]", False: "[yellow]✗[/]", None: " "}
     for finding in findings:
         table.add_row(mark[finding.ok], finding.what, finding.detail)
     Console().print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps([finding._asdict() for finding in findings], indent=2) + "\n")
+    write_json(json_file, [finding._asdict() for finding in findings])
 
 
 def examine() -> list[Finding]:

@@ -24,6 +24,8 @@ def run(
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script '{script}' in {Path.cwd()}.")
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"--timeout takes a number of seconds above 0, got {timeout:g}.")
     environment = {}
     if strategy is not None:
         environment["TUTTI_STRATEGY"] = str(parse(strategy))

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tutti.cli.json_file import check_writable, write_json
 from tutti.errors import ConfigError, TuttiError
 from tutti.launch import launch
 from tutti.recipes import RECIPES, recipe
@@ -53,19 +55,23 @@ def train(
         seed=seed,
         double=check,
     )
+    check_writable(json_file)
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     made.data(data)  # A missing file is better said once, here, than by every worker.
     folder = _new_folder(name or f"{made.name}-{workers}x-{time.strftime('%Y%m%d-%H%M%S')}")
     console = Console()
     outcome = _run(task, workers, folder / "metrics.jsonl", console)
-    summary: dict[str, Any] = {"recipe": made.name, "strategy": task.strategy, "workers": workers, **outcome.as_dict()}
+    summary: dict[str, Any] = {
+        **{"recipe": made.name, "options": options, "strategy": task.strategy, "workers": workers, "seed": seed},
+        **{"epochs": epochs or made.epochs, "double": check, "torch": torch.__version__},
+        **outcome.as_dict(),
+    }
     console.print(_table(summary))
     if check:
         summary["check"] = _compare(task, workers, outcome, console)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary, indent=2) + "\n")
+    write_json(json_file, summary)
     console.print(f"recorded in {folder}")
     _judge(summary, complete=epochs is None or epochs >= made.epochs)
 
@@ -129,7 +135,7 @@ def _table(summary: dict[str, Any]) -> Table:
     rate = summary["samples"] / summary["seconds"]
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
-        ("last loss", f"{summary['loss']:.4f}"),
+        ("last loss, of rank 0's part", f"{summary['loss']:.4f}"),
         ("steps", f"{summary['steps']:,}"),
         ("time", f"{summary['seconds']:.1f} s"),
         ("samples/s", f"{rate:,.0f}"),

@@ -54,7 +54,10 @@ def launch(
     if IMPORTING in os.environ:
         return []
     if VARIABLE in os.environ:
-        raise ConfigError("launch was called inside a worker: workers cannot start workers.")
+        raise ConfigError(
+            "launch was called inside a worker: workers cannot start workers. A script that calls launch is started "
+            "with python; under tutti run or torchrun, call the function itself."
+        )
     environment = {}
     if timeout is not None:
         environment["TUTTI_TIMEOUT"] = str(timeout.total_seconds())

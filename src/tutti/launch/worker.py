@@ -11,7 +11,7 @@ from multiprocessing import spawn
 from types import TracebackType
 from typing import Any
 
-from tutti.errors import RankLost
+from tutti.errors import NonFiniteLoss, RankLost
 from tutti.launch.link import IMPORTING, PARENT, Failure, Link
 
 _PR_SET_PDEATHSIG = 1
@@ -64,7 +64,8 @@ def _die_with(parent: int) -> None:
 def _describe(error: BaseException) -> Failure:
     trace = _own_part(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))
-    return Failure(f"failed: {type(error).__name__}: {error}", text, isinstance(error, RankLost))
+    knock_on = isinstance(error, RankLost) or (isinstance(error, NonFiniteLoss) and error.elsewhere)
+    return Failure(f"failed: {type(error).__name__}: {error}", text, knock_on)
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:

@@ -21,5 +21,6 @@ def parse(text: str) -> Strategy:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"strategy '{text}' is not of the form name:key=number, such as native:bucket_bytes=1."
+            f"strategy '{text}' is not of the form name:key=number, such as native:bucket_bytes=1000000, or it has no "
+            "such key."
         ) from None

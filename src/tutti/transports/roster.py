@@ -128,7 +128,7 @@ class Roster:
         self._mark("fled")
         return DeadlineExceeded(
             f"rank {self.rank}: waited {self.timeout.total_seconds():g} s for {what}, and no rank is known to be "
-            "gone. If the work is just slow, call tutti.init(timeout=...) with more."
+            "gone. If the work is just slow, give more: tutti.init(timeout=...), tutti run --timeout or TUTTI_TIMEOUT."
         )
 
     def await_keys(self, keys: list[str], what: str) -> None:

@@ -280,7 +280,7 @@ class SharedMemoryTransport(Transport):
                 raise self.roster.loss(gone)
             if time.monotonic() > deadline:
                 late = np.flatnonzero(self._flags.counters[slots] < value).tolist()
-                raise self.roster.overdue(f"ranks {', '.join(map(str, late))} to reach reduction {value - 1}")
+                raise self.roster.overdue(f"rank {', '.join(map(str, late))} to take part in all-reduce {value - 1}")
 
     def _closed_ranks(self) -> dict[int, str]:
         closed = np.flatnonzero(self._flags.counters[self._ready + (_CLOSED - _READY)]).tolist()
