@@ -27,7 +27,7 @@ Batch = list[int]
 def shard(
     data: Dataset[Any] | DataLoader[Any] | Iterable[Any], *, seed: int = 0, world: World | None = None
 ) -> "ShardedLoader | ShardedDataset | ShardedIterable":
-    """This rank's part of `data`, to iterate over once per epoch.
+    """This rank's part of `data`, to iterate over once per epoch. Make it once: it counts the epochs.
 
     Args:
         data: a DataLoader, whose batch size, workers, collation and pinning are kept (the batch size is
