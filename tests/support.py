@@ -15,6 +15,9 @@ from tutti.world import World
 
 TRANSPORTS = ("process_group", "shared_memory")
 
+LEVELS = (*TRANSPORTS, "hosts")
+"""And "hosts": ranks spread over several hosts, two on each as far as they go."""
+
 TIMEOUT = timedelta(seconds=20)
 
 
@@ -24,7 +27,8 @@ def run_threads(
     """`function(world, *args)` on `size` ranks; their results, or the exceptions they raised, by rank."""
     store = HashStore()
     results: list[Any] = [None] * size
-    peers = [Peer.me(rank, "host", "host") for rank in range(size)]
+    hosts = [f"host{rank // 2 if transport == 'hosts' else 0}" for rank in range(size)]
+    peers = [Peer.me(rank, host, host) for rank, host in enumerate(hosts)]
 
     def work(rank: int) -> None:
         try:
@@ -59,7 +63,8 @@ class _world:
 
     def __enter__(self) -> World:
         roster = self._roster
-        link = AloneTransport(roster.timeout) if roster.size == 1 else connect(roster, kind=self._transport)
+        kind = "auto" if self._transport == "hosts" else self._transport
+        link = AloneTransport(roster.timeout) if roster.size == 1 else connect(roster, kind=kind)
         self.world = World(roster.rank, roster.size, roster.rank, "host", link, leave=roster.leave)
         return self.world
 

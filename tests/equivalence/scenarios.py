@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tutti.job import distribute
 from tutti.strategies import AllReduce, Strategy
+from tutti.strategies.allreduce import NAMES
 from tutti.world import World
 
 _one_at_a_time = Lock()  # Ranks that are threads share torch's generator.
@@ -25,7 +26,10 @@ _one_at_a_time = Lock()  # Ranks that are threads share torch's generator.
 STEPS = 20
 BATCH = 24
 
-EXACT: dict[str, Strategy] = {"allreduce": AllReduce(), "allreduce, many buckets": AllReduce(bucket_bytes=300)}
+OWN: dict[str, Strategy] = {"allreduce": AllReduce(), "allreduce, many buckets": AllReduce(bucket_bytes=300)}
+"""What each transport does in a way of its own."""
+
+EXACT: dict[str, Strategy] = {**OWN, **{name: AllReduce(name, 1000) for name in NAMES if name != "native"}}
 """Strategies that must match one worker. A strategy joins by being listed."""
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {

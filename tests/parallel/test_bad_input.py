@@ -8,6 +8,7 @@ from support import TRANSPORTS, run_ok, run_threads
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost, ReplicaMismatch, UnknownName
 from tutti.job import distribute
 from tutti.strategies import AllReduce, parse
+from tutti.strategies.allreduce import NAMES
 from tutti.world import World
 
 both = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -95,12 +96,12 @@ def test_a_text_for_a_strategy() -> None:
 
 
 def test_an_unknown_strategy() -> None:
-    with pytest.raises(UnknownName, match=r"unknown strategy 'nativ'. Did you mean 'native'\? Known: native"):
+    with pytest.raises(UnknownName, match=r"unknown strategy 'nativ'. Did you mean 'native'\? Known: auto, butterfly"):
         parse("nativ")
 
 
 def test_strategies_print_as_the_text_that_makes_them() -> None:
-    for strategy in (AllReduce(), AllReduce(bucket_bytes=7)):
+    for strategy in (AllReduce(), AllReduce(bucket_bytes=7), *map(AllReduce, NAMES), AllReduce("ring", 7)):
         assert parse(str(strategy)) == strategy
     assert str(AllReduce()) == "native"
 

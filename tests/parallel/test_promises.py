@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from threading import Lock
 
@@ -443,13 +442,12 @@ def test_a_gradient_that_was_thrown_away_is_not_missed(transport: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # Of the reference cycle it makes.
 def test_a_graph_of_the_gradient(transport: str) -> None:
     def train(world: World) -> list[Tensor | None]:
         model = net()
         distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of the reference cycle this makes.
-            F.cross_entropy(model(mine(world)), mine(world, Y)).backward(create_graph=True)
+        F.cross_entropy(model(mine(world)), mine(world, Y)).backward(create_graph=True)
         found = [grad.detach() for grad in grads(model)]
         model.zero_grad()
         return found

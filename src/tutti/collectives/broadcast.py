@@ -1,26 +1,15 @@
-"""Give every rank what rank 0 has."""
+"""Give every rank what rank 0 has, many tensors at a time."""
 
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from tutti.collectives.steps import on_flat, run
+from tutti.collectives.tree import broadcast
 from tutti.transports import Transport
 
 _CHUNK_BYTES = 32 * 2**20
-
-
-def broadcast(tensor: Tensor, transport: Transport, tag: int = 0) -> None:
-    """Overwrite `tensor` on every rank with rank 0's, along a binomial tree: log2(size) hops."""
-    rank, size = transport.rank, transport.size
-    hop = 1
-    while hop < size:
-        hop *= 2
-    while hop := hop // 2:
-        if rank % (2 * hop) == 0 and rank + hop < size:
-            transport.isend(tensor, rank + hop, tag).wait()
-        elif rank % (2 * hop) == hop:
-            transport.irecv(tensor, rank - hop, tag).wait()
 
 
 def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
@@ -29,7 +18,7 @@ def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
         return
     for group in _groups(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        broadcast(flat, transport)
+        run(on_flat(broadcast)(flat, transport))
         for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tutti.collectives.broadcast import broadcast
+from tutti.collectives.steps import run
+from tutti.collectives.tree import broadcast
 from tutti.transports import Transport
 
 
@@ -28,10 +29,10 @@ def share_json(value: Any, transport: Transport) -> Any:
 def _share(value: Any, transport: Transport) -> Any:
     data = _encode(value) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = torch.tensor([data.numel()], device="cpu")
-    broadcast(length, transport)
+    run(broadcast(length, transport))
     if transport.rank != 0:
         data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    broadcast(data, transport)
+    run(broadcast(data, transport))
     return _decode(data)
 
 

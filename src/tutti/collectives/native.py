@@ -2,12 +2,24 @@
 
 from torch import Tensor
 
+from tutti.cluster import Link
+from tutti.collectives.hierarchical import hierarchical
+from tutti.collectives.ring import ring_cost
 from tutti.errors import ConfigError
-from tutti.transports import AllReduces, Transport
+from tutti.transports import AllReduces, HostsTransport, Transport
+from tutti.transports.base import Steps
 
 
-def native(tensor: Tensor, transport: Transport) -> None:
-    """Replace `tensor` by its sum over ranks, in whatever way the transport does best."""
-    if not isinstance(transport, AllReduces):
-        raise ConfigError(f"{type(transport).__name__} has no all-reduce of its own.")
-    transport.all_reduce(tensor).wait()
+def native(tensor: Tensor, transport: Transport) -> Steps:
+    """Sum over ranks, in place, in whatever way the transport does best."""
+    if isinstance(transport, HostsTransport):
+        yield from hierarchical(tensor, transport)
+    elif isinstance(transport, AllReduces):
+        yield transport.all_reduce(tensor)
+    else:
+        raise ConfigError(f"{type(transport).__name__} has no all-reduce of its own; name another algorithm.")
+
+
+def native_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
+    """As the ring, which is what Gloo, NCCL and Open MPI all use for large messages."""
+    return ring_cost(num_ranks, num_bytes, link)

@@ -1,8 +1,10 @@
 """`init`: meet the other ranks and choose how to talk to them."""
 
 import atexit
+import fcntl
 import os
 import socket
+import struct
 import sys
 import time
 from dataclasses import replace
@@ -18,11 +20,14 @@ from tutti.launch.environment import LOOPBACK, Place, read
 from tutti.strategies import parse
 from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT
+from tutti.transports.hosts import HostsTransport, hosts_are_shared, shared_where_possible
 from tutti.transports.roster import wait_for_keys
 from tutti.world import World, current_world, set_world
 
 _generations = count()
 """Worlds of one process, one after the other, meet under names of their own."""
+
+_SIOCGIFADDR = 0x8915
 
 TransportKind = Literal["auto", "process_group", "shared_memory"]
 
@@ -61,13 +66,15 @@ def init(*, timeout: timedelta | None = None, transport: TransportKind | None = 
     return set_world(world)
 
 
-def connect(roster: Roster, address: str | None = LOOPBACK, kind: str = "auto") -> Transport:
+def connect(roster: Roster, address: str = LOOPBACK, kind: str = "auto") -> Transport:
     """A transport to everyone in `roster`. Collective."""
     transport = ProcessGroupTransport(roster, address=address)
-    if kind == "shared_memory" or (kind == "auto" and roster.one_host and hasattr(os, "memfd_create")):
+    if kind == "shared_memory":
         from tutti.transports.shared_memory import SharedMemoryTransport  # Costs a compiler's import.
 
         return SharedMemoryTransport(transport)
+    if kind == "auto":
+        return HostsTransport(transport) if hosts_are_shared(transport) else shared_where_possible(transport)
     return transport
 
 
@@ -158,17 +165,30 @@ def _listener(address: str, port: int) -> int:
     return listener.detach()
 
 
-def _listen_address(place: Place, roster: Roster) -> str | None:
+def _listen_address(place: Place, roster: Roster) -> str:
     """Where this rank's own sockets listen: loopback on one host, else the address that faces rank 0."""
     if roster.one_host:
         return LOOPBACK
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return None
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return _address_of(names.split(",")[0])
     assert place.address is not None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.address, place.port or 1))  # Sends nothing: it only picks a route.
         address = probe.getsockname()[0]
-    return None if address.startswith("127.") else address
+    return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of a network interface."""
+    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+    except OSError as error:
+        known = ", ".join(name for _, name in socket.if_nameindex())
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME names '{interface}', which has no address here ({error.strerror}). Known: {known}."
+        ) from None
 
 
 def _host_id() -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tutti.collectives import native
+from tutti.collectives import native, run
 from tutti.errors import ConfigError
 from tutti.replica.samples import Draws
 from tutti.transports import Transport, suited
@@ -114,5 +114,5 @@ class _Normalise(torch.autograd.Function):
 
 
 def _summed(tensor: Tensor, transport: Transport) -> Tensor:
-    native(tensor, transport)
+    run(native.steps(tensor, transport))
     return tensor

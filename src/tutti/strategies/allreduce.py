@@ -1,23 +1,29 @@
 """All-reduce of gradients, bucket by bucket, while backward still runs."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from tutti.collectives import ALGORITHMS, Collective, choices
+from tutti.collectives.mean import own_weight, share_weights, weigh
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.state import share_buffers
 from tutti.strategies.base import Exchange, Strategy
-from tutti.transports import AllReduces, Averages, Transport, Work
-from tutti.transports.base import Finished
+from tutti.transports import AllReduces, Averages, HostsTransport, Transport, Work
+from tutti.transports.base import Finished, Steps
+from tutti.transports.hosts import hosts_are_shared
 
-Algorithm = Literal["native"]
+Algorithm = Literal[
+    "native", "auto", "ring", "ring_blocking", "tree", "butterfly", "recursive_doubling", "hierarchical"
+]
 
-ALGORITHMS: tuple[Algorithm, ...] = ("native",)
+NAMES: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,8 @@ class AllReduce(Strategy):
     """Every step, every rank gets the mean of all gradients, weighted by samples (Li et al. 2020).
 
     Args:
-        algorithm: how the sum travels. "native" is the transport's own way.
+        algorithm: how the sum travels. "native" is the transport's own way, "auto" measures the link and takes the
+            cheapest for each bucket, and the others are those of `tutti.collectives`.
         bucket_bytes: gradients that travel together. More start sooner if it is smaller, and each
             costs less if it is larger.
     """
@@ -35,15 +42,17 @@ class AllReduce(Strategy):
 
     def __post_init__(self) -> None:
         mistakes = []
-        if self.algorithm not in ALGORITHMS:
-            mistakes.append(f"algorithm '{self.algorithm}' is not one of {', '.join(ALGORITHMS)}")
+        if self.algorithm not in NAMES:
+            mistakes.append(f"algorithm '{self.algorithm}' is not one of {', '.join(NAMES)}")
         if self.bucket_bytes < 1:
             mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
         if mistakes:
             raise ConfigError(f"AllReduce: {'; '.join(mistakes)}.")
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
-        return AllReduceExchange(replica, transport, self.bucket_bytes)
+        if self.algorithm == "hierarchical" and hosts_are_shared(transport):
+            transport = transport if isinstance(transport, HostsTransport) else HostsTransport(transport)
+        return AllReduceExchange(replica, transport, self.algorithm, self.bucket_bytes)
 
     def __str__(self) -> str:
         default = type(self)(self.algorithm)
@@ -84,38 +93,60 @@ class _DirectMean:
 class _CountedMean:
     """The transport sums: ranks tell each other their weights first, while backward goes on."""
 
-    def __init__(self, transport: AllReduces, rank: int, size: int) -> None:
+    def __init__(self, transport: Transport, all_reduce: Callable[[Tensor], Work]) -> None:
         self._transport = transport
-        self._rank, self._size = rank, size
+        self._all_reduce = all_reduce
 
     def begin(self, weight: float) -> Work:
-        self._weights = torch.zeros(self._size, dtype=torch.float64, device="cpu")
-        self._weights[self._rank] = weight
-        return self._transport.all_reduce(self._weights)
+        self._weights = own_weight(weight, self._transport)
+        return self._all_reduce(self._weights)
 
     def start(self, tensor: Tensor) -> Work:
-        weights = self._weights
-        if bad := torch.isnan(weights).nonzero().flatten().tolist():
-            raise WeightRefused(bad)
-        if (weights != weights[0]).any():
-            share = weights[self._rank] * self._size / weights.sum()
-            if share == 0:
-                tensor.zero_()  # Not a product: whatever is in there must not count, NaN included.
-            else:
-                tensor.mul_(float(share))
-        return self._transport.all_reduce(tensor)
+        weigh(tensor, self._weights, self._transport.rank)
+        return self._all_reduce(tensor)
 
     def finish(self, tensor: Tensor) -> None:
-        tensor.div_(self._size)
+        tensor.div_(self._transport.size)
+
+
+class _SteppedMean:
+    """A collective sums, step by step, beside backward: the weights first, then bucket after bucket."""
+
+    def __init__(self, transport: Transport, choose: Callable[[int], Collective]) -> None:
+        self._transport = transport
+        self._choose = choose
+
+    def begin(self, weight: float) -> Work:
+        self._weights = own_weight(weight, self._transport)
+        self._transport.start(share_weights(self._weights, self._transport))
+        return Finished()  # Steps are taken in order: nobody has to wait for these.
+
+    def start(self, tensor: Tensor) -> Work:
+        filled = torch.cuda.Event() if tensor.is_cuda else None
+        if filled is not None:
+            filled.record()
+        return self._transport.start(self._steps(tensor, self._weights, filled))
+
+    def finish(self, tensor: Tensor) -> None:
+        return None
+
+    def _steps(self, tensor: Tensor, weights: Tensor, filled: torch.cuda.Event | None) -> Steps:
+        if filled is not None:
+            filled.synchronize()  # This is another thread than the one that fills buckets.
+        weigh(tensor, weights, self._transport.rank)
+        yield from self._choose(tensor.nbytes).steps(tensor, self._transport)
+        tensor.div_(self._transport.size)
+        if filled is not None:
+            torch.cuda.synchronize(tensor.device)
 
 
 class AllReduceExchange(Exchange):
     """Starts a bucket's reduction as soon as the bucket is full, and waits for all at the end of backward."""
 
-    def __init__(self, replica: Replica, transport: Transport, bucket_bytes: int) -> None:
+    def __init__(self, replica: Replica, transport: Transport, algorithm: Algorithm, bucket_bytes: int) -> None:
         super().__init__(replica, transport)
         alone = transport.size == 1
-        self._mean = _mean_over(transport)
+        self._mean = _mean_over(transport, algorithm)
         self._weights_known: Work = Finished()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []
@@ -173,9 +204,11 @@ class AllReduceExchange(Exchange):
         return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
 
 
-def _mean_over(transport: Transport) -> _Mean:
-    if isinstance(transport, Averages):
+def _mean_over(transport: Transport, algorithm: Algorithm) -> _Mean:
+    if algorithm == "auto":
+        return _SteppedMean(transport, choices(transport).best)
+    if algorithm == "native" and isinstance(transport, Averages):
         return _DirectMean(transport)
-    if isinstance(transport, AllReduces):
-        return _CountedMean(transport, transport.rank, transport.size)
-    raise ConfigError(f"{type(transport).__name__} has no all-reduce of its own.")
+    if algorithm == "native" and isinstance(transport, AllReduces):
+        return _CountedMean(transport, transport.all_reduce)
+    return _SteppedMean(transport, lambda num_bytes: ALGORITHMS[algorithm])

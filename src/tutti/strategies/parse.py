@@ -1,12 +1,13 @@
 """The grammar of strategies at the command line: `name` or `name:key=number,key=number`."""
 
 from collections.abc import Callable
+from functools import partial
 
 from tutti.errors import ConfigError, UnknownName
-from tutti.strategies.allreduce import AllReduce
+from tutti.strategies.allreduce import NAMES, AllReduce
 from tutti.strategies.base import Strategy
 
-STRATEGIES: dict[str, Callable[..., Strategy]] = {"native": AllReduce}
+STRATEGIES: dict[str, Callable[..., Strategy]] = {name: partial(AllReduce, name) for name in NAMES}
 
 
 def parse(text: str) -> Strategy:

@@ -1,7 +1,8 @@
 """Moving tensors between ranks."""
 
 from tutti.transports.alone import AloneTransport
-from tutti.transports.base import ANY, AllReduces, Averages, SharesMemory, Transport, Work, suited
+from tutti.transports.base import ANY, AllReduces, Averages, Broadcasts, SharesMemory, Transport, Work, suited
+from tutti.transports.hosts import HostsTransport
 from tutti.transports.process_group import ProcessGroupTransport
 from tutti.transports.roster import Peer, Roster
 
@@ -10,6 +11,8 @@ __all__ = [
     "AllReduces",
     "AloneTransport",
     "Averages",
+    "Broadcasts",
+    "HostsTransport",
     "Peer",
     "ProcessGroupTransport",
     "Roster",

@@ -1,11 +1,12 @@
 """The transport of a world of one: opens nothing, talks to nobody."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch import Tensor
 
 from tutti.errors import ConfigError
-from tutti.transports.base import DEFAULT_TIMEOUT, Finished, Transport, Work
+from tutti.transports.base import DEFAULT_TIMEOUT, Finished, Steps, Transport, Work
 
 
 class AloneTransport(Transport):
@@ -13,6 +14,7 @@ class AloneTransport(Transport):
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self.rank, self.size, self.timeout, self.bytes_sent = 0, 1, timeout, 0
+        self.hosts = ("here",)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         raise ConfigError(f"rank 0: there is no rank {dst} to send to in a world of one.")
@@ -23,8 +25,13 @@ class AloneTransport(Transport):
     def all_reduce(self, tensor: Tensor) -> Work:
         return Finished()
 
-    def channel(self, name: str) -> "AloneTransport":
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "AloneTransport":
         return AloneTransport(self.timeout)
+
+    def start(self, steps: Steps) -> Work:
+        for work in steps:
+            work.wait()
+        return Finished()
 
     def close(self) -> None:
         return None

@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Protocol, Self, runtime_checkable
 
@@ -45,6 +46,10 @@ class Finished(Work):
         return None
 
 
+Steps = Generator[Work, None, None]
+"""A collective on its way: it yields each piece of work that must be done before it can go on."""
+
+
 class Transport(ABC):
     """Moves tensors between ranks. Passed to whoever needs it, never looked up.
 
@@ -53,6 +58,8 @@ class Transport(ABC):
 
     rank: int
     size: int
+    hosts: tuple[str, ...]
+    """The host of each rank, by rank: equal where ranks can share memory."""
     timeout: timedelta
     bytes_sent: int
     """Bytes of tensor data this rank has sent, or made others read, through this transport."""
@@ -66,8 +73,19 @@ class Transport(ABC):
         """Start receiving into `tensor` from rank `src`, or from `ANY`."""
 
     @abstractmethod
-    def channel(self, name: str) -> "Transport":
-        """An independent conversation between the same ranks. All ranks open the same names in the same order."""
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "Transport":
+        """An independent conversation between the same ranks, or between some of them, numbered in the order given.
+
+        Collective: those ranks open the same names in the same order.
+        """
+
+    @abstractmethod
+    def start(self, steps: Steps) -> Work:
+        """Take `steps` beside the caller, when those started before are done.
+
+        From the first call on, all that is sent and received through this transport is in such steps,
+        except while none are under way.
+        """
 
     def now(self) -> float:
         """Seconds on this rank's clock: the machine's, unless a transport has a clock of its own."""
@@ -75,6 +93,10 @@ class Transport(ABC):
 
     def elapse(self, seconds: float) -> None:
         """Let `seconds` of computation pass: nothing to do where time passes by itself."""
+        return None
+
+    def interrupt(self) -> None:
+        """Make whoever waits, in whatever thread, stop waiting: the first half of `close`."""
         return None
 
     @abstractmethod
@@ -113,6 +135,15 @@ class Averages(Protocol):
         With equal weights it is the sum divided by the number of ranks, to the bit. A rank of
         weight 0 contributes nothing, NaN included.
         """
+        ...
+
+
+@runtime_checkable
+class Broadcasts(Protocol):
+    """A transport that hands out rank 0's tensor better than messages could."""
+
+    def broadcast(self, tensor: Tensor) -> Work:
+        """Overwrite `tensor` on every rank with rank 0's, to the bit."""
         ...
 
 

@@ -1,33 +1,38 @@
-"""torch's own process groups as a transport: Gloo between any hosts, NCCL between GPUs.
+"""Sockets and torch's own process groups as one transport: Gloo sums between any hosts, NCCL between GPUs.
 
-Groups are built directly on a store, never through torch's default group, so a script may use
+Messages do not go through Gloo, which cannot say whether one has arrived, nor stop waiting for it. Groups are built
+directly on a store, never through torch's default group, so a script may use
 `torch.distributed` for itself and several generations or channels can live side by side.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tutti.errors import ConfigError
-from tutti.transports.base import ANY, Transport, Work
+from tutti.transports.background import Background
+from tutti.transports.base import ANY, Steps, Transport, Work
 from tutti.transports.roster import Roster
+from tutti.transports.sockets import Messenger, Receiving
 
 LOOPBACK = "127.0.0.1"
 """Where a run on one host listens."""
 
+_WIDER = {torch.int16: torch.int32, torch.bool: torch.int32}
+"""What Gloo cannot add, and what it is added in: it wraps, or is true, as it would have been."""
+
 
 class _GroupWork(Work):
-    """A torch work object; CUDA tensors that Gloo cannot send are staged through `host`."""
+    """A torch work object."""
 
-    def __init__(self, work: dist.Work, roster: Roster, tensor: Tensor, host: Tensor | None = None) -> None:
+    def __init__(self, work: dist.Work, roster: Roster, then: Callable[[], object] = lambda: None) -> None:
         self._work: dist.Work | None = work
         self._roster = roster
-        self._tensor = tensor
-        self._host = host
+        self._then = then
 
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -40,18 +45,25 @@ class _GroupWork(Work):
             work.wait(self._roster.timeout)
         except RuntimeError as error:
             raise self._roster.explain(error) from error
-        if self._host is not None:
-            self._tensor.copy_(self._host)
+        self._then()
 
 
-class _ReceiveFromAny(_GroupWork):
-    """A receive that learns its source by finishing."""
+class _Staged(Work):
+    """A message received in host memory, for a tensor that is elsewhere or laid out otherwise."""
+
+    def __init__(self, receiving: Receiving, tensor: Tensor) -> None:
+        self._receiving: Receiving | None = receiving
+        self._host, self._tensor = receiving.tensor, tensor
+
+    def done(self) -> bool:
+        return self._receiving is None or self._receiving.done()
 
     def wait(self) -> None:
-        work = self._work
-        super().wait()
-        if work is not None:
-            self._source = work._source_rank()
+        if self._receiving is not None:
+            self._receiving.wait()
+            self._source = self._receiving.src
+            self._receiving = None
+            self._tensor.copy_(self._host)
 
     @property
     def source(self) -> int:
@@ -60,79 +72,108 @@ class _ReceiveFromAny(_GroupWork):
 
 
 class ProcessGroupTransport(Transport):
-    """Gloo for CPU tensors and for ranks that share a GPU, NCCL where each rank has its own GPU."""
+    """Messages over TCP; sums by Gloo, or by NCCL where each rank has a GPU of its own."""
 
-    def __init__(self, roster: Roster, *, address: str | None = LOOPBACK, name: str = "tutti") -> None:
-        """Connect to every rank of `roster`.
+    def __init__(self, roster: Roster, *, address: str = LOOPBACK, name: str = "tutti") -> None:
+        """Talk to every rank of `roster`. Connections are made when they are needed.
 
         Args:
-            address: where to listen: an address of this host, or None to let torch choose (it then
-                honours GLOO_SOCKET_IFNAME).
-            name: distinguishes the group from others on the same store.
+            address: where to listen: an address of this host.
+            name: distinguishes the conversation from others on the same store.
         """
-        self.rank, self.size = roster.rank, roster.size
+        self.rank, self.size, self.hosts = roster.rank, roster.size, roster.hosts
         self.timeout, self.bytes_sent = roster.timeout, 0
         self.roster = roster
-        self._address = address
         self.name = name
+        self._address = address
         self._store = dist.PrefixStore(name, roster.store)
-        self._gloo: Any = self._connect_gloo()  # torch's stubs know neither its methods nor its options.
+        self._messenger = Messenger(roster, address, name)
+        self._background = Background(f"{name} of rank {roster.me}")
+        self._gloo: Any = None  # torch's stubs know neither its methods nor its options.
         self._nccl: Any = None
         self._own_gpu: bool | None = None
-        self._num_channels = 0
-        self._channels: WeakSet[ProcessGroupTransport] = WeakSet()
+        self._closed = False
+        self._num_channels: Counter[str] = Counter()
+        self._channels: list[ProcessGroupTransport] = []
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         self._check_peer(dst)
         self.bytes_sent += tensor.nbytes
-        data = tensor.detach().contiguous().cpu()
-        return _GroupWork(self._start(self._group.send, [data], dst, tag), self.roster, data)
+        return self._messenger.send(tensor.detach().contiguous().cpu(), dst, tag)
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
-        direct = tensor.is_contiguous() and tensor.device.type == "cpu"
-        data = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-        host = None if direct else data
-        if src == ANY:
-            return _ReceiveFromAny(self._start(self._group.recv_anysource, [data], tag), self.roster, tensor, host)
-        self._check_peer(src)
-        return _GroupWork(self._start(self._group.recv, [data], src, tag), self.roster, tensor, host)
+        if src != ANY:
+            self._check_peer(src)
+        if tensor.is_contiguous() and tensor.device.type == "cpu":
+            return self._messenger.receive(tensor, src, tag)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return _Staged(self._messenger.receive(host, src, tag), tensor)
 
     def all_reduce(self, tensor: Tensor) -> Work:
+        if self._closed:
+            raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
         self.bytes_sent += 2 * (self.size - 1) * tensor.nbytes // self.size
         if tensor.is_cuda and self._has_own_gpu(tensor):
-            return _GroupWork(self._start(self._connect_nccl(tensor).allreduce, [tensor]), self.roster, tensor)
-        if tensor.is_complex():
-            return self.all_reduce(torch.view_as_real(tensor))
-        return _GroupWork(self._start(self._group.allreduce, [tensor]), self.roster, tensor)
+            return self._reduce(self._connect_nccl(tensor), tensor)
+        data = tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
+        flat = torch.view_as_real(data) if data.is_complex() else data
+        if data.data_ptr() == tensor.data_ptr():
+            return self._reduce(self._connect_gloo(), flat)
+        return self._reduce(self._connect_gloo(), flat, lambda: tensor.copy_(data))
 
-    def channel(self, name: str) -> "ProcessGroupTransport":
-        self._num_channels += 1
-        full_name = f"{self.name}/{name}.{self._num_channels}"
-        made = ProcessGroupTransport(self.roster, address=self._address, name=full_name)
-        self._channels.add(made)
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "ProcessGroupTransport":
+        roster = self.roster if ranks is None else self.roster.subset(ranks)
+        if ranks is not None:
+            name += f"[{','.join(map(str, ranks))}]"
+        self._num_channels[name] += 1
+        full_name = f"{self.name}/{name}.{self._num_channels[name]}"
+        made = ProcessGroupTransport(roster, address=self._address, name=full_name)
+        self._channels = [*(channel for channel in self._channels if not channel._closed), made]
         return made
 
+    def start(self, steps: Steps) -> Work:
+        return self._background.start(steps)
+
+    def interrupt(self) -> None:
+        self._closed = True
+        self._messenger.interrupt()
+        for channel in self._channels:
+            channel.interrupt()
+
     def close(self) -> None:
+        self.interrupt()
+        self._background.close()  # Its steps may use channels too.
         for channel in self._channels:
             channel.close()
+        self._messenger.close()
         if self._nccl is not None:
             self._nccl.shutdown()
             self._nccl = None
         # Dropping the last reference closes the sockets: peers that wait for this rank fail at once.
         self._gloo = None
 
-    def _connect_gloo(self) -> Any:
-        make: Any = dist.ProcessGroupGloo
-        options = make._Options()
-        options._timeout = self.timeout
-        options._threads = 2
-        options._devices = [
-            make.create_default_device() if self._address is None else make.create_device(hostname=self._address)
-        ]
+    def _reduce(self, group: Any, tensor: Tensor, then: Callable[[], object] = lambda: None) -> Work:
         try:
-            return make(self._store, self.rank, self.size, options)
+            return _GroupWork(group.allreduce([tensor]), self.roster, then)
         except RuntimeError as error:
             raise self.roster.explain(error) from error
+
+    def _connect_gloo(self) -> Any:
+        """Gloo's group, made by all ranks together when they first reduce."""
+        if self._gloo is None:
+            self._store.set(f"gloo/{self.rank}", "1")
+            keys = [f"{self.name}/gloo/{rank}" for rank in range(self.size)]
+            self.roster.await_keys(keys, "all ranks to take part in an all-reduce", also=self._messenger.closed_ranks)
+            make: Any = dist.ProcessGroupGloo
+            options = make._Options()
+            options._timeout = self.timeout
+            options._threads = 2
+            options._devices = [make.create_device(hostname=self._address)]
+            try:
+                self._gloo = make(self._store, self.rank, self.size, options)
+            except RuntimeError as error:
+                raise self.roster.explain(error) from error
+        return self._gloo
 
     def _connect_nccl(self, tensor: Tensor) -> Any:
         if self._nccl is None:
@@ -157,15 +198,3 @@ class ProcessGroupTransport(Transport):
     def _check_peer(self, rank: int) -> None:
         if not 0 <= rank < self.size or rank == self.rank:
             raise ConfigError(f"rank {self.rank}: no peer {rank} in a world of {self.size}.")
-
-    @property
-    def _group(self) -> Any:
-        if self._gloo is None:
-            raise ConfigError(f"rank {self.rank}: this transport is closed.")
-        return self._gloo
-
-    def _start(self, operation: Callable[..., dist.Work], *args: object) -> dist.Work:
-        try:
-            return operation(*args)
-        except RuntimeError as error:
-            raise self.roster.explain(error) from error

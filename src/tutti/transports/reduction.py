@@ -78,9 +78,13 @@ def combine(tensors: Sequence[Tensor], weights: Sequence[float], divisor: float)
     for begin in range(0, tensors[0].numel(), BLOCK):
         pieces = [tensor[begin : begin + BLOCK] for tensor in tensors]
         total = torch.zeros(pieces[0].shape, dtype=wide, device="cpu")
-        for piece, weight in zip(pieces, weights, strict=True):
-            if weight:
-                total += piece if weight == 1 else piece.to(wide) * weight
+        counted = [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight]
+        for number, (piece, weight) in enumerate(counted):
+            scaled = piece if weight == 1 else piece.to(wide) * weight
+            if number:
+                total += scaled
+            else:
+                total.copy_(scaled)  # Not added to zero: -0.0 stays what it is.
         if divisor != 1:
             total /= divisor
         for piece in pieces:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -62,7 +62,11 @@ class Peer:
 
 
 class Roster:
-    """The ranks of one generation and the store through which they met."""
+    """The ranks of one generation, or some of them, and the store through which they met.
+
+    `peers` are in the order of the ranks here; each peer's own `rank` is the one in the whole world, which is what
+    messages name.
+    """
 
     def __init__(self, rank: int, peers: Iterable[Peer], store: Store, timeout: timedelta) -> None:
         self.rank = rank
@@ -75,8 +79,22 @@ class Roster:
         return len(self.peers)
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(peer.host_id for peer in self.peers)
+
+    @property
     def one_host(self) -> bool:
-        return len({peer.host_id for peer in self.peers}) == 1
+        return len(set(self.hosts)) == 1
+
+    @property
+    def me(self) -> int:
+        """This rank's number in the whole world."""
+        return self.peers[self.rank].rank
+
+    def subset(self, ranks: Sequence[int]) -> "Roster":
+        """Some of these ranks, this one among them, in the order given."""
+        assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
+        return Roster(ranks.index(self.rank), [self.peers[rank] for rank in ranks], self.store, self.timeout)
 
     def leave(self) -> None:
         """Tell the others that this rank is done and will answer no more."""
@@ -87,7 +105,7 @@ class Roster:
         me = self.peers[self.rank]
         found = {}
         for peer in self.peers:
-            if peer.rank == self.rank:
+            if peer is me:
                 continue
             if peer.host_id == me.host_id and _start_time(peer.pid) != peer.started:
                 found[peer.rank] = f"its process {peer.pid} on {peer.host} has ended"
@@ -97,19 +115,23 @@ class Roster:
         causes = {rank: how for rank, how in found.items() if not self._marked("fled", rank)}
         return causes or found
 
-    def check(self) -> None:
-        """Raise `RankLost` if anyone is gone."""
-        if gone := self.gone():
-            raise self.loss(gone)
+    def check(self, rank: int | None = None) -> None:
+        """Raise `RankLost` if `rank` is gone or has given up; without a rank, if anyone is gone."""
+        gone = self.gone()
+        if rank is None:
+            if gone:
+                raise self.loss(gone)
+        elif (other := self.peers[rank].rank) in gone or self._marked("left", other) or self._marked("fled", other):
+            raise self.loss(gone, f"rank {other} has given up")
 
     def loss(self, gone: dict[int, str], detail: str = "") -> RankLost:
         """The error for this rank to raise; the others will not blame this rank for leaving with it."""
         self._mark("fled")
         if not gone:
-            return RankLost(f"rank {self.rank}: lost contact with a peer ({detail}). See the other ranks' output.")
+            return RankLost(f"rank {self.me}: lost contact with a peer ({detail}). See the other ranks' output.")
         who = "; ".join(f"rank {rank} is gone: {how}" for rank, how in sorted(gone.items()))
         return RankLost(
-            f"rank {self.rank}: {who}. It failed (see its output), or it took fewer steps than this rank "
+            f"rank {self.me}: {who}. It failed (see its output), or it took fewer steps than this rank "
             "(tutti.shard gives all ranks the same number)."
         )
 
@@ -127,21 +149,22 @@ class Roster:
     def overdue(self, what: str) -> DeadlineExceeded:
         self._mark("fled")
         return DeadlineExceeded(
-            f"rank {self.rank}: waited {self.timeout.total_seconds():g} s for {what}, and no rank is known to be "
+            f"rank {self.me}: waited {self.timeout.total_seconds():g} s for {what}, and no rank is known to be "
             "gone. If the work is just slow, give more: tutti.init(timeout=...), tutti run --timeout or TUTTI_TIMEOUT."
         )
 
-    def await_keys(self, keys: list[str], what: str) -> None:
-        """Wait until all `keys` are in the store, watching that nobody dies meanwhile."""
+    def await_keys(self, keys: list[str], what: str, also: Callable[[], dict[int, str]] = dict) -> None:
+        """Wait until all `keys` are in the store, watching that nobody dies meanwhile, or is gone as `also` says."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not wait_for_keys(self.store, keys, _WATCH_SECONDS):
-            self.check()
+            if gone := self.gone() or also():
+                raise self.loss(gone)
             if time.monotonic() > deadline:
                 raise self.overdue(what)
 
     def _mark(self, state: str) -> None:
         with suppress(DistError):  # The store goes with the launcher: then nobody is left to tell.
-            self.store.set(f"{state}/{self.rank}", "1")
+            self.store.set(f"{state}/{self.me}", "1")
 
     def _marked(self, state: str, rank: int) -> bool:
         try:

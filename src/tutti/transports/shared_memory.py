@@ -16,14 +16,15 @@ import mmap
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from weakref import WeakSet, finalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
-from tutti.transports.base import Finished, Transport, Work
+from tutti.errors import ConfigError, RankLost, ReplicaMismatch, WeightRefused
+from tutti.transports.base import Finished, Steps, Transport, Work
 from tutti.transports.flags import Flags, spins_for
 from tutti.transports.process_group import ProcessGroupTransport
 from tutti.transports.reduction import KERNELS, combine
@@ -121,7 +122,7 @@ class SharedMemoryTransport(Transport):
         if not self.roster.one_host:
             hosts = sorted({peer.host for peer in self.roster.peers})
             raise ConfigError(f"shared memory reaches one host only, but the ranks are on {', '.join(hosts)}.")
-        self.rank, self.size, self.timeout = inner.rank, inner.size, inner.timeout
+        self.rank, self.size, self.hosts, self.timeout = inner.rank, inner.size, inner.hosts, inner.timeout
         self._reduced_bytes = 0
         self._name = f"{inner.name}/memory"
         self._num_segments = 0
@@ -150,21 +151,30 @@ class SharedMemoryTransport(Transport):
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         return self.inner.irecv(tensor, src, tag)
 
-    def channel(self, name: str) -> "SharedMemoryTransport":
-        made = SharedMemoryTransport(self.inner.channel(name))
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SharedMemoryTransport":
+        made = SharedMemoryTransport(self.inner.channel(name, ranks))
         self._channels.add(made)
         return made
 
-    def close(self) -> None:
+    def start(self, steps: Steps) -> Work:
+        return self.inner.start(steps)
+
+    def interrupt(self) -> None:
         if not self._closed:
             self._flags.publish(self._row + _CLOSED, 1)
         self._closed = True
+        for channel in self._channels:
+            channel.interrupt()
+        self.inner.interrupt()
+
+    def close(self) -> None:
+        self.interrupt()
+        self.inner.close()  # From here on no other thread is at work.
         for channel in self._channels:
             channel.close()
         self._pending.clear()
         self._plans.clear()
         self._staging = torch.empty(0, dtype=torch.uint8)
-        self.inner.close()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
@@ -179,12 +189,20 @@ class SharedMemoryTransport(Transport):
 
     def average(self, tensor: Tensor, weight: float) -> Work:
         if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(f"rank {self.rank}: the mean of {tensor.dtype} tensors is not an integer; use a sum.")
+            raise ConfigError(
+                f"rank {self.roster.me}: the mean of {tensor.dtype} tensors is not an integer; use a sum."
+            )
         return self._reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, weight, averaged=True)
+
+    def broadcast(self, tensor: Tensor) -> Work:
+        if tensor.is_cuda:
+            raise ConfigError(f"rank {self.roster.me}: only CPU tensors can be broadcast in shared memory.")
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return self._reduce(real, float(self.rank == 0), averaged=False)  # The sum in which only rank 0 counts.
 
     def _reduce(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
         if self._closed:
-            raise ConfigError(f"rank {self.rank}: this transport is closed.")
+            raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
         plan = self._plan(tensor) if tensor.is_contiguous() else None
         if plan is None:
             return self._reduce_private(tensor, weight, averaged)
@@ -256,7 +274,7 @@ class SharedMemoryTransport(Transport):
             for rank, (numel, kind, place, _) in enumerate(rows.tolist())
         ]
         return ReplicaMismatch(
-            f"rank {self.rank}: all-reduce of tensors that differ in length, dtype or place in shared memory: "
+            f"rank {self.roster.me}: all-reduce of tensors that differ in length, dtype or place in shared memory: "
             f"{'; '.join(asked)}."
         )
 
@@ -275,16 +293,21 @@ class SharedMemoryTransport(Transport):
             return
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not self._flags.wait(slots, value, _CHECK_SECONDS):
+            if self._closed:
+                raise RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
             gone = self.roster.gone() or self._closed_ranks()
             if gone and not self._flags.reached(slots, value):  # It may have gone after doing its part.
                 raise self.roster.loss(gone)
             if time.monotonic() > deadline:
-                late = np.flatnonzero(self._flags.counters[slots] < value).tolist()
+                late = self._names(np.flatnonzero(self._flags.counters[slots] < value))
                 raise self.roster.overdue(f"rank {', '.join(map(str, late))} to take part in all-reduce {value - 1}")
 
     def _closed_ranks(self) -> dict[int, str]:
-        closed = np.flatnonzero(self._flags.counters[self._ready + (_CLOSED - _READY)]).tolist()
-        return {rank: "it has closed this conversation" for rank in closed if rank != self.rank}
+        closed = self._names(np.flatnonzero(self._flags.counters[self._ready + (_CLOSED - _READY)]))
+        return {rank: "it has closed this conversation" for rank in closed if rank != self.roster.me}
+
+    def _names(self, ranks: np.ndarray) -> list[int]:
+        return [self.roster.peers[rank].rank for rank in ranks.tolist()]
 
 
 def _map_all(roster: Roster, name: str, num_bytes: int) -> list[_Memory]:
@@ -311,7 +334,7 @@ def _open(roster: Roster, name: str, rank: int, num_bytes: int) -> _Memory:
     try:
         if os.fstat(file).st_size != num_bytes:
             raise ReplicaMismatch(
-                f"rank {roster.rank}: asked for {num_bytes} bytes of shared memory where rank {rank} asked for "
+                f"rank {roster.me}: asked for {num_bytes} bytes of shared memory where rank {rank} asked for "
                 f"{os.fstat(file).st_size}: the ranks' models differ."
             )
         return _Memory(file, num_bytes)

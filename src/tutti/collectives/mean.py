@@ -1,0 +1,52 @@
+"""Means over ranks, each rank's tensor weighing as much as it says."""
+
+import torch
+from torch import Tensor
+
+from tutti.collectives.collective import Collective, compare
+from tutti.collectives.doubling import recursive_doubling
+from tutti.collectives.steps import run
+from tutti.errors import ConfigError, WeightRefused
+from tutti.transports.base import Steps, Transport
+
+
+def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: float = 1.0) -> None:
+    """Replace `tensor` by its weighted mean over ranks, the same bits on all of them.
+
+    With equal weights it is the sum divided by the number of ranks, to the bit. A rank of weight 0 contributes nothing,
+    NaN included. A weight of NaN raises `WeightRefused` on every rank.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(
+            f"rank {transport.rank}: the mean of {tensor.dtype} tensors is not an integer; use a sum, or convert first."
+        )
+    compare(tensor, transport, f"mean by {algorithm.name}")
+    weights = own_weight(weight, transport)
+    run(share_weights(weights, transport))
+    weigh(tensor, weights, transport.rank)
+    run(algorithm.steps(tensor, transport))
+    tensor.detach().div_(transport.size)
+
+
+def own_weight(weight: float, transport: Transport) -> Tensor:
+    """Room for the weights of all ranks, with this rank's in its place."""
+    weights = torch.zeros(transport.size, dtype=torch.float64, device="cpu")
+    weights[transport.rank] = weight
+    return weights
+
+
+def share_weights(weights: Tensor, transport: Transport) -> Steps:
+    """Fill in what `own_weight` left open."""
+    yield from recursive_doubling(weights, transport)
+
+
+def weigh(tensor: Tensor, weights: Tensor, rank: int) -> None:
+    """Scale this rank's tensor so that the sum over ranks is the weighted mean times their number."""
+    if bad := torch.isnan(weights).nonzero().flatten().tolist():
+        raise WeightRefused(bad)
+    if (weights != weights[0]).any():
+        share = float(weights[rank] * len(weights) / weights.sum())
+        if share == 0:
+            tensor.detach().zero_()  # Not a product: whatever is in there must not count, NaN included.
+        else:
+            tensor.detach().mul_(share)

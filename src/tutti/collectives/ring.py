@@ -1,0 +1,103 @@
+"""Rings: every rank talks to its two neighbours only, and all links carry the same, all the time.
+
+The tensor is cut into one block per rank. Blocks travel round the ring once and are added up on the way, then once more
+to be handed out (Patarasuk & Yuan 2009). `ring` cuts blocks into chunks and passes each on as soon as it is added, so
+that a link is busy while its ends compute; `ring_blocking` sends and receives in turns, as programs with blocking calls
+must.
+"""
+
+from collections import deque
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from tutti.cluster import Link
+from tutti.collectives.steps import parts
+from tutti.transports.base import Steps, Transport, Work
+
+_CHUNK_BYTES = 128 * 2**10
+_AHEAD = 4
+"""Receives that are under way at once, so that the next chunk has somewhere to go while one is added."""
+
+
+def ring(flat: Tensor, transport: Transport) -> Steps:
+    """Sum over ranks, in place."""
+    num_adds = transport.size - 1
+    yield from _pass_on(flat, transport, transport.rank, num_adds, 2 * num_adds)
+
+
+def ring_blocking(flat: Tensor, transport: Transport) -> Steps:
+    """Sum over ranks, in place: in every step even ranks send before they receive, and odd ones the other way round."""
+    rank, size = transport.rank, transport.size
+    blocks = parts(flat.numel(), size)
+    for step in range(2 * (size - 1)):
+        mine, theirs = flat[blocks[(rank - step) % size]], flat[blocks[(rank - step - 1) % size]]
+        received = torch.empty_like(theirs) if step < size - 1 else theirs
+        if rank % 2 == 0:
+            yield transport.isend(mine, (rank + 1) % size)
+            yield transport.irecv(received, (rank - 1) % size)
+        else:
+            yield transport.irecv(received, (rank - 1) % size)
+            yield transport.isend(mine, (rank + 1) % size)
+        if step < size - 1:
+            theirs += received
+
+
+def reduce_scatter(flat: Tensor, transport: Transport) -> Steps:
+    """Sum over ranks; each rank ends with its own part of the sum, and the rest of `flat` is spoilt."""
+    num_steps = transport.size - 1
+    yield from _pass_on(flat, transport, transport.rank - 1, num_steps, num_steps)
+
+
+def all_gather(flat: Tensor, transport: Transport) -> Steps:
+    """Give every rank every other's part of `flat`."""
+    yield from _pass_on(flat, transport, transport.rank, 0, transport.size - 1)
+
+
+def ring_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
+    """2 (P-1) (α + n/P β): the fewest bytes there can be, and many messages."""
+    return 2 * round_cost(num_ranks, num_bytes, link)
+
+
+def ring_blocking_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
+    """4 (P-1) (α + n/P β): a link is used in one direction at a time."""
+    return 2 * ring_cost(num_ranks, num_bytes, link)
+
+
+def round_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
+    """(P-1) (α + n/P β): once round, as `reduce_scatter` and `all_gather` go."""
+    return (num_ranks - 1) * link.seconds(num_bytes / num_ranks)
+
+
+def _pass_on(flat: Tensor, transport: Transport, first: int, num_adds: int, num_steps: int) -> Steps:
+    """Send block `first` to the right and pass on what comes from the left.
+
+    In each of `num_steps` steps the block before the last one arrives: in the first `num_adds` it is added to, after
+    them it is replaced. A block is replaced only after it has been round, so its old content has long been sent.
+    """
+    size = transport.size
+    left, right = (transport.rank - 1) % size, (transport.rank + 1) % size
+    blocks = _chunked(flat, size)
+    coming = [(step, chunk) for step in range(num_steps) for chunk in blocks[(first - step - 1) % size]]
+    sending = [transport.isend(chunk, right) for chunk in (blocks[first % size] if num_steps else [])]
+    arriving: deque[tuple[Tensor, Work]] = deque()
+    asked = iter(coming)
+    for step, chunk in coming:
+        for later, target in islice(asked, _AHEAD - len(arriving)):
+            received = torch.empty_like(target) if later < num_adds else target
+            arriving.append((received, transport.irecv(received, left)))
+        received, work = arriving.popleft()
+        yield work
+        if step < num_adds:
+            chunk.add_(received)
+        if step + 1 < num_steps:
+            sending.append(transport.isend(chunk, right))
+    yield from sending
+
+
+def _chunked(flat: Tensor, num_blocks: int) -> list[list[Tensor]]:
+    """Blocks of chunks, none of them empty."""
+    blocks = [flat[part] for part in parts(flat.numel(), num_blocks)]
+    num_chunks = max(1, -(-blocks[0].nbytes // _CHUNK_BYTES))
+    return [[block[part] for part in parts(block.numel(), num_chunks) if part.start < part.stop] for block in blocks]

@@ -1,0 +1,75 @@
+"""What every collective is made of: steps over a flat view, cut into parts."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tutti.transports.base import Steps, Transport
+
+FlatSteps = Callable[[Tensor, Transport], Steps]
+
+
+def run(steps: Steps) -> None:
+    """Take all steps here and now."""
+    for work in steps:
+        work.wait()
+
+
+def on_flat(steps: FlatSteps) -> FlatSteps:
+    """Let steps that know only flat host memory work on any tensor."""
+
+    def wrapped(tensor: Tensor, transport: Transport) -> Steps:
+        data = tensor.detach()
+        moved = data.is_cuda or not data.is_contiguous()
+        flat = (data.cpu() if data.is_cuda else data).contiguous().view(-1)
+        yield from steps(flat, transport)
+        if moved:
+            data.copy_(flat.view(data.shape))
+
+    return wrapped
+
+
+def parts(numel: int, num_parts: int) -> list[slice]:
+    """`numel` elements in `num_parts` runs of nearly equal length, the longer ones first."""
+    size, longer = divmod(numel, num_parts)
+    ends = [size * (number + 1) + min(number + 1, longer) for number in range(num_parts)]
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def own_part(tensor: Tensor, transport: Transport) -> Tensor:
+    """The part of a flat tensor that is this rank's in `reduce_scatter` and `all_gather`."""
+    return tensor[parts(tensor.numel(), transport.size)[transport.rank]]
+
+
+class Fold:
+    """A world of any size as one of a power of two: each rank beyond it lends its data to a rank within."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.num_inner = 1 << (transport.size.bit_length() - 1)
+        self.outer = transport.rank >= self.num_inner
+        partner = transport.rank ^ self.num_inner
+        self.partner = partner if partner < transport.size else None
+
+    def fold(self, flat: Tensor, transport: Transport) -> Steps:
+        """Give the data to the partner within, or add the partner's."""
+        if self.outer:
+            assert self.partner is not None
+            yield transport.isend(flat, self.partner)
+        elif self.partner is not None:
+            theirs = torch.empty_like(flat)
+            yield transport.irecv(theirs, self.partner)
+            flat += theirs
+
+    def unfold(self, flat: Tensor, transport: Transport) -> Steps:
+        """Get the result back from the partner within, or give it."""
+        if self.partner is not None:
+            yield (transport.irecv if self.outer else transport.isend)(flat, self.partner)
+
+
+def exchange(mine: Tensor, theirs: Tensor, partner: int, transport: Transport) -> Steps:
+    """Send one and receive the other, both at once."""
+    receiving = transport.irecv(theirs, partner)
+    sending = transport.isend(mine, partner)
+    yield receiving
+    yield sending

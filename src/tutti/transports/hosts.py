@@ -1,0 +1,71 @@
+"""Several hosts with several ranks each: one transport that knows both levels."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tutti.transports.base import SharesMemory, Steps, Transport, Work
+from tutti.transports.process_group import ProcessGroupTransport
+
+
+def shared_where_possible(transport: Transport) -> Transport:
+    """The same conversation with sums in shared memory, if all its ranks are on one host."""
+    one_host = len(set(transport.hosts)) == 1
+    if isinstance(transport, ProcessGroupTransport) and one_host and hasattr(os, "memfd_create"):
+        from tutti.transports.shared_memory import SharedMemoryTransport  # Costs a compiler's import.
+
+        return SharedMemoryTransport(transport)
+    return transport
+
+
+def hosts_are_shared(transport: Transport) -> bool:
+    """Whether there are two levels: more hosts than one, and fewer than ranks."""
+    return 1 < len(set(transport.hosts)) < transport.size
+
+
+class HostsTransport(Transport):
+    """Messages go through `inner`; `within` joins the ranks of this host, `across` the first rank of every host."""
+
+    def __init__(self, inner: Transport) -> None:
+        """Open both levels. Collective."""
+        self.inner = inner
+        self.rank, self.size, self.hosts, self.timeout = inner.rank, inner.size, inner.hosts, inner.timeout
+        leaders = sorted(inner.hosts.index(host) for host in set(inner.hosts))
+        here = [rank for rank, host in enumerate(inner.hosts) if host == inner.hosts[inner.rank]]
+        self.within = shared_where_possible(inner.channel("within", here))
+        self.across = inner.channel("across", leaders) if inner.rank in leaders else None
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Over the network: what stays on this host is not counted."""
+        return self.inner.bytes_sent + (self.across.bytes_sent if self.across is not None else 0)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        return self.inner.isend(tensor, dst, tag)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        return self.inner.irecv(tensor, src, tag)
+
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> Transport:
+        made = self.inner.channel(name, ranks)
+        return HostsTransport(made) if hosts_are_shared(made) else shared_where_possible(made)
+
+    def start(self, steps: Steps) -> Work:
+        return self.inner.start(steps)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat CPU tensor that the ranks of this host can reach, where they can share memory."""
+        if isinstance(self.within, SharesMemory):
+            return self.within.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def interrupt(self) -> None:
+        self.within.interrupt()
+        self.inner.interrupt()
+
+    def close(self) -> None:
+        self.interrupt()
+        self.inner.close()
+        self.within.close()

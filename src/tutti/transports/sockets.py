@@ -1,0 +1,436 @@
+"""Tagged messages between ranks over TCP, without a thread: whoever waits, or asks, moves everything along.
+
+Every rank listens on one port. A rank that sends opens a connection of its own to the receiver with the first message,
+and data goes one way on it: so opening needs nobody's help, and closing loses nothing that was sent. A large message
+that nobody has asked for yet stays in the network, which holds its sender back, until it is asked for or something
+behind it is.
+"""
+
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from contextlib import suppress
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError, PrefixStore
+
+from tutti.errors import ConfigError, RankLost, ReplicaMismatch
+from tutti.transports.base import ANY, Work
+from tutti.transports.roster import Roster
+
+_HELLO = struct.Struct("<16sI")  # The receiver's token, the sender's rank.
+_HEADER = struct.Struct("<qQI")  # Tag, bytes, dtype.
+_EAGER_BYTES = 256 * 2**10
+_READS_AT_ONCE = 64
+_WATCH_SECONDS = 0.5
+
+_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class Sending(Work):
+    """A message on its way out; done when the kernel has all of it."""
+
+    incoming = False
+
+    def __init__(self, messenger: "Messenger", dst: int, tensor: Tensor) -> None:
+        self.messenger, self.dst = messenger, dst
+        self.finished = False
+        self._tensor = tensor  # Its memory is being read.
+
+    def done(self) -> bool:
+        if not self.finished:
+            self.messenger.poll()
+        return self.finished
+
+    def wait(self) -> None:
+        if not self.finished:
+            self.messenger.wait(self, self.dst, "take a message")
+
+
+class Receiving(Work):
+    """A message that is asked for."""
+
+    incoming = True
+
+    def __init__(self, messenger: "Messenger", src: int, tensor: Tensor) -> None:
+        self.messenger, self.src = messenger, src
+        self.tensor = tensor
+        self.finished = False
+        self.error: Exception | None = None
+
+    def done(self) -> bool:
+        if not self.finished:
+            self.messenger.poll()
+        return self.finished
+
+    def wait(self) -> None:
+        if not self.finished:
+            self.messenger.wait(self, self.src, "send a message")
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def source(self) -> int:
+        self.wait()
+        return self.src
+
+
+class _Message:
+    """What a header announced."""
+
+    def __init__(self, src: int, tag: int, num_bytes: int, code: int) -> None:
+        self.src, self.tag, self.num_bytes, self.code = src, tag, num_bytes, code
+        self.buffer: bytearray | None = None  # Where it is kept until it is asked for.
+        self.receiving: Receiving | None = None
+        self.complete = False
+
+
+class _Incoming:
+    """A connection that a peer opened, and what is being read from it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.src = ANY
+        self.head = bytearray(_HELLO.size)
+        self.rest = memoryview(self.head)
+        self.message: _Message | None = None
+        self.held = False  # Whether `message` waits in the network until it is asked for.
+
+    def expect_header(self) -> None:
+        self.message = None
+        self.head = bytearray(_HEADER.size)
+        self.rest = memoryview(self.head)
+
+
+class _Outgoing:
+    """A connection to a peer, and what is still to be written to it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.queue: deque[tuple[memoryview, Sending | None]] = deque()
+        self.watched = False
+
+
+class Messenger:
+    """All messages of one conversation on one rank. One thread at a time; `interrupt` may come from another."""
+
+    def __init__(self, roster: Roster, address: str, name: str) -> None:
+        self.roster = roster
+        self.rank = roster.rank
+        self._name = f"{name}/messages"
+        self._store = PrefixStore(self._name, roster.store)
+        self._token = secrets.token_bytes(16)
+        self._interrupted = False
+        self._closed = False
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._incoming: set[_Incoming] = set()
+        self._asked: defaultdict[int, list[Receiving]] = defaultdict(list)  # By tag, in the order asked.
+        self._unasked: defaultdict[int, list[_Message]] = defaultdict(list)  # By tag, in the order of arrival.
+        self._ended: set[int] = set()  # Peers whose connection to us is over.
+        self._broken: set[int] = set()  # Peers that no longer take what we send.
+        self._moved = [0] * (roster.size + 1)  # Reads and writes by peer; the last is anyone's.
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._listener.bind((address, 0))
+        self._listener.listen(4096)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        port = self._listener.getsockname()[1]
+        self._store.set(f"at/{self.rank}", f"{address} {port} {self._token.hex()}")
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Sending:
+        """Start sending a contiguous CPU tensor."""
+        self._check_open()
+        work = Sending(self, dst, tensor)
+        out = self._outgoing.get(dst) or self._connect(dst)
+        data = raw(tensor)
+        header = memoryview(_HEADER.pack(tag, data.nbytes, _CODES[tensor.dtype]))
+        if data.nbytes:
+            out.queue += [(header, None), (data, work)]
+        else:
+            out.queue.append((header, work))
+        if not out.watched:
+            self._write(dst)
+        return work
+
+    def receive(self, tensor: Tensor, src: int, tag: int) -> Receiving:
+        """Start receiving into a contiguous CPU tensor."""
+        self._check_open()
+        work = Receiving(self, src, tensor)
+        for message in self._unasked[tag]:
+            if src in (ANY, message.src):
+                self._unasked[tag].remove(message)
+                self._give(message, work)
+                return work
+        for incoming in [it for it in self._incoming if it.held and src in (ANY, it.src)]:
+            if self._let_in(incoming, work, tag):
+                return work
+        self._asked[tag].append(work)
+        return work
+
+    def poll(self) -> None:
+        """Move along what can be moved at once."""
+        if not self._interrupted:
+            self._step(0)
+
+    def wait(self, work: "Sending | Receiving", peer: int, deed: str) -> None:
+        """Move everything along until `work` is finished. `peer` is who must do `deed` for that."""
+        patience = self.roster.timeout.total_seconds()
+        now = time.monotonic()
+        deadline, watch, moved = now + patience, now + _WATCH_SECONDS, self._moved[peer]
+        while not work.finished:
+            if self._interrupted:
+                raise RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
+            if peer in (self._ended if work.incoming else self._broken):
+                raise self._loss(peer)
+            self._step(max(0.0, min(watch, deadline) - now))
+            now = time.monotonic()
+            if work.finished or now < min(watch, deadline):
+                continue
+            self._look_after(peer)
+            watch = now + _WATCH_SECONDS
+            if moved != self._moved[peer]:  # Slow, but it comes.
+                deadline, moved = now + patience, self._moved[peer]
+            elif now > deadline:
+                who = "any rank" if peer == ANY else f"rank {self.roster.peers[peer].rank}"
+                raise self.roster.overdue(f"{who} to {deed}")
+
+    def interrupt(self) -> None:
+        """Make whoever waits stop waiting, from any thread. Idempotent."""
+        if not self._interrupted:
+            self._interrupted = True
+            with suppress(OSError):
+                self._waker.send(b"\0")
+
+    def close(self) -> None:
+        """Close every connection; what was sent still arrives. Nobody may be waiting. Idempotent."""
+        self.interrupt()
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(DistError):
+            self._store.set(f"closed/{self.rank}", "1")
+        self._selector.close()
+        sockets = [self._listener, self._wake, self._waker]
+        sockets += [incoming.socket for incoming in self._incoming]
+        sockets += [outgoing.socket for outgoing in self._outgoing.values()]
+        for each in sockets:
+            each.close()
+        self._incoming.clear()
+        self._outgoing.clear()
+
+    def closed_ranks(self) -> dict[int, str]:
+        """Ranks that have closed this conversation, numbered as in the world, with those words."""
+        others = [rank for rank in range(self.roster.size) if rank != self.rank and self._has_closed(rank)]
+        return {self.roster.peers[rank].rank: "it has closed this conversation" for rank in others}
+
+    def _check_open(self) -> None:
+        if self._interrupted:
+            raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
+
+    def _step(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+    def _woken(self) -> None:
+        self._wake.recv(16)
+
+    def _connect(self, dst: int) -> _Outgoing:
+        key = f"at/{dst}"
+        self.roster.await_keys([f"{self._name}/{key}"], f"rank {self.roster.peers[dst].rank} to open a conversation")
+        address, port, token = self._store.get(key).decode().split()
+        try:
+            connection = socket.create_connection((address, int(port)), self.roster.timeout.total_seconds())
+        except OSError as error:
+            raise self._loss(dst, error) from error
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        out = self._outgoing[dst] = _Outgoing(connection)
+        out.queue.append((memoryview(_HELLO.pack(bytes.fromhex(token), self.rank)), None))
+        return out
+
+    def _write(self, dst: int) -> None:
+        """Write as much as the kernel takes, and be woken for the rest."""
+        out = self._outgoing[dst]
+        try:
+            while out.queue:
+                sent = out.socket.sendmsg([data for data, _ in islice(out.queue, 8)])
+                self._moved[dst] += 1
+                while sent:
+                    data, work = out.queue.popleft()
+                    if sent < data.nbytes:
+                        out.queue.appendleft((data[sent:], work))
+                        break
+                    sent -= data.nbytes
+                    if work is not None:
+                        work.finished = True
+        except BlockingIOError:
+            if not out.watched:
+                out.watched = True
+                self._selector.register(out.socket, selectors.EVENT_WRITE, lambda: self._write(dst))
+            return
+        except OSError:
+            self._broken.add(dst)
+            out.queue.clear()
+        if out.watched:
+            out.watched = False
+            self._selector.unregister(out.socket)
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            incoming = _Incoming(connection)
+            self._incoming.add(incoming)
+            self._watch_incoming(incoming)
+
+    def _watch_incoming(self, incoming: _Incoming) -> None:
+        self._selector.register(incoming.socket, selectors.EVENT_READ, lambda: self._read(incoming))
+
+    def _read(self, incoming: _Incoming) -> None:
+        try:
+            for _ in range(_READS_AT_ONCE):
+                count = incoming.socket.recv_into(incoming.rest)
+                if count == 0:
+                    return self._drop(incoming)
+                self._moved[incoming.src] += 1  # Of ANY, until it has said hello.
+                self._moved[ANY] += 1
+                incoming.rest = incoming.rest[count:]
+                if not incoming.rest.nbytes and not self._turn(incoming):
+                    return
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(incoming)
+
+    def _turn(self, incoming: _Incoming) -> bool:
+        """What was expected has been read: go on to what follows. Whether to read on at once."""
+        if incoming.message is not None:
+            self._complete(incoming.message)
+            incoming.expect_header()
+            return False  # Whoever waits may have been waiting for just this.
+        if incoming.src == ANY:
+            token, src = _HELLO.unpack(incoming.head)
+            if token != self._token or not 0 <= src < self.roster.size:
+                self._drop(incoming)
+                return False
+            incoming.src = src
+            incoming.expect_header()
+            return True
+        return self._announced(incoming, _Message(incoming.src, *_HEADER.unpack(incoming.head)))
+
+    def _announced(self, incoming: _Incoming, message: _Message) -> bool:
+        incoming.message = message
+        for work in self._asked[message.tag]:
+            if work.src in (ANY, message.src):
+                self._asked[message.tag].remove(work)
+                incoming.rest = self._bind(message, work)
+                break
+        else:
+            if message.num_bytes > _EAGER_BYTES and not self._expects(message.src):
+                incoming.held = True
+                self._selector.unregister(incoming.socket)
+                return False
+            incoming.rest = self._keep(message)
+        if not incoming.rest.nbytes:
+            return self._turn(incoming)
+        return True
+
+    def _expects(self, src: int) -> bool:
+        """Whether something that may be behind a message of `src` is asked for."""
+        return any(work.src in (ANY, src) for works in self._asked.values() for work in works)
+
+    def _bind(self, message: _Message, work: Receiving) -> memoryview:
+        """Have `message` read into the memory of `work`, if it fits."""
+        message.receiving = work
+        work.src = message.src
+        tensor = work.tensor
+        if (message.num_bytes, message.code) == (tensor.nbytes, _CODES[tensor.dtype]):
+            return raw(tensor)
+        got, sender = _DTYPES[message.code], self.roster.peers[message.src].rank
+        work.error = ReplicaMismatch(
+            f"rank {self.roster.me}: expected {tensor.numel()} × {tensor.dtype} from rank {sender}, which sent "
+            f"{message.num_bytes // got.itemsize} × {got}. All ranks must call with tensors of one length and dtype."
+        )
+        message.buffer = bytearray(message.num_bytes)  # Read, and dropped.
+        return memoryview(message.buffer)
+
+    def _keep(self, message: _Message) -> memoryview:
+        message.buffer = bytearray(message.num_bytes)
+        self._unasked[message.tag].append(message)
+        return memoryview(message.buffer)
+
+    def _let_in(self, incoming: _Incoming, work: Receiving, tag: int) -> bool:
+        """Have a held message read: whether it is for `work`. If not, it only makes way for what is behind it."""
+        message = incoming.message
+        assert message is not None
+        incoming.held = False
+        wanted = message.tag == tag
+        incoming.rest = self._bind(message, work) if wanted else self._keep(message)
+        self._watch_incoming(incoming)
+        return wanted
+
+    def _give(self, message: _Message, work: Receiving) -> None:
+        """Hand a message that was kept, or is being read, to who asks for it now."""
+        kept = message.buffer
+        self._bind(message, work)
+        message.buffer = kept
+        if message.complete:
+            self._complete(message)
+
+    def _complete(self, message: _Message) -> None:
+        message.complete = True
+        work = message.receiving
+        if work is None:
+            return  # Kept until it is asked for.
+        if message.buffer is not None and work.error is None:
+            raw(work.tensor)[:] = message.buffer
+        work.finished = True
+
+    def _drop(self, incoming: _Incoming) -> None:
+        """The other end is closed, or is not one of us."""
+        self._selector.unregister(incoming.socket)
+        self._incoming.discard(incoming)
+        incoming.socket.close()
+        if incoming.src != ANY:
+            self._ended.add(incoming.src)
+
+    def _look_after(self, peer: int) -> None:
+        """Raise if `peer`, whom this rank waits for, will never answer."""
+        if peer != ANY:
+            self.roster.check(peer)
+            if self._has_closed(peer):
+                raise self._loss(peer)
+        elif len(self.roster.gone()) == self.roster.size - 1:
+            self.roster.check()
+
+    def _has_closed(self, peer: int) -> bool:
+        try:
+            return self._store.check([f"closed/{peer}"])
+        except DistError:
+            return False
+
+    def _loss(self, peer: int, cause: OSError | None = None) -> Exception:
+        """Why `peer` cannot be reached any more."""
+        deadline = time.monotonic() + 1.0
+        # A dying peer's connections close a moment before its process is seen to have ended.
+        while not (gone := self.roster.gone()) and not self._has_closed(peer) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not gone and self._has_closed(peer):
+            gone = {self.roster.peers[peer].rank: "it has closed this conversation"}
+        return self.roster.loss(gone, str(cause or "connection closed"))
