@@ -3,6 +3,7 @@
 from tutti.errors import TuttiError
 from tutti.job import Job, distribute, sync_batchnorm
 from tutti.launch import init, launch
+from tutti.launch.lab import lab
 from tutti.shard import shard
 from tutti.strategies import AllReduce
 from tutti.world import World, world
@@ -14,6 +15,7 @@ __all__ = [
     "World",
     "distribute",
     "init",
+    "lab",
     "launch",
     "shard",
     "sync_batchnorm",

@@ -81,7 +81,7 @@ def test_help(words: list[str], call: Call) -> None:
 
 def test_help_lists_every_command(call: Call) -> None:
     out = call("--help").out
-    for name in ("run", "train", "doctor", "bench"):
+    for name in ("run", "train", "doctor", "bench", "lab"):
         assert re.search(rf"^│ {name} +\S", out, re.MULTILINE), out
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tutti.bench.under_mpi import available as mpi_available
 from tutti.cli.json_file import check_writable, write_json
+from tutti.launch.lab import missing
 
 
 class Finding(NamedTuple):
@@ -97,11 +98,5 @@ def _network() -> list[Finding]:
 
 def _lab() -> Finding:
     """Whether hosts can be made on this machine from network namespaces."""
-    lacking = []
-    if platform.system() != "Linux":
-        lacking.append("Linux")
-    elif os.geteuid() != 0:
-        lacking.append("root")
-    lacking += [f"{tool} (package iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
-    detail = f"cannot run: needs {', '.join(lacking)}" if lacking else "network namespaces can be made here"
-    return Finding("lab", not lacking, detail)
+    lacking = missing()
+    return Finding("lab", lacking is None, lacking or "network namespaces can be made here")

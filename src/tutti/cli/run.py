@@ -1,12 +1,14 @@
 """`tutti run`: a script in several processes."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tutti.errors import ConfigError
+from tutti.launch.lab import Lab, LabSpec
 from tutti.launch.local import run_script
 from tutti.strategies import parse
 
@@ -17,8 +19,11 @@ def run(
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Processes; one per core by default.")] = None,
     strategy: Annotated[str | None, typer.Option(help="How replicas stay together, whatever the script says.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a rank before giving up.")] = None,
+    lab: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="Run on hosts made for it, such as hosts=4,rate=100mbit,ranks=1.")
+    ] = None,
 ) -> None:
-    """Run SCRIPT in several processes on this machine.
+    """Run SCRIPT in several processes on this machine, or on hosts of a lab (see `tutti lab`).
 
     Options come before the script; what comes after it is the script's.
     """
@@ -31,6 +36,7 @@ def run(
         environment["TUTTI_STRATEGY"] = str(parse(strategy))
     if timeout is not None:
         environment["TUTTI_TIMEOUT"] = str(timeout)
-    if workers is None:
+    if workers is None and lab is None:
         workers = len(os.sched_getaffinity(0))
-    run_script([script, *(args or [])], workers, environment)
+    with nullcontext() if lab is None else Lab(LabSpec.parse(lab)) as hosts:
+        run_script([script, *(args or [])], workers, environment, hosts)

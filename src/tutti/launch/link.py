@@ -15,6 +15,9 @@ IMPORTING = "TUTTI_IMPORTING"
 PARENT = "TUTTI_PARENT"
 """The process that a worker must not outlive."""
 
+HOST = "TUTTI_HOST"
+"""What the host of a worker is called, where that is not the machine's own name."""
+
 _HEADER = struct.Struct("<cQ")
 
 _FAILED, _PROGRESS, _RESULT = b"F", b"P", b"R"

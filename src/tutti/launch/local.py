@@ -4,7 +4,6 @@ import os
 import pickle
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,18 +14,18 @@ from datetime import timedelta
 from multiprocessing import spawn
 from typing import IO, Any
 
-from torch.distributed import TCPStore
-
 from tutti.errors import ConfigError, WorkerFailed
-from tutti.launch.environment import LOOPBACK
+from tutti.launch import command
+from tutti.launch.lab import Lab
 from tutti.launch.link import IMPORTING, PARENT, VARIABLE, Inbox
+from tutti.launch.placement import Placement, here
 
 _GRACE_S = 2.0
 """How long peers of a failed worker get to notice and say so, and stopped ones to end by themselves."""
 
 _MAX_LINE_BYTES = 65_536
 
-_WORKER = "from tutti.launch.worker import main; main()"
+_WORKER = [sys.executable, "-c", "from tutti.launch.worker import main; main()"]
 
 Watcher = Callable[[int, dict[str, Any]], None]
 
@@ -34,18 +33,21 @@ Watcher = Callable[[int, dict[str, Any]], None]
 def launch(
     function: Callable[..., Any],
     *args: Any,
-    workers: int = 2,
+    workers: int | None = None,
     timeout: timedelta | None = None,
     transport: str | None = None,
     watch: Watcher | None = None,
+    lab: Lab | None = None,
 ) -> list[Any]:
     """Run `function(*args)` in `workers` processes on this machine; return their results by rank.
 
     Args:
         function: importable by name, as for `multiprocessing`; it calls `tutti.init()` itself.
+        workers: 2 by default; in a lab, as many as it has places for, and no other number.
         timeout: how long a worker waits for the others before it gives up.
         transport: as for `tutti.init`.
         watch: called with a rank and what it reported by `tutti.launch.link.Link.progress`.
+        lab: run them on its hosts, from `tutti.lab(...)`.
 
     Raises `WorkerFailed` for the first worker that failed, after all others have stopped. In a
     worker that is still importing the script that called it, it returns an empty list at once, so
@@ -64,13 +66,33 @@ def launch(
     if transport is not None:
         environment["TUTTI_TRANSPORT"] = transport
     payload = _pickled(function, args)
-    supervisor = Supervisor(["--function"], workers, environment, payload, watch)
-    return supervisor.run()
+    return Supervisor([*_WORKER, "--function"], _place(workers, lab), environment, payload, watch).run()
 
 
-def run_script(argv: Sequence[str], workers: int, environment: dict[str, str]) -> None:
-    """Run a script with its arguments in `workers` processes; raise `WorkerFailed` for the first that failed."""
-    Supervisor(list(argv), workers, environment).run()
+def run_script(argv: Sequence[str], workers: int | None, environment: dict[str, str], lab: Lab | None = None) -> None:
+    """Run a script with its arguments in `workers` processes; raise `WorkerFailed` for the first that failed.
+
+    In a lab, `workers` is None or as many as it has places for.
+    """
+    Supervisor([*_WORKER, *argv], _place(workers, lab), environment).run()
+
+
+def run_command(argv: Sequence[str], lab: Lab) -> None:
+    """Run any command in every place of a lab; raise `WorkerFailed` for the first that failed."""
+    become = [sys.executable, "-I", "-S", command.__file__, str(os.getpid())]
+    Supervisor([*become, *argv], lab.placement, {}).run()
+
+
+def _place(workers: int | None, lab: Lab | None) -> Placement:
+    if lab is None:
+        return here(2 if workers is None else workers)
+    places = lab.placement.num_workers
+    if workers not in (None, places):
+        raise ConfigError(
+            f"{workers} workers do not fit the lab '{lab.name}': it has {lab.spec.hosts} hosts with "
+            f"{lab.spec.ranks_per_host} each. Leave workers out, or make it {places}."
+        )
+    return lab.placement
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -119,15 +141,13 @@ class Supervisor:
     def __init__(
         self,
         argv: list[str],
-        num_workers: int,
+        placement: Placement,
         environment: dict[str, str],
         payload: bytes | None = None,
         watch: Watcher | None = None,
     ) -> None:
-        if num_workers < 1:
-            raise ConfigError(f"workers must be 1 or more, got {num_workers}.")
         self._argv = argv
-        self._num_workers = num_workers
+        self._placement = placement
         self._environment = environment
         self._payload = payload
         self._watch = watch
@@ -138,24 +158,14 @@ class Supervisor:
     def run(self) -> list[Any]:
         """Start all, wait for all, and return their results by rank."""
         try:
-            self._serve_store()
-            for rank in range(self._num_workers):
+            self._store = self._placement.serve_store()
+            for rank in range(self._placement.num_workers):
                 self._workers.append(self._start(rank))
             self._watch_until_ended()
         finally:
             self._stop()
         self._raise_first_failure()
         return [worker.inbox.result for worker in self._workers]
-
-    def _serve_store(self) -> None:
-        """Run the store through which workers meet here: no worker's death takes it away. On loopback only."""
-        listener = socket.socket()
-        listener.bind((LOOPBACK, 0))
-        listener.listen(4096)
-        self._port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
 
     def _start(self, rank: int) -> _Worker:
         link, worker_link = os.pipe()
@@ -166,7 +176,7 @@ class Supervisor:
             argv.append(str(source))
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _WORKER, *argv],
+                [*self._placement.prefix(rank), *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -186,17 +196,13 @@ class Supervisor:
         return worker
 
     def _environment_of(self, rank: int, link: int) -> dict[str, str]:
-        threads = max(1, len(os.sched_getaffinity(0)) // self._num_workers)
+        threads = max(1, len(os.sched_getaffinity(0)) // self._placement.num_workers)
         return {
             "OMP_NUM_THREADS": str(threads),
             **os.environ,
             "PYTHONUNBUFFERED": "1",
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self._num_workers),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(self._num_workers),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self._port),
+            **self._placement.environment(rank),
+            "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             VARIABLE: str(link),
             PARENT: str(os.getpid()),

@@ -17,6 +17,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch.environment import LOOPBACK, Place, read
+from tutti.launch.link import HOST
 from tutti.strategies import parse
 from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT
@@ -51,7 +52,7 @@ def init(*, timeout: timedelta | None = None, transport: TransportKind | None = 
     if kind not in KINDS:
         raise ConfigError(f"transport '{kind}' is not one of {', '.join(KINDS)}.")
     if place.size == 1:
-        world = World(0, 1, place.local_rank, socket.gethostname(), AloneTransport(timeout))
+        world = World(0, 1, place.local_rank, _host_name(), AloneTransport(timeout))
     else:
         generation = next(_generations)
         store = PrefixStore(f"tutti/{place.attempt}/{generation}", _open_store(place, timeout))
@@ -87,7 +88,7 @@ def meet(place: Place, store: Store, timeout: timedelta) -> Roster:
     try:
         if store.add(f"came/{rank}", 1) > 1:
             raise EnvironmentConflict(f"two processes say they are rank {rank} of {size}; each needs its own.")
-        store.set(keys[rank], Peer.me(rank, socket.gethostname(), _host_id()).to_json())
+        store.set(keys[rank], Peer.me(rank, _host_name(), _host_id()).to_json())
         while not wait_for_keys(store, keys, min(1.0, timeout.total_seconds() / 4)):
             missing = [other for other in range(size) if not store.check([keys[other]])]
             if missing and time.monotonic() > deadline:
@@ -189,6 +190,10 @@ def _address_of(interface: str) -> str:
         raise ConfigError(
             f"GLOO_SOCKET_IFNAME names '{interface}', which has no address here ({error.strerror}). Known: {known}."
         ) from None
+
+
+def _host_name() -> str:
+    return os.environ.get(HOST) or socket.gethostname()
 
 
 def _host_id() -> str:

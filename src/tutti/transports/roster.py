@@ -13,7 +13,7 @@ from torch.distributed import DistError, Store
 from tutti.errors import DeadlineExceeded, RankLost
 
 
-def _start_time(pid: int) -> int:
+def start_time(pid: int) -> int:
     """When a process started, in clock ticks since boot; -1 if it is gone or only waits to be reaped."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
@@ -51,7 +51,7 @@ class Peer:
     @classmethod
     def me(cls, rank: int, host: str, host_id: str) -> "Peer":
         pid = os.getpid()
-        return cls(rank, host, host_id, pid, _start_time(pid))
+        return cls(rank, host, host_id, pid, start_time(pid))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -107,7 +107,7 @@ class Roster:
         for peer in self.peers:
             if peer is me:
                 continue
-            if peer.host_id == me.host_id and _start_time(peer.pid) != peer.started:
+            if peer.host_id == me.host_id and start_time(peer.pid) != peer.started:
                 found[peer.rank] = f"its process {peer.pid} on {peer.host} has ended"
             elif self._marked("left", peer.rank):
                 found[peer.rank] = "it has left"

@@ -1,0 +1,168 @@
+"""Linux network namespaces by name, as `ip netns` keeps them."""
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from tutti.errors import ConfigError, DeadlineExceeded
+
+FOLDER = Path("/run/netns")
+
+_FILES = Path("/etc/netns")
+"""What is in a folder here with a namespace's name stands for files of /etc in it: iproute2's custom."""
+
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000
+_NET_ADMIN, _SYS_ADMIN = 12, 21
+
+_DEADLINE_S = 20.0
+"""For anything here: all of it takes milliseconds."""
+
+Result = TypeVar("Result")
+
+
+def missing() -> str | None:
+    """What this machine lacks to make hosts, and how to get it, in one line; None if nothing."""
+    if platform.system() != "Linux":
+        return f"the lab needs Linux's network namespaces, and this is {platform.system()}."
+    lacking = []
+    if os.geteuid() != 0:
+        lacking.append("root (run it with sudo)")
+    elif not _privileged():
+        lacking.append("the right to make network namespaces (start the container with --privileged)")
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        lacking.append(f"{' and '.join(tools)} in PATH (install the package iproute2)")
+    return f"the lab needs {', and '.join(lacking)}." if lacking else None
+
+
+def _privileged() -> bool:
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    held = int(match[1], 16) if match else 0
+    return all(held >> capability & 1 for capability in (_NET_ADMIN, _SYS_ADMIN))
+
+
+def names() -> list[str]:
+    """Of all namespaces there are, and of those that only left files: /etc outlives a restart of the machine."""
+    return sorted({entry.name for folder in (FOLDER, _FILES) if folder.is_dir() for entry in folder.iterdir()})
+
+
+def prefix(name: str) -> list[str]:
+    """What goes before a command to run it in a namespace, as the same process."""
+    return ["ip", "netns", "exec", name]
+
+
+def write_hosts(name: str, text: str) -> None:
+    """Make `text` the /etc/hosts of a namespace."""
+    folder = _FILES / name
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text(text)
+
+
+def batch(tool: str, lines: Iterable[str], namespace: str | None = None) -> None:
+    """Have `ip` or `tc` carry out `lines`, inside a namespace if one is given; `ConfigError` for the first refused."""
+    where = [] if namespace is None else ["-netns", namespace]
+    ended = _run([tool, *where, "-batch", "-"], "".join(f"{line}\n" for line in lines))
+    if ended.returncode:
+        raise ConfigError(f"this machine's {tool} cannot make the lab: {' '.join(ended.stderr.split())}")
+
+
+def query(*command: str) -> str:
+    """What a command prints; nothing if it fails."""
+    ended = _run(command)
+    return "" if ended.returncode else ended.stdout
+
+
+def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    # In a session of its own: Ctrl-C in a terminal must not stop it half way.
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=_DEADLINE_S, check=False, start_new_session=True
+    )
+
+
+def remove(doomed: Sequence[str]) -> None:
+    """Kill what runs in these namespaces and delete them; those that are gone already are no mistake."""
+    deadline = time.monotonic() + _DEADLINE_S
+    while (pids := processes(doomed)) and time.monotonic() < deadline:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    present = [name for name in doomed if (FOLDER / name).exists()]
+    if present:
+        _run(["ip", "-force", "-batch", "-"], "".join(f"netns delete {name}\n" for name in present))
+    for name in doomed:
+        shutil.rmtree(_FILES / name, ignore_errors=True)
+    with suppress(OSError):
+        _FILES.rmdir()  # If nobody has anything in it.
+
+
+def processes(inside: Sequence[str]) -> list[int]:
+    """Processes in these namespaces, other than this one."""
+    wanted = {found for name in inside if (found := _identity(FOLDER / name))}
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid() and _identity(Path(f"/proc/{pid}/ns/net")) in wanted]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def inside(name: str, function: Callable[[], Result]) -> Result:
+    """`function()`, called in a namespace: sockets that it makes belong there, wherever they are used later.
+
+    It runs in a thread of its own, because a thread that has entered a namespace stays in it.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            _enter(name)
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name=f"inside {name}", daemon=True)
+    thread.start()
+    thread.join(_DEADLINE_S)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise DeadlineExceeded(f"nothing came back from network namespace {name} within {_DEADLINE_S:g} s.")
+    return results[0]
+
+
+def _enter(name: str) -> None:
+    """Put this thread where `ip netns exec` would put a process: into the namespace, and with its /etc/hosts."""
+    library = ctypes.CDLL(None, use_errno=True)  # os.setns is in Python 3.12 only.
+
+    def check(status: int) -> None:
+        if status != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot enter network namespace {name}: {os.strerror(code)}")
+
+    file = os.open(FOLDER / name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        check(library.setns(file, _CLONE_NEWNET))
+    finally:
+        os.close(file)
+    hosts = _FILES / name / "hosts"
+    if hosts.exists():
+        check(library.unshare(_CLONE_NEWNS))
+        check(library.mount(b"", b"/", b"none", ctypes.c_ulong(_MS_SLAVE | _MS_REC), None))
+        check(library.mount(bytes(hosts), b"/etc/hosts", b"none", ctypes.c_ulong(_MS_BIND), None))
