@@ -1,6 +1,6 @@
 """What starts a worker that is any command: bind its life to the supervisor's, then become the command.
 
-Run as a file, not imported: a command that is not Python should not wait until torch is imported.
+Run as a file, so it imports nothing of ours: a command that needs no torch should not wait for its import.
 """
 
 import ctypes
@@ -11,11 +11,16 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when its supervisor ends, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def main() -> None:
     parent, *command = sys.argv[1:]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        sys.exit(1)
+    die_with(int(parent))
     try:
         os.execvp(command[0], command)
     except OSError as error:

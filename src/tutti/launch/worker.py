@@ -1,10 +1,8 @@
 """What runs in each worker process: a script with its arguments, or a function that comes in an open file."""
 
-import ctypes
 import os
 import pickle
 import runpy
-import signal
 import sys
 import traceback
 from multiprocessing import spawn
@@ -12,13 +10,12 @@ from types import TracebackType
 from typing import Any
 
 from tutti.errors import NonFiniteLoss, RankLost
+from tutti.launch.command import die_with
 from tutti.launch.link import IMPORTING, PARENT, Failure, Link
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    _die_with(int(os.environ[PARENT]))
+    die_with(int(os.environ[PARENT]))
     link = Link()
     try:
         if sys.argv[1] == "--function":
@@ -52,13 +49,6 @@ def _run_function(file: int) -> Any:
     finally:
         del os.environ[IMPORTING]
     return function(*args)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its supervisor ends, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _describe(error: BaseException) -> Failure:
