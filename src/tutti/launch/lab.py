@@ -31,10 +31,10 @@ _KEYS = ("hosts", "rate", "ranks", "latency")
 _VARIABLES = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "eth0")
 """Torch would look for this machine's own name or interface, which no host of the lab has."""
 
-# Measured with TCP between two hosts. A bucket of 1 ms of the rate gives 95.6 % of the rate as payload at 10 Mbit/s,
-# 100 Mbit/s and 1 Gbit/s, all that frames' headers leave (1448 of 1514 bytes); with 0.5 ms timers come too late at
-# 1 Gbit/s (93 %). Smaller is better otherwise: what fits in the bucket travels at no cost after a pause. Fewer than
-# four frames would be less than one segment after another.
+# Measured with TCP between two hosts, on a busy machine of 2 cores. Headers of frames leave 95.6 % of the rate to the
+# payload (1448 of 1514 bytes). A bucket of 1 ms of the rate gave 95.6 % at 10 Mbit/s, 94.7 to 95.7 % at 100 Mbit/s and
+# 93.0 to 95.7 % at 1 Gbit/s; 16 KiB at 1 Gbit/s, which is 0.13 ms, gave 92.6 %: timers come too late. More would be
+# worse: what fits in the bucket travels at no cost after a pause (16 KiB at 10 Mbit/s: a message of that size is free).
 _BURST_S, _MIN_BURST_BYTES = 1e-3, 4 * 1514
 # The queue before it: with 100 ms no packet was lost by one sender, by two to one receiver, or by a host to one ten
 # times slower.
