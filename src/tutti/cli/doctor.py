@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench.under_mpi import available as mpi_available
 from tutti.cli.json_file import check_writable, write_json
 from tutti.launch.lab import missing
+from tutti.launch.mpirun import available as mpi_available
 
 
 class Finding(NamedTuple):

@@ -11,11 +11,12 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
+from tutti.launch import mpi
 from tutti.launch.environment import LOOPBACK, Place, read
 from tutti.launch.link import HOST
 from tutti.strategies import parse
@@ -30,34 +31,41 @@ _generations = count()
 
 _SIOCGIFADDR = 0x8915
 
-TransportKind = Literal["auto", "process_group", "shared_memory"]
+KINDS = ("auto", "process_group", "shared_memory", "mpi")
+"""Transports by name; "mpi:" takes an all-reduce algorithm of Open MPI's as well, as in "mpi:ring"."""
 
-KINDS: tuple[TransportKind, ...] = ("auto", "process_group", "shared_memory")
 
-
-def init(*, timeout: timedelta | None = None, transport: TransportKind | None = None) -> World:
+def init(*, timeout: timedelta | None = None, transport: str | None = None) -> World:
     """Meet the other ranks of this run, as torchrun, mpirun, srun or `tutti run` describe it; alone otherwise.
 
     Called again, it returns the same world.
 
     Args:
         timeout: how long to wait for ranks to come, and for any answer later; $TUTTI_TIMEOUT seconds, or 5 minutes.
-        transport: "auto" takes shared memory when all ranks are on one host; $TUTTI_TRANSPORT by default.
+        transport: "auto" takes shared memory when all ranks are on one host; "mpi" sends everything over MPI, and
+            "mpi:ring", say, has Open MPI use its ring; $TUTTI_TRANSPORT by default.
     """
     if (world := current_world()) is not None:
         return world
-    place = read()
     timeout = timeout or _timeout_from(os.environ.get("TUTTI_TIMEOUT"))
     kind = transport or os.environ.get("TUTTI_TRANSPORT", "auto")
-    if kind not in KINDS:
+    if mpi.is_mpi(kind):
+        mpi.prepare(kind)  # Before `read`, which may start MPI.
+    elif kind not in KINDS:
         raise ConfigError(f"transport '{kind}' is not one of {', '.join(KINDS)}.")
+    place = read()
+    if mpi.is_mpi(kind):
+        mpi.check(place)
     if place.size == 1:
         world = World(0, 1, place.local_rank, _host_name(), AloneTransport(timeout))
     else:
         generation = next(_generations)
         store = PrefixStore(f"tutti/{place.attempt}/{generation}", _open_store(place, timeout))
         roster = meet(place, store, timeout)
-        link = connect(roster, _listen_address(place, roster), kind)
+        if mpi.is_mpi(kind):
+            link: Transport = mpi.connect(roster)
+        else:
+            link = connect(roster, _listen_address(place, roster), kind)
         me = roster.peers[roster.rank]
         who = (roster.rank, roster.size, place.local_rank, me.host)
         world = World(*who, link, generation=generation, leave=roster.leave)
