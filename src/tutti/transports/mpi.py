@@ -96,8 +96,10 @@ class _Message(_Polled):
         return self.done()
 
     def _finish(self) -> None:
-        if self.error is not None:
+        if isinstance(self.error, MPI.Exception):
             raise self._link.roster.explain(self.error) from self.error
+        if self.error is not None:
+            raise self.error
         if self.target is not self.data:
             self.target.copy_(self.data)
 
@@ -107,6 +109,7 @@ class _Receive(_Message):
         if not self.done():
             self._request.Cancel()
             self._request.Wait()
+            self._over, self.error = True, self._link._closed_early()
         return True
 
     @property
@@ -306,7 +309,7 @@ class MpiTransport(Transport):
         while not work.done():
             now = time.monotonic()
             if self._closed:
-                raise RankLost(f"rank {self.roster.me}: this transport was closed with work still to do.")
+                raise self._closed_early()
             late = now - started > self.timeout.total_seconds()
             if late or now - looked > _WATCH_SECONDS:
                 looked, gone = now, self._gone(peers, work)
@@ -327,6 +330,9 @@ class MpiTransport(Transport):
                 if self.roster.store.check([self._closed_key(peer)]):
                     found.setdefault(self.roster.peers[peer].rank, "it has closed this conversation")
         return found if len(found) == len(peers) or not work.any else {}
+
+    def _closed_early(self) -> RankLost:
+        return RankLost(f"rank {self.roster.me}: this transport was closed with work still to do.")
 
     def _closed_key(self, rank: int) -> str:
         return f"{self._name}/closed/{self.roster.peers[rank].rank}"

@@ -1,0 +1,117 @@
+"""The contract of transports over MPI, whose ranks are processes; see `mpi_suite`."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tutti.launch.mpi import rules_in
+from tutti.launch.mpirun import available, mpirun
+from tutti.transports.mpi_algorithms import ALLREDUCE_ALGORITHMS, Rules, fixed_choice
+
+SUITE = str(Path(__file__).parent / "mpi_suite.py")
+
+needs_mpi = pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        mpirun(4, [sys.executable, *args]),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("transport", "checks"),
+    [("mpi", []), *((f"mpi:{name}", ["reductions"]) for name in ALLREDUCE_ALGORITHMS)],
+)
+def test_the_contract_holds(transport: str, checks: list[str]) -> None:
+    ended = run(SUITE, transport, *checks)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("0123")
+
+
+@needs_mpi
+def test_a_rank_that_leaves_is_named_and_all_end() -> None:
+    ended = run(SUITE, "mpi", "loss")
+    assert ended.returncode != 0
+    assert sorted(re.findall(r"rank (\d) knows", ended.stdout)) == list("013"), ended.stdout + ended.stderr
+
+
+@needs_mpi
+def test_a_rank_that_fails_is_named_and_all_end() -> None:
+    script = "import tutti; w = tutti.init(transport='mpi'); 1 / w.rank; w.transport.channel('nobody comes')"
+    ended = run("-c", script)
+    assert ended.returncode != 0
+    assert "ZeroDivisionError" in ended.stderr
+    assert "MPI_ABORT was invoked on rank 0" in ended.stderr
+
+
+def fail_to_init(transport: str, before: str = "") -> str:
+    script = f"{before}\nimport tutti\ntutti.init(transport={transport!r})"
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert ended.returncode != 0
+    return ended.stderr
+
+
+@needs_mpi
+def test_what_init_refuses() -> None:
+    assert "needs ranks that mpirun started, and this one was started by nobody" in fail_to_init("mpi")
+    assert "Did you mean 'ring'?" in fail_to_init("mpi:rign")
+    message = fail_to_init("mpi:ring", "from mpi4py import MPI")
+    assert "--mca coll_tuned_allreduce_algorithm 4" in message
+
+
+def test_mpi_that_is_not_installed() -> None:
+    message = fail_to_init("mpi", "import sys; sys.modules['mpi4py'] = None")
+    assert "pip install 'tutti[mpi]'" in message
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_bytes", "name"),
+    [
+        (2, 0, "ring"),
+        (3, 4095, "recursive_doubling"),
+        (2, 2**20, "rabenseifner"),
+        (4, 8191, "recursive_doubling"),
+        (7, 8192, "rabenseifner"),
+        (8, 4, "recursive_doubling"),
+        (100, 2**17, "recursive_doubling"),
+        (10_000, 20_000, "recursive_doubling"),
+    ],
+)
+def test_what_open_mpi_picks_by_itself(num_ranks: int, num_bytes: int, name: str) -> None:
+    assert fixed_choice(num_ranks, num_bytes) == name
+
+
+def test_which_component_reduces() -> None:
+    assert Rules().name(["a", "a", "b", "b"], 1024) == "han"
+    assert Rules(han=False, algorithm="ring").name(["a", "a", "b", "b"], 1024) == "ring"
+    assert Rules().name(["a", "b", "c", "d"], 1024) == "recursive_doubling"
+    assert Rules().name(["a"], 1024) == "self"
+
+
+def test_what_mpirun_was_told() -> None:
+    chosen = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "true", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
+    assert rules_in({}) == Rules()
+    assert rules_in(chosen) == Rules(algorithm="ring")
+    assert rules_in({"OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}) == Rules()
+    assert rules_in({**chosen, "OMPI_MCA_coll": "^han,sm"}) == Rules(algorithm="ring", han=False)
+    assert rules_in({"OMPI_MCA_coll": "tuned,basic"}) == Rules(han=False)
+    assert rules_in({"OMPI_MCA_coll": "tuned,han"}) == Rules()
