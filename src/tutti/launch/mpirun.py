@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from tutti.errors import ConfigError
@@ -41,7 +42,7 @@ def mpirun_in_lab(
     """
     if len(namespaces) != len(addresses) or not namespaces:
         raise ConfigError(f"each namespace needs an address: got {len(namespaces)} and {len(addresses)}.")
-    network = ",".join(f"{address}/32" for address in addresses)
+    network = _network(addresses)
     with tempfile.TemporaryDirectory(prefix="tutti-mpirun-") as folder:
         agent = Path(folder) / "agent"
         agent.write_text(_agent(namespaces, addresses))
@@ -54,7 +55,16 @@ def mpirun_in_lab(
         traffic = ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "--mca", "pml", "ob1"]
         traffic += ["--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", network]
         meeting = ["-x", f"MASTER_ADDR={addresses[0]}", "-x", f"MASTER_PORT={_STORE_PORT}"]
+        meeting += ["-x", "TORCH_CPP_LOG_LEVEL=ERROR"]  # Or torch complains that such hosts have no names.
         yield [*_inside(namespaces[0]), *_mpirun(), *launch, *traffic, *meeting, *argv]
+
+
+def _network(addresses: Sequence[str]) -> str:
+    """The smallest network that has all the addresses."""
+    network = ip_network(addresses[0])
+    while not all(ip_address(address) in network for address in addresses):
+        network = network.supernet()
+    return str(network)
 
 
 def _agent(namespaces: Sequence[str], addresses: Sequence[str]) -> str:
