@@ -1,7 +1,8 @@
-"""Open MPI between network namespaces that stand for hosts."""
+"""Training over MPI, and Open MPI between network namespaces that stand for hosts."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,28 @@ from pathlib import Path
 import pytest
 
 from tutti.errors import ConfigError
-from tutti.launch.mpirun import available, mpirun_in_lab
+from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "reduce_over_mpi.py")
+SCRIPTS = Path(__file__).parent / "scripts"
 
 MEGABITS = 100
+
+
+@pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
+def test_training_over_mpi() -> None:
+    ended = subprocess.run(
+        mpirun(4, [sys.executable, str(SCRIPTS / "train_a_little.py")]),
+        env={**os.environ, "TUTTI_TRANSPORT": "mpi", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    digests = re.findall(r"of 4, local \d, \d+ steps, MpiTransport: ([0-9a-f]{64})", ended.stdout)
+    assert len(digests) == 4
+    assert len(set(digests)) == 1
 
 
 def ip(*args: str) -> None:
@@ -57,7 +75,7 @@ def lab() -> Iterator[tuple[list[str], list[str]]]:
 @pytest.mark.parametrize(("ranks_per_host", "transport", "name"), [(1, "mpi", "rabenseifner"), (2, "mpi:ring", "ring")])
 def test_ranks_in_namespaces(lab: tuple[list[str], list[str]], ranks_per_host: int, transport: str, name: str) -> None:
     names, addresses = lab
-    argv = [sys.executable, SCRIPT, transport]
+    argv = [sys.executable, str(SCRIPTS / "reduce_over_mpi.py"), transport]
     with mpirun_in_lab(names, addresses, argv, ranks_per_host=ranks_per_host) as command:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=55, check=False, stdin=subprocess.DEVNULL

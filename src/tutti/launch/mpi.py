@@ -46,13 +46,17 @@ def prepare(kind: str) -> None:
     os.environ.update(settings)
 
 
-def check(place: Place) -> None:
-    """Refuse ranks that MPI does not know, or knows by other numbers."""
+def check(place: Place, kind: str) -> None:
+    """Refuse ranks that MPI does not know, or knows by other numbers, or whose MPI has other algorithms."""
     if place.launcher not in ("Open MPI", "MPICH"):
         by = "by nobody" if place.launcher == "none" else f"as {place.launcher} says"
         raise ConfigError(
-            f"rank {place.rank}: transport 'mpi' needs ranks that mpirun started, and this one was started {by}. "
+            f"rank {place.rank}: transport '{kind}' needs ranks that mpirun started, and this one was started {by}. "
             f"Run mpirun -n {max(2, place.size)} python SCRIPT, or choose another transport."
+        )
+    if place.launcher != "Open MPI" and ":" in kind:
+        raise ConfigError(
+            f"transport '{kind}': only Open MPI lets its algorithms be chosen, and this is {place.launcher}."
         )
     from mpi4py import MPI  # Starts it.
 

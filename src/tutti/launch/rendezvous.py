@@ -55,7 +55,7 @@ def init(*, timeout: timedelta | None = None, transport: str | None = None) -> W
         raise ConfigError(f"transport '{kind}' is not one of {', '.join(KINDS)}.")
     place = read()
     if mpi.is_mpi(kind):
-        mpi.check(place)
+        mpi.check(place, kind)
     if place.size == 1:
         world = World(0, 1, place.local_rank, _host_name(), AloneTransport(timeout))
     else:

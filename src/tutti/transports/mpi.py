@@ -229,7 +229,10 @@ class MpiTransport(Transport):
         return reduction
 
     def native_name(self, num_bytes: int) -> str:
-        """Which algorithm, or component, of Open MPI `all_reduce` uses for so many bytes."""
+        """Which algorithm, or component, of Open MPI `all_reduce` uses for so many bytes; any other MPI's name."""
+        vendor = MPI.get_vendor()[0]
+        if vendor != "Open MPI":
+            return vendor
         return self.rules.name(self.hosts, num_bytes)
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "MpiTransport":
@@ -241,7 +244,7 @@ class MpiTransport(Transport):
         comm = self._duplicate(full_name) if ranks is None else self._select(full_name, roster, ranks)
         made = MpiTransport(roster, comm, rules=self.rules, name=full_name)
         made._held = self._held
-        self._channels.append(made)
+        self._channels = [*(channel for channel in self._channels if not channel._closed), made]
         return made
 
     @property
@@ -250,6 +253,7 @@ class MpiTransport(Transport):
         return any(isinstance(held, _Reduction) and not held.done() for held in self._held)
 
     def start(self, steps: Steps) -> Work:
+        self._check_open()
         if self._beside:
             return self._steps.start(steps)
         for work in steps:
