@@ -49,7 +49,7 @@ def examine() -> dict[str, Any]:
 
 
 def host_ids(world: tutti.World) -> tuple[str, ...]:
-    return tuple(peer.host_id for peer in world.transport.roster.peers)  # type: ignore[attr-defined]
+    return world.transport.hosts
 
 
 def transfer(world: tutti.World, to: int) -> float:

@@ -16,15 +16,17 @@ from tutti.collectives.messages import share_json
 from tutti.collectives.native import native, native_cost
 from tutti.collectives.ring import ring, ring_cost
 from tutti.collectives.steps import on_flat, run
+from tutti.collectives.tree import tree, tree_cost
 from tutti.transports import AllReduces, Averages, HostsTransport, Transport
 
 _FLAT = (
+    Collective("tree", on_flat(tree), tree_cost),
     Collective("ring", on_flat(ring), ring_cost),
     Collective("butterfly", on_flat(butterfly), butterfly_cost),
     Collective("recursive_doubling", on_flat(recursive_doubling), recursive_doubling_cost),
 )
 
-_NATIVE_ROUNDS = 9
+_ROUNDS = 15
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,8 @@ def choices(transport: Transport) -> Choice:
         two_levels = Collective("hierarchical", partial(hierarchical, link=link), hierarchical_cost)
         return Choice(len(set(transport.hosts)), ((two_levels, link),))
     link = _rank_0s(measure_links(transport).link, transport)
-    candidates = [(each, link) for each in _FLAT]
-    if isinstance(transport, AllReduces):
-        candidates.append((Collective("native", native, native_cost), _native_link(transport, link)))
-    return Choice(transport.size, tuple(candidates))
+    native_too = (Collective("native", native, native_cost),) if isinstance(transport, AllReduces) else ()
+    return Choice(transport.size, tuple((each, _as_seen_by(each, transport, link)) for each in (*_FLAT, *native_too)))
 
 
 def _rank_0s(link: Link | None, transport: Transport) -> Link:
@@ -64,12 +64,12 @@ def _rank_0s(link: Link | None, transport: Transport) -> Link:
     return Link(*share_json([link.bits_per_s, link.latency_s] if link is not None else None, transport))
 
 
-def _native_link(transport: Transport, link: Link) -> Link:
-    """The link as the transport's own all-reduce sees it: its messages start sooner than ours, or later."""
-    tensor, times = torch.zeros(16, device="cpu"), []
-    for _ in range(_NATIVE_ROUNDS):
+def _as_seen_by(collective: Collective, transport: Transport, link: Link) -> Link:
+    """The link with the latency that this collective's messages have, where ranks may share cores or be slow to wake."""
+    tensor, times = torch.zeros(1, device="cpu"), []
+    for _ in range(_ROUNDS):
         start_s = transport.now()
-        run(native(tensor, transport))
+        run(collective.steps(tensor, transport))
         times.append(transport.now() - start_s)
-    per_message = statistics.median(times) / (2 * (transport.size - 1))
-    return _rank_0s(Link(link.bits_per_s, per_message), transport)
+    num_latencies = collective.cost(transport.size, 0, Link("1gbit", 1.0))
+    return _rank_0s(Link(link.bits_per_s, statistics.median(times) / num_latencies), transport)

@@ -1,19 +1,26 @@
 """Measure the links between ranks: what cost formulas need to know of the network."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tutti.cluster import Link
 from tutti.collectives.messages import gather_json
 from tutti.transports import Transport
 
-SIZES = (64, 1024, 16 * 1024, 64 * 1024, 256 * 1024, 1024 * 1024)
+_SIZES = (64, 1024, 16 * 1024, 64 * 1024, 256 * 1024, 2**20, 4 * 2**20, 16 * 2**20)
 
-_ROUNDS, _PATIENCE_S = 15, 0.25
+_LONG_ENOUGH_S = 0.02
+"""A message that takes this long shows the rate; larger ones are not tried."""
+
+_PATIENCE_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.1, 3, 15
+
+_MAX_PARTNERS = 8
+"""In large worlds each rank is measured with so many others, not with all."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +35,20 @@ class Fit:
 
     @classmethod
     def of(cls, points: Sequence[tuple[int, float]]) -> "Fit":
-        """The latency and rate with the least squared relative error."""
-        # Two normal equations, in plain floats: the same bits on every rank.
-        ones = sum(1 / time**2 for _, time in points)
-        first = sum(size / time**2 for size, time in points)
-        second = sum((size / time) ** 2 for size, time in points)
-        right = sum(1 / time for _, time in points), sum(size / time for size, time in points)
-        determinant = ones * second - first**2
-        latency = (second * right[0] - first * right[1]) / determinant
-        per_byte = (ones * right[1] - first * right[0]) / determinant
-        if latency < 0:  # Too small to be seen in the noise: a line through the origin.
-            latency, per_byte = 0.0, right[1] / second
-        link = Link(8 / max(per_byte, 1e-15), latency)
+        """The latency of the smallest message, and the slope through the three largest.
+
+        Not one line through all of them: on real links messages of middle sizes are faster than that, as they travel in
+        buffers and bursts, and it is long transfers that the rate should foretell.
+        """
+        largest = points[-3:]
+        mean_size = statistics.fmean(size for size, _ in largest)
+        mean_time = statistics.fmean(time for _, time in largest)
+        # In plain floats: the same bits on every rank.
+        spread = sum((size - mean_size) ** 2 for size, _ in largest)
+        per_byte = sum((size - mean_size) * (time - mean_time) for size, time in largest) / spread
+        link = Link(8 / max(per_byte, 1e-15), max(0.0, points[0][1] - points[0][0] * max(per_byte, 0.0)))
         errors = [link.seconds(size) / time - 1 for size, time in points]
-        residual = (sum(error**2 for error in errors) / len(errors)) ** 0.5
-        return cls(link, residual, tuple((size, time) for size, time in points))
+        return cls(link, statistics.fmean(error**2 for error in errors) ** 0.5, tuple(points))
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -66,53 +72,60 @@ class LinkMeasurement:
 
     @property
     def residual(self) -> float:
+        """The worst of them."""
         return max(fit.residual for fit in self.fits.values())
 
     def __str__(self) -> str:
-        return f"{self.link} (fitted to {100 * self.residual:.0f} %)"
+        return f"{self.link}; messages differ from that by {self.residual:.0%}"
 
 
-def measure_links(transport: Transport, pairs: Sequence[tuple[int, int]] | None = None) -> LinkMeasurement:
-    """Send messages of several sizes to and fro between `pairs` of ranks, one pair after the other. Collective.
+def measure_links(transport: Transport) -> LinkMeasurement:
+    """Send messages of several sizes to and fro between pairs of ranks. Collective.
 
-    By default each rank and the next one, round the ring. The time of a message is half that of a round trip.
+    Pairs that have no rank in common are measured at the same time. The time of a message is half that of a round trip.
     """
-    size = transport.size
-    if pairs is None:
-        neighbours = {frozenset((rank, (rank + 1) % size)) for rank in range(size)} if size > 1 else ()
-        pairs = sorted((min(pair), max(pair)) for pair in neighbours)
     found: dict[tuple[int, int], Fit] = {}
-    for one, two in pairs:
-        points = _ping_pong(transport, one, two) if transport.rank in (one, two) else []
-        found[one, two] = Fit.of(gather_json(points, transport)[one])
-    return LinkMeasurement(found)
+    for pairs in _rounds(transport.size):
+        mine = next((pair for pair in pairs if transport.rank in pair), None)
+        points = _ping_pong(transport, *mine) if mine is not None else []
+        everyones = gather_json(points, transport)
+        found |= {pair: Fit.of([(size, seconds) for size, seconds in everyones[pair[0]]]) for pair in pairs}
+    return LinkMeasurement(dict(sorted(found.items())))
+
+
+def _rounds(size: int) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of ranks, such that in each round every rank has one partner and in no two the same: as in a tournament."""
+    even = size + size % 2
+    for number in range(min(even - 1, _MAX_PARTNERS)):
+        circle = [0, *((number + other) % (even - 1) + 1 for other in range(even - 1))]
+        pairs = zip(circle[: even // 2], reversed(circle[even // 2 :]), strict=True)
+        yield sorted((min(pair), max(pair)) for pair in pairs if max(pair) < size)
 
 
 def _ping_pong(transport: Transport, one: int, two: int) -> list[tuple[int, float]]:
-    """(bytes, seconds) of one message; large sizes are left out where small ones are slow already."""
+    """Bytes and seconds of one message, over sizes."""
     first, other = transport.rank == one, two if transport.rank == one else one
     points: list[tuple[int, float]] = []
-    for size in SIZES:
+    for size in _SIZES:
         tensor = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        times = [_round_trip(transport, tensor, other, first)]  # The first also opens connections and warms up.
-        seconds = times[0] / 2
-        rounds = _agreed(transport, other, first, max(3, min(_ROUNDS, int(_PATIENCE_S / max(times[0], 1e-6)))))
-        times = [_round_trip(transport, tensor, other, first) for _ in range(rounds)]
-        seconds = statistics.median(times) / 2
-        points.append((size, seconds))
-        if _agreed(transport, other, first, int(seconds > 4 * _PATIENCE_S)):
+        once_s = _round_trip(transport, tensor, other, first)  # Also opens connections and warms up.
+        wanted = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_PATIENCE_S / max(once_s, 1e-6))))
+        num_rounds = _firsts(transport, wanted, other, first)
+        times = [_round_trip(transport, tensor, other, first) for _ in range(num_rounds)]
+        points.append((size, statistics.median(times) / 2))
+        if _firsts(transport, int(points[-1][1] > _LONG_ENOUGH_S and len(points) >= 3), other, first):
             break
     return points
 
 
-def _round_trip(transport: Transport, tensor: torch.Tensor, other: int, first: bool) -> float:
+def _round_trip(transport: Transport, tensor: Tensor, other: int, first: bool) -> float:
     start_s = transport.now()
     for sends in (first, not first):
         (transport.isend if sends else transport.irecv)(tensor, other).wait()
     return transport.now() - start_s
 
 
-def _agreed(transport: Transport, other: int, first: bool, number: int) -> int:
+def _firsts(transport: Transport, number: int, other: int, first: bool) -> int:
     """The first rank's number, on both."""
     tensor = torch.tensor([number], device="cpu")
     (transport.isend if first else transport.irecv)(tensor, other).wait()
