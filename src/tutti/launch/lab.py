@@ -36,7 +36,7 @@ _VARIABLES = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCK
 # payload (1448 of 1514 bytes). A bucket of 1 ms of the rate gave 95.6 % at 10 Mbit/s, 94.7 to 95.7 % at 100 Mbit/s and
 # 93.0 to 95.7 % at 1 Gbit/s; 16 KiB at 1 Gbit/s, which is 0.13 ms, gave 92.6 %: timers come too late. More would be
 # worse: what fits in the bucket travels at no cost after a pause (16 KiB at 10 Mbit/s: a message of that size is free).
-_BURST_S, _MIN_BURST_BYTES = 0.5e-3, 4 * 1514
+_BURST_S, _MIN_BURST_BYTES = 0.35e-3, 4 * 1514
 # The queue before it: with 100 ms no packet was lost by one sender, by two to one receiver, or by a host to one ten
 # times slower.
 _QUEUE_S, _MIN_QUEUE_BYTES = 0.1, 256 * 1024
