@@ -1,7 +1,8 @@
 """Train PyTorch models on many processes and machines, over any network, with any strategy."""
 
+from tutti.cluster import Link
 from tutti.errors import TuttiError
-from tutti.job import Job, distribute, sync_batchnorm
+from tutti.job import Job, distribute, measure_link, sync_batchnorm
 from tutti.launch import init, launch
 from tutti.launch.lab import lab
 from tutti.shard import shard
@@ -11,12 +12,14 @@ from tutti.world import World, world
 __all__ = [
     "AllReduce",
     "Job",
+    "Link",
     "TuttiError",
     "World",
     "distribute",
     "init",
     "lab",
     "launch",
+    "measure_link",
     "shard",
     "sync_batchnorm",
     "world",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, EventLog
 from tutti.replica import Replica
@@ -174,6 +175,14 @@ def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module
     """
     world = world or current_world()
     return synced(model, world.transport, world.draws)
+
+
+def measure_link(*, world: World | None = None) -> LinkMeasurement:
+    """Latency and rate between the ranks, by messages to and fro. Collective; takes a second or a few.
+
+    Returns what all ranks agree on: a fit for every pair, `.link` for the slowest, and how well they fit.
+    """
+    return measure_links((world or current_world()).transport)
 
 
 def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:

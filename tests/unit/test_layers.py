@@ -14,8 +14,8 @@ LAYERS = [
 """Lower first: a module imports only from its own layer and those before it."""
 
 PUBLIC = {
-    "AllReduce", "Job", "TuttiError", "World", "distribute", "init", "lab", "launch", "shard", "sync_batchnorm",
-    "world",
+    "AllReduce", "Job", "Link", "TuttiError", "World", "distribute", "init", "lab", "launch", "measure_link", "shard",
+    "sync_batchnorm", "world",
 }  # fmt: skip
 
 

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from tutti.errors import WorkerFailed
 from tutti.launch import launch
+from tutti.launch.lab import Lab, address
 from tutti.launch.local import Watcher
-from tutti.launch.mpirun import available, mpirun
+from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 
 
 def communicator() -> Any:
@@ -25,23 +27,38 @@ def communicator() -> Any:
     return MPI.COMM_WORLD
 
 
-def run(function: Callable[..., Any], *args: Any, workers: int, watch: Watcher | None = None) -> Any:
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int | None = None,
+    lab: Lab | None = None,
+    watch: Watcher | None = None,
+) -> Any:
     """Rank 0's result of `function(*args)`, under mpirun if there is one, else under Tutti's own launcher.
 
-    The function is a module's, its arguments and result JSON.
+    The function is a module's, its arguments and result JSON. With a lab, its ranks are on the lab's hosts.
     """
     if workers == 1 or not available():
-        return launch(function, *args, workers=workers, watch=watch)[0]
+        return launch(function, *args, workers=workers, lab=lab, watch=watch)[0]
+    workers = workers or (lab.spec.num_workers if lab is not None else 2)
     with tempfile.TemporaryDirectory(prefix="tutti-bench-") as folder:
         result = Path(folder) / "result.json"
         task = json.dumps([function.__module__, function.__name__, args, str(result)])
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
-        subprocess_environment = {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "default", **os.environ}
-        command = mpirun(workers, [sys.executable, "-m", "tutti.bench.under_mpi", task])
-        ended = subprocess.run(command, env=subprocess_environment, stdin=subprocess.DEVNULL, check=False)
+        environment = {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "default", **os.environ}
+        argv = [sys.executable, "-m", "tutti.bench.under_mpi", task]
+        with nullcontext(mpirun(workers, argv)) if lab is None else _in_lab(lab, argv) as command:
+            ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False)
         if ended.returncode or not result.exists():
             raise WorkerFailed(0, f"mpirun exited with status {ended.returncode}", status=ended.returncode or 1)
         return json.loads(result.read_text())
+
+
+def _in_lab(lab: Lab, argv: list[str]) -> AbstractContextManager[list[str]]:
+    hosts = lab.placement.hosts
+    names = [host.namespace for host in hosts if host.namespace is not None]
+    addresses = [address(number) for number in range(len(hosts))]
+    return mpirun_in_lab(names, addresses, argv, ranks_per_host=lab.spec.ranks_per_host)
 
 
 def _worker(task: str) -> None:

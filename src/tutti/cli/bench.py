@@ -1,5 +1,6 @@
 """`tutti bench`: Tutti beside its peers, on this machine."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,16 +10,24 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tutti.bench import allreduce as allreduce_bench
+from tutti.bench import collectives as collectives_bench
 from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.cli.json_file import check_writable, write_json
+from tutti.cluster import Link, parse_size
 from tutti.errors import ConfigError, UnknownName
+from tutti.launch.lab import Lab, LabSpec
+from tutti.report.plots import check_plot, plot_collectives
 
 app = typer.Typer(help="Time Tutti beside DDP, Gloo and Open MPI on this machine.", no_args_is_help=True)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")]
 Workers = Annotated[str, typer.Option("--workers", "-n", help="Numbers of workers, such as 2,4.")]
+LabSpecText = Annotated[
+    str | None, typer.Option("--lab", metavar="SPEC", help="On hosts made for it, such as hosts=4,rate=100mbit.")
+]
+_SIZES = "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; the median counts.")]
 
 
@@ -55,6 +64,36 @@ def allreduce(workers: Workers = "2", rounds: Rounds = 15, json_file: JsonFile =
     console.print(_allreduce_table(rows))
     _note_mpi(console)
     write_json(json_file, rows)
+
+
+@app.command("collectives")
+def collectives(
+    lab: LabSpecText = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Processes, without a lab.")] = 4,
+    sizes: Annotated[str, typer.Option(help="Bytes of a message, such as 1KiB,4MiB; the smallest is 4.")] = _SIZES,
+    rounds: Rounds = 9,
+    plot: Annotated[Path | None, typer.Option(help="Draw it here: a file that ends in .png or .svg.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Every all-reduce, measured and predicted, beside Gloo's and Open MPI's own: on loopback or in a lab."""
+    check_writable(json_file)
+    check_plot(plot)
+    numbers = [parse_size(text) for text in sizes.split(",")]
+    if min(numbers) < 4:
+        raise ConfigError(f"--sizes takes 4 bytes or more, got '{sizes}'.")
+    console = Console()
+    with nullcontext() if lab is None else Lab(LabSpec.parse(lab)) as hosts:
+        where = f"{workers} workers on loopback" if hosts is None else f"lab {hosts.spec}"
+        with console.status(f"timing {len(numbers)} sizes, {where}"):
+            chosen = {"workers": workers} if hosts is None else {"lab": hosts}
+            result = under_mpi.run(collectives_bench.measure, numbers, rounds, **chosen)
+    link = Link(result["link"]["bits_per_s"], result["link"]["latency_s"])
+    console.print(_collectives_table(result, f"{where}; measured link: {link}"))
+    _note_mpi(console)
+    write_json(json_file, {"lab": lab, **result})
+    if plot is not None:
+        plot_collectives(result, f"all-reduce, {where}", plot)
+        console.print(f"drawn in {plot}")
 
 
 @app.command("overhead")
@@ -123,6 +162,31 @@ def _allreduce_table(rows: list[dict[str, Any]]) -> Table:
         ratios = [_times(row["times_gloo"]), _times(row["times_mpi"])]
         table.add_row(_size(row["num_bytes"]), str(row["workers"]), *times, *ratios)
     return table
+
+
+def _collectives_table(result: dict[str, Any], title: str) -> Table:
+    """A row per algorithm, a column per size: milliseconds, and the prediction as a multiple of them."""
+    rows = result["rows"]
+    table = Table(title=f"median ms an all-reduce, and (predicted / measured)\n{title}", pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        table.add_column(_size(row["num_bytes"]), justify="right")
+    for name in rows[0]["seconds"]:
+        cells = []
+        for row in rows:
+            seconds = row["seconds"][name]
+            cell = f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+            if name in row["predicted"]:
+                cell += f"\n({row['predicted'][name] / seconds:.2f})"
+            elif name == "auto":
+                cell += f"\n{_SHORT.get(row['auto'], row['auto'])}"
+            cells.append(cell)
+        table.add_row(_LABELS.get(name, name.replace("_", "\n")), *cells)
+    return table
+
+
+_LABELS = {"mpi": "Open MPI", "gloo": "Gloo"}
+_SHORT = {"recursive_doubling": "doubling", "ring_blocking": "blocking", "hierarchical": "levels", "butterfly": "bfly"}
 
 
 def _note_mpi(console: Console) -> None:

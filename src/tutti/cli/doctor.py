@@ -5,8 +5,9 @@ import os
 import platform
 import shutil
 import socket
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tutti.cli.json_file import check_writable, write_json
-from tutti.launch.lab import missing
+from tutti.cluster import format_rate, format_time
+from tutti.collectives import LinkMeasurement
+from tutti.job import measure_link
+from tutti.launch import init, launch
+from tutti.launch.lab import Lab, LabSpec, missing
 from tutti.launch.mpirun import available as mpi_available
 
 
@@ -27,9 +32,19 @@ class Finding(NamedTuple):
     detail: str
 
 
-def doctor(json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings here.")] = None) -> None:
+def doctor(
+    network: Annotated[bool, typer.Option("--network", help="Measure links between workers instead.")] = False,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="With --network, without a lab.")] = 2,
+    lab: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="With --network: on hosts such as hosts=4,rate=100mbit.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings here.")] = None,
+) -> None:
     """Show what Tutti finds on this machine: torch, backends, cores, shared memory, network, the lab."""
     check_writable(json_file)
+    if network:
+        write_json(json_file, _measure(workers, lab))
+        return
     findings = examine()
     table = Table(show_header=False)
     mark = {True: "[green]✓[/]", False: "[yellow]✗[/]", None: " "}
@@ -37,6 +52,29 @@ def doctor(json_file: Annotated[Path | None, typer.Option("--json", help="Write 
         table.add_row(mark[finding.ok], finding.what, finding.detail)
     Console().print(table)
     write_json(json_file, [finding._asdict() for finding in findings])
+
+
+def _measure(workers: int, spec: str | None) -> list[dict[str, Any]]:
+    """Ping-pong between workers, on this machine or in a lab, as a table."""
+    console = Console()
+    with nullcontext() if spec is None else Lab(LabSpec.parse(spec)) as lab:
+        where = f"{workers} workers on loopback" if lab is None else f"lab {lab.spec}"
+        with console.status(f"measuring, {where}"):
+            measured = launch(measure_own_link, workers=workers if lab is None else None, lab=lab)[0]
+    table = Table(title=f"links between ranks, {where}")
+    for heading in ("ranks", "latency", "rate", "residual"):
+        table.add_column(heading, justify="right")
+    for (one, two), fit in measured.fits.items():
+        numbers = (format_time(fit.link.latency_s), format_rate(fit.link.bits_per_s), f"{fit.residual:.0%}")
+        table.add_row(f"{one} – {two}", *numbers)
+    console.print(table)
+    console.print(f"cost formulas go by the slowest: {measured.link}")
+    return [{"ranks": list(pair), **fit.as_dict()} for pair, fit in measured.fits.items()]
+
+
+def measure_own_link() -> LinkMeasurement:
+    """What each worker of `tutti doctor --network` runs."""
+    return measure_link(world=init())
 
 
 def examine() -> list[Finding]:

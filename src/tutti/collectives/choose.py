@@ -14,12 +14,13 @@ from tutti.collectives.hierarchical import hierarchical, hierarchical_cost
 from tutti.collectives.links import measure_links
 from tutti.collectives.messages import share_json
 from tutti.collectives.native import native, native_cost
-from tutti.collectives.ring import ring, ring_cost
+from tutti.collectives.ring import ring, ring_blocking, ring_blocking_cost, ring_cost
 from tutti.collectives.steps import on_flat, run
 from tutti.collectives.tree import tree, tree_cost
 from tutti.transports import AllReduces, Averages, HostsTransport, Transport
 
 _FLAT = (
+    Collective("ring_blocking", on_flat(ring_blocking), ring_blocking_cost),
     Collective("tree", on_flat(tree), tree_cost),
     Collective("ring", on_flat(ring), ring_cost),
     Collective("butterfly", on_flat(butterfly), butterfly_cost),
@@ -34,6 +35,8 @@ class Choice:
     """Collectives to choose from, each with the link that its cost formula should be given."""
 
     num_ranks: int
+    link: Link
+    """What was measured."""
     candidates: tuple[tuple[Collective, Link], ...]
 
     def costs(self, num_bytes: float) -> dict[str, float]:
@@ -48,15 +51,17 @@ class Choice:
 def choices(transport: Transport) -> Choice:
     """Measure the link between ranks, if there is anything to choose, and say what there is. Collective."""
     if transport.size == 1 or isinstance(transport, Averages):  # Shared memory: nothing sends less than it.
-        return Choice(transport.size, ((Collective("native", native, native_cost), Link("100gbit")),))
+        link = Link("100gbit")  # Of no consequence: there is one candidate.
+        return Choice(transport.size, link, ((Collective("native", native, native_cost), link),))
     if isinstance(transport, HostsTransport):
         measured = measure_links(transport.across).link if transport.across is not None else None
         link = _rank_0s(measured, transport)
         two_levels = Collective("hierarchical", partial(hierarchical, link=link), hierarchical_cost)
-        return Choice(len(set(transport.hosts)), ((two_levels, link),))
+        return Choice(len(set(transport.hosts)), link, ((two_levels, link),))
     link = _rank_0s(measure_links(transport).link, transport)
     native_too = (Collective("native", native, native_cost),) if isinstance(transport, AllReduces) else ()
-    return Choice(transport.size, tuple((each, _as_seen_by(each, transport, link)) for each in (*_FLAT, *native_too)))
+    candidates = tuple((each, _as_seen_by(each, transport, link)) for each in (*_FLAT, *native_too))
+    return Choice(transport.size, link, candidates)
 
 
 def _rank_0s(link: Link | None, transport: Transport) -> Link:
@@ -65,8 +70,8 @@ def _rank_0s(link: Link | None, transport: Transport) -> Link:
 
 
 def _as_seen_by(collective: Collective, transport: Transport, link: Link) -> Link:
-    """The link with the latency that this collective's messages have, where ranks may share cores or be slow to wake."""
-    tensor, times = torch.zeros(1, device="cpu"), []
+    """The link, with the latency that this collective's messages have: ranks may share cores, or be slow to wake."""
+    tensor, times = torch.zeros(16 * transport.size, device="cpu"), []  # A part for everyone, as in what is to come.
     for _ in range(_ROUNDS):
         start_s = transport.now()
         run(collective.steps(tensor, transport))

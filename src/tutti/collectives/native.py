@@ -21,5 +21,6 @@ def native(tensor: Tensor, transport: Transport) -> Steps:
 
 
 def native_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """As the ring, which is what Gloo, NCCL and Open MPI all use for large messages."""
-    return ring_cost(num_ranks, num_bytes, link)
+    """max(2 (P-1) α, 2 (P-1)/P n β): a ring, as Gloo and NCCL use, that waits for latencies while others transfer."""
+    transfer = ring_cost(num_ranks, num_bytes, Link(link.bits_per_s))
+    return max(ring_cost(num_ranks, 0, link), transfer)

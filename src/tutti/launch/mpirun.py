@@ -51,6 +51,7 @@ def mpirun_in_lab(
         launch = ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
         launch += ["--prtemca", "prte_if_include", network]
         launch += ["--host", ",".join(f"{address}:{ranks_per_host}" for address in addresses)]
+        launch += ["-n", str(ranks_per_host * len(addresses))]
         # Open MPI sees hosts of their own, but they share this machine's cores: a rank that waits must let others run.
         traffic = ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "--mca", "pml", "ob1"]
         traffic += ["--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", network]
@@ -80,7 +81,8 @@ def _agent(namespaces: Sequence[str], addresses: Sequence[str]) -> str:
 def _inside(namespace: str) -> list[str]:
     """Run what follows in a namespace, under a host name of its own: by that Open MPI tells hosts apart."""
     rename = 'hostname "$0" && exec "$@"'
-    return ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", rename, namespace]
+    name = namespace.replace(".", "-")  # What follows a dot would be a domain, which Open MPI cuts off.
+    return ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", rename, name]
 
 
 def _mpirun() -> list[str]:

@@ -1,0 +1,1 @@
+"""Figures and pages of what was measured."""

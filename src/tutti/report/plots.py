@@ -1,0 +1,109 @@
+"""Plots, as PNG or SVG by the name of the file. They need matplotlib: `pip install 'tutti[report]'`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import ConfigError
+
+FORMATS = (".png", ".svg")
+
+COLOURS = {
+    "ring": "#0072b2", "ring_blocking": "#56b4e9", "tree": "#009e73", "butterfly": "#e69f00",
+    "recursive_doubling": "#d55e00", "hierarchical": "#cc79a7", "native": "#888888", "gloo": "#bbbbbb",
+    "mpi": "#000000", "auto": "#f0e442",
+}  # fmt: skip
+"""One colour per algorithm in every figure, distinct to the colour-blind (Okabe & Ito 2008)."""
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a plot that cannot be made, before the work that it should show."""
+    if path is None:
+        return
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"a plot's file ends in {' or '.join(FORMATS)}, got '{path}'.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot: there is no folder {path.parent}.")
+    _pyplot()
+
+
+def plot_collectives(result: Mapping[str, Any], title: str, path: Path) -> None:
+    """Seconds against message size, a line per algorithm, and its prediction dashed."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    rows = result["rows"]
+    sizes = [row["num_bytes"] for row in rows]
+    for name in rows[0]["seconds"]:
+        width, height = (5.0, 1) if name == "auto" else (1.6, 3)  # The choice is a broad band behind what it chose.
+        style = {"color": COLOURS[name], "linewidth": width, "zorder": height, "label": _label(name)}
+        axes.plot(sizes, [row["seconds"][name] for row in rows], marker="o", markersize=4, **style)
+        if name in rows[0]["predicted"]:
+            predicted = [row["predicted"][name] for row in rows]
+            axes.plot(sizes, predicted, linestyle=":", linewidth=1.2, color=COLOURS[name], zorder=2)
+    axes.plot([], [], linestyle=":", color="#444444", label="predicted")
+    _message_sizes(axes, sizes)
+    axes.set(xscale="log", yscale="log", xlabel="message", ylabel="seconds an all-reduce", title=title)
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_lines(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], labels: tuple[str, str], title: str, path: Path
+) -> None:
+    """A panel for each key, a line for each algorithm in it."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.4 * len(panels), 4.2), sharey=True, layout="constrained", squeeze=False
+    )
+    for (name, lines), axis in zip(panels.items(), axes[0], strict=True):
+        for algorithm, points in lines.items():
+            xs, ys = zip(*points, strict=True)
+            axis.plot(xs, ys, marker="o", markersize=4, color=COLOURS[algorithm], label=_label(algorithm))
+        axis.set(xscale="log", yscale="log", xlabel=labels[0], title=name)
+        axis.grid(alpha=0.2, which="both")
+    axes[0][0].set_ylabel(labels[1])
+    axes[0][-1].legend(frameon=False, fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_spread(values: Mapping[str, Sequence[float]], label: str, title: str, path: Path) -> None:
+    """A dot for every run, a bar at the mean, an algorithm beside the other."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
+    for place, (name, runs) in enumerate(values.items()):
+        axes.plot([place] * len(runs), runs, "o", color=COLOURS[name], alpha=0.8, zorder=3)
+        axes.hlines(sum(runs) / len(runs), place - 0.25, place + 0.25, color=COLOURS[name], linewidth=3, alpha=0.5)
+    axes.set_xticks(range(len(values)), [_label(name) for name in values])
+    axes.set(ylabel=label, title=title)
+    axes.grid(axis="y", alpha=0.2)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _message_sizes(axes: Any, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [_size(size) for size in sizes], rotation=45)
+    axes.minorticks_off()
+    axes.grid(alpha=0.2)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes // 1024} KiB" if num_bytes < 2**20 else f"{num_bytes // 2**20} MiB"
+
+
+def _label(name: str) -> str:
+    return {"mpi": "Open MPI", "gloo": "Gloo"}.get(name, name.replace("_", " "))
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'tutti[report]'.") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
