@@ -67,8 +67,11 @@ def _take(collective: Collective, tensor: torch.Tensor, transport: Transport) ->
 
 
 def _predicted(name: str, num_bytes: int, transport: Transport, choice: Choice) -> float:
-    costs = choice.costs(num_bytes)
-    return costs[name] if name in costs else ALGORITHMS[name].cost(transport.size, num_bytes, choice.link)
+    """By the formula and the link that was measured; the transport's own messages have a latency of their own."""
+    if name == "native" and name in (costs := choice.costs(num_bytes)):
+        return costs[name]
+    num_ranks = len(set(transport.hosts)) if name == "hierarchical" else transport.size
+    return ALGORITHMS[name].cost(num_ranks, num_bytes, choice.link)
 
 
 def _interleaved(ways: Ways, transport: Transport, rounds: int) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tutti.cli.json_file import check_writable, write_json
+from tutti.cli.run_folder import new_folder
 from tutti.errors import ConfigError, TuttiError
 from tutti.launch import launch
 from tutti.recipes import RECIPES, recipe
@@ -59,7 +59,7 @@ def train(
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     made.data(data)  # A missing file is better said once, here, than by every worker.
-    folder = _new_folder(name or f"{made.name}-{workers}x-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = new_folder(name, f"{made.name}-{workers}x")
     console = Console()
     outcome = _run(task, workers, folder / "metrics.jsonl", console)
     summary: dict[str, Any] = {
@@ -82,16 +82,6 @@ def _options(texts: list[str]) -> dict[str, Any]:
         return {key: json.loads(value) for key, _, value in pairs}
     except json.JSONDecodeError:
         raise ConfigError(f"--option takes NAME=NUMBER, got {', '.join(texts)}.") from None
-
-
-def _new_folder(name: str) -> Path:
-    if Path(name).name != name:
-        raise ConfigError(f"--name is the name of a folder under runs/, not a path; got '{name}'.")
-    folder = Path("runs") / name
-    if folder.exists():
-        raise ConfigError(f"{folder} exists already; give another --name.")
-    folder.mkdir(parents=True)
-    return folder
 
 
 def _run(task: Task, workers: int, record: Path, console: Console) -> Outcome:

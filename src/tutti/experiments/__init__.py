@@ -1,0 +1,11 @@
+"""Experiments of the papers that Tutti comes from, done again: one module for each."""
+
+from collections.abc import Callable
+
+from tutti.experiments import allreduce_mnist
+from tutti.experiments.setting import Setting
+
+EXPERIMENTS: dict[str, Callable[[Setting], str]] = {"allreduce-mnist": allreduce_mnist.reproduce}
+"""By name: each does its work, puts figures and numbers into the setting's folder and returns a report in Markdown."""
+
+__all__ = ["EXPERIMENTS", "Setting"]

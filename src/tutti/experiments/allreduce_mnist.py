@@ -1,0 +1,194 @@
+"""Fourie (2019): tree, butterfly and ring all-reduce on MNIST, over the size of the message and the number of workers.
+
+Three parts. `time_steps` times training steps of every algorithm, interleaved, on loopback and in the lab; the whole
+model is one message, as it was there. `train_once` trains to the end, for accuracy. `measure_rounding` compares the sums
+that the algorithms make of the same numbers with the exact ones.
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tutti.bench import collectives as collectives_bench
+from tutti.bench import under_mpi
+from tutti.bench.under_mpi import communicator
+from tutti.collectives import ALGORITHMS, gather_json, recursive_doubling, run
+from tutti.experiments.fourie_report import write_report
+from tutti.experiments.setting import Setting, machine
+from tutti.job import distribute
+from tutti.launch import init, mpi
+from tutti.launch.lab import LabSpec, missing
+from tutti.launch.lab import lab as make_lab
+from tutti.recipes import recipe
+from tutti.recipes.training import Task, train
+from tutti.strategies import AllReduce
+from tutti.world import World
+
+ONE_MESSAGE = 2**40
+"""A bucket that holds any model."""
+
+MESSAGES = ("butterfly", "tree", "ring_blocking", "ring")
+"""Fourie's tree/butterfly, and the rings with blocking and non-blocking calls. "mpi" is Open MPI's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much to do."""
+
+    widths: tuple[int, ...] = (25, 400, 1600, 6400)
+    workers: tuple[int, ...] = (2, 4, 8)
+    rounds: int = 5
+    epochs: int = 20
+    seeds: tuple[int, ...] = (0, 1, 2)
+    accuracy_workers: int = 4
+    sizes: tuple[int, ...] = tuple(2**exponent for exponent in range(10, 23, 2))
+
+
+QUICK = Plan(widths=(25, 1600), workers=(2,), rounds=2, epochs=1, seeds=(0,), accuracy_workers=2, sizes=(2**10, 2**18))
+
+
+def reproduce(setting: Setting) -> str:
+    """Do all of it; the report, in Markdown."""
+    plan = QUICK if setting.quick else Plan()
+    places: dict[str, str | None] = {"loopback": None}
+    if (lacking := missing()) is None:
+        places[f"lab, {setting.rate}"] = setting.rate
+    else:
+        setting.say(f"without the lab: {lacking}")
+    result: dict[str, Any] = {"machine": machine(), "plan": asdict(plan), "rate": setting.rate, "lab_missing": lacking}
+    result["times"] = _all_times(plan, places, setting)
+    result["collectives"] = _crossover(plan, setting) if lacking is None else None
+    setting.say("rounding")
+    result["rounding"] = under_mpi.run(measure_rounding, workers=plan.accuracy_workers)
+    result["accuracy"] = _all_accuracies(plan, setting)
+    (setting.folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
+    return write_report(result, setting.folder)
+
+
+def _all_times(plan: Plan, places: dict[str, str | None], setting: Setting) -> list[dict[str, Any]]:
+    rows = []
+    for place, rate in places.items():
+        for workers in plan.workers:
+            setting.say(f"training steps, {place}, {workers} workers")
+            with nullcontext() if rate is None else make_lab(workers, rate) as hosts:
+                where = {"workers": workers} if hosts is None else {"lab": hosts}
+                found = under_mpi.run(time_steps, list(plan.widths), plan.rounds, **where)
+            rows += [{"place": place, "workers": workers, **row} for row in found]
+    return rows
+
+
+def _crossover(plan: Plan, setting: Setting) -> dict[str, Any]:
+    setting.say(f"all-reduce alone, lab, {setting.rate}, {max(plan.workers[:2])} workers")
+    spec = LabSpec.parse(f"hosts={max(plan.workers[:2])},rate={setting.rate}")
+    with make_lab(spec.hosts, setting.rate) as hosts:
+        return dict(under_mpi.run(collectives_bench.measure, list(plan.sizes), 5, lab=hosts))
+
+
+def _all_accuracies(plan: Plan, setting: Setting) -> list[dict[str, Any]]:
+    names = [*MESSAGES, "mpi"] if under_mpi.available() else [*MESSAGES]
+    rows = []
+    for seed in plan.seeds:
+        finals = {}
+        for name in names:
+            setting.say(f"training to the end, {name}, seed {seed}")
+            path = setting.folder / f"{name}-{seed}.pt"
+            data = str(setting.data) if setting.data is not None else None
+            task = {"epochs": plan.epochs, "seed": seed, "data": data}
+            rows.append(under_mpi.run(train_once, name, task, str(path), workers=plan.accuracy_workers))
+            finals[name] = torch.load(path, weights_only=True)
+            path.unlink()
+        first = finals[names[0]]
+        for row in rows[-len(names) :]:
+            distance = float((finals[row["algorithm"]] - first).norm() / first.norm())
+            row["distance"] = distance
+    return rows
+
+
+def time_steps(widths: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Seconds a training step takes with every algorithm, over widths of the second hidden layer; on every rank."""
+    world = init(transport="process_group")
+    worlds = dict.fromkeys(MESSAGES, world)
+    if communicator() is not None:
+        worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.roster))  # type: ignore[attr-defined]
+    rows = []
+    for width in widths:
+        steps = {name: _stepper(width, name, its_world) for name, its_world in worlds.items()}
+        seconds = _interleaved({name: step for name, (step, _) in steps.items()}, world, rounds)
+        for _, close in steps.values():
+            close()
+        model = recipe("mnist-mlp", second_hidden=width).model()
+        rows.append({"width": width, "num_bytes": 4 * sum(p.numel() for p in model.parameters()), "seconds": seconds})
+    return rows
+
+
+def _stepper(width: int, name: str, world: World) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A training step under an algorithm, and what ends it."""
+    made = recipe("mnist-mlp", second_hidden=width)
+    torch.manual_seed(0)
+    model = made.model()
+    optimizer = made.optimizer(model)
+    strategy = AllReduce("native" if name == "mpi" else name, ONE_MESSAGE)  # type: ignore[arg-type]
+    job = distribute(model, optimizer, strategy, world=world)
+    x, y = made.example(max(1, made.batch_size // world.size))
+
+    def step() -> None:
+        made.loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, job.finish
+
+
+def _interleaved(steps: dict[str, Callable[[], None]], world: World, rounds: int) -> dict[str, float]:
+    """Median over rounds of the slowest rank's time, each algorithm in turn; the first round warms up."""
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            run(recursive_doubling.steps(torch.zeros(1), world.transport))
+            start = world.transport.now()
+            step()
+            samples[name].append(max(gather_json(world.transport.now() - start, world.transport)))
+    return {name: statistics.median(values[1:]) for name, values in samples.items()}
+
+
+def train_once(name: str, options: dict[str, Any], path: str) -> dict[str, Any]:
+    """Train the recipe to the end under an algorithm; rank 0 leaves the parameters at `path`."""
+    world = init(transport="mpi" if name == "mpi" else "process_group")
+    strategy = str(AllReduce("native" if name == "mpi" else name, ONE_MESSAGE))  # type: ignore[arg-type]
+    outcome = train(Task(recipe="mnist-mlp", strategy=strategy, **options))
+    if world.rank == 0:
+        torch.save(outcome.parameters, Path(path))
+    return {"algorithm": name, "seed": options["seed"], "accuracy": outcome.accuracy, "seconds": outcome.seconds}
+
+
+def measure_rounding() -> dict[str, dict[str, float]]:
+    """How far each algorithm's sum of a million numbers per rank is from the exact one, in float32 roundings."""
+    transport = init(transport="process_group").transport
+    generator = torch.Generator().manual_seed(transport.rank)
+    mine = torch.randn(1_000_000, generator=generator)
+    exact = mine.double()
+    run(ALGORITHMS["ring"].steps(exact, transport))
+    sums = {}
+    for name in MESSAGES:
+        sums[name] = mine.clone()
+        run(ALGORITHMS[name].steps(sums[name], transport))
+    if (everyone := communicator()) is not None:
+        from mpi4py import MPI
+
+        sums["mpi"] = mine.clone()
+        everyone.Allreduce(MPI.IN_PLACE, sums["mpi"].numpy())
+    unit = torch.finfo(torch.float32).eps * exact.abs().clamp(min=1e-3)
+    return {
+        name: {
+            "mean": float(((total.double() - exact).abs() / unit).mean()),
+            "most": float(((total.double() - exact).abs() / unit).quantile(0.999)),
+            "differ": float((total != sums[MESSAGES[0]]).double().mean()),
+        }
+        for name, total in sums.items()
+    }
