@@ -1,6 +1,7 @@
 """`tutti reproduce`: an experiment of a paper, done again, with a report."""
 
 import shutil
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -31,11 +32,13 @@ def reproduce(
     folder = new_folder(name, experiment)
     console = Console()
     with console.status("starting") as status:
-        setting = Setting(
-            folder=folder, data=data, quick=quick, rate=rate, say=lambda line: status.update(f"{experiment}: {line}")
-        )
+
+        def say(line: str) -> None:
+            status.update(line)
+            console.print(f"{time.strftime('%H:%M:%S')} {line}")
+
         try:
-            EXPERIMENTS[experiment](setting)
+            EXPERIMENTS[experiment](Setting(folder=folder, data=data, quick=quick, rate=rate, say=say))
         except BaseException:
             shutil.rmtree(folder)  # Half a report would only mislead.
             raise

@@ -1,8 +1,8 @@
 """Fourie (2019): tree, butterfly and ring all-reduce on MNIST, over the size of the message and the number of workers.
 
 Three parts. `time_steps` times training steps of every algorithm, interleaved, on loopback and in the lab; the whole
-model is one message, as it was there. `train_once` trains to the end, for accuracy. `measure_rounding` compares the sums
-that the algorithms make of the same numbers with the exact ones.
+model is one message, as it was there. `train_fully` trains to the end, for accuracy. `measure_rounding` compares the
+sums that the algorithms make of the same numbers with the exact ones.
 """
 
 import json
@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from tutti.launch.lab import lab as make_lab
 from tutti.recipes import recipe
 from tutti.recipes.training import Task, train
 from tutti.strategies import AllReduce
-from tutti.world import World
+from tutti.world import World, set_world
 
 ONE_MESSAGE = 2**40
 """A bucket that holds any model."""
@@ -91,31 +90,18 @@ def _crossover(plan: Plan, setting: Setting) -> dict[str, Any]:
 
 
 def _all_accuracies(plan: Plan, setting: Setting) -> list[dict[str, Any]]:
-    names = [*MESSAGES, "mpi"] if under_mpi.available() else [*MESSAGES]
     rows = []
     for seed in plan.seeds:
-        finals = {}
-        for name in names:
-            setting.say(f"training to the end, {name}, seed {seed}")
-            path = setting.folder / f"{name}-{seed}.pt"
-            data = str(setting.data) if setting.data is not None else None
-            task = {"epochs": plan.epochs, "seed": seed, "data": data}
-            rows.append(under_mpi.run(train_once, name, task, str(path), workers=plan.accuracy_workers))
-            finals[name] = torch.load(path, weights_only=True)
-            path.unlink()
-        first = finals[names[0]]
-        for row in rows[-len(names) :]:
-            distance = float((finals[row["algorithm"]] - first).norm() / first.norm())
-            row["distance"] = distance
+        setting.say(f"training to the end with every algorithm, seed {seed} of {len(plan.seeds)}")
+        data = str(setting.data) if setting.data is not None else None
+        options = {"epochs": plan.epochs, "seed": seed, "data": data}
+        rows += under_mpi.run(train_fully, options, workers=plan.accuracy_workers)
     return rows
 
 
 def time_steps(widths: list[int], rounds: int) -> list[dict[str, Any]]:
     """Seconds a training step takes with every algorithm, over widths of the second hidden layer; on every rank."""
-    world = init(transport="process_group")
-    worlds = dict.fromkeys(MESSAGES, world)
-    if communicator() is not None:
-        worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.roster))  # type: ignore[attr-defined]
+    world, worlds = _worlds()
     rows = []
     for width in widths:
         steps = {name: _stepper(width, name, its_world) for name, its_world in worlds.items()}
@@ -127,14 +113,26 @@ def time_steps(widths: list[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _worlds() -> tuple[World, dict[str, World]]:
+    """The ranks as joined by sockets, and how each algorithm joins them: Open MPI's own needs MPI."""
+    world = init(transport="process_group")
+    worlds = dict.fromkeys(MESSAGES, world)
+    if communicator() is not None:
+        worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.roster))  # type: ignore[attr-defined]
+    return world, worlds
+
+
+def _strategy(name: str) -> AllReduce:
+    return AllReduce("native" if name == "mpi" else name, ONE_MESSAGE)  # type: ignore[arg-type]
+
+
 def _stepper(width: int, name: str, world: World) -> tuple[Callable[[], None], Callable[[], None]]:
     """A training step under an algorithm, and what ends it."""
     made = recipe("mnist-mlp", second_hidden=width)
     torch.manual_seed(0)
     model = made.model()
     optimizer = made.optimizer(model)
-    strategy = AllReduce("native" if name == "mpi" else name, ONE_MESSAGE)  # type: ignore[arg-type]
-    job = distribute(model, optimizer, strategy, world=world)
+    job = distribute(model, optimizer, _strategy(name), world=world)
     x, y = made.example(max(1, made.batch_size // world.size))
 
     def step() -> None:
@@ -157,14 +155,17 @@ def _interleaved(steps: dict[str, Callable[[], None]], world: World, rounds: int
     return {name: statistics.median(values[1:]) for name, values in samples.items()}
 
 
-def train_once(name: str, options: dict[str, Any], path: str) -> dict[str, Any]:
-    """Train the recipe to the end under an algorithm; rank 0 leaves the parameters at `path`."""
-    world = init(transport="mpi" if name == "mpi" else "process_group")
-    strategy = str(AllReduce("native" if name == "mpi" else name, ONE_MESSAGE))  # type: ignore[arg-type]
-    outcome = train(Task(recipe="mnist-mlp", strategy=strategy, **options))
-    if world.rank == 0:
-        torch.save(outcome.parameters, Path(path))
-    return {"algorithm": name, "seed": options["seed"], "accuracy": outcome.accuracy, "seconds": outcome.seconds}
+def train_fully(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train the recipe to the end with every algorithm: test accuracy, and how far apart the parameters ended."""
+    rows, first = [], None
+    for name, world in _worlds()[1].items():
+        set_world(world)
+        outcome = train(Task(recipe="mnist-mlp", strategy=str(_strategy(name)), **options))
+        first = outcome.parameters if first is None else first
+        distance = float((outcome.parameters - first).norm() / first.norm())
+        row = {"algorithm": name, "seed": options["seed"], "accuracy": outcome.accuracy, "distance": distance}
+        rows.append({**row, "seconds": outcome.seconds})
+    return rows
 
 
 def measure_rounding() -> dict[str, dict[str, float]]:

@@ -25,12 +25,7 @@ class Setting:
 def machine() -> str:
     """What this was measured on, in a few words."""
     cores = len(os.sched_getaffinity(0))
-    name = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return f"{cores} cores of {name}, {platform.system()} {platform.release().partition('-')[0]}, torch {torch.__version__}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    system = f"{platform.system()} {platform.release().partition('-')[0]}"
+    return f"{cores} cores of {names[0] if names else platform.machine()}, {system}, torch {torch.__version__}"

@@ -1,0 +1,269 @@
+"""Messages over TCP, where it is awkward: late, large, unasked for, of the wrong kind, from nobody, from the dead."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from support import run_ok, run_threads
+from tutti.errors import ConfigError, RankLost, ReplicaMismatch
+from tutti.transports import ANY, ProcessGroupTransport
+from tutti.world import World
+
+LARGE = 2_000_000
+
+
+def messages(world: World) -> ProcessGroupTransport:
+    assert isinstance(world.transport, ProcessGroupTransport)
+    return world.transport
+
+
+def test_a_large_message_waits_until_it_is_asked_for() -> None:
+    """It stays in the network: the receiver keeps none of it, and the sender is held back."""
+
+    def work(world: World) -> bool:
+        link = messages(world)
+        go = torch.zeros(1)
+        if world.rank == 0:
+            sending = link.isend(torch.ones(8 * LARGE), 1, tag=1)
+            link.irecv(go, 1, tag=2).wait()
+            held = not sending.done()
+            sending.wait()
+            return held
+        while not any(incoming.held for incoming in link._messenger._incoming):
+            link._messenger.poll()
+        kept = any(messages for messages in link._messenger._unasked.values())
+        link.isend(go, 0, tag=2).wait()
+        got = torch.empty(8 * LARGE)
+        link.irecv(got, 0, tag=1).wait()
+        assert torch.equal(got, torch.ones(8 * LARGE))
+        return not kept
+
+    assert run_ok(work, size=2, transport="process_group") == [True, True]
+
+
+@pytest.mark.parametrize("first_asked", [1, 2, ANY])
+def test_what_is_behind_a_large_message_can_be_had(first_asked: int) -> None:
+    def work(world: World) -> list[float]:
+        link = messages(world)
+        if world.rank == 0:
+            sent = [link.isend(torch.full((LARGE,), 1.0 + tag), 1, tag) for tag in range(3)]
+            sent.append(link.isend(torch.tensor([9.0]), 1, tag=7))
+            for each in sent:
+                each.wait()
+            return []
+        small = torch.empty(1)
+        link.irecv(small, 0 if first_asked != ANY else ANY, tag=7).wait()
+        found = [float(small)]
+        for tag in (2, 0, 1):
+            got = torch.empty(LARGE)
+            link.irecv(got, ANY, tag).wait()
+            found.append(float(got[-1]))
+        return found
+
+    assert run_ok(work, size=2, transport="process_group")[1] == [9.0, 3.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("numel", [3, LARGE])
+def test_messages_that_nobody_asked_for_yet_arrive_in_order(numel: int) -> None:
+    def work(world: World) -> list[float]:
+        link = messages(world)
+        if world.rank == 0:
+            sent = [link.isend(torch.full((numel,), float(number)), 1) for number in range(5)]
+            for each in sent:
+                each.wait()
+            return []
+        tensors = [torch.empty(numel) for _ in range(5)]
+        for each in [link.irecv(tensor, 0) for tensor in tensors]:
+            each.wait()
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert run_ok(work, size=2, transport="process_group")[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["asked for before", "asked for after"])
+@pytest.mark.parametrize("sent", [torch.ones(4), torch.ones(3, dtype=torch.int32), torch.ones(LARGE)], ids=str)
+def test_a_message_of_another_length_or_dtype(early: bool, sent: torch.Tensor) -> None:
+    def work(world: World) -> None:
+        link, go = messages(world), torch.zeros(1)
+        if world.rank == 0:
+            link.irecv(go, 1, tag=5).wait()
+            sending = link.isend(sent, 1)
+            if not early:
+                link.isend(go, 1, tag=6).wait()
+            sending.wait()
+            link.isend(torch.tensor([7.0]), 1).wait()
+            return
+        got = torch.zeros(3)
+        receiving = link.irecv(got, 0) if early else None
+        link.isend(go, 0, tag=5).wait()
+        if receiving is None:
+            link.irecv(go, 0, tag=6).wait()
+            receiving = link.irecv(got, 0)
+        with pytest.raises(ReplicaMismatch, match=rf"rank 1: expected 3 × torch.float32 from rank 0.*{sent.numel()} ×"):
+            receiving.wait()
+        assert torch.equal(got, torch.zeros(3))  # Untouched.
+        after = torch.zeros(1)
+        link.irecv(after, 0).wait()  # And the conversation goes on.
+        assert float(after) == 7.0
+
+    run_ok(work, size=2, transport="process_group")
+
+
+def test_done_says_when_a_message_has_arrived() -> None:
+    def work(world: World) -> bool:
+        link, got = messages(world), torch.zeros(1)
+        if world.rank == 0:
+            link.irecv(got, 1, tag=1).wait()
+            link.isend(torch.ones(1), 1, tag=2).wait()
+            return True
+        receiving = link.irecv(got, 0, tag=2)
+        before = receiving.done()
+        link.isend(torch.ones(1), 0, tag=1).wait()
+        deadline = time.monotonic() + 20
+        while not receiving.done():
+            assert time.monotonic() < deadline
+        return not before and float(got) == 1.0
+
+    assert run_ok(work, size=2, transport="process_group") == [True, True]
+
+
+def test_strangers_are_turned_away() -> None:
+    """Bytes from anyone who does not know the receiver's token change nothing, however they are cut."""
+
+    def work(world: World) -> float:
+        link, got = messages(world), torch.zeros(1)
+        if world.rank == 0:
+            port = link._messenger._listener.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100))
+                with socket.create_connection(("127.0.0.1", port)) as silent:
+                    link.irecv(got, 1).wait()
+                    silent.sendall(b"x")
+            return float(got)
+        link.isend(torch.full((1,), 5.0), 0).wait()
+        return 5.0
+
+    assert run_ok(work, size=2, transport="process_group") == [5.0, 5.0]
+
+
+def test_a_rank_that_is_waited_for_and_leaves() -> None:
+    """Whether it ever said anything or not, and for those who send to it as well."""
+
+    def work(world: World) -> float:
+        link = messages(world)
+        if world.rank == 2:
+            link.isend(torch.ones(1), 0).wait()
+            return 0.0
+        if world.rank == 0:
+            link.irecv(torch.zeros(1), 2).wait()
+        started = time.monotonic()
+        with pytest.raises(RankLost, match=rf"rank {world.rank}: rank 2 is gone: it has left"):
+            if world.rank == 0:
+                link.irecv(torch.zeros(1), 2).wait()
+            else:
+                while True:
+                    link.isend(torch.zeros(LARGE), 2).wait()
+        return time.monotonic() - started
+
+    assert max(run_ok(work, size=3, transport="process_group")) < 8
+
+
+def test_the_loss_of_one_rank_does_not_end_talks_between_others() -> None:
+    def work(world: World) -> float:
+        link, got = messages(world), torch.zeros(1)
+        if world.rank == 2:
+            return 2.0
+        if world.rank == 0:
+            with pytest.raises(RankLost):
+                link.irecv(got, 2).wait()
+            link.isend(torch.ones(1), 1).wait()
+            return 1.0
+        link.irecv(got, 0, tag=0).wait()
+        return float(got)
+
+    results = run_threads(work, size=3, transport="process_group")
+    assert results[0] == 1.0
+    # Rank 0 has said that it gives up, so rank 1 may hear of that first, or get its message.
+    assert results[1] == 1.0 or isinstance(results[1], RankLost)
+
+
+def test_closing_ends_a_wait_in_another_thread_at_once() -> None:
+    def work(world: World) -> float:
+        link = messages(world).channel("own")
+        if world.rank == 1:
+            world.transport.irecv(torch.zeros(1), 0).wait()
+            return 0.0
+        steps = iter([link.irecv(torch.zeros(1), 1)])
+        waiting = link.start(work for work in steps)  # type: ignore[arg-type]
+        started = time.monotonic()
+        link.close()
+        with pytest.raises(RankLost, match="closed"):
+            waiting.wait()
+        world.transport.isend(torch.zeros(1), 1).wait()
+        return time.monotonic() - started
+
+    assert run_ok(work, size=2, transport="process_group")[0] < 2
+
+
+def test_steps_after_a_failure_are_not_taken() -> None:
+    def work(world: World) -> int:
+        link, taken = messages(world).channel("own"), []
+
+        def broken():  # type: ignore[no-untyped-def]
+            taken.append("broken")
+            raise ValueError("out of step")
+            yield
+
+        def later():  # type: ignore[no-untyped-def]
+            taken.append("later")
+            yield link.isend(torch.ones(1), 0)
+
+        works = [link.start(broken()), link.start(later())]
+        for started in works:
+            with pytest.raises(ValueError, match="out of step"):
+                started.wait()
+        link.close()
+        with pytest.raises(ConfigError, match="closed"):
+            link.start(later())
+        return len(taken)
+
+    assert run_ok(work, size=2, transport="process_group") == [1, 1]
+
+
+def test_channels_over_some_ranks() -> None:
+    """Numbered anew, in the order given, and errors still name ranks as the world does."""
+
+    def work(world: World) -> object:
+        link = messages(world)
+        if world.rank == 1:
+            link.irecv(torch.zeros(1), 0).wait()
+            return None
+        pair = link.channel("pair", [2, 0])
+        assert (pair.rank, pair.size) == ({2: 0, 0: 1}[world.rank], 2)
+        total = torch.tensor([float(world.rank)])
+        pair.all_reduce(total).wait()
+        if world.rank == 0:
+            pair.close()
+            link.isend(torch.zeros(1), 1).wait()
+        else:
+            with pytest.raises(RankLost, match=r"rank 2: rank 0 is gone: it has closed this conversation"):
+                pair.irecv(torch.zeros(1), 1).wait()
+        return float(total)
+
+    assert run_ok(work, size=3, transport="process_group") == [2.0, None, 2.0]
+
+
+def test_no_thread_is_made_for_messages() -> None:
+    def work(world: World) -> int:
+        before = threading.active_count()
+        other = 1 - world.rank
+        got = torch.zeros(1)
+        works = [messages(world).irecv(got, other), messages(world).isend(torch.ones(1), other)]
+        for started in works:
+            started.wait()
+        return threading.active_count() - before
+
+    assert max(run_ok(work, size=2, transport="process_group")) <= 0
