@@ -17,7 +17,7 @@ from tutti.collectives.native import native, native_cost
 from tutti.collectives.ring import ring, ring_blocking, ring_blocking_cost, ring_cost
 from tutti.collectives.steps import on_flat, run
 from tutti.collectives.tree import tree, tree_cost
-from tutti.transports import AllReduces, Averages, HostsTransport, Transport
+from tutti.transports import AllReduces, Averages, HostsTransport, ProcessGroupTransport, Transport
 
 _FLAT = (
     Collective("ring_blocking", on_flat(ring_blocking), ring_blocking_cost),
@@ -59,7 +59,9 @@ def choices(transport: Transport) -> Choice:
         two_levels = Collective("hierarchical", partial(hierarchical, link=link), hierarchical_cost)
         return Choice(len(set(transport.hosts)), link, ((two_levels, link),))
     link = _rank_0s(measure_links(transport).link, transport)
-    native_too = (Collective("native", native, native_cost),) if isinstance(transport, AllReduces) else ()
+    # Not Gloo's: it is no faster, and a sum of its that has begun cannot be interrupted.
+    own = isinstance(transport, AllReduces) and not isinstance(transport, ProcessGroupTransport)
+    native_too = (Collective("native", native, native_cost),) if own else ()
     candidates = tuple((each, _as_seen_by(each, transport, link)) for each in (*_FLAT, *native_too))
     return Choice(transport.size, link, candidates)
 

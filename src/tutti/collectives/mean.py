@@ -13,8 +13,8 @@ from tutti.transports.base import Steps, Transport
 def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: float = 1.0) -> None:
     """Replace `tensor` by its weighted mean over ranks, the same bits on all of them.
 
-    With equal weights it is the sum divided by the number of ranks, to the bit. A rank of weight 0 contributes nothing,
-    NaN included. A weight of NaN raises `WeightRefused` on every rank.
+    With equal weights, all 0 included, it is the sum divided by the number of ranks, to the bit. Beside others a rank
+    of weight 0 contributes nothing, NaN included. A weight of NaN raises `WeightRefused` on every rank.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(

@@ -7,9 +7,11 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -22,7 +24,7 @@ from tutti.launch.link import HOST
 from tutti.strategies import parse
 from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT
-from tutti.transports.hosts import HostsTransport, hosts_are_shared, shared_where_possible
+from tutti.transports.hosts import levelled
 from tutti.transports.roster import wait_for_keys
 from tutti.world import World, current_world, set_world
 
@@ -30,6 +32,9 @@ _generations = count()
 """Worlds of one process, one after the other, meet under names of their own."""
 
 _SIOCGIFADDR = 0x8915
+
+_ELSEWHERE = "192.0.2.1"
+"""An address of no host (RFC 5737), to ask by which way this one would send."""
 
 KINDS = ("auto", "process_group", "shared_memory", "mpi")
 """Transports by name; "mpi:" takes an all-reduce algorithm of Open MPI's as well, as in "mpi:ring"."""
@@ -83,7 +88,7 @@ def connect(roster: Roster, address: str = LOOPBACK, kind: str = "auto") -> Tran
 
         return SharedMemoryTransport(transport)
     if kind == "auto":
-        return HostsTransport(transport) if hosts_are_shared(transport) else shared_where_possible(transport)
+        return levelled(transport)
     return transport
 
 
@@ -179,25 +184,45 @@ def _listen_address(place: Place, roster: Roster) -> str:
     if roster.one_host:
         return LOOPBACK
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return _address_of(names.split(",")[0])
+        try:
+            return _address_of(names.split(",")[0])
+        except OSError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                f"rank {roster.me}: GLOO_SOCKET_IFNAME names '{names}', which has no address here ({error.strerror}). "
+                f"Known: {known}."
+            ) from None
     assert place.address is not None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((place.address, place.port or 1))  # Sends nothing: it only picks a route.
-        address = probe.getsockname()[0]
-    return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address
+    # Towards rank 0; on rank 0's own host, towards anywhere else; or whatever this host has.
+    tries = [lambda: _facing(place.address), lambda: _facing(_ELSEWHERE), *_interfaces()]
+    for attempt in tries:
+        with suppress(OSError):
+            address = attempt()
+            if not address.startswith("127.") and address != "::1":
+                return address
+    raise ConfigError(
+        f"rank {roster.me}: this host has no network address by which others could reach it; its ranks are on several "
+        "hosts. Name its network interface in GLOO_SOCKET_IFNAME."
+    )
+
+
+def _facing(address: str | None) -> str:
+    """This host's address on the way to another. Sends nothing: it only picks a route."""
+    family, _, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _interfaces() -> list[Callable[[], str]]:
+    return [partial(_address_of, name) for _, name in socket.if_nameindex() if name != "lo"]
 
 
 def _address_of(interface: str) -> str:
     """The IPv4 address of a network interface."""
     request = struct.pack("256s", interface.encode()[:15])
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-    except OSError as error:
-        known = ", ".join(name for _, name in socket.if_nameindex())
-        raise ConfigError(
-            f"GLOO_SOCKET_IFNAME names '{interface}', which has no address here ({error.strerror}). Known: {known}."
-        ) from None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
 
 
 def _host_name() -> str:

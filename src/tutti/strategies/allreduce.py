@@ -146,7 +146,9 @@ class AllReduceExchange(Exchange):
     def __init__(self, replica: Replica, transport: Transport, algorithm: Algorithm, bucket_bytes: int) -> None:
         super().__init__(replica, transport)
         alone = transport.size == 1
-        self._mean = _mean_over(transport, algorithm)
+        # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
+        on_gpu = algorithm == "auto" and replica.device_types != {"cpu"}
+        self._mean = _mean_over(transport, "native" if on_gpu else algorithm)
         self._weights_known: Work = Finished()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []

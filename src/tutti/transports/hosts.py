@@ -25,6 +25,11 @@ def hosts_are_shared(transport: Transport) -> bool:
     return 1 < len(set(transport.hosts)) < transport.size
 
 
+def levelled(transport: Transport) -> Transport:
+    """The same conversation by the best means there are: two levels, one in shared memory, or as it is. Collective."""
+    return HostsTransport(transport) if hosts_are_shared(transport) else shared_where_possible(transport)
+
+
 class HostsTransport(Transport):
     """Messages go through `inner`; `within` joins the ranks of this host, `across` the first rank of every host."""
 
@@ -36,6 +41,10 @@ class HostsTransport(Transport):
         here = [rank for rank, host in enumerate(inner.hosts) if host == inner.hosts[inner.rank]]
         self.within = shared_where_possible(inner.channel("within", here))
         self.across = inner.channel("across", leaders) if inner.rank in leaders else None
+        self._channels: list[Transport] = []
+        beat = getattr(self.within, "beat", None)
+        if beat is not None and isinstance(self.across, ProcessGroupTransport):
+            self.across.on_progress(beat)  # The others of this host wait for what their leader waits for.
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -49,8 +58,9 @@ class HostsTransport(Transport):
         return self.inner.irecv(tensor, src, tag)
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> Transport:
-        made = self.inner.channel(name, ranks)
-        return HostsTransport(made) if hosts_are_shared(made) else shared_where_possible(made)
+        made = levelled(self.inner.channel(name, ranks))
+        self._channels.append(made)
+        return made
 
     def start(self, steps: Steps) -> Work:
         return self.inner.start(steps)
@@ -62,10 +72,11 @@ class HostsTransport(Transport):
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def interrupt(self) -> None:
-        self.within.interrupt()
-        self.inner.interrupt()
+        for each in (*self._channels, self.within, self.inner):
+            each.interrupt()
 
     def close(self) -> None:
         self.interrupt()
-        self.inner.close()
-        self.within.close()
+        for each in (*self._channels, self.inner, self.within):
+            each.close()
+        self._channels.clear()

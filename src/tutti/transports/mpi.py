@@ -9,24 +9,21 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
-from torch.distributed import DistError
 
-from tutti.errors import ConfigError, RankLost
+from tutti.errors import ConfigError, RankLost, ReplicaMismatch
 from tutti.transports.background import Background
 from tutti.transports.base import ANY, Finished, Steps, Transport, Work
 from tutti.transports.mpi_algorithms import Rules
-from tutti.transports.roster import Roster
+from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster
 
 _SPIN_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.001
-_WATCH_SECONDS = 0.5
 """How often a rank that waits looks whether those it waits for are still there."""
 _GRACE_SECONDS = 1.0
 """How long what a rank sent before it left may take to arrive."""
@@ -97,20 +94,41 @@ class _Message(_Polled):
 
     def _finish(self) -> None:
         if isinstance(self.error, MPI.Exception):
+            if self.error.Get_error_class() == MPI.ERR_TRUNCATE:
+                raise self._mismatch("more") from self.error
             raise self._link.roster.explain(self.error) from self.error
         if self.error is not None:
             raise self.error
         if self.target is not self.data:
             self.target.copy_(self.data)
 
+    def _mismatch(self, how_much: str) -> ReplicaMismatch:
+        roster = self._link.roster
+        sender = roster.peers[self._status.Get_source()].rank
+        return ReplicaMismatch(
+            f"rank {roster.me}: expected {self.data.numel()} × {self.data.dtype} from rank {sender}, which sent "
+            f"{how_much}. All ranks must call with tensors of one length and dtype."
+        )
+
 
 class _Receive(_Message):
+    """MPI tells the length of what came, but not its dtype: another one of the same size passes unseen."""
+
     def abandon(self) -> bool:
         if not self.done():
             self._request.Cancel()
-            self._request.Wait()
+            deadline = time.monotonic() + _GRACE_SECONDS
+            while not self._request.Test() and time.monotonic() < deadline:
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+            if not self._request.Test():
+                return False  # Matched already, by a sender that does not go on.
             self._over, self.error = True, self._link._closed_early()
         return True
+
+    def _finish(self) -> None:
+        if self.error is None and (got := self._status.Get_count(MPI.BYTE)) != self.data.nbytes:
+            raise self._mismatch(f"{got} bytes")
+        super()._finish()
 
     @property
     def source(self) -> int:
@@ -181,6 +199,7 @@ class MpiTransport(Transport):
         self.rules = rules or Rules()
         self._held: list[_Polled] = []  # What MPI still uses of conversations that are closed.
         self._comm, self._name = comm, name
+        self._conversation = Conversation(roster, name)
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._reductions: Any = None
         self._opened: Counter[str] = Counter()
@@ -203,7 +222,7 @@ class MpiTransport(Transport):
         if src != ANY:
             self._check_peer(src)
         direct = tensor.is_contiguous() and tensor.device.type == "cpu"
-        data = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+        data = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         message = self._post(_Receive, self._comm.Irecv, data, src, tag)
         if not direct:
             message.target = tensor.detach()
@@ -250,7 +269,7 @@ class MpiTransport(Transport):
     @property
     def broken(self) -> bool:
         """Whether a thread is still inside MPI after `close`: MPI cannot be ended in order then."""
-        return any(isinstance(held, _Reduction) and not held.done() for held in self._held)
+        return any(isinstance(held, (_Reduction, _Receive)) and not held.done() for held in self._held)
 
     def start(self, steps: Steps) -> Work:
         self._check_open()
@@ -271,8 +290,7 @@ class MpiTransport(Transport):
         self._closed = True
         for channel in self._channels:
             channel.close()
-        with suppress(DistError):  # The store goes with the process that kept it: then nobody is left to tell.
-            self.roster.store.set(self._closed_key(self.rank), "1")
+        self._conversation.close()
         self._steps.close()
         self._held += [message for message in list(self._pending) if not message.abandon()]
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -315,7 +333,7 @@ class MpiTransport(Transport):
             if self._closed:
                 raise self._closed_early()
             late = now - started > self.timeout.total_seconds()
-            if late or now - looked > _WATCH_SECONDS:
+            if late or now - looked > WATCH_SECONDS:
                 looked, gone = now, self._gone(peers, work)
                 lost_since = min(lost_since, now) if gone else float("inf")
                 if gone and (late or now - lost_since > _GRACE_SECONDS):
@@ -327,19 +345,12 @@ class MpiTransport(Transport):
 
     def _gone(self, peers: Sequence[int], work: _Polled) -> dict[int, str]:
         """Those of `peers` that will not answer here, if `work` cannot do without them."""
-        found: dict[int, str] = {}
-        for peer in peers:
-            found.update(self.roster.subset([self.rank, peer]).gone())
-            with suppress(DistError):
-                if self.roster.store.check([self._closed_key(peer)]):
-                    found.setdefault(self.roster.peers[peer].rank, "it has closed this conversation")
-        return found if len(found) == len(peers) or not work.any else {}
+        lost = [self._conversation.lost(peer) for peer in peers]
+        found = {who: why for each in lost for who, why in each.items()}
+        return found if all(lost) or not work.any else {}
 
     def _closed_early(self) -> RankLost:
         return RankLost(f"rank {self.roster.me}: this transport was closed with work still to do.")
-
-    def _closed_key(self, rank: int) -> str:
-        return f"{self._name}/closed/{self.roster.peers[rank].rank}"
 
     def _check_peer(self, rank: int) -> None:
         if not 0 <= rank < self.size or rank == self.rank:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, RankLost
 from tutti.transports.background import Background
 from tutti.transports.base import ANY, Steps, Transport, Work
-from tutti.transports.roster import Roster
+from tutti.transports.roster import Conversation, Roster
 from tutti.transports.sockets import Messenger, Receiving
 
 LOOPBACK = "127.0.0.1"
@@ -33,18 +33,22 @@ class _GroupWork(Work):
         self._work: dist.Work | None = work
         self._roster = roster
         self._then = then
+        self._error: Exception | None = None
 
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
         if self._work is None:
             return
         work, self._work = self._work, None  # Kept no longer than needed: it holds the group's sockets open.
         try:
             work.wait(self._roster.timeout)
         except RuntimeError as error:
-            raise self._roster.explain(error) from error
+            self._error = self._roster.explain(error)
+            raise self._error from error
         self._then()
 
 
@@ -61,7 +65,7 @@ class _Staged(Work):
     def wait(self) -> None:
         if self._receiving is not None:
             self._receiving.wait()
-            self._source = self._receiving.src
+            self._source = self._receiving.peer
             self._receiving = None
             self._tensor.copy_(self._host)
 
@@ -92,7 +96,7 @@ class ProcessGroupTransport(Transport):
         self._gloo: Any = None  # torch's stubs know neither its methods nor its options.
         self._nccl: Any = None
         self._own_gpu: bool | None = None
-        self._closed = False
+        self.closed = False
         self._num_channels: Counter[str] = Counter()
         self._channels: list[ProcessGroupTransport] = []
 
@@ -110,8 +114,7 @@ class ProcessGroupTransport(Transport):
         return _Staged(self._messenger.receive(host, src, tag), tensor)
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        if self._closed:
-            raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
+        self._check_open()
         self.bytes_sent += 2 * (self.size - 1) * tensor.nbytes // self.size
         if tensor.is_cuda and self._has_own_gpu(tensor):
             return self._reduce(self._connect_nccl(tensor), tensor)
@@ -122,20 +125,21 @@ class ProcessGroupTransport(Transport):
         return self._reduce(self._connect_gloo(), flat, lambda: tensor.copy_(data))
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "ProcessGroupTransport":
+        self._check_open()
         roster = self.roster if ranks is None else self.roster.subset(ranks)
         if ranks is not None:
             name += f"[{','.join(map(str, ranks))}]"
         self._num_channels[name] += 1
         full_name = f"{self.name}/{name}.{self._num_channels[name]}"
         made = ProcessGroupTransport(roster, address=self._address, name=full_name)
-        self._channels = [*(channel for channel in self._channels if not channel._closed), made]
+        self._channels = [*(channel for channel in self._channels if not channel.closed), made]
         return made
 
     def start(self, steps: Steps) -> Work:
         return self._background.start(steps)
 
     def interrupt(self) -> None:
-        self._closed = True
+        self.closed = True
         self._messenger.interrupt()
         for channel in self._channels:
             channel.interrupt()
@@ -152,6 +156,18 @@ class ProcessGroupTransport(Transport):
         # Dropping the last reference closes the sockets: peers that wait for this rank fail at once.
         self._gloo = None
 
+    @property
+    def conversation(self) -> Conversation:
+        return self._messenger.conversation
+
+    def on_progress(self, call: Callable[[], None]) -> None:
+        """Have `call` called now and then while a wait for a message is long but data moves."""
+        self._messenger.on_progress = call
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
+
     def _reduce(self, group: Any, tensor: Tensor, then: Callable[[], object] = lambda: None) -> Work:
         try:
             return _GroupWork(group.allreduce([tensor]), self.roster, then)
@@ -163,7 +179,7 @@ class ProcessGroupTransport(Transport):
         if self._gloo is None:
             self._store.set(f"gloo/{self.rank}", "1")
             keys = [f"{self.name}/gloo/{rank}" for rank in range(self.size)]
-            self.roster.await_keys(keys, "all ranks to take part in an all-reduce", also=self._messenger.closed_ranks)
+            self.roster.await_keys(keys, "all ranks to take part in an all-reduce", self._lost)
             make: Any = dist.ProcessGroupGloo
             options = make._Options()
             options._timeout = self.timeout
@@ -174,6 +190,11 @@ class ProcessGroupTransport(Transport):
             except RuntimeError as error:
                 raise self.roster.explain(error) from error
         return self._gloo
+
+    def _lost(self) -> dict[int, str]:
+        if self.closed:
+            raise RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
+        return self.conversation.lost_ranks()
 
     def _connect_nccl(self, tensor: Tensor) -> Any:
         if self._nccl is None:

@@ -23,7 +23,7 @@ def start_time(pid: int) -> int:
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 
-_WATCH_SECONDS = 0.5
+WATCH_SECONDS = 0.5
 """How often a rank that waits looks whether the others are still there."""
 
 
@@ -102,27 +102,23 @@ class Roster:
 
     def gone(self) -> dict[int, str]:
         """Ranks that are gone, with how that is known; if any went of its own accord, only those."""
-        me = self.peers[self.rank]
-        found = {}
-        for peer in self.peers:
-            if peer is me:
-                continue
-            if peer.host_id == me.host_id and start_time(peer.pid) != peer.started:
-                found[peer.rank] = f"its process {peer.pid} on {peer.host} has ended"
-            elif self._marked("left", peer.rank):
-                found[peer.rank] = "it has left"
+        found = {peer.rank: how for peer in self.peers if (how := self._how_gone(peer)) is not None}
         # Asked last: a rank says that it flees from another before it is seen to be gone.
         causes = {rank: how for rank, how in found.items() if not self._marked("fled", rank)}
         return causes or found
 
-    def check(self, rank: int | None = None) -> None:
-        """Raise `RankLost` if `rank` is gone or has given up; without a rank, if anyone is gone."""
-        gone = self.gone()
-        if rank is None:
-            if gone:
-                raise self.loss(gone)
-        elif (other := self.peers[rank].rank) in gone or self._marked("left", other) or self._marked("fled", other):
-            raise self.loss(gone, f"rank {other} has given up")
+    def _how_gone(self, peer: Peer) -> str | None:
+        me = self.peers[self.rank]
+        if peer is me:
+            return None
+        if peer.host_id == me.host_id and start_time(peer.pid) != peer.started:
+            return f"its process {peer.pid} on {peer.host} has ended"
+        return "it has left" if self._marked("left", peer.rank) else None
+
+    def check(self) -> None:
+        """Raise `RankLost` if anyone is gone."""
+        if gone := self.gone():
+            raise self.loss(gone)
 
     def loss(self, gone: dict[int, str], detail: str = "") -> RankLost:
         """The error for this rank to raise; the others will not blame this rank for leaving with it."""
@@ -153,11 +149,11 @@ class Roster:
             "gone. If the work is just slow, give more: tutti.init(timeout=...), tutti run --timeout or TUTTI_TIMEOUT."
         )
 
-    def await_keys(self, keys: list[str], what: str, also: Callable[[], dict[int, str]] = dict) -> None:
-        """Wait until all `keys` are in the store, watching that nobody dies meanwhile, or is gone as `also` says."""
+    def await_keys(self, keys: list[str], what: str, lost: Callable[[], dict[int, str]] | None = None) -> None:
+        """Wait until all `keys` are in the store, watching that nobody is gone meanwhile, or whom `lost` names."""
         deadline = time.monotonic() + self.timeout.total_seconds()
-        while not wait_for_keys(self.store, keys, _WATCH_SECONDS):
-            if gone := self.gone() or also():
+        while not wait_for_keys(self.store, keys, WATCH_SECONDS):
+            if gone := (lost or self.gone)():
                 raise self.loss(gone)
             if time.monotonic() > deadline:
                 raise self.overdue(what)
@@ -171,3 +167,40 @@ class Roster:
             return self.store.check([f"{state}/{rank}"])
         except DistError:
             return False
+
+
+class Conversation:
+    """What ranks tell each other, through the store, about one conversation: who has closed it or given it up."""
+
+    def __init__(self, roster: Roster, name: str) -> None:
+        self.roster = roster
+        self._name = f"{name}/over"
+
+    def close(self) -> None:
+        self._say("it has closed this conversation")
+
+    def give_up(self) -> None:
+        """This rank has failed to get an answer: nobody should wait for it here."""
+        self._say("it has given up this conversation, having waited for another rank in vain")
+
+    def lost(self, rank: int) -> dict[int, str]:
+        """Nobody, if `rank` may still answer here; otherwise whom to blame for that, and why."""
+        peer = self.roster.peers[rank]
+        why = self.roster._how_gone(peer) or self._said_by(rank)
+        return {} if why is None else self.roster.gone() or {peer.rank: why}
+
+    def lost_ranks(self) -> dict[int, str]:
+        """Everyone who will not answer here any more."""
+        others = [rank for rank in range(self.roster.size) if rank != self.roster.rank]
+        return {who: why for rank in others for who, why in self.lost(rank).items()}
+
+    def _say(self, what: str) -> None:
+        with suppress(DistError):  # The store goes with the launcher: then nobody is left to tell.
+            self.roster.store.set(f"{self._name}/{self.roster.rank}", what)
+
+    def _said_by(self, rank: int) -> str | None:
+        key = f"{self._name}/{rank}"
+        try:
+            return self.roster.store.get(key).decode() if self.roster.store.check([key]) else None
+        except DistError:
+            return None

@@ -32,7 +32,7 @@ from tutti.transports.roster import Roster
 
 # The counters: a page head, then a row per rank: ready, done, and what it asked for in its last DEPTH reductions.
 _HEAD, _ROW, _DEPTH = 16, 160, 32
-_READY, _CLOSED, _DONE, _ASKED, _ENTRY = 0, 4, 8, 16, 4
+_READY, _CLOSED, _DONE, _BEATS, _ASKED, _ENTRY = 0, 4, 8, 12, 16, 4
 
 _STAGING_BYTES = 4 * 2**20
 _LINE_BYTES = 64
@@ -291,16 +291,26 @@ class SharedMemoryTransport(Transport):
     def _await(self, slots: np.ndarray, value: int) -> None:
         if self._flags.wait(slots, value, _CHECK_SECONDS):
             return
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        patience = self.timeout.total_seconds()
+        deadline, beats = time.monotonic() + patience, self._beats()
         while not self._flags.wait(slots, value, _CHECK_SECONDS):
-            if self._closed:
+            if self._closed or self.inner.closed:
                 raise RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
-            gone = self.roster.gone() or self._closed_ranks()
+            gone = self.roster.gone() or self._closed_ranks() or self.inner.conversation.lost_ranks()
             if gone and not self._flags.reached(slots, value):  # It may have gone after doing its part.
                 raise self.roster.loss(gone)
-            if time.monotonic() > deadline:
+            if beats != self._beats():  # Somebody is waiting for others, and they are on their way.
+                deadline, beats = time.monotonic() + patience, self._beats()
+            elif time.monotonic() > deadline:
                 late = self._names(np.flatnonzero(self._flags.counters[slots] < value))
                 raise self.roster.overdue(f"rank {', '.join(map(str, late))} to take part in all-reduce {value - 1}")
+
+    def beat(self) -> None:
+        """Tell those who wait for this rank that it goes on, slowly."""
+        self._flags.counters[self._row + _BEATS] += 1
+
+    def _beats(self) -> int:
+        return int(self._flags.counters[self._ready + (_BEATS - _READY)].sum())
 
     def _closed_ranks(self) -> dict[int, str]:
         closed = self._names(np.flatnonzero(self._flags.counters[self._ready + (_CLOSED - _READY)]))

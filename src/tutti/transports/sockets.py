@@ -12,22 +12,23 @@ import socket
 import struct
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError, PrefixStore
+from torch.distributed import PrefixStore
 
 from tutti.errors import ConfigError, RankLost, ReplicaMismatch
 from tutti.transports.base import ANY, Work
-from tutti.transports.roster import Roster
+from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster
 
 _HELLO = struct.Struct("<16sI")  # The receiver's token, the sender's rank.
 _HEADER = struct.Struct("<qQI")  # Tag, bytes, dtype.
 _EAGER_BYTES = 256 * 2**10
 _READS_AT_ONCE = 64
-_WATCH_SECONDS = 0.5
+_STALLED_SECONDS = 3.0
 
 _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -43,49 +44,52 @@ def raw(tensor: Tensor) -> memoryview:
 class Sending(Work):
     """A message on its way out; done when the kernel has all of it."""
 
-    incoming = False
+    deed = "take a message"
 
     def __init__(self, messenger: "Messenger", dst: int, tensor: Tensor) -> None:
-        self.messenger, self.dst = messenger, dst
+        self.messenger, self.peer = messenger, dst
         self.finished = False
         self._tensor = tensor  # Its memory is being read.
 
+    @property
+    def hopeless(self) -> bool:
+        return self.peer in self.messenger.broken
+
     def done(self) -> bool:
-        if not self.finished:
-            self.messenger.poll()
-        return self.finished
+        return self.messenger.poll(self)
 
     def wait(self) -> None:
-        if not self.finished:
-            self.messenger.wait(self, self.dst, "take a message")
+        self.messenger.wait(self)
 
 
 class Receiving(Work):
     """A message that is asked for."""
 
-    incoming = True
+    deed = "send a message"
 
     def __init__(self, messenger: "Messenger", src: int, tensor: Tensor) -> None:
-        self.messenger, self.src = messenger, src
+        self.messenger = messenger
+        self.asked_of = self.peer = src  # `peer` is who sends it, as soon as that is known.
         self.tensor = tensor
         self.finished = False
         self.error: Exception | None = None
 
+    @property
+    def hopeless(self) -> bool:
+        return self.peer in self.messenger.ended
+
     def done(self) -> bool:
-        if not self.finished:
-            self.messenger.poll()
-        return self.finished
+        return self.messenger.poll(self)
 
     def wait(self) -> None:
-        if not self.finished:
-            self.messenger.wait(self, self.src, "send a message")
+        self.messenger.wait(self)
         if self.error is not None:
             raise self.error
 
     @property
     def source(self) -> int:
         self.wait()
-        return self.src
+        return self.peer
 
 
 class _Message:
@@ -130,6 +134,9 @@ class Messenger:
     def __init__(self, roster: Roster, address: str, name: str) -> None:
         self.roster = roster
         self.rank = roster.rank
+        self.conversation = Conversation(roster, name)
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called now and then while a wait is long but data moves."""
         self._name = f"{name}/messages"
         self._store = PrefixStore(self._name, roster.store)
         self._token = secrets.token_bytes(16)
@@ -139,9 +146,9 @@ class Messenger:
         self._incoming: set[_Incoming] = set()
         self._asked: defaultdict[int, list[Receiving]] = defaultdict(list)  # By tag, in the order asked.
         self._unasked: defaultdict[int, list[_Message]] = defaultdict(list)  # By tag, in the order of arrival.
-        self._ended: set[int] = set()  # Peers whose connection to us is over.
-        self._broken: set[int] = set()  # Peers that no longer take what we send.
-        self._moved = [0] * (roster.size + 1)  # Reads and writes by peer; the last is anyone's.
+        self.ended: set[int] = set()  # Peers whose connection to us is over.
+        self.broken: set[int] = set()  # Peers that no longer take what we send.
+        self._moved_at = [0.0] * (roster.size + 1)  # The last read or write, by peer; the last entry is anyone's.
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
@@ -172,43 +179,33 @@ class Messenger:
         """Start receiving into a contiguous CPU tensor."""
         self._check_open()
         work = Receiving(self, src, tensor)
-        for message in self._unasked[tag]:
-            if src in (ANY, message.src):
-                self._unasked[tag].remove(message)
-                self._give(message, work)
-                return work
-        for incoming in [it for it in self._incoming if it.held and src in (ANY, it.src)]:
-            if self._let_in(incoming, work, tag):
-                return work
-        self._asked[tag].append(work)
+        self._ask(work, tag)
         return work
 
-    def poll(self) -> None:
-        """Move along what can be moved at once."""
-        if not self._interrupted:
+    def poll(self, work: Sending | Receiving) -> bool:
+        """Move along what can be moved at once; whether waiting for `work` would be over at once."""
+        if not (work.finished or self._interrupted):
             self._step(0)
+        return work.finished or self._interrupted or work.hopeless
 
-    def wait(self, work: "Sending | Receiving", peer: int, deed: str) -> None:
-        """Move everything along until `work` is finished. `peer` is who must do `deed` for that."""
+    def wait(self, work: Sending | Receiving) -> None:
+        """Move everything along until `work` is finished."""
         patience = self.roster.timeout.total_seconds()
-        now = time.monotonic()
-        deadline, watch, moved = now + patience, now + _WATCH_SECONDS, self._moved[peer]
+        started = now = time.monotonic()
+        watch = now + WATCH_SECONDS
         while not work.finished:
             if self._interrupted:
-                raise RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
-            if peer in (self._ended if work.incoming else self._broken):
-                raise self._loss(peer)
-            self._step(max(0.0, min(watch, deadline) - now))
+                raise self._closed_meanwhile()
+            if work.hopeless:
+                raise self._loss(work.peer)
+            self._step(max(0.0, watch - now))
             now = time.monotonic()
-            if work.finished or now < min(watch, deadline):
+            if work.finished or now < watch:
                 continue
-            self._look_after(peer)
-            watch = now + _WATCH_SECONDS
-            if moved != self._moved[peer]:  # Slow, but it comes.
-                deadline, moved = now + patience, self._moved[peer]
-            elif now > deadline:
-                who = "any rank" if peer == ANY else f"rank {self.roster.peers[peer].rank}"
-                raise self.roster.overdue(f"{who} to {deed}")
+            watch = now + min(WATCH_SECONDS, patience)
+            self._look_after(work, now)
+            if now > max(started, self._moved_at[work.peer]) + patience:
+                raise self._overdue(work)
 
     def interrupt(self) -> None:
         """Make whoever waits stop waiting, from any thread. Idempotent."""
@@ -223,8 +220,7 @@ class Messenger:
         if self._closed:
             return
         self._closed = True
-        with suppress(DistError):
-            self._store.set(f"closed/{self.rank}", "1")
+        self.conversation.close()
         self._selector.close()
         sockets = [self._listener, self._wake, self._waker]
         sockets += [incoming.socket for incoming in self._incoming]
@@ -234,14 +230,12 @@ class Messenger:
         self._incoming.clear()
         self._outgoing.clear()
 
-    def closed_ranks(self) -> dict[int, str]:
-        """Ranks that have closed this conversation, numbered as in the world, with those words."""
-        others = [rank for rank in range(self.roster.size) if rank != self.rank and self._has_closed(rank)]
-        return {self.roster.peers[rank].rank: "it has closed this conversation" for rank in others}
-
     def _check_open(self) -> None:
         if self._interrupted:
             raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
+
+    def _closed_meanwhile(self) -> RankLost:
+        return RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
 
     def _step(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
@@ -251,18 +245,36 @@ class Messenger:
         self._wake.recv(16)
 
     def _connect(self, dst: int) -> _Outgoing:
-        key = f"at/{dst}"
-        self.roster.await_keys([f"{self._name}/{key}"], f"rank {self.roster.peers[dst].rank} to open a conversation")
-        address, port, token = self._store.get(key).decode().split()
-        try:
-            connection = socket.create_connection((address, int(port)), self.roster.timeout.total_seconds())
-        except OSError as error:
-            raise self._loss(dst, error) from error
+        address, port, token = self._address_of(dst)
+        connection = None
+        while connection is None:
+            if self._interrupted:
+                raise self._closed_meanwhile()
+            try:
+                connection = socket.create_connection((address, port), WATCH_SECONDS)
+            except TimeoutError:
+                if lost := self.conversation.lost(dst):
+                    raise self.roster.loss(lost) from None
+            except OSError as error:
+                raise self._loss(dst, error) from error
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         out = self._outgoing[dst] = _Outgoing(connection)
-        out.queue.append((memoryview(_HELLO.pack(bytes.fromhex(token), self.rank)), None))
+        out.queue.append((memoryview(_HELLO.pack(token, self.rank)), None))
         return out
+
+    def _address_of(self, dst: int) -> tuple[str, int, bytes]:
+        """Where `dst` listens, and what to say there. It may not have come to this conversation yet."""
+        key = f"{self._name}/at/{dst}"
+
+        def lost() -> dict[int, str]:
+            if self._interrupted:
+                raise self._closed_meanwhile()
+            return self.conversation.lost(dst)
+
+        self.roster.await_keys([key], f"rank {self.roster.peers[dst].rank} to open a conversation", lost)
+        address, port, token = self.roster.store.get(key).decode().split()
+        return address, int(port), bytes.fromhex(token)
 
     def _write(self, dst: int) -> None:
         """Write as much as the kernel takes, and be woken for the rest."""
@@ -270,7 +282,7 @@ class Messenger:
         try:
             while out.queue:
                 sent = out.socket.sendmsg([data for data, _ in islice(out.queue, 8)])
-                self._moved[dst] += 1
+                self._moved_at[dst] = time.monotonic()
                 while sent:
                     data, work = out.queue.popleft()
                     if sent < data.nbytes:
@@ -285,19 +297,21 @@ class Messenger:
                 self._selector.register(out.socket, selectors.EVENT_WRITE, lambda: self._write(dst))
             return
         except OSError:
-            self._broken.add(dst)
+            self.broken.add(dst)
             out.queue.clear()
         if out.watched:
             out.watched = False
             self._selector.unregister(out.socket)
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError):
+        try:
             connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            incoming = _Incoming(connection)
-            self._incoming.add(incoming)
-            self._watch_incoming(incoming)
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # It went away before it was let in.
+        connection.setblocking(False)
+        incoming = _Incoming(connection)
+        self._incoming.add(incoming)
+        self._watch_incoming(incoming)
 
     def _watch_incoming(self, incoming: _Incoming) -> None:
         self._selector.register(incoming.socket, selectors.EVENT_READ, lambda: self._read(incoming))
@@ -308,8 +322,7 @@ class Messenger:
                 count = incoming.socket.recv_into(incoming.rest)
                 if count == 0:
                     return self._drop(incoming)
-                self._moved[incoming.src] += 1  # Of ANY, until it has said hello.
-                self._moved[ANY] += 1
+                self._moved_at[incoming.src] = self._moved_at[ANY] = time.monotonic()
                 incoming.rest = incoming.rest[count:]
                 if not incoming.rest.nbytes and not self._turn(incoming):
                     return
@@ -337,7 +350,7 @@ class Messenger:
     def _announced(self, incoming: _Incoming, message: _Message) -> bool:
         incoming.message = message
         for work in self._asked[message.tag]:
-            if work.src in (ANY, message.src):
+            if work.peer in (ANY, message.src):
                 self._asked[message.tag].remove(work)
                 incoming.rest = self._bind(message, work)
                 break
@@ -353,12 +366,12 @@ class Messenger:
 
     def _expects(self, src: int) -> bool:
         """Whether something that may be behind a message of `src` is asked for."""
-        return any(work.src in (ANY, src) for works in self._asked.values() for work in works)
+        return any(work.peer in (ANY, src) for works in self._asked.values() for work in works)
 
     def _bind(self, message: _Message, work: Receiving) -> memoryview:
         """Have `message` read into the memory of `work`, if it fits."""
         message.receiving = work
-        work.src = message.src
+        work.peer = message.src
         tensor = work.tensor
         if (message.num_bytes, message.code) == (tensor.nbytes, _CODES[tensor.dtype]):
             return raw(tensor)
@@ -407,30 +420,63 @@ class Messenger:
         self._selector.unregister(incoming.socket)
         self._incoming.discard(incoming)
         incoming.socket.close()
-        if incoming.src != ANY:
-            self._ended.add(incoming.src)
+        if incoming.src == ANY:
+            return
+        self.ended.add(incoming.src)
+        message = incoming.message
+        if message is None:
+            return
+        # It will never be whole.
+        if message in self._unasked[message.tag]:
+            self._unasked[message.tag].remove(message)
+        work = message.receiving
+        if work is not None and work.asked_of == ANY:
+            work.peer = ANY
+            self._ask(work, message.tag, first=True)
 
-    def _look_after(self, peer: int) -> None:
-        """Raise if `peer`, whom this rank waits for, will never answer."""
+    def _ask(self, work: Receiving, tag: int, first: bool = False) -> None:
+        """Find the message that `work` should have, or have it looked for in what is to come."""
+        for message in self._unasked[tag]:
+            if work.peer in (ANY, message.src):
+                self._unasked[tag].remove(message)
+                self._give(message, work)
+                return
+        for incoming in [it for it in self._incoming if it.held and work.peer in (ANY, it.src)]:
+            if self._let_in(incoming, work, tag):
+                return
+        self._asked[tag].insert(0 if first else len(self._asked[tag]), work)
+
+    def _look_after(self, work: Sending | Receiving, now: float) -> None:
+        """Raise if whom this rank waits for will never answer."""
+        peer = work.peer
+        if self._moved_at[peer] > now - 2 * WATCH_SECONDS:
+            self.on_progress()
+        if isinstance(work, Receiving) and self._may_still_come(peer, now):
+            return
         if peer != ANY:
-            self.roster.check(peer)
-            if self._has_closed(peer):
-                raise self._loss(peer)
-        elif len(self.roster.gone()) == self.roster.size - 1:
-            self.roster.check()
+            lost = self.conversation.lost(peer)
+        else:
+            others = [self.conversation.lost(rank) for rank in range(self.roster.size) if rank != self.rank]
+            lost = {who: why for each in others for who, why in each.items()} if all(others) else {}
+        if lost:
+            self.conversation.give_up()
+            raise self.roster.loss(lost)
 
-    def _has_closed(self, peer: int) -> bool:
-        try:
-            return self._store.check([f"closed/{peer}"])
-        except DistError:
-            return False
+    def _may_still_come(self, peer: int, now: float) -> bool:
+        """Whether there is a connection on which data was moving a moment ago: its sender may be gone already."""
+        open_to = any(peer == ANY or incoming.src in (ANY, peer) for incoming in self._incoming)
+        return open_to and self._moved_at[peer] > now - _STALLED_SECONDS
+
+    def _overdue(self, work: Sending | Receiving) -> Exception:
+        self.conversation.give_up()
+        who = "any rank" if work.peer == ANY else f"rank {self.roster.peers[work.peer].rank}"
+        return self.roster.overdue(f"{who} to {work.deed}")
 
     def _loss(self, peer: int, cause: OSError | None = None) -> Exception:
         """Why `peer` cannot be reached any more."""
         deadline = time.monotonic() + 1.0
         # A dying peer's connections close a moment before its process is seen to have ended.
-        while not (gone := self.roster.gone()) and not self._has_closed(peer) and time.monotonic() < deadline:
+        while not (lost := self.conversation.lost(peer)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        if not gone and self._has_closed(peer):
-            gone = {self.roster.peers[peer].rank: "it has closed this conversation"}
-        return self.roster.loss(gone, str(cause or "connection closed"))
+        self.conversation.give_up()
+        return self.roster.loss(lost, str(cause or "connection closed"))
