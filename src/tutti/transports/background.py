@@ -42,19 +42,23 @@ class Background:
         task = _Task(steps)
         with self._lock:  # So that nothing can be put after the end that `close` puts.
             if self._closed:
-                raise ConfigError("this transport is closed.")
+                raise ConfigError(f"{self._name}: this transport is closed.")
             self._queue.put(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
         return task
 
-    def close(self) -> None:
-        """End the thread. What it waits for must have been made to fail before. Idempotent."""
+    def interrupt(self) -> None:
+        """Take no more steps than are under way. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
+
+    def close(self) -> None:
+        """End the thread. What it waits for must have been made to fail before. Idempotent."""
+        self.interrupt()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -62,7 +66,7 @@ class Background:
         with torch.no_grad():
             while (task := self._queue.get()) is not None:
                 if self._closed and self._failure is None:
-                    self._failure = RankLost("this transport was closed with work still to do.")
+                    self._failure = self._closed_early()
                 if self._failure is None:
                     self._take(task)
                 else:  # The conversation broke off: what comes after would be out of step.
@@ -76,4 +80,9 @@ class Background:
             for work in task.steps:
                 work.wait()
         except Exception as error:
-            self._failure = task.error = error
+            # A step that begins on a closed transport is told of a mistake; here it is the closing that came between.
+            told = self._closed and isinstance(error, ConfigError)
+            self._failure = task.error = self._closed_early() if told else error
+
+    def _closed_early(self) -> RankLost:
+        return RankLost(f"{self._name}: this transport was closed with work still to do.")

@@ -206,8 +206,8 @@ class MpiTransport(Transport):
         self._channels: list[MpiTransport] = []
         self._pending: set[_Message] = set()
         self._reducing: list[_Reduction] = []
-        self._steps = Background(f"{name} steps")
-        self._reducer = Background(f"{name} reductions")
+        self._steps = Background(f"rank {roster.me}")
+        self._reducer = Background(f"rank {roster.me}, reductions")
         self._closed = False
         self._beside = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if not self._beside and self.rank == 0:

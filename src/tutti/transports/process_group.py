@@ -92,7 +92,7 @@ class ProcessGroupTransport(Transport):
         self._address = address
         self._store = dist.PrefixStore(name, roster.store)
         self._messenger = Messenger(roster, address, name)
-        self._background = Background(f"{name} of rank {roster.me}")
+        self._background = Background(f"rank {roster.me}")
         self._gloo: Any = None  # torch's stubs know neither its methods nor its options.
         self._nccl: Any = None
         self._own_gpu: bool | None = None
@@ -140,6 +140,7 @@ class ProcessGroupTransport(Transport):
 
     def interrupt(self) -> None:
         self.closed = True
+        self._background.interrupt()
         self._messenger.interrupt()
         for channel in self._channels:
             channel.interrupt()

@@ -107,7 +107,8 @@ class _Incoming:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self.src = ANY
+        self.src = ANY  # Until it has said hello.
+        self.moved_at = time.monotonic()
         self.head = bytearray(_HELLO.size)
         self.rest = memoryview(self.head)
         self.message: _Message | None = None
@@ -148,7 +149,7 @@ class Messenger:
         self._unasked: defaultdict[int, list[_Message]] = defaultdict(list)  # By tag, in the order of arrival.
         self.ended: set[int] = set()  # Peers whose connection to us is over.
         self.broken: set[int] = set()  # Peers that no longer take what we send.
-        self._moved_at = [0.0] * (roster.size + 1)  # The last read or write, by peer; the last entry is anyone's.
+        self._moved_at = [0.0] * (roster.size + 1)  # The last read or write, by peer; the last entry is of ANY read.
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
@@ -237,9 +238,12 @@ class Messenger:
     def _closed_meanwhile(self) -> RankLost:
         return RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
 
-    def _step(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
+    def _step(self, seconds: float) -> bool:
+        """Do what is ready, or becomes so within `seconds`; whether there was anything."""
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
             key.data()
+        return bool(ready)
 
     def _woken(self) -> None:
         self._wake.recv(16)
@@ -322,7 +326,7 @@ class Messenger:
                 count = incoming.socket.recv_into(incoming.rest)
                 if count == 0:
                     return self._drop(incoming)
-                self._moved_at[incoming.src] = self._moved_at[ANY] = time.monotonic()
+                incoming.moved_at = self._moved_at[incoming.src] = self._moved_at[ANY] = time.monotonic()
                 incoming.rest = incoming.rest[count:]
                 if not incoming.rest.nbytes and not self._turn(incoming):
                     return
@@ -458,14 +462,15 @@ class Messenger:
         else:
             others = [self.conversation.lost(rank) for rank in range(self.roster.size) if rank != self.rank]
             lost = {who: why for each in others for who, why in each.items()} if all(others) else {}
-        if lost:
+        # It may have connected, sent and left a moment ago: then its message is here by now.
+        if lost and not (self._step(0) or work.finished):
             self.conversation.give_up()
             raise self.roster.loss(lost)
 
     def _may_still_come(self, peer: int, now: float) -> bool:
         """Whether there is a connection on which data was moving a moment ago: its sender may be gone already."""
-        open_to = any(peer == ANY or incoming.src in (ANY, peer) for incoming in self._incoming)
-        return open_to and self._moved_at[peer] > now - _STALLED_SECONDS
+        from_it = [incoming for incoming in self._incoming if peer == ANY or incoming.src in (ANY, peer)]
+        return any(incoming.moved_at > now - _STALLED_SECONDS for incoming in from_it)
 
     def _overdue(self, work: Sending | Receiving) -> Exception:
         self.conversation.give_up()
