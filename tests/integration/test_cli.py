@@ -17,6 +17,8 @@ import typer
 
 from tutti.bench import under_mpi
 from tutti.cli import app, main
+from tutti.collectives import ALGORITHMS
+from tutti.launch.lab import missing
 from tutti.recipes import RECIPES
 from tutti.strategies import AllReduce
 
@@ -81,7 +83,7 @@ def test_help(words: list[str], call: Call) -> None:
 
 def test_help_lists_every_command(call: Call) -> None:
     out = call("--help").out
-    for name in ("run", "train", "doctor", "bench", "lab"):
+    for name in ("run", "train", "doctor", "bench", "lab", "reproduce"):
         assert re.search(rf"^│ {name} +\S", out, re.MULTILINE), out
 
 
@@ -118,6 +120,12 @@ REFUSED = {
     "one case of two": (["bench", "step", "--cases", "digits,nope"], r"unknown benchmark case 'nope'"),
     "one worker to compare": (["bench", "allreduce", "--workers", "1"], r"--workers takes numbers of 2 or more.*'1'"),
     "no number": (["bench", "step", "--workers", "2,x"], r"--workers takes numbers of 2 or more.*got '2,x'"),
+    "no size": (["bench", "collectives", "--sizes", "1KiB,big"], r"'big' is not a size: .*64KiB"),
+    "no rate": (["bench", "collectives", "--lab", "hosts=2,rate=fast"], r"'fast' is not a rate.*100mbit"),
+    "no hosts": (["doctor", "--network", "--lab", "hosts=0"], r"hosts must be from 1 to 250, got '0'"),
+    "no picture": (["bench", "collectives", "--plot", "times.jpeg"], r"ends in \.png or \.svg, got 'times\.jpeg'"),
+    "no experiment": (["reproduce", "allreduce-mnits"], r"unknown experiment.*Did you mean 'allreduce-mnist'"),
+    "no such lab rate": (["reproduce", "allreduce-mnist", "--rate", "x"], r"'x' is not a rate"),
     "no rounds": (["bench", "allreduce", "--rounds", "0"], r"Invalid value for '--rounds'"),
 }
 
@@ -323,3 +331,54 @@ def test_bench_step(run_cli: RunCli, tmp_path: Path) -> None:
     else:
         assert row["times_mpi"] is None
         assert "Open MPI was not timed" in ended.stdout
+
+
+def test_doctor_measures_links(run_cli: RunCli, tmp_path: Path) -> None:
+    ended = run_cli("doctor", "--network", "--workers", "3", "--json", "links.json")
+    assert ended.returncode == 0, ended.stderr
+    assert "links between ranks, 3 workers on loopback" in ended.stdout
+    links = json.loads((tmp_path / "links.json").read_text())
+    assert [link["ranks"] for link in links] == [[0, 1], [0, 2], [1, 2]]
+    assert all(link["bits_per_s"] > 1e6 and 0 <= link["latency_s"] < 1 for link in links)
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_doctor_measures_a_lab(run_cli: RunCli, tmp_path: Path) -> None:
+    ended = run_cli("doctor", "--network", "--lab", "hosts=3,rate=80mbit/80mbit/8mbit", "--json", "links.json")
+    assert ended.returncode == 0, ended.stderr
+    rates = {tuple(link["ranks"]): link["bits_per_s"] for link in json.loads((tmp_path / "links.json").read_text())}
+    assert 60e6 < rates[0, 1] < 100e6
+    assert 6e6 < rates[0, 2] < 10e6
+    assert 6e6 < rates[1, 2] < 10e6
+    assert re.search(r"cost formulas go by the slowest: [6-9]\.\d+mbit", ended.stdout)
+
+
+def test_bench_collectives(run_cli: RunCli, tmp_path: Path) -> None:
+    places = ["--lab", "hosts=2,rate=1gbit,ranks=2"] if missing() is None else ["--workers", "4"]
+    options = ["--sizes", "1KiB,64KiB", "--rounds", "1", "--plot", "times.png", "--json", "times.json"]
+    ended = run_cli("bench", "collectives", *places, *options)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads((tmp_path / "times.json").read_text())
+    assert [row["num_bytes"] for row in result["rows"]] == [1024, 65536]
+    for row in result["rows"]:
+        assert row["seconds"].keys() >= {*ALGORITHMS, "auto", "gloo"}
+        assert row["predicted"].keys() == ALGORITHMS.keys()
+        assert ("mpi" in row["seconds"]) == under_mpi.available()
+    assert (tmp_path / "times.png").stat().st_size > 10_000
+    assert "64 KiB" in ended.stdout
+
+
+def test_reproduce_quickly(run_cli: RunCli, tmp_path: Path) -> None:
+    data = os.environ.get("TUTTI_DATA")
+    if data is None or not (Path(data) / "mnist").exists():
+        pytest.skip("needs MNIST: TUTTI_DATA")
+    ended = run_cli("reproduce", "allreduce-mnist", "--quick", "--name", "again", timeout=58)
+    assert ended.returncode == 0, ended.stderr
+    folder = tmp_path / "runs" / "again"
+    report = (folder / "report.md").read_text()
+    for figure in re.findall(r"\]\((\S+\.png)\)", report):
+        assert (folder / figure).stat().st_size > 10_000
+    rows = json.loads((folder / "results.json").read_text())["accuracy"]
+    accuracies = {row["algorithm"]: row["accuracy"] for row in rows}
+    assert len(set(accuracies.values())) == 1, f"two workers can add in one order only: {accuracies}"
+    assert accuracies["ring"] > 0.9

@@ -8,10 +8,21 @@ from typing import Any
 import torch
 
 from tutti.bench.under_mpi import communicator
-from tutti.collectives import ALGORITHMS, Choice, Collective, choices, gather_json, recursive_doubling, run
+from tutti.cluster import Link
+from tutti.collectives import (
+    ALGORITHMS,
+    Choice,
+    Collective,
+    as_seen_by,
+    choices,
+    gather_json,
+    measure_links,
+    recursive_doubling,
+    run,
+)
 from tutti.launch import init
 from tutti.launch.link import Link as Reporter
-from tutti.transports import AllReduces, SharesMemory, Transport
+from tutti.transports import AllReduces, HostsTransport, SharesMemory, Transport
 
 ROUND_S, MAX_PER_ROUND = 0.02, 20
 """A round repeats a way for about so long, and not more often than that."""
@@ -26,6 +37,8 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     """Time every algorithm at every size, on this rank and its peers; the same result on every rank."""
     transport, reporter = init().transport, Reporter()
     choice = choices(transport)
+    link = choice.link or measure_links(transport).link
+    links = _links(transport, link)
     rows = []
     for number, num_bytes in enumerate(sizes):
         reporter.progress(done=number, total=len(sizes))
@@ -36,14 +49,14 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
             {
                 "num_bytes": num_bytes,
                 "seconds": seconds,
-                "predicted": {name: _predicted(name, num_bytes, transport, choice) for name in ALGORITHMS},
+                "predicted": {name: _predicted(name, num_bytes, transport, links[name]) for name in links},
                 "auto": best,
             }
         )
     return {
         "workers": transport.size,
         "hosts": len(set(transport.hosts)),
-        "link": {"bits_per_s": choice.link.bits_per_s, "latency_s": choice.link.latency_s},
+        "link": {"bits_per_s": link.bits_per_s, "latency_s": link.latency_s},
         "rows": rows,
     }
 
@@ -66,12 +79,18 @@ def _take(collective: Collective, tensor: torch.Tensor, transport: Transport) ->
     run(collective.steps(tensor, transport))
 
 
-def _predicted(name: str, num_bytes: int, transport: Transport, choice: Choice) -> float:
-    """By the formula and the link that was measured; the transport's own messages have a latency of their own."""
-    if name == "native" and name in (costs := choice.costs(num_bytes)):
-        return costs[name]
-    num_ranks = len(set(transport.hosts)) if name == "hierarchical" else transport.size
-    return ALGORITHMS[name].cost(num_ranks, num_bytes, choice.link)
+def _links(transport: Transport, link: Link) -> dict[str, Link]:
+    """The link as measured; but the transport's own messages have a latency of their own."""
+    links = dict.fromkeys(ALGORITHMS, link)
+    if isinstance(transport, AllReduces):
+        links["native"] = as_seen_by(ALGORITHMS["native"], transport, link)
+    return links
+
+
+def _predicted(name: str, num_bytes: int, transport: Transport, link: Link) -> float:
+    two_levels = name == "hierarchical" or (name == "native" and isinstance(transport, HostsTransport))
+    num_ranks = len(set(transport.hosts)) if two_levels else transport.size
+    return ALGORITHMS["hierarchical" if two_levels else name].cost(num_ranks, num_bytes, link)
 
 
 def _interleaved(ways: Ways, transport: Transport, rounds: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from tutti.collectives.broadcast import broadcast_all
 from tutti.collectives.butterfly import butterfly as _butterfly
 from tutti.collectives.butterfly import butterfly_cost
-from tutti.collectives.choose import Choice, choices
+from tutti.collectives.choose import Choice, as_seen_by, choices
 from tutti.collectives.collective import Collective
 from tutti.collectives.doubling import recursive_doubling as _recursive_doubling
 from tutti.collectives.doubling import recursive_doubling_cost
@@ -48,6 +48,7 @@ __all__ = [
     "Fit",
     "LinkMeasurement",
     "all_gather",
+    "as_seen_by",
     "broadcast",
     "broadcast_all",
     "butterfly",

@@ -35,8 +35,8 @@ class Choice:
     """Collectives to choose from, each with the link that its cost formula should be given."""
 
     num_ranks: int
-    link: Link
-    """What was measured."""
+    link: Link | None
+    """What was measured; None where there was nothing to choose."""
     candidates: tuple[tuple[Collective, Link], ...]
 
     def costs(self, num_bytes: float) -> dict[str, float]:
@@ -51,8 +51,8 @@ class Choice:
 def choices(transport: Transport) -> Choice:
     """Measure the link between ranks, if there is anything to choose, and say what there is. Collective."""
     if transport.size == 1 or isinstance(transport, Averages):  # Shared memory: nothing sends less than it.
-        link = Link("100gbit")  # Of no consequence: there is one candidate.
-        return Choice(transport.size, link, ((Collective("native", native, native_cost), link),))
+        only = (Collective("native", native, native_cost), Link("100gbit"))  # A rate of no consequence.
+        return Choice(transport.size, None, (only,))
     if isinstance(transport, HostsTransport):
         measured = measure_links(transport.across).link if transport.across is not None else None
         link = _rank_0s(measured, transport)
@@ -62,7 +62,7 @@ def choices(transport: Transport) -> Choice:
     # Not Gloo's: it is no faster, and a sum of its that has begun cannot be interrupted.
     own = isinstance(transport, AllReduces) and not isinstance(transport, ProcessGroupTransport)
     native_too = (Collective("native", native, native_cost),) if own else ()
-    candidates = tuple((each, _as_seen_by(each, transport, link)) for each in (*_FLAT, *native_too))
+    candidates = tuple((each, as_seen_by(each, transport, link)) for each in (*_FLAT, *native_too))
     return Choice(transport.size, link, candidates)
 
 
@@ -71,7 +71,7 @@ def _rank_0s(link: Link | None, transport: Transport) -> Link:
     return Link(*share_json([link.bits_per_s, link.latency_s] if link is not None else None, transport))
 
 
-def _as_seen_by(collective: Collective, transport: Transport, link: Link) -> Link:
+def as_seen_by(collective: Collective, transport: Transport, link: Link) -> Link:
     """The link, with the latency that this collective's messages have: ranks may share cores, or be slow to wake."""
     tensor, times = torch.zeros(16 * transport.size, device="cpu"), []  # A part for everyone, as in what is to come.
     for _ in range(_ROUNDS):

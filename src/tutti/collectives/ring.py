@@ -16,7 +16,7 @@ from tutti.cluster import Link
 from tutti.collectives.steps import parts
 from tutti.transports.base import Steps, Transport, Work
 
-_CHUNK_BYTES = 128 * 2**10
+_CHUNK_BYTES = 256 * 2**10
 _AHEAD = 4
 """Receives that are under way at once, so that the next chunk has somewhere to go while one is added."""
 

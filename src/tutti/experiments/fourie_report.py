@@ -118,20 +118,20 @@ def _verdict(apart: float, noise: float, num_seeds: int) -> str:
 
 def _rounding(result: dict[str, Any]) -> str:
     rows = [
-        f"| {LABELS[name]} | {row['mean']:.2f} | {row['most']:.1f} | {row['differ']:.0%} |"
+        f"| {LABELS[name]} | {row['mean']:.2f} | {row['most']:.1f} | {row['bias']:+.4f} | {row['differ']:.0%} |"
         for name, row in result["rounding"].items()
     ]
     return f"""### What bracketing changes
 
 A million normally distributed numbers on each of {result["plan"]["accuracy_workers"]} workers, summed in float32,
-beside the sum in float64. One unit is the rounding of a float32 of the size of the sum (1.2e-7 of it):
+beside the sum in float64. One unit is the rounding of a float32 of the size of an average sum (1.2e-7 of it):
 
-| algorithm | mean error, units | 99.9 % below | elements that differ from butterfly's |
-| --- | ---: | ---: | ---: |
+| algorithm | mean error, units | largest | mean with its sign | elements that differ from butterfly's |
+| --- | ---: | ---: | ---: | ---: |
 {chr(10).join(rows)}
 
-Every bracketing is off by a fraction of one rounding on average, up or down. No loss of 7 to 10 % can come from that:
-it was a flaw elsewhere in that program.
+Every bracketing is off by a fraction of one rounding, as often up as down. No loss of 7 to 10 % can come from that: it
+was a flaw elsewhere in that program.
 """
 
 

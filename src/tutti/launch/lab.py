@@ -35,10 +35,10 @@ _VARIABLES = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCK
 # Headers of frames leave 95.6 % of the rate to the payload (1448 of 1514 bytes), acknowledgements of what comes the
 # other way 2 % less. What fits in the bucket travels at no cost after a pause, so it should be small; but packets that
 # do not fit are cut up by the kernel one by one, and at 1 Gbit/s and both ways that takes more than two cores have. So
-# packets are kept to 16 KiB, and the bucket to 0.35 ms of the rate. A ring of 4 hosts then reaches 93 to 95 % of
+# packets are kept to 16 KiB, and the bucket to 0.5 ms of the rate. A ring of 4 hosts then reaches 93 to 95 % of
 # 100 Mbit/s and of 1 Gbit/s; buckets of 0.15 ms and packets of 8 KiB gave 83 %, of 0.5 ms and 64 KiB 52 %.
 _FRAMES = "mtu 1500 gso_max_size 16384"
-_BURST_S, _MIN_BURST_BYTES = 0.35e-3, 4 * 1514
+_BURST_S, _MIN_BURST_BYTES = 0.5e-3, 4 * 1514
 # The queue before it: with 100 ms no packet was lost by one sender, by two to one receiver, or by a host to one ten
 # times slower.
 _QUEUE_S, _MIN_QUEUE_BYTES = 0.1, 256 * 1024
