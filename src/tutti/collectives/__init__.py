@@ -1,45 +1,25 @@
 """Collective operations: plain functions over a transport, each with its cost beside it."""
 
 from tutti.collectives.broadcast import broadcast_all
-from tutti.collectives.butterfly import butterfly as _butterfly
-from tutti.collectives.butterfly import butterfly_cost
 from tutti.collectives.choose import Choice, as_seen_by, choices
 from tutti.collectives.collective import Collective
-from tutti.collectives.doubling import recursive_doubling as _recursive_doubling
-from tutti.collectives.doubling import recursive_doubling_cost
-from tutti.collectives.hierarchical import hierarchical as _hierarchical
-from tutti.collectives.hierarchical import hierarchical_cost
 from tutti.collectives.links import Fit, LinkMeasurement, measure_links
 from tutti.collectives.mean import mean
 from tutti.collectives.messages import gather_json, share_json
-from tutti.collectives.native import native as _native
-from tutti.collectives.native import native_cost
-from tutti.collectives.ring import all_gather as _all_gather
-from tutti.collectives.ring import reduce_scatter as _reduce_scatter
-from tutti.collectives.ring import ring as _ring
-from tutti.collectives.ring import ring_blocking as _ring_blocking
-from tutti.collectives.ring import ring_blocking_cost, ring_cost, round_cost
-from tutti.collectives.steps import on_flat, own_part, parts, run
-from tutti.collectives.tree import broadcast as _broadcast
-from tutti.collectives.tree import broadcast_cost, tree_cost
-from tutti.collectives.tree import tree as _tree
-
-ring = Collective("ring", on_flat(_ring), ring_cost)
-ring_blocking = Collective("ring_blocking", on_flat(_ring_blocking), ring_blocking_cost)
-tree = Collective("tree", on_flat(_tree), tree_cost)
-butterfly = Collective("butterfly", on_flat(_butterfly), butterfly_cost)
-recursive_doubling = Collective("recursive_doubling", on_flat(_recursive_doubling), recursive_doubling_cost)
-hierarchical = Collective("hierarchical", _hierarchical, hierarchical_cost)
-native = Collective("native", _native, native_cost)
-
-ALGORITHMS: dict[str, Collective] = {
-    each.name: each for each in (ring, ring_blocking, tree, butterfly, recursive_doubling, hierarchical, native)
-}
-"""All-reduce: every rank ends with the sum over all of them."""
-
-reduce_scatter = Collective("reduce_scatter", on_flat(_reduce_scatter), round_cost)
-all_gather = Collective("all_gather", on_flat(_all_gather), round_cost)
-broadcast = Collective("broadcast", on_flat(_broadcast), broadcast_cost)
+from tutti.collectives.registry import (
+    ALGORITHMS,
+    all_gather,
+    broadcast,
+    butterfly,
+    hierarchical,
+    native,
+    recursive_doubling,
+    reduce_scatter,
+    ring,
+    ring_blocking,
+    tree,
+)
+from tutti.collectives.steps import own_part, parts, run
 
 __all__ = [
     "ALGORITHMS",

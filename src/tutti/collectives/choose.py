@@ -1,31 +1,29 @@
 """Choose an all-reduce by what each would cost on the link there is."""
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from tutti.cluster import Link
-from tutti.collectives.butterfly import butterfly, butterfly_cost
 from tutti.collectives.collective import Collective
-from tutti.collectives.doubling import recursive_doubling, recursive_doubling_cost
-from tutti.collectives.hierarchical import hierarchical, hierarchical_cost
+from tutti.collectives.hierarchical import hierarchical as hierarchical_steps
 from tutti.collectives.links import measure_links
 from tutti.collectives.messages import share_json
-from tutti.collectives.native import native, native_cost
-from tutti.collectives.ring import ring, ring_blocking, ring_blocking_cost, ring_cost
-from tutti.collectives.steps import on_flat, run
-from tutti.collectives.tree import tree, tree_cost
+from tutti.collectives.registry import (
+    butterfly,
+    hierarchical,
+    native,
+    recursive_doubling,
+    ring,
+    ring_blocking,
+    tree,
+)
+from tutti.collectives.steps import run
 from tutti.transports import AllReduces, Averages, HostsTransport, ProcessGroupTransport, Transport
 
-_FLAT = (
-    Collective("ring_blocking", on_flat(ring_blocking), ring_blocking_cost),
-    Collective("tree", on_flat(tree), tree_cost),
-    Collective("ring", on_flat(ring), ring_cost),
-    Collective("butterfly", on_flat(butterfly), butterfly_cost),
-    Collective("recursive_doubling", on_flat(recursive_doubling), recursive_doubling_cost),
-)
+_FLAT = (ring, ring_blocking, tree, butterfly, recursive_doubling)
 
 _ROUNDS = 15
 
@@ -51,17 +49,16 @@ class Choice:
 def choices(transport: Transport) -> Choice:
     """Measure the link between ranks, if there is anything to choose, and say what there is. Collective."""
     if transport.size == 1 or isinstance(transport, Averages):  # Shared memory: nothing sends less than it.
-        only = (Collective("native", native, native_cost), Link("100gbit"))  # A rate of no consequence.
-        return Choice(transport.size, None, (only,))
+        return Choice(transport.size, None, ((native, Link("100gbit")),))  # A rate of no consequence.
     if isinstance(transport, HostsTransport):
         measured = measure_links(transport.across).link if transport.across is not None else None
         link = _rank_0s(measured, transport)
-        two_levels = Collective("hierarchical", partial(hierarchical, link=link), hierarchical_cost)
+        two_levels = replace(hierarchical, steps=partial(hierarchical_steps, link=link))
         return Choice(len(set(transport.hosts)), link, ((two_levels, link),))
     link = _rank_0s(measure_links(transport).link, transport)
     # Not Gloo's: it is no faster, and a sum of its that has begun cannot be interrupted.
     own = isinstance(transport, AllReduces) and not isinstance(transport, ProcessGroupTransport)
-    native_too = (Collective("native", native, native_cost),) if own else ()
+    native_too = (native,) if own else ()
     candidates = tuple((each, as_seen_by(each, transport, link)) for each in (*_FLAT, *native_too))
     return Choice(transport.size, link, candidates)
 

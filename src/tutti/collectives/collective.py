@@ -12,8 +12,7 @@ from tutti.collectives.doubling import recursive_doubling
 from tutti.collectives.steps import run
 from tutti.errors import ReplicaMismatch
 from tutti.transports.base import Steps, Transport
-
-_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+from tutti.transports.sockets import DTYPES
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,13 @@ class Collective:
 
 def compare(tensor: Tensor, transport: Transport, what: str) -> None:
     """Raise on every rank if their tensors differ in length or dtype, or if they mean to do different things."""
-    mine = [tensor.numel(), _DTYPES.index(tensor.dtype), zlib.crc32(what.encode())]
+    mine = [tensor.numel(), DTYPES.index(tensor.dtype), zlib.crc32(what.encode())]
     rows = torch.zeros(transport.size, len(mine), dtype=torch.int64, device="cpu")
     rows[transport.rank] = torch.tensor(mine, device="cpu")
     run(recursive_doubling(rows.view(-1), transport))
     if (rows == rows[0]).all():
         return
-    has = [f"rank {rank} has {numel} × {_DTYPES[code]}" for rank, (numel, code, _) in enumerate(rows.tolist())]
+    has = [f"rank {rank} has {numel} × {DTYPES[code]}" for rank, (numel, code, _) in enumerate(rows.tolist())]
     if (rows[:, 2] != rows[0, 2]).any():
         has.append(f"and not all of them called {what}")
     raise ReplicaMismatch(f"rank {transport.rank}: {what} needs tensors of one length and dtype: {'; '.join(has)}.")

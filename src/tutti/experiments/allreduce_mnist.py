@@ -46,7 +46,7 @@ class Plan:
     epochs: int = 20
     seeds: tuple[int, ...] = (0, 1, 2)
     accuracy_workers: int = 4
-    sizes: tuple[int, ...] = tuple(2**exponent for exponent in range(10, 23, 2))
+    sizes: tuple[int, ...] = tuple(2**exponent for exponent in range(10, 23))
 
 
 QUICK = Plan(widths=(25, 1600), workers=(2,), rounds=2, epochs=1, seeds=(0,), accuracy_workers=2, sizes=(2**10, 2**18))

@@ -55,7 +55,7 @@ def _times(result: dict[str, Any], folder: Path) -> str:
             f"{workers} workers": _lines([row for row in rows if row["workers"] == workers])
             for workers in sorted({row["workers"] for row in rows})
         }
-        labels = ("bytes of a message", "seconds a step")
+        labels = ("message", "time of a step")
         plot_lines(panels, labels, f"Training steps, {place}", folder / name)
         lines += [f"![Seconds a step over bytes of a message, {place}]({name})\n", f"Milliseconds a step, {place}:\n"]
         lines.append(_time_table(rows))
@@ -104,7 +104,8 @@ Means over seeds are within {apart:.2f} points of each other; seeds of one algor
 {chr(10).join(rows)}
 
 The distance is that of the whole parameter vectors, relative, at the same seed. The algorithms add in different orders,
-so sums differ in their last bits, and training lets such differences grow; but they have no direction.
+so sums differ in their last bits, and training lets such differences grow; but they have no direction. Algorithms with
+the same numbers here added in the same order, and ended with the same bits.
 
 ![Test accuracy of every algorithm](accuracy.png)
 """
@@ -156,8 +157,9 @@ The ring overtakes the tree at **{_said(measured)}** as measured and at **{_said
 | ---: | ---: | ---: | ---: |
 {chr(10).join(table)}
 
-The α of the formulas is that of ranks that talk in pairs. Where messages are small, each also waits until one of
-{workers} processes gets a core of this machine, and the ring has more of them one after the other.
+{_apart(measured, predicted)} Below some 10 KiB two things are not in the formulas. Each message waits until one of
+{workers} processes gets a core of this machine, and the ring has more of them one after the other. And a shaped link
+lets a burst of a few KiB through at once after a pause, which is all that a small message of the tree is.
 
 ![Time of every all-reduce over message size, and its prediction](collectives.png)
 """
@@ -183,6 +185,13 @@ def _crossing(rows: list[dict[str, Any]], seconds: Callable[[dict[str, Any], str
             share = before / (before - after)
             return float(small["num_bytes"] + share * (large["num_bytes"] - small["num_bytes"]))
     return None
+
+
+def _apart(measured: float | None, predicted: float | None) -> str:
+    if measured is None or predicted is None:
+        return "Not in the range that was tried."
+    factor = max(measured, predicted) / min(measured, predicted)
+    return f"They are a factor of {factor:.1f} apart."
 
 
 def _said(num_bytes: float | None) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.cluster import format_size, format_time
 from tutti.errors import ConfigError
 
 FORMATS = (".png", ".svg")
@@ -41,8 +42,8 @@ def plot_collectives(result: Mapping[str, Any], title: str, path: Path) -> None:
             predicted = [row["predicted"][name] for row in rows]
             axes.plot(sizes, predicted, linestyle=":", linewidth=1.2, color=COLOURS[name], zorder=2)
     axes.plot([], [], linestyle=":", color="#444444", label="predicted")
-    _message_sizes(axes, sizes)
-    axes.set(xscale="log", yscale="log", xlabel="message", ylabel="seconds an all-reduce", title=title)
+    axes.set(xscale="log", yscale="log", xlabel="message", ylabel="time of an all-reduce", title=title)
+    _name_ticks(axes, sizes)
     axes.legend(frameon=False, fontsize=8, ncols=2)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -61,7 +62,7 @@ def plot_lines(
             xs, ys = zip(*points, strict=True)
             axis.plot(xs, ys, marker="o", markersize=4, color=COLOURS[algorithm], label=_label(algorithm))
         axis.set(xscale="log", yscale="log", xlabel=labels[0], title=name)
-        axis.grid(alpha=0.2, which="both")
+        _name_ticks(axis, sorted({size for points in lines.values() for size, _ in points}))
     axes[0][0].set_ylabel(labels[1])
     axes[0][-1].legend(frameon=False, fontsize=8)
     figure.suptitle(title)
@@ -83,15 +84,12 @@ def plot_spread(values: Mapping[str, Sequence[float]], label: str, title: str, p
     plt.close(figure)
 
 
-def _message_sizes(axes: Any, sizes: Sequence[int]) -> None:
-    axes.set_xscale("log")
-    axes.set_xticks(sizes, [_size(size) for size in sizes], rotation=45)
-    axes.minorticks_off()
+def _name_ticks(axes: Any, sizes: Sequence[float]) -> None:
+    """Bytes along the bottom, at the sizes that were measured, and seconds up the side, both in words."""
+    axes.set_xticks(sizes, [format_size(size) for size in sizes], rotation=45)
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter(lambda seconds, _: format_time(seconds))
     axes.grid(alpha=0.2)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // 1024} KiB" if num_bytes < 2**20 else f"{num_bytes // 2**20} MiB"
 
 
 def _label(name: str) -> str:

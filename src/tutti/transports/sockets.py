@@ -30,8 +30,10 @@ _EAGER_BYTES = 256 * 2**10
 _READS_AT_ONCE = 64
 _STALLED_SECONDS = 3.0
 
-_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+"""All of torch's, in an order that every rank knows."""
+
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -379,7 +381,7 @@ class Messenger:
         tensor = work.tensor
         if (message.num_bytes, message.code) == (tensor.nbytes, _CODES[tensor.dtype]):
             return raw(tensor)
-        got, sender = _DTYPES[message.code], self.roster.peers[message.src].rank
+        got, sender = DTYPES[message.code], self.roster.peers[message.src].rank
         work.error = ReplicaMismatch(
             f"rank {self.roster.me}: expected {tensor.numel()} × {tensor.dtype} from rank {sender}, which sent "
             f"{message.num_bytes // got.itemsize} × {got}. All ranks must call with tensors of one length and dtype."
