@@ -17,9 +17,9 @@ SUITE = str(Path(__file__).parent / "mpi_suite.py")
 needs_mpi = pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
+def run(*args: str, workers: int = 4) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        mpirun(4, [sys.executable, *args]),
+        mpirun(workers, [sys.executable, *args]),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -38,6 +38,13 @@ def test_the_contract_holds(transport: str, checks: list[str]) -> None:
     ended = run(SUITE, transport, *checks)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("0123")
+
+
+@needs_mpi
+def test_every_collective_in_worlds_of_up_to_nine() -> None:
+    ended = run(str(Path(__file__).parent / "mpi_collectives.py"), workers=9)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("012345678")
 
 
 @needs_mpi

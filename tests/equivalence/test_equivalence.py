@@ -31,14 +31,16 @@ threads_suffice = pytest.mark.skipif(
 
 
 # Only what a transport does in a way of its own differs between transports; the rest is messages.
-CASES = [(name, transport) for name in EXACT for transport in (LEVELS if name in OWN else ["hosts"])]
+CASES = [
+    *((name, transport, size) for name in OWN for transport in LEVELS for size in (1, 2, 3, 4)),
+    *((name, "hosts", size) for name in EXACT if name not in OWN for size in (3, 4)),
+]
 
 
 @threads_suffice
-@pytest.mark.parametrize(("strategy", "transport"), CASES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("strategy", "transport", "size"), CASES)
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
-def test_threads(strategy: str, scenario: Scenario, size: int, transport: str) -> None:
+def test_threads(strategy: str, transport: str, size: int, scenario: Scenario) -> None:
     states = run_ok(train, EXACT[strategy], scenario, size=size, transport=transport)
     assert_same_bits(states)
     assert_close(states[0], reference(scenario), FLOAT64_TOLERANCE)

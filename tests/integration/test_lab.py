@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import tutti
+from tutti.collectives import native
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.launch import claims, namespaces
 from tutti.launch.claims import Claim
@@ -117,6 +119,22 @@ def speaks(text: str) -> tuple[str, tuple[str, ...]]:
         if text and world.rank == 3:
             raise RuntimeError(text)
         return world.host, host_ids(world)
+
+
+def reduce_slowly(megabytes: int) -> tuple[float, float]:
+    """Longer than the timeout, over a link that is slow but moves: nobody may give up, on any level."""
+    with closing(tutti.init()) as world:
+        tensor = torch.ones(megabytes * 250_000)
+        started = time.monotonic()
+        native(tensor, world.transport)
+        return float(tensor[-1]), time.monotonic() - started
+
+
+def test_waiting_is_patient_with_what_moves() -> None:
+    with tutti.lab(2, "8mbit", ranks_per_host=2) as lab:
+        results = tutti.launch(reduce_slowly, 4, timeout=timedelta(seconds=2), lab=lab)
+    assert [total for total, _ in results] == [4.0] * 4
+    assert min(seconds for _, seconds in results) > 3
 
 
 def test_two_ranks_on_a_host() -> None:

@@ -37,6 +37,11 @@ def prepare(kind: str) -> None:
         return
     number = str(ALLREDUCE_ALGORITHMS[algorithm])
     settings = {_RULES: "1", _ALGORITHM: number, _COMPONENTS: "^han"}
+    if os.environ.get(_COMPONENTS, "^han") != "^han":
+        raise EnvironmentConflict(
+            f"transport '{kind}' needs {_COMPONENTS}=^han, or Open MPI's component han may reduce instead, but it is "
+            f"'{os.environ[_COMPONENTS]}'. Unset it, or use transport 'mpi'."
+        )
     if "mpi4py.MPI" in sys.modules:
         options = " ".join(f"--mca {name.removeprefix('OMPI_MCA_')} {value}" for name, value in settings.items())
         raise ConfigError(
