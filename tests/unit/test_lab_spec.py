@@ -17,7 +17,7 @@ def test_whole_text() -> None:
 
 
 def test_defaults() -> None:
-    assert LabSpec.parse("") == LabSpec(rates=(1e9, 1e9))
+    assert LabSpec.parse("hosts=2") == LabSpec(rates=(1e9, 1e9))
 
 
 def test_a_rate_for_each_host() -> None:
@@ -64,7 +64,7 @@ def test_a_function_makes_the_same_mistakes() -> None:
 
 
 def test_links_are_shaped_by_their_rate() -> None:
-    assert shaping("eth0", 1e9) == ["qdisc add dev eth0 root tbf rate 1000000000bit burst 125000 limit 12500000"]
+    assert shaping("eth0", 1e9) == ["qdisc add dev eth0 root tbf rate 1000000000bit burst 62500 limit 12500000"]
     assert shaping("eth0", 1e6) == ["qdisc add dev eth0 root tbf rate 1000000bit burst 6056 limit 262144"]
 
 

@@ -83,7 +83,7 @@ def _links(transport: Transport, link: Link) -> dict[str, Link]:
     """The link as measured; but the transport's own messages have a latency of their own."""
     links = dict.fromkeys(ALGORITHMS, link)
     if isinstance(transport, AllReduces):
-        links["native"] = as_seen_by(ALGORITHMS["native"], transport, link)
+        links["native"] = as_seen_by(ALGORITHMS["native"], transport.size, transport, link)
     return links
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tutti.errors import WorkerFailed
-from tutti.launch import launch
+from tutti.launch import command, launch
 from tutti.launch.lab import Lab, address
 from tutti.launch.local import Watcher
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
+
+_GRACE_S = 10.0
 
 
 def communicator() -> Any:
@@ -46,12 +48,29 @@ def run(
         task = json.dumps([function.__module__, function.__name__, args, str(result)])
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
         environment = {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "default", **os.environ}
-        argv = [sys.executable, "-m", "tutti.bench.under_mpi", task]
-        with nullcontext(mpirun(workers, argv)) if lab is None else _in_lab(lab, argv) as command:
-            ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False)
-        if ended.returncode or not result.exists():
-            raise WorkerFailed(0, f"mpirun exited with status {ended.returncode}", status=ended.returncode or 1)
+        # A rank's first act, before it imports anything, is to have itself ended with mpirun.
+        become = [sys.executable, "-I", "-S", command.__file__, "0"]
+        argv = [*become, sys.executable, "-m", "tutti.bench.under_mpi", task]
+        with nullcontext(mpirun(workers, argv)) if lab is None else _in_lab(lab, argv) as words:
+            status = _run(words, environment)
+        if status or not result.exists():
+            raise WorkerFailed(0, f"mpirun exited with status {status}", status=status or 1)
         return json.loads(result.read_text())
+
+
+def _run(words: list[str], environment: dict[str, str]) -> int:
+    """Run a command; if this is interrupted, give it the time to end its ranks and clear its files."""
+    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
 
 
 def _in_lab(lab: Lab, argv: list[str]) -> AbstractContextManager[list[str]]:

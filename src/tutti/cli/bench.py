@@ -1,10 +1,12 @@
 """`tutti bench`: Tutti beside its peers, on this machine."""
 
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -15,7 +17,8 @@ from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cluster import Link, parse_size
+from tutti.cli.place import check_one_place
+from tutti.cluster import Link, format_size, parse_size
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch.lab import Lab, LabSpec
 from tutti.report.plots import check_plot, plot_collectives
@@ -69,7 +72,9 @@ def allreduce(workers: Workers = "2", rounds: Rounds = 15, json_file: JsonFile =
 @app.command("collectives")
 def collectives(
     lab: LabSpecText = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Processes, without a lab.")] = 4,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", min=2, help="Processes on this machine; 4 by default.")
+    ] = None,
     sizes: Annotated[str, typer.Option(help="Bytes of a message, such as 1KiB,4MiB; the smallest is 4.")] = _SIZES,
     rounds: Rounds = 9,
     plot: Annotated[Path | None, typer.Option(help="Draw it here: a file that ends in .png or .svg.")] = None,
@@ -78,6 +83,8 @@ def collectives(
     """Every all-reduce, measured and predicted, beside Gloo's and Open MPI's own: on loopback or in a lab."""
     check_writable(json_file)
     check_plot(plot)
+    check_one_place(workers, lab)
+    workers = workers or 4
     numbers = [parse_size(text) for text in sizes.split(",")]
     if min(numbers) < 4:
         raise ConfigError(f"--sizes takes 4 bytes or more, got '{sizes}'.")
@@ -88,7 +95,9 @@ def collectives(
             chosen = {"workers": workers} if hosts is None else {"lab": hosts}
             result = under_mpi.run(collectives_bench.measure, numbers, rounds, **chosen)
     link = Link(result["link"]["bits_per_s"], result["link"]["latency_s"])
-    console.print(_collectives_table(result, f"{where}; measured link: {link}"))
+    console.print(_collectives_table(result))
+    console.print(f"{where}; measured link: {link}")
+    console.print(f"auto: {_said(result['rows'])}")
     _note_mpi(console)
     write_json(json_file, {"lab": lab, **result})
     if plot is not None:
@@ -164,13 +173,13 @@ def _allreduce_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _collectives_table(result: dict[str, Any], title: str) -> Table:
+def _collectives_table(result: dict[str, Any]) -> Table:
     """A row per algorithm, a column per size: milliseconds, and the prediction as a multiple of them."""
     rows = result["rows"]
-    table = Table(title=f"median ms an all-reduce, and (predicted / measured)\n{title}", pad_edge=False)
+    table = Table(title="median ms an all-reduce, and (predicted / measured)", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for row in rows:
-        table.add_column(_size(row["num_bytes"]), justify="right")
+        table.add_column(format_size(row["num_bytes"]), justify="right")
     for name in rows[0]["seconds"]:
         cells = []
         for row in rows:
@@ -178,15 +187,18 @@ def _collectives_table(result: dict[str, Any], title: str) -> Table:
             cell = f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
             if name in row["predicted"]:
                 cell += f"\n({row['predicted'][name] / seconds:.2f})"
-            elif name == "auto":
-                cell += f"\n{_SHORT.get(row['auto'], row['auto'])}"
             cells.append(cell)
         table.add_row(_LABELS.get(name, name.replace("_", "\n")), *cells)
     return table
 
 
 _LABELS = {"mpi": "Open MPI", "gloo": "Gloo"}
-_SHORT = {"recursive_doubling": "doubling", "ring_blocking": "blocking", "hierarchical": "levels", "butterfly": "bfly"}
+
+
+def _said(rows: list[dict[str, Any]]) -> str:
+    """What `auto` chose, a run of sizes at a time."""
+    runs = [(name, list(group)) for name, group in groupby(rows, key=lambda row: row["auto"])]
+    return ", ".join(f"{name} from {format_size(group[0]['num_bytes'])}" for name, group in runs)
 
 
 def _note_mpi(console: Console) -> None:

@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tutti.cli.json_file import check_writable, write_json
+from tutti.cli.place import check_one_place
 from tutti.cluster import format_rate, format_time
 from tutti.collectives import LinkMeasurement
+from tutti.errors import ConfigError
 from tutti.job import measure_link
 from tutti.launch import init, launch
 from tutti.launch.lab import Lab, LabSpec, missing
@@ -34,7 +36,10 @@ class Finding(NamedTuple):
 
 def doctor(
     network: Annotated[bool, typer.Option("--network", help="Measure links between workers instead.")] = False,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="With --network, without a lab.")] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-n", min=2, help="With --network: processes here; 2 by default."),
+    ] = None,
     lab: Annotated[
         str | None, typer.Option(metavar="SPEC", help="With --network: on hosts such as hosts=4,rate=100mbit.")
     ] = None,
@@ -42,8 +47,11 @@ def doctor(
 ) -> None:
     """Show what Tutti finds on this machine: torch, backends, cores, shared memory, network, the lab."""
     check_writable(json_file)
+    if not network and (workers is not None or lab is not None):
+        raise ConfigError("--workers and --lab say where to measure links: give --network too.")
     if network:
-        write_json(json_file, _measure(workers, lab))
+        check_one_place(workers, lab)
+        write_json(json_file, _measure(workers or 2, lab))
         return
     findings = examine()
     table = Table(show_header=False)

@@ -1,8 +1,10 @@
 """Choose an all-reduce by what each would cost on the link there is."""
 
 import statistics
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -28,39 +30,52 @@ _FLAT = (ring, ring_blocking, tree, butterfly, recursive_doubling)
 _ROUNDS = 15
 
 
+class Candidate(NamedTuple):
+    """A collective, and what its cost formula should be given."""
+
+    collective: Collective
+    num_ranks: int
+    link: Link
+
+    def cost(self, num_bytes: float) -> float:
+        return self.collective.cost(self.num_ranks, num_bytes, self.link)
+
+
 @dataclass(frozen=True)
 class Choice:
-    """Collectives to choose from, each with the link that its cost formula should be given."""
+    """Collectives to choose from."""
 
-    num_ranks: int
     link: Link | None
     """What was measured; None where there was nothing to choose."""
-    candidates: tuple[tuple[Collective, Link], ...]
+    candidates: tuple[Candidate, ...]
 
     def costs(self, num_bytes: float) -> dict[str, float]:
         """Predicted seconds of every candidate."""
-        return {each.name: each.cost(self.num_ranks, num_bytes, link) for each, link in self.candidates}
+        return {each.collective.name: each.cost(num_bytes) for each in self.candidates}
 
     def best(self, num_bytes: float) -> Collective:
         """The candidate with the lowest prediction."""
-        return min(self.candidates, key=lambda pair: pair[0].cost(self.num_ranks, num_bytes, pair[1]))[0]
+        return min(self.candidates, key=lambda each: each.cost(num_bytes)).collective
 
 
 def choices(transport: Transport) -> Choice:
     """Measure the link between ranks, if there is anything to choose, and say what there is. Collective."""
     if transport.size == 1 or isinstance(transport, Averages):  # Shared memory: nothing sends less than it.
-        return Choice(transport.size, None, ((native, Link("100gbit")),))  # A rate of no consequence.
-    if isinstance(transport, HostsTransport):
-        measured = measure_links(transport.across).link if transport.across is not None else None
-        link = _rank_0s(measured, transport)
-        two_levels = replace(hierarchical, steps=partial(hierarchical_steps, link=link))
-        return Choice(len(set(transport.hosts)), link, ((two_levels, link),))
-    link = _rank_0s(measure_links(transport).link, transport)
-    # Not Gloo's: it is no faster, and a sum of its that has begun cannot be interrupted.
-    own = isinstance(transport, AllReduces) and not isinstance(transport, ProcessGroupTransport)
-    native_too = (native,) if own else ()
-    candidates = tuple((each, as_seen_by(each, transport, link)) for each in (*_FLAT, *native_too))
-    return Choice(transport.size, link, candidates)
+        return Choice(None, (Candidate(native, transport.size, Link("100gbit")),))  # A rate of no consequence.
+    two_levels = isinstance(transport, HostsTransport)
+    between = transport.across if isinstance(transport, HostsTransport) else transport
+    link = _rank_0s(measure_links(between).link if between is not None else None, transport)
+    # Ranks that share a host share its link, unless only one of them uses it.
+    share = Link(link.bits_per_s / max(Counter(transport.hosts).values()), link.latency_s)
+    candidates = [Candidate(each, transport.size, as_seen_by(each, transport.size, transport, share)) for each in _FLAT]
+    if two_levels:
+        num_hosts = len(set(transport.hosts))
+        informed = replace(hierarchical, steps=partial(hierarchical_steps, link=link))
+        candidates.append(Candidate(informed, num_hosts, as_seen_by(informed, num_hosts, transport, link)))
+    elif isinstance(transport, AllReduces) and not isinstance(transport, ProcessGroupTransport):
+        # Not Gloo's: it is no faster, and a sum of its that has begun cannot be interrupted.
+        candidates.append(Candidate(native, transport.size, as_seen_by(native, transport.size, transport, link)))
+    return Choice(link, tuple(candidates))
 
 
 def _rank_0s(link: Link | None, transport: Transport) -> Link:
@@ -68,12 +83,15 @@ def _rank_0s(link: Link | None, transport: Transport) -> Link:
     return Link(*share_json([link.bits_per_s, link.latency_s] if link is not None else None, transport))
 
 
-def as_seen_by(collective: Collective, transport: Transport, link: Link) -> Link:
-    """The link, with the latency that this collective's messages have: ranks may share cores, or be slow to wake."""
+def as_seen_by(collective: Collective, num_ranks: int, transport: Transport, link: Link) -> Link:
+    """The link, with the latency that this collective's messages have: ranks may share cores, or be slow to wake.
+
+    `num_ranks` are those that its cost formula counts.
+    """
     tensor, times = torch.zeros(16 * transport.size, device="cpu"), []  # A part for everyone, as in what is to come.
     for _ in range(_ROUNDS):
         start_s = transport.now()
         run(collective.steps(tensor, transport))
         times.append(transport.now() - start_s)
-    num_latencies = collective.cost(transport.size, 0, Link("1gbit", 1.0))
+    num_latencies = collective.cost(num_ranks, 0, Link("1gbit", 1.0))
     return _rank_0s(Link(link.bits_per_s, statistics.median(times) / num_latencies), transport)

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from tutti.cluster import Link
 from tutti.collectives.messages import gather_json
+from tutti.errors import ConfigError
 from tutti.transports import Transport
 
 _SIZES = (64, 1024, 16 * 1024, 64 * 1024, 256 * 1024, 2**20, 4 * 2**20, 16 * 2**20)
 
 _LONG_ENOUGH_S = 0.02
-"""A message that takes this long shows the rate; larger ones are not tried."""
+"""Messages that take this long show the rate: two such sizes are enough, and larger ones are not tried."""
 
-_PATIENCE_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.1, 3, 15
+_PATIENCE_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.1, 2, 15
 
 _MAX_PARTNERS = 8
 """In large worlds each rank is measured with so many others, not with all."""
@@ -35,18 +36,16 @@ class Fit:
 
     @classmethod
     def of(cls, points: Sequence[tuple[int, float]]) -> "Fit":
-        """The latency of the smallest message, and the slope through the three largest.
+        """The latency of the smallest message, and the slope between the two largest.
 
         Not one line through all of them: on real links messages of middle sizes are faster than that, as they travel in
         buffers and bursts, and it is long transfers that the rate should foretell.
         """
-        largest = points[-3:]
-        mean_size = statistics.fmean(size for size, _ in largest)
-        mean_time = statistics.fmean(time for _, time in largest)
-        # In plain floats: the same bits on every rank.
-        spread = sum((size - mean_size) ** 2 for size, _ in largest)
-        per_byte = sum((size - mean_size) * (time - mean_time) for size, time in largest) / spread
-        link = Link(8 / max(per_byte, 1e-15), max(0.0, points[0][1] - points[0][0] * max(per_byte, 0.0)))
+        (small, small_s), (large, large_s) = points[-2:]
+        per_byte = max((large_s - small_s) / (large - small), 1e-15)
+        smallest, smallest_s = points[0]
+        latency_s = smallest_s - smallest * per_byte
+        link = Link(8 / per_byte, latency_s if latency_s > 0 else smallest_s)  # In a burst its bytes cost nothing.
         errors = [link.seconds(size) / time - 1 for size, time in points]
         return cls(link, statistics.fmean(error**2 for error in errors) ** 0.5, tuple(points))
 
@@ -82,10 +81,12 @@ class LinkMeasurement:
 def measure_links(transport: Transport) -> LinkMeasurement:
     """Send messages of several sizes to and fro between pairs of ranks. Collective.
 
-    Pairs that have no rank in common are measured at the same time. The time of a message is half that of a round trip.
+    Pairs that have no host in common are measured at the same time. The time of a message is half that of a round trip.
     """
+    if transport.size == 1:
+        raise ConfigError("a link is between two ranks, and there is only one.")
     found: dict[tuple[int, int], Fit] = {}
-    for pairs in _rounds(transport.size):
+    for pairs in _rounds(transport.hosts):
         mine = next((pair for pair in pairs if transport.rank in pair), None)
         points = _ping_pong(transport, *mine) if mine is not None else []
         everyones = gather_json(points, transport)
@@ -93,13 +94,23 @@ def measure_links(transport: Transport) -> LinkMeasurement:
     return LinkMeasurement(dict(sorted(found.items())))
 
 
-def _rounds(size: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of ranks, such that in each round every rank has one partner and in no two the same: as in a tournament."""
+def _rounds(hosts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of ranks, as in a tournament: each rank meets others, a new one each time; no host is in two at once."""
+    size = len(hosts)
     even = size + size % 2
     for number in range(min(even - 1, _MAX_PARTNERS)):
         circle = [0, *((number + other) % (even - 1) + 1 for other in range(even - 1))]
-        pairs = zip(circle[: even // 2], reversed(circle[even // 2 :]), strict=True)
-        yield sorted((min(pair), max(pair)) for pair in pairs if max(pair) < size)
+        left = [(min(pair), max(pair)) for pair in zip(circle[: even // 2], reversed(circle[even // 2 :]), strict=True)]
+        left = sorted(pair for pair in left if pair[1] < size)
+        while left:
+            busy: set[str] = set()
+            now = []
+            for pair in left:
+                if busy.isdisjoint(ends := {hosts[rank] for rank in pair}) or len(set(hosts)) == 1:
+                    now.append(pair)
+                    busy |= ends
+            yield now
+            left = [pair for pair in left if pair not in now]
 
 
 def _ping_pong(transport: Transport, one: int, two: int) -> list[tuple[int, float]]:
@@ -113,7 +124,8 @@ def _ping_pong(transport: Transport, one: int, two: int) -> list[tuple[int, floa
         num_rounds = _firsts(transport, wanted, other, first)
         times = [_round_trip(transport, tensor, other, first) for _ in range(num_rounds)]
         points.append((size, statistics.median(times) / 2))
-        if _firsts(transport, int(points[-1][1] > _LONG_ENOUGH_S and len(points) >= 3), other, first):
+        enough = len(points) >= 2 and points[-2][1] > _LONG_ENOUGH_S
+        if _firsts(transport, int(enough), other, first):
             break
     return points
 

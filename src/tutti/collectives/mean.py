@@ -16,11 +16,11 @@ def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: fl
     With equal weights, all 0 included, it is the sum divided by the number of ranks, to the bit. Beside others a rank
     of weight 0 contributes nothing, NaN included. A weight of NaN raises `WeightRefused` on every rank.
     """
+    compare(tensor, transport, f"mean by {algorithm.name}")  # First: all ranks refuse together, or none.
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
             f"rank {transport.rank}: the mean of {tensor.dtype} tensors is not an integer; use a sum, or convert first."
         )
-    compare(tensor, transport, f"mean by {algorithm.name}")
     weights = own_weight(weight, transport)
     run(share_weights(weights, transport))
     weigh(tensor, weights, transport.rank)
@@ -44,6 +44,8 @@ def weigh(tensor: Tensor, weights: Tensor, rank: int) -> None:
     """Scale this rank's tensor so that the sum over ranks is the weighted mean times their number."""
     if bad := torch.isnan(weights).nonzero().flatten().tolist():
         raise WeightRefused(bad)
+    if negative := (weights < 0).nonzero().flatten().tolist():
+        raise ConfigError(f"rank {rank}: weights must be 0 or more, but rank {negative[0]} gave {weights.min():g}.")
     if (weights != weights[0]).any():
         share = float(weights[rank] * len(weights) / weights.sum())
         if share == 0:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tutti.errors import ConfigError
 from tutti.transports.base import Steps, Transport
 
 FlatSteps = Callable[[Tensor, Transport], Steps]
@@ -39,6 +40,10 @@ def parts(numel: int, num_parts: int) -> list[slice]:
 
 def own_part(tensor: Tensor, transport: Transport) -> Tensor:
     """The part of a flat tensor that is this rank's in `reduce_scatter` and `all_gather`."""
+    if tensor.dim() != 1:
+        raise ConfigError(
+            f"rank {transport.rank}: own_part needs one dimension, got {tuple(tensor.shape)}; use tensor.view(-1)."
+        )
     return tensor[parts(tensor.numel(), transport.size)[transport.rank]]
 
 

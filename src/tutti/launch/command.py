@@ -20,7 +20,7 @@ def die_with(parent: int) -> None:
 
 def main() -> None:
     parent, *command = sys.argv[1:]
-    die_with(int(parent))
+    die_with(int(parent) or os.getppid())  # 0 is whoever started it.
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -23,6 +23,9 @@ from tutti.launch.placement import Host, Placement
 
 MAX_HOSTS = 250
 
+MIN_RATE, MAX_RATE = 1e5, 1e11
+"""What `tc tbf` can shape with packets of this size and clocks of this kind."""
+
 SWITCH = "10.77.0.254"
 
 FORM = "such as hosts=4,rate=1gbit,ranks=2,latency=1ms; rate=1gbit/100mbit/1gbit/1gbit gives each host its own"
@@ -69,6 +72,8 @@ class LabSpec:
     @classmethod
     def parse(cls, text: str) -> "LabSpec":
         """From a text such as `hosts=4,rate=1gbit,ranks=2,latency=1ms`."""
+        if not text.strip():
+            raise ConfigError(f"a lab needs a description, {FORM}.")
         pairs = [part.partition("=") for part in text.split(",") if part.strip()]
         given = {key.strip(): value.strip() for key, _, value in pairs}
         mistakes = [f"unknown '{key}' (known: {', '.join(_KEYS)})" for key in given if key not in _KEYS]
@@ -166,6 +171,9 @@ def _checked(
     for rate in rates:
         try:
             numbers.append(parse_rate(rate))
+            if not MIN_RATE <= numbers[-1] <= MAX_RATE:
+                limits = f"from {format_rate(MIN_RATE)} to {format_rate(MAX_RATE)}"
+                mistakes.append(f"a lab's rate is {limits}, got '{rate}'")
         except ConfigError as error:
             mistakes.append(str(error).rstrip("."))
     if hosts is not None and len(rates) not in (1, hosts):

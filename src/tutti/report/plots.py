@@ -89,6 +89,7 @@ def _name_ticks(axes: Any, sizes: Sequence[float]) -> None:
     axes.set_xticks(sizes, [format_size(size) for size in sizes], rotation=45)
     axes.set_xticks([], minor=True)
     axes.yaxis.set_major_formatter(lambda seconds, _: format_time(seconds))
+    axes.yaxis.set_minor_formatter(lambda seconds, _: "")
     axes.grid(alpha=0.2)
 
 
