@@ -100,7 +100,11 @@ def _interleaved(ways: Ways, transport: Transport, rounds: int) -> dict[str, flo
     repeats = {name: max(1, min(MAX_PER_ROUND, int(ROUND_S / guess[name]))) for name in ways}
     per_round = sum(guess[name] * repeats[name] for name in ways)
     rounds = max(MIN_ROUNDS, min(rounds, int(SIZE_S / per_round)))
-    samples = [_by_way(_times(ways, transport, repeats), ways, transport) for _ in range(rounds)]
+    samples = []
+    for number in range(rounds):  # Each time another begins: what follows a certain one may suffer from it.
+        names = list(ways)
+        turned = {name: ways[name] for name in names[number % len(names) :] + names[: number % len(names)]}
+        samples.append(_by_way(_times(turned, transport, repeats), turned, transport))
     return {name: statistics.median(max(sample[name]) for sample in samples) for name in ways}
 
 
