@@ -3,13 +3,14 @@
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 
-from support import run_ok
+from support import run_ok, run_threads
 from tutti.collectives import native
-from tutti.errors import ConfigError, RankLost, ReplicaMismatch
+from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
 from tutti.transports import ANY, ProcessGroupTransport
 from tutti.transports.sockets import _CODES, _HEADER
 from tutti.world import World
@@ -377,3 +378,22 @@ def test_work_that_can_only_fail_is_done() -> None:
             receiving.wait()
 
     run_ok(work, size=2, transport="process_group")
+
+
+def test_a_host_that_nothing_answers_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No refusal and no reply, as from behind a wall: the deadline ends it, and names whom it was for."""
+
+    def unanswered(*_: object, **__: object) -> socket.socket:
+        raise TimeoutError
+
+    def work(world: World) -> None:
+        if world.rank == 0:
+            with pytest.raises(DeadlineExceeded, match=r"rank 0: waited 1 s for rank 1 at 127\.0\.0\.1 to let"):
+                messages(world).isend(torch.ones(1), 1)
+            over.set()
+        assert over.wait(30)
+
+    over = threading.Event()
+    monkeypatch.setattr("tutti.transports.sockets.socket.create_connection", unanswered)
+    results = run_threads(work, size=2, transport="process_group", timeout=timedelta(seconds=1))
+    assert results == [None, None]

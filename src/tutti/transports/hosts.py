@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class HostsTransport(Transport):
         here = [rank for rank, host in enumerate(inner.hosts) if host == inner.hosts[inner.rank]]
         self.within = shared_where_possible(inner.channel("within", here))
         self.across = inner.channel("across", leaders) if inner.rank in leaders else None
-        self._channels: list[Transport] = []
+        self._channels: WeakSet[Transport] = WeakSet()
         beat = getattr(self.within, "beat", None)
         if beat is not None and isinstance(self.across, ProcessGroupTransport):
             self.across.on_progress(beat)  # The others of this host wait for what their leader waits for.
@@ -59,7 +60,7 @@ class HostsTransport(Transport):
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> Transport:
         made = levelled(self.inner.channel(name, ranks))
-        self._channels.append(made)
+        self._channels.add(made)
         return made
 
     def start(self, steps: Steps) -> Work:
@@ -79,4 +80,3 @@ class HostsTransport(Transport):
         self.interrupt()
         for each in (*self._channels, self.inner, self.within):
             each.close()
-        self._channels.clear()

@@ -252,15 +252,20 @@ class Messenger:
 
     def _connect(self, dst: int) -> _Outgoing:
         address, port, token = self._address_of(dst)
+        deadline = time.monotonic() + self.roster.timeout.total_seconds()
         connection = None
         while connection is None:
             if self._interrupted:
                 raise self._closed_meanwhile()
             try:
                 connection = socket.create_connection((address, port), WATCH_SECONDS)
-            except TimeoutError:
+            except TimeoutError:  # Nothing answers there: a host that vanished, or a wall between.
                 if lost := self.conversation.lost(dst):
                     raise self.roster.loss(lost) from None
+                if time.monotonic() > deadline:
+                    self.conversation.give_up()
+                    who = f"rank {self.roster.peers[dst].rank} at {address}"
+                    raise self.roster.overdue(f"{who} to let a connection in") from None
             except OSError as error:
                 raise self._loss(dst, error) from error
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
