@@ -12,7 +12,7 @@ from support import run_ok, run_threads
 from tutti.collectives import native
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
 from tutti.transports import ANY, ProcessGroupTransport
-from tutti.transports.sockets import _CODES, _HEADER
+from tutti.transports.frames import CODES, HEADER
 from tutti.world import World
 
 LARGE = 2_000_000
@@ -281,7 +281,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_does_not_take_the_receive_w
             out = link._messenger._connect(0)
             hello = bytes(out.queue.popleft()[0])
             out.socket.setblocking(True)
-            out.socket.sendall(hello + _HEADER.pack(3, 4 * LARGE, _CODES[torch.float32]) + bytes(1000))
+            out.socket.sendall(hello + HEADER.pack(3, 4 * LARGE, CODES[torch.float32]) + bytes(1000))
         assert begun.wait(30)
         if world.rank == 2:
             link.isend(torch.full((LARGE,), 2.0), 0, tag=3).wait()

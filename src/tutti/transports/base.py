@@ -148,6 +148,15 @@ class Broadcasts(Protocol):
 
 
 @runtime_checkable
+class Beats(Protocol):
+    """A transport whose waits go on as long as those they wait for show that they do."""
+
+    def beat(self) -> None:
+        """Tell those who wait for this rank that it goes on, slowly."""
+        ...
+
+
+@runtime_checkable
 class SharesMemory(Protocol):
     """A transport whose peers can read memory that it hands out, so that a bucket needs no copy."""
 

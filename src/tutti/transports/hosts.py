@@ -7,7 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from tutti.transports.base import SharesMemory, Steps, Transport, Work
+from tutti.transports.base import Beats, SharesMemory, Steps, Transport, Work
 from tutti.transports.process_group import ProcessGroupTransport
 
 
@@ -43,9 +43,8 @@ class HostsTransport(Transport):
         self.within = shared_where_possible(inner.channel("within", here))
         self.across = inner.channel("across", leaders) if inner.rank in leaders else None
         self._channels: WeakSet[Transport] = WeakSet()
-        beat = getattr(self.within, "beat", None)
-        if beat is not None and isinstance(self.across, ProcessGroupTransport):
-            self.across.on_progress(beat)  # The others of this host wait for what their leader waits for.
+        if isinstance(self.within, Beats) and isinstance(self.across, ProcessGroupTransport):
+            self.across.on_progress(self.within.beat)  # This host's others wait for what their leader waits for.
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]

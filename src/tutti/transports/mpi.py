@@ -214,13 +214,13 @@ class MpiTransport(Transport):
             warnings.warn("this MPI serves one thread only (no MPI_THREAD_MULTIPLE): nothing overlaps.", stacklevel=2)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        self._check_peer(dst)
+        self.roster.check_peer(dst)
         self.bytes_sent += tensor.nbytes
         return self._post(_Message, self._comm.Isend, tensor.detach().contiguous().cpu(), dst, tag)
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         if src != ANY:
-            self._check_peer(src)
+            self.roster.check_peer(src)
         direct = tensor.is_contiguous() and tensor.device.type == "cpu"
         data = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         message = self._post(_Receive, self._comm.Irecv, data, src, tag)
@@ -351,10 +351,6 @@ class MpiTransport(Transport):
 
     def _closed_early(self) -> RankLost:
         return RankLost(f"rank {self.roster.me}: this transport was closed with work still to do.")
-
-    def _check_peer(self, rank: int) -> None:
-        if not 0 <= rank < self.size or rank == self.rank:
-            raise ConfigError(f"rank {self.rank}: no peer {rank} in a world of {self.size}.")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.errors import ConfigError, RankLost
+from tutti.errors import ConfigError
 from tutti.transports.background import Background
 from tutti.transports.base import ANY, Steps, Transport, Work
 from tutti.transports.roster import Conversation, Roster
@@ -101,13 +101,13 @@ class ProcessGroupTransport(Transport):
         self._channels: list[ProcessGroupTransport] = []
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        self._check_peer(dst)
+        self.roster.check_peer(dst)
         self.bytes_sent += tensor.nbytes
         return self._messenger.send(tensor.detach().contiguous().cpu(), dst, tag)
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         if src != ANY:
-            self._check_peer(src)
+            self.roster.check_peer(src)
         if tensor.is_contiguous() and tensor.device.type == "cpu":
             return self._messenger.receive(tensor, src, tag)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -194,7 +194,7 @@ class ProcessGroupTransport(Transport):
 
     def _lost(self) -> dict[int, str]:
         if self.closed:
-            raise RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
+            raise self.conversation.closed_meanwhile()
         return self.conversation.lost_ranks()
 
     def _connect_nccl(self, tensor: Tensor) -> Any:
@@ -216,7 +216,3 @@ class ProcessGroupTransport(Transport):
             gpus = [self.roster.store.get(key) for key in keys]
             self._own_gpu = b"none" not in gpus and len(set(gpus)) == self.size
         return self._own_gpu
-
-    def _check_peer(self, rank: int) -> None:
-        if not 0 <= rank < self.size or rank == self.rank:
-            raise ConfigError(f"rank {self.rank}: no peer {rank} in a world of {self.size}.")

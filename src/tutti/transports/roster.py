@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import DistError, Store
 
-from tutti.errors import DeadlineExceeded, RankLost
+from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 
 
 def start_time(pid: int) -> int:
@@ -102,12 +102,13 @@ class Roster:
 
     def gone(self) -> dict[int, str]:
         """Ranks that are gone, with how that is known; if any went of its own accord, only those."""
-        found = {peer.rank: how for peer in self.peers if (how := self._how_gone(peer)) is not None}
+        found = {peer.rank: how for peer in self.peers if (how := self.how_gone(peer)) is not None}
         # Asked last: a rank says that it flees from another before it is seen to be gone.
         causes = {rank: how for rank, how in found.items() if not self._marked("fled", rank)}
         return causes or found
 
-    def _how_gone(self, peer: Peer) -> str | None:
+    def how_gone(self, peer: Peer) -> str | None:
+        """How it is known that a peer is gone; None if it is here, or is this rank."""
         me = self.peers[self.rank]
         if peer is me:
             return None
@@ -115,10 +116,10 @@ class Roster:
             return f"its process {peer.pid} on {peer.host} has ended"
         return "it has left" if self._marked("left", peer.rank) else None
 
-    def check(self) -> None:
-        """Raise `RankLost` if anyone is gone."""
-        if gone := self.gone():
-            raise self.loss(gone)
+    def check_peer(self, rank: int) -> None:
+        """Refuse to talk to nobody, or to oneself."""
+        if not 0 <= rank < self.size or rank == self.rank:
+            raise ConfigError(f"rank {self.me}: no peer {rank} in a world of {self.size}.")
 
     def loss(self, gone: dict[int, str], detail: str = "") -> RankLost:
         """The error for this rank to raise; the others will not blame this rank for leaving with it."""
@@ -183,10 +184,14 @@ class Conversation:
         """This rank has failed to get an answer: nobody should wait for it here."""
         self._say("it has given up this conversation, having waited for another rank in vain")
 
+    def closed_meanwhile(self) -> RankLost:
+        """The error for a wait of this rank that its own closing has ended."""
+        return RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
+
     def lost(self, rank: int) -> dict[int, str]:
         """Nobody, if `rank` may still answer here; otherwise whom to blame for that, and why."""
         peer = self.roster.peers[rank]
-        why = self.roster._how_gone(peer) or self._said_by(rank)
+        why = self.roster.how_gone(peer) or self._said_by(rank)
         return {} if why is None else self.roster.gone() or {peer.rank: why}
 
     def lost_ranks(self) -> dict[int, str]:

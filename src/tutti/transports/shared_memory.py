@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.errors import ConfigError, RankLost, ReplicaMismatch, WeightRefused
+from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
 from tutti.transports.base import Finished, Steps, Transport, Work
 from tutti.transports.flags import Flags, spins_for
 from tutti.transports.process_group import ProcessGroupTransport
@@ -295,7 +295,7 @@ class SharedMemoryTransport(Transport):
         deadline, beats = time.monotonic() + patience, self._beats()
         while not self._flags.wait(slots, value, _CHECK_SECONDS):
             if self._closed or self.inner.closed:
-                raise RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
+                raise self.inner.conversation.closed_meanwhile()
             gone = self.roster.gone() or self._closed_ranks() or self.inner.conversation.lost_ranks()
             if gone and not self._flags.reached(slots, value):  # It may have gone after doing its part.
                 raise self.roster.loss(gone)

@@ -9,38 +9,23 @@ behind it is.
 import secrets
 import selectors
 import socket
-import struct
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 
-import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from tutti.errors import ConfigError, RankLost, ReplicaMismatch
+from tutti.errors import ConfigError, ReplicaMismatch
 from tutti.transports.base import ANY, Work
+from tutti.transports.frames import CODES, DTYPES, HEADER, HELLO, Incoming, Message, Outgoing, raw
 from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster
 
-_HELLO = struct.Struct("<16sI")  # The receiver's token, the sender's rank.
-_HEADER = struct.Struct("<qQI")  # Tag, bytes, dtype.
 _EAGER_BYTES = 256 * 2**10
 _READS_AT_ONCE = 64
 _STALLED_SECONDS = 3.0
-
-DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
-"""All of torch's, in an order that every rank knows."""
-
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-
-
-def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor."""
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class Sending(Work):
@@ -94,43 +79,6 @@ class Receiving(Work):
         return self.peer
 
 
-class _Message:
-    """What a header announced."""
-
-    def __init__(self, src: int, tag: int, num_bytes: int, code: int) -> None:
-        self.src, self.tag, self.num_bytes, self.code = src, tag, num_bytes, code
-        self.buffer: bytearray | None = None  # Where it is kept until it is asked for.
-        self.receiving: Receiving | None = None
-        self.complete = False
-
-
-class _Incoming:
-    """A connection that a peer opened, and what is being read from it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.src = ANY  # Until it has said hello.
-        self.moved_at = time.monotonic()
-        self.head = bytearray(_HELLO.size)
-        self.rest = memoryview(self.head)
-        self.message: _Message | None = None
-        self.held = False  # Whether `message` waits in the network until it is asked for.
-
-    def expect_header(self) -> None:
-        self.message = None
-        self.head = bytearray(_HEADER.size)
-        self.rest = memoryview(self.head)
-
-
-class _Outgoing:
-    """A connection to a peer, and what is still to be written to it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.queue: deque[tuple[memoryview, Sending | None]] = deque()
-        self.watched = False
-
-
 class Messenger:
     """All messages of one conversation on one rank. One thread at a time; `interrupt` may come from another."""
 
@@ -145,10 +93,10 @@ class Messenger:
         self._token = secrets.token_bytes(16)
         self._interrupted = False
         self._closed = False
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._incoming: set[_Incoming] = set()
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: set[Incoming] = set()
         self._asked: defaultdict[int, list[Receiving]] = defaultdict(list)  # By tag, in the order asked.
-        self._unasked: defaultdict[int, list[_Message]] = defaultdict(list)  # By tag, in the order of arrival.
+        self._unasked: defaultdict[int, list[Message]] = defaultdict(list)  # By tag, in the order of arrival.
         self.ended: set[int] = set()  # Peers whose connection to us is over.
         self.broken: set[int] = set()  # Peers that no longer take what we send.
         self._moved_at = [0.0] * (roster.size + 1)  # The last read or write, by peer; the last entry is of ANY read.
@@ -169,7 +117,7 @@ class Messenger:
         work = Sending(self, dst, tensor)
         out = self._outgoing.get(dst) or self._connect(dst)
         data = raw(tensor)
-        header = memoryview(_HEADER.pack(tag, data.nbytes, _CODES[tensor.dtype]))
+        header = memoryview(HEADER.pack(tag, data.nbytes, CODES[tensor.dtype]))
         if data.nbytes:
             out.queue += [(header, None), (data, work)]
         else:
@@ -198,7 +146,7 @@ class Messenger:
         watch = now + WATCH_SECONDS
         while not work.finished:
             if self._interrupted:
-                raise self._closed_meanwhile()
+                raise self.conversation.closed_meanwhile()
             if work.hopeless:
                 raise self._loss(work.peer)
             self._step(max(0.0, watch - now))
@@ -237,9 +185,6 @@ class Messenger:
         if self._interrupted:
             raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
 
-    def _closed_meanwhile(self) -> RankLost:
-        return RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
-
     def _step(self, seconds: float) -> bool:
         """Do what is ready, or becomes so within `seconds`; whether there was anything."""
         ready = self._selector.select(seconds)
@@ -250,13 +195,13 @@ class Messenger:
     def _woken(self) -> None:
         self._wake.recv(16)
 
-    def _connect(self, dst: int) -> _Outgoing:
+    def _connect(self, dst: int) -> Outgoing:
         address, port, token = self._address_of(dst)
         deadline = time.monotonic() + self.roster.timeout.total_seconds()
         connection = None
         while connection is None:
             if self._interrupted:
-                raise self._closed_meanwhile()
+                raise self.conversation.closed_meanwhile()
             try:
                 connection = socket.create_connection((address, port), WATCH_SECONDS)
             except TimeoutError:  # Nothing answers there: a host that vanished, or a wall between.
@@ -270,8 +215,8 @@ class Messenger:
                 raise self._loss(dst, error) from error
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
-        out = self._outgoing[dst] = _Outgoing(connection)
-        out.queue.append((memoryview(_HELLO.pack(token, self.rank)), None))
+        out = self._outgoing[dst] = Outgoing(connection)
+        out.queue.append((memoryview(HELLO.pack(token, self.rank)), None))
         return out
 
     def _address_of(self, dst: int) -> tuple[str, int, bytes]:
@@ -280,7 +225,7 @@ class Messenger:
 
         def lost() -> dict[int, str]:
             if self._interrupted:
-                raise self._closed_meanwhile()
+                raise self.conversation.closed_meanwhile()
             return self.conversation.lost(dst)
 
         self.roster.await_keys([key], f"rank {self.roster.peers[dst].rank} to open a conversation", lost)
@@ -320,14 +265,14 @@ class Messenger:
         except (BlockingIOError, ConnectionAbortedError):
             return  # It went away before it was let in.
         connection.setblocking(False)
-        incoming = _Incoming(connection)
+        incoming = Incoming(connection)
         self._incoming.add(incoming)
         self._watch_incoming(incoming)
 
-    def _watch_incoming(self, incoming: _Incoming) -> None:
+    def _watch_incoming(self, incoming: Incoming) -> None:
         self._selector.register(incoming.socket, selectors.EVENT_READ, lambda: self._read(incoming))
 
-    def _read(self, incoming: _Incoming) -> None:
+    def _read(self, incoming: Incoming) -> None:
         try:
             for _ in range(_READS_AT_ONCE):
                 count = incoming.socket.recv_into(incoming.rest)
@@ -342,23 +287,23 @@ class Messenger:
         except OSError:
             self._drop(incoming)
 
-    def _turn(self, incoming: _Incoming) -> bool:
+    def _turn(self, incoming: Incoming) -> bool:
         """What was expected has been read: go on to what follows. Whether to read on at once."""
         if incoming.message is not None:
             self._complete(incoming.message)
             incoming.expect_header()
             return False  # Whoever waits may have been waiting for just this.
         if incoming.src == ANY:
-            token, src = _HELLO.unpack(incoming.head)
+            token, src = HELLO.unpack(incoming.head)
             if token != self._token or not 0 <= src < self.roster.size:
                 self._drop(incoming)
                 return False
             incoming.src = src
             incoming.expect_header()
             return True
-        return self._announced(incoming, _Message(incoming.src, *_HEADER.unpack(incoming.head)))
+        return self._announced(incoming, Message(incoming.src, *HEADER.unpack(incoming.head)))
 
-    def _announced(self, incoming: _Incoming, message: _Message) -> bool:
+    def _announced(self, incoming: Incoming, message: Message) -> bool:
         incoming.message = message
         for work in self._asked[message.tag]:
             if work.peer in (ANY, message.src):
@@ -379,12 +324,12 @@ class Messenger:
         """Whether something that may be behind a message of `src` is asked for."""
         return any(work.peer in (ANY, src) for works in self._asked.values() for work in works)
 
-    def _bind(self, message: _Message, work: Receiving) -> memoryview:
+    def _bind(self, message: Message, work: Receiving) -> memoryview:
         """Have `message` read into the memory of `work`, if it fits."""
         message.receiving = work
         work.peer = message.src
         tensor = work.tensor
-        if (message.num_bytes, message.code) == (tensor.nbytes, _CODES[tensor.dtype]):
+        if (message.num_bytes, message.code) == (tensor.nbytes, CODES[tensor.dtype]):
             return raw(tensor)
         got, sender = DTYPES[message.code], self.roster.peers[message.src].rank
         work.error = ReplicaMismatch(
@@ -394,12 +339,12 @@ class Messenger:
         message.buffer = bytearray(message.num_bytes)  # Read, and dropped.
         return memoryview(message.buffer)
 
-    def _keep(self, message: _Message) -> memoryview:
+    def _keep(self, message: Message) -> memoryview:
         message.buffer = bytearray(message.num_bytes)
         self._unasked[message.tag].append(message)
         return memoryview(message.buffer)
 
-    def _let_in(self, incoming: _Incoming, work: Receiving, tag: int) -> bool:
+    def _let_in(self, incoming: Incoming, work: Receiving, tag: int) -> bool:
         """Have a held message read: whether it is for `work`. If not, it only makes way for what is behind it."""
         message = incoming.message
         assert message is not None
@@ -409,7 +354,7 @@ class Messenger:
         self._watch_incoming(incoming)
         return wanted
 
-    def _give(self, message: _Message, work: Receiving) -> None:
+    def _give(self, message: Message, work: Receiving) -> None:
         """Hand a message that was kept, or is being read, to who asks for it now."""
         kept = message.buffer
         self._bind(message, work)
@@ -417,7 +362,7 @@ class Messenger:
         if message.complete:
             self._complete(message)
 
-    def _complete(self, message: _Message) -> None:
+    def _complete(self, message: Message) -> None:
         message.complete = True
         work = message.receiving
         if work is None:
@@ -426,7 +371,7 @@ class Messenger:
             raw(work.tensor)[:] = message.buffer
         work.finished = True
 
-    def _drop(self, incoming: _Incoming) -> None:
+    def _drop(self, incoming: Incoming) -> None:
         """The other end is closed, or is not one of us."""
         self._selector.unregister(incoming.socket)
         self._incoming.discard(incoming)
