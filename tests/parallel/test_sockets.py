@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from support import run_ok, run_threads
 from tutti.collectives import native
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
 from tutti.transports import ANY, ProcessGroupTransport
+from tutti.transports.base import Steps, Work
 from tutti.transports.frames import CODES, HEADER
 from tutti.world import World
 
@@ -195,24 +197,6 @@ def test_the_loss_of_one_rank_does_not_end_talks_between_others() -> None:
     assert run_ok(work, size=3, transport="process_group") == [1.0, 1.0, 2.0]
 
 
-def test_closing_ends_a_wait_in_another_thread_at_once() -> None:
-    def work(world: World) -> float:
-        link = messages(world).channel("own")
-        if world.rank == 1:
-            world.transport.irecv(torch.zeros(1), 0).wait()
-            return 0.0
-        steps = iter([link.irecv(torch.zeros(1), 1)])
-        waiting = link.start(work for work in steps)  # type: ignore[arg-type]
-        started = time.monotonic()
-        link.close()
-        with pytest.raises(RankLost, match="closed"):
-            waiting.wait()
-        world.transport.isend(torch.zeros(1), 1).wait()
-        return time.monotonic() - started
-
-    assert run_ok(work, size=2, transport="process_group")[0] < 2
-
-
 def test_steps_after_a_failure_are_not_taken() -> None:
     def work(world: World) -> int:
         link, taken = messages(world).channel("own"), []
@@ -324,16 +308,23 @@ def test_a_receive_from_anyone_ends_when_everyone_is_gone() -> None:
     assert max(run_ok(work, size=3, transport="process_group")) < 8
 
 
-@pytest.mark.parametrize("how", ["a late peer", "Gloo"])
-def test_closing_ends_a_wait_for_a_peer_that_has_not_come(how: str) -> None:
+WAITS = {
+    "a message": lambda link: link.irecv(torch.ones(1), 1),
+    "a peer that has not come": lambda link: link.isend(torch.ones(1), 1),
+    "Gloo": lambda link: link.all_reduce(torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_closing_ends_a_wait_in_another_thread(wait: Callable[[ProcessGroupTransport], Work]) -> None:
     def work(world: World) -> float:
         if world.rank == 1:
             world.transport.irecv(torch.zeros(1), 0).wait()  # Never opens the channel.
             return 0.0
         link = messages(world).channel("own")
 
-        def steps():  # type: ignore[no-untyped-def]
-            yield link.isend(torch.ones(1), 1) if how == "a late peer" else link.all_reduce(torch.ones(1))
+        def steps() -> Steps:
+            yield wait(link)
 
         waiting = link.start(steps())
         started = time.monotonic()

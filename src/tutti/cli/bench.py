@@ -1,6 +1,5 @@
 """`tutti bench`: Tutti beside its peers, on this machine."""
 
-from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +16,10 @@ from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cli.place import check_one_place
+from tutti.cli.place import check_one_place, described, lab_if_any
 from tutti.cluster import Link, format_size, parse_size
 from tutti.errors import ConfigError, UnknownName
-from tutti.launch.lab import Lab, LabSpec
-from tutti.report.plots import check_plot, plot_collectives
+from tutti.report.plots import check_plot, label, plot_collectives
 
 app = typer.Typer(help="Time Tutti beside DDP, Gloo and Open MPI on this machine.", no_args_is_help=True)
 
@@ -89,8 +87,8 @@ def collectives(
     if min(numbers) < 4:
         raise ConfigError(f"--sizes takes 4 bytes or more, got '{sizes}'.")
     console = Console()
-    with nullcontext() if lab is None else Lab(LabSpec.parse(lab)) as hosts:
-        where = f"{workers} workers on loopback" if hosts is None else f"lab {hosts.spec}"
+    with lab_if_any(lab) as hosts:
+        where = described(workers, hosts)
         with console.status(f"timing {len(numbers)} sizes, {where}"):
             chosen = {"workers": workers} if hosts is None else {"lab": hosts}
             result = under_mpi.run(collectives_bench.measure, numbers, rounds, **chosen)
@@ -169,7 +167,7 @@ def _allreduce_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         times = [_us(row["seconds"].get(way)) for way in ("gloo", "mpi", "tutti", "tutti-copied")]
         ratios = [_times(row["times_gloo"]), _times(row["times_mpi"])]
-        table.add_row(_size(row["num_bytes"]), str(row["workers"]), *times, *ratios)
+        table.add_row(format_size(row["num_bytes"]), str(row["workers"]), *times, *ratios)
     return table
 
 
@@ -188,11 +186,8 @@ def _collectives_table(result: dict[str, Any]) -> Table:
             if name in row["predicted"]:
                 cell += f"\n({row['predicted'][name] / seconds:.2f})"
             cells.append(cell)
-        table.add_row(_LABELS.get(name, name.replace("_", "\n")), *cells)
+        table.add_row(label(name).replace(" ", "\n"), *cells)
     return table
-
-
-_LABELS = {"mpi": "Open MPI", "gloo": "Gloo"}
 
 
 def _said(rows: list[dict[str, Any]]) -> str:
@@ -216,7 +211,3 @@ def _us(seconds: float | None) -> str:
 
 def _times(ratio: float | None) -> str:
     return "–" if ratio is None else f"{ratio:.2f}×"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // 1024} KiB" if num_bytes < 2**20 else f"{num_bytes // 2**20} MiB"

@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 import socket
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cli.place import check_one_place
+from tutti.cli.place import check_one_place, described, lab_if_any
 from tutti.cluster import format_rate, format_time
 from tutti.collectives import LinkMeasurement
 from tutti.errors import ConfigError
 from tutti.job import measure_link
 from tutti.launch import init, launch
-from tutti.launch.lab import Lab, LabSpec, missing
+from tutti.launch.lab import missing
 from tutti.launch.mpirun import available as mpi_available
 
 
@@ -65,8 +64,8 @@ def doctor(
 def _measure(workers: int, spec: str | None) -> list[dict[str, Any]]:
     """Ping-pong between workers, on this machine or in a lab, as a table."""
     console = Console()
-    with nullcontext() if spec is None else Lab(LabSpec.parse(spec)) as lab:
-        where = f"{workers} workers on loopback" if lab is None else f"lab {lab.spec}"
+    with lab_if_any(spec) as lab:
+        where = described(workers, lab)
         with console.status(f"measuring, {where}"):
             measured = launch(measure_own_link, workers=workers if lab is None else None, lab=lab)[0]
     table = Table(title=f"links between ranks, {where}")

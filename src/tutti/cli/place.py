@@ -1,7 +1,18 @@
-"""Where a measurement runs: some processes here, or a lab."""
+"""Where workers run: as processes here, or in a lab."""
+
+from contextlib import AbstractContextManager, nullcontext
 
 from tutti.errors import ConfigError
-from tutti.launch.lab import LabSpec
+from tutti.launch.lab import Lab, LabSpec
+
+
+def lab_if_any(text: str | None) -> AbstractContextManager[Lab | None]:
+    """The lab that `--lab` describes, for as long as the context lasts; None without one."""
+    return nullcontext() if text is None else Lab(LabSpec.parse(text))
+
+
+def described(workers: int, lab: Lab | None) -> str:
+    return f"{workers} workers on loopback" if lab is None else f"lab {lab.spec}"
 
 
 def check_one_place(workers: int | None, lab: str | None) -> None:

@@ -9,10 +9,9 @@ import typer
 from rich.console import Console
 
 from tutti.cli.run_folder import new_folder
-from tutti.cluster import parse_rate
 from tutti.errors import UnknownName
 from tutti.experiments import EXPERIMENTS, Setting
-from tutti.recipes import recipe
+from tutti.launch.lab import LabSpec
 from tutti.report.plots import check_plot
 
 
@@ -26,8 +25,7 @@ def reproduce(
     """Do the experiment NAME again: figures, numbers and a report in a folder under runs/."""
     if experiment not in EXPERIMENTS:
         raise UnknownName("experiment", experiment, EXPERIMENTS)
-    parse_rate(rate)
-    recipe("mnist-mlp").data(data)  # A missing file is better said now.
+    LabSpec.parse(f"rate={rate}")  # A rate that cannot be is better said now than by the lab.
     check_plot(Path("figure.png"))
     folder = new_folder(name, experiment)
     console = Console()

@@ -1,14 +1,13 @@
 """`tutti run`: a script in several processes."""
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tutti.cli.place import lab_if_any
 from tutti.errors import ConfigError
-from tutti.launch.lab import Lab, LabSpec
 from tutti.launch.local import run_script
 from tutti.strategies import parse
 
@@ -38,5 +37,5 @@ def run(
         environment["TUTTI_TIMEOUT"] = str(timeout)
     if workers is None and lab is None:
         workers = len(os.sched_getaffinity(0))
-    with nullcontext() if lab is None else Lab(LabSpec.parse(lab)) as hosts:
+    with lab_if_any(lab) as hosts:
         run_script([script, *(args or [])], workers, environment, hosts)

@@ -36,7 +36,7 @@ def plot_collectives(result: Mapping[str, Any], title: str, path: Path) -> None:
     sizes = [row["num_bytes"] for row in rows]
     for name in rows[0]["seconds"]:
         width, height = (5.0, 1) if name == "auto" else (1.6, 3)  # The choice is a broad band behind what it chose.
-        style = {"color": COLOURS[name], "linewidth": width, "zorder": height, "label": _label(name)}
+        style = {"color": COLOURS[name], "linewidth": width, "zorder": height, "label": label(name)}
         axes.plot(sizes, [row["seconds"][name] for row in rows], marker="o", markersize=4, **style)
         if name in rows[0]["predicted"]:
             predicted = [row["predicted"][name] for row in rows]
@@ -60,7 +60,7 @@ def plot_lines(
     for (name, lines), axis in zip(panels.items(), axes[0], strict=True):
         for algorithm, points in lines.items():
             xs, ys = zip(*points, strict=True)
-            axis.plot(xs, ys, marker="o", markersize=4, color=COLOURS[algorithm], label=_label(algorithm))
+            axis.plot(xs, ys, marker="o", markersize=4, color=COLOURS[algorithm], label=label(algorithm))
         axis.set(xscale="log", yscale="log", xlabel=labels[0], title=name)
         _name_ticks(axis, sorted({size for points in lines.values() for size, _ in points}))
     axes[0][0].set_ylabel(labels[1])
@@ -70,15 +70,15 @@ def plot_lines(
     plt.close(figure)
 
 
-def plot_spread(values: Mapping[str, Sequence[float]], label: str, title: str, path: Path) -> None:
+def plot_spread(values: Mapping[str, Sequence[float]], unit: str, title: str, path: Path) -> None:
     """A dot for every run, a bar at the mean, an algorithm beside the other."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
     for place, (name, runs) in enumerate(values.items()):
         axes.plot([place] * len(runs), runs, "o", color=COLOURS[name], alpha=0.8, zorder=3)
         axes.hlines(sum(runs) / len(runs), place - 0.25, place + 0.25, color=COLOURS[name], linewidth=3, alpha=0.5)
-    axes.set_xticks(range(len(values)), [_label(name) for name in values])
-    axes.set(ylabel=label, title=title)
+    axes.set_xticks(range(len(values)), [label(name) for name in values])
+    axes.set(ylabel=unit, title=title)
     axes.grid(axis="y", alpha=0.2)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -93,7 +93,8 @@ def _name_ticks(axes: Any, sizes: Sequence[float]) -> None:
     axes.grid(alpha=0.2)
 
 
-def _label(name: str) -> str:
+def label(name: str) -> str:
+    """An algorithm in words."""
     return {"mpi": "Open MPI", "gloo": "Gloo"}.get(name, name.replace("_", " "))
 
 
