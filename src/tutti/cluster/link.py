@@ -1,11 +1,13 @@
-"""Links between hosts: one model for cost formulas, the lab and measurements."""
+"""Links: how long a message is on its way; rates, times and sizes as texts."""
 
 import re
 from dataclasses import dataclass
 
+from tutti.cluster.mistakes import Mistakes, number
 from tutti.errors import ConfigError
 
 _BITS_PER_S = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_FLOPS = {"flops": 1.0, "kflops": 1e3, "mflops": 1e6, "gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _BYTES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 
@@ -20,6 +22,14 @@ def parse_rate(text: str | float) -> float:
     return rate
 
 
+def parse_speed(text: str | float) -> float:
+    """FLOP/s, from a text such as "100gflops" or "19.5tflops"; numbers pass."""
+    speed = _parse(text, _FLOPS, "speed", "100gflops or 19.5tflops")
+    if not 0 < speed < float("inf"):
+        raise ConfigError(f"a speed must be above 0 and finite, got '{text}'; such as 100gflops or 19.5tflops.")
+    return speed
+
+
 def parse_time(text: str | float) -> float:
     """Seconds, from a text such as "50us", "1ms" or "2s"; numbers pass."""
     return _parse(text, _SECONDS, "time", "50us, 1ms or 2s")
@@ -31,7 +41,11 @@ def parse_size(text: str | int) -> int:
 
 
 def format_rate(bits_per_s: float) -> str:
-    return _format(bits_per_s, {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12})
+    return _format(bits_per_s, _BITS_PER_S)
+
+
+def format_speed(flops: float) -> str:
+    return _format(flops, _FLOPS)
 
 
 def format_time(seconds: float) -> str:
@@ -54,8 +68,10 @@ class Link:
 
     def __init__(self, rate: str | float, latency: str | float = 0.0) -> None:
         """Make a link of that rate ("1gbit", or bits a second) and latency ("50us", or seconds)."""
-        object.__setattr__(self, "bits_per_s", parse_rate(rate))
-        object.__setattr__(self, "latency_s", parse_time(latency))
+        mistakes = Mistakes()
+        object.__setattr__(self, "bits_per_s", mistakes.attempt(lambda: parse_rate(rate)))
+        object.__setattr__(self, "latency_s", mistakes.attempt(lambda: parse_time(latency)))
+        mistakes.report()
 
     @property
     def seconds_per_byte(self) -> float:
@@ -70,10 +86,10 @@ class Link:
 
 
 def _parse(text: str | float, units: dict[str, float], kind: str, examples: str) -> float:
-    if isinstance(text, (int, float)):
-        value = float(text)
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        value = number(text)
     else:
-        match = _QUANTITY.fullmatch(text)
+        match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
         unit = match.group(2).lower() if match else None
         if match is None or unit not in units:
             raise ConfigError(f"'{text}' is not a {kind}: write a number and a unit, such as {examples}.")

@@ -1,0 +1,36 @@
+"""Hosts, links and speeds: one model for cost formulas, the lab, the simulator and measurements."""
+
+from tutti.cluster.cluster import Cluster
+from tutti.cluster.compute import Compute, Jitter, Pauses
+from tutti.cluster.hosts import Host, Tier
+from tutti.cluster.link import (
+    Link,
+    format_rate,
+    format_size,
+    format_speed,
+    format_time,
+    parse_rate,
+    parse_size,
+    parse_speed,
+    parse_time,
+)
+from tutti.cluster.presets import PRESETS
+
+__all__ = [
+    "PRESETS",
+    "Cluster",
+    "Compute",
+    "Host",
+    "Jitter",
+    "Link",
+    "Pauses",
+    "Tier",
+    "format_rate",
+    "format_size",
+    "format_speed",
+    "format_time",
+    "parse_rate",
+    "parse_size",
+    "parse_speed",
+    "parse_time",
+]

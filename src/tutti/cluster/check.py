@@ -1,0 +1,123 @@
+"""What a cluster may be made of."""
+
+import math
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from tutti.cluster.compute import Compute, Jitter, Pauses
+from tutti.cluster.hosts import Host, Tier
+from tutti.cluster.link import Link, parse_time
+from tutti.cluster.mistakes import Mistakes, is_count, is_name, is_positive
+
+
+def settled(given: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
+    """A cluster's fields as they are kept; what cannot be is noted."""
+    mistakes.need(is_name(given["name"]), f"a cluster's name must be printable text, got {given['name']!r}")
+    ranks, seed = given["ranks_per_host"], given["seed"]
+    mistakes.need(ranks is None or is_count(ranks), f"ranks_per_host must be 1 or more, got {ranks!r}")
+    mistakes.need(is_count(seed, -math.inf), f"seed must be a whole number, got {seed!r}")
+    jitter = given["jitter"]
+    if isinstance(jitter, (int, float)):
+        jitter = mistakes.attempt(partial(Jitter, jitter))
+    optional, needed = {"link": Link, "jitter": Jitter, "pauses": Pauses}, {"within": Link, "compute": Compute}
+    for name, kind in (optional | needed).items():
+        value = jitter if name == "jitter" else given[name]
+        fine = isinstance(value, kind) or (value is None and name in optional)
+        mistakes.need(fine, f"{name} must be a {kind.__name__}, got {value!r}")
+    hosts = _hosts(given["hosts"], mistakes)
+    return {
+        "jitter": jitter,
+        "hosts": hosts,
+        "links": _links(given["links"], hosts, mistakes),
+        "tiers": _all_of(Tier, given["tiers"], "tiers", mistakes),
+        "slow": _slow(given["slow"], mistakes),
+        "failures": _failures(given["failures"], mistakes),
+    }
+
+
+def pair(one: str, two: str) -> tuple[str, str]:
+    """Two hosts' names in the order in which `links` keeps them."""
+    return (one, two) if one <= two else (two, one)
+
+
+def _hosts(given: Any, mistakes: Mistakes) -> int | tuple[Host, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, (list, tuple)):
+        mistakes.need(is_count(given), f"hosts must be 1 or more, or a tuple of Host, got {given!r}")
+        return given if is_count(given) else None
+    hosts = _all_of(Host, given, "hosts", mistakes)
+    mistakes.need(len(given) > 0, "a cluster needs 1 host or more, got none")
+    names = [host.name for host in hosts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    mistakes.need(not twice, f"hosts' names must differ, got more than one {' and '.join(map(repr, twice))}")
+    return hosts
+
+
+def _all_of(kind: type, given: Any, what: str, mistakes: Mistakes) -> tuple[Any, ...]:
+    if not isinstance(given, (list, tuple)):
+        mistakes.need(False, f"{what} must be a tuple of {kind.__name__}, got {given!r}")
+        return ()
+    wrong = [part for part in given if not isinstance(part, kind)]
+    mistakes.need(not wrong, f"{what} must be a tuple of {kind.__name__}, got {', '.join(map(repr, wrong))} in it")
+    return tuple(part for part in given if isinstance(part, kind))
+
+
+def _links(given: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes) -> dict[tuple[str, str], Link]:
+    links: dict[tuple[str, str], Link] = {}
+    for key, link in _items(given, "links", mistakes):
+        if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(name, str) for name in key)):
+            mistakes.need(False, f"links must be between two hosts by name, got {key!r}")
+            continue
+        one, two = key
+        mistakes.need(isinstance(link, Link), f"between {one} and {two} must be a Link, got {link!r}")
+        mistakes.need(one != two, f"links join '{one}' with itself: use within for a host's own ranks")
+        for name in dict.fromkeys(key):
+            if not _is_there(name, hosts):
+                mistakes.need(False, f"links name '{name}', but no host has that name{_hint(name, hosts)}")
+        same = links.setdefault(pair(one, two), link) == link
+        mistakes.need(same, f"links between {one} and {two} differ: {links[pair(one, two)]} and {link}")
+    return links
+
+
+def _is_there(name: str, hosts: int | tuple[Host, ...] | None) -> bool:
+    if isinstance(hosts, tuple):
+        return any(host.name == name for host in hosts)
+    match = re.fullmatch(r"host(0|[1-9][0-9]{0,8})", name)
+    return match is not None and (hosts is None or int(match[1]) < hosts)
+
+
+def _hint(name: str, hosts: int | tuple[Host, ...] | None) -> str:
+    if not isinstance(hosts, tuple):
+        return f" (they are host0 to host{hosts - 1})" if hosts is not None else " (they are host0, host1, ...)"
+    close = get_close_matches(name, [host.name for host in hosts], n=1)
+    return f" (did you mean '{close[0]}'?)" if close else f" (they are {', '.join(host.name for host in hosts)})"
+
+
+def _slow(given: Any, mistakes: Mistakes) -> dict[int, float]:
+    factors = _by_rank(given, "slow", mistakes)
+    for rank, factor in factors.items():
+        mistakes.need(is_positive(factor), f"slow: rank {rank}'s factor must be above 0 and finite, got {factor!r}")
+    return factors
+
+
+def _failures(given: Any, mistakes: Mistakes) -> dict[int, float]:
+    times = {}
+    for rank, time in _by_rank(given, "failures", mistakes).items():
+        times[rank] = mistakes.attempt(partial(parse_time, time), f"failures: rank {rank}: ")
+    return {rank: seconds for rank, seconds in times.items() if seconds is not None}
+
+
+def _by_rank(given: Any, what: str, mistakes: Mistakes) -> dict[int, Any]:
+    items = _items(given, what, mistakes)
+    for rank, _ in items:
+        mistakes.need(is_count(rank, 0), f"{what}: a rank must be 0 or more, got {rank!r}")
+    return {rank: value for rank, value in items if is_count(rank, 0)}
+
+
+def _items(given: Any, what: str, mistakes: Mistakes) -> list[tuple[Any, Any]]:
+    mistakes.need(isinstance(given, Mapping), f"{what} must be a mapping, got {given!r}")
+    return list(given.items()) if isinstance(given, Mapping) else []

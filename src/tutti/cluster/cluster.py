@@ -1,0 +1,133 @@
+"""Clusters: hosts, links and speeds, for the simulator and the planner."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from pathlib import Path
+
+from tutti.cluster.check import pair, settled
+from tutti.cluster.compute import Compute, Jitter, Pauses
+from tutti.cluster.hosts import Host, Tier, share
+from tutti.cluster.link import Link
+from tutti.cluster.mistakes import Mistakes, is_count
+
+_LINK = Link("10gbit", "50us")
+_WITHIN = Link("100gbit", "2us")
+_COMPUTE = Compute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What training would run on. Ranks are placed on hosts in blocks, in the order of the hosts."""
+
+    name: str = "cluster"
+    link: Link | None = _LINK
+    """Of every host that has none of its own; None: only `links` join hosts."""
+    hosts: int | tuple[Host, ...] | None = None
+    """How many ("host0", ...), or which; None: as many as it takes."""
+    ranks_per_host: int | None = None
+    """None: 1 where `hosts` is None; else workers are spread evenly. A host's own `ranks` comes first."""
+    within: Link = _WITHIN
+    """Between ranks of one host."""
+    links: Mapping[tuple[str, str], Link] = field(default_factory=dict, hash=False)
+    """Between two hosts by name, both ways, on top of their own links: a path over the internet, say."""
+    tiers: tuple[Tier, ...] = ()
+    """Switches, from the hosts up."""
+    compute: Compute = _COMPUTE
+    slow: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """By rank: 2.0 takes twice as long."""
+    jitter: Jitter | None = None
+    """A plain number is the spread of a log-normal one."""
+    pauses: Pauses | None = None
+    failures: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """By rank: when it dies, in seconds or as a text such as "30s"."""
+    seed: int = 0
+    """Of jitter and pauses."""
+
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        for name, value in settled(vars(self), mistakes).items():
+            object.__setattr__(self, name, value)
+        mistakes.report()
+
+    def place(self, workers: int) -> tuple[Host, ...]:
+        """The host of each rank, by rank, with its link and how many it holds filled in."""
+        mistakes = Mistakes()
+        mistakes.need(is_count(workers), f"workers must be 1 or more, got {workers!r}")
+        mistakes.report()
+        for what, ranks in (("slow", self.slow), ("failures", self.failures)):
+            absent = ", ".join(str(rank) for rank in sorted(ranks) if rank >= workers)
+            mistakes.need(not absent, f"{what} names rank {absent}, but the ranks are 0 to {workers - 1}")
+        hosts = self._hosts(workers)
+        counts = share(workers, [host.ranks for host in hosts])
+        held = sum(counts)
+        mistakes.need(held == workers, f"{workers} ranks are more than the hosts of '{self.name}' hold, {held}")
+        mistakes.report()
+        filled = (replace(host, ranks=host.ranks or count) for host, count in zip(hosts, counts, strict=True) if count)
+        return tuple(chain.from_iterable(map(repeat, filled, filter(None, counts))))
+
+    def link_between(self, one: Host, two: Host) -> Link | None:
+        """The way from one host to another, without what tiers add; None if they are not joined."""
+        if one.name == two.name:
+            return self.within
+        own = [one.link or self.link, two.link or self.link]
+        path = self.links.get(pair(one.name, two.name))
+        if path is None and None in own:
+            return None
+        there = [link for link in (*own, path) if link is not None]
+        latency_s = path.latency_s if path is not None else max(link.latency_s for link in there)
+        return Link(min(link.bits_per_s for link in there), latency_s)
+
+    def speed_of(self, rank: int, host: Host) -> float:
+        """Relative to `compute`."""
+        return host.speed / self.slow.get(rank, 1.0)
+
+    @classmethod
+    def load(cls, text: str | Path) -> "Cluster":
+        """A preset by its name, or what a TOML file describes."""
+        from tutti.cluster.files import load
+
+        return load(text)
+
+    def to_toml(self) -> str:
+        """The text of a file that `load` reads as this cluster."""
+        from tutti.cluster.files import write
+
+        return write(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self._hosts_in_words()}", f"within a host: {self.within}"]
+        lines += [f"between {one} and {two}: {link}" for (one, two), link in self.links.items()]
+        lines += [f"tier {level}: {tier}" for level, tier in enumerate(self.tiers, 1)]
+        lines.append(f"compute: {self.compute}")
+        uneven = [f"rank {rank} takes {factor:g} times as long" for rank, factor in sorted(self.slow.items())]
+        uneven += [str(part) for part in (self.jitter, self.pauses) if part is not None]
+        uneven += [f"rank {rank} dies at {seconds:g} s" for rank, seconds in sorted(self.failures.items())]
+        lines += [f"uneven: {', '.join(uneven)}"] if uneven else []
+        return "\n  ".join(lines)
+
+    def _hosts(self, workers: int) -> list[Host]:
+        """Those that so many workers may need, each with its link and, where known, how many it holds."""
+        ranks = self.ranks_per_host
+        if self.hosts is None:
+            ranks = ranks or 1
+            number = -(-workers // ranks)
+        else:
+            number = min(self.hosts, workers) if isinstance(self.hosts, int) else 0
+        hosts = self.hosts if isinstance(self.hosts, tuple) else [Host(name=f"host{n}") for n in range(number)]
+        return [replace(host, ranks=host.ranks or ranks, link=host.link or self.link) for host in hosts]
+
+    def _hosts_in_words(self) -> str:
+        each = "" if self.ranks_per_host is None else f" of {self.ranks_per_host} ranks"
+        joined = f"each on {self.link}" if self.link is not None else "joined only as said below"
+        if not isinstance(self.hosts, tuple):
+            return f"{'as many hosts as it takes' if self.hosts is None else f'{self.hosts} hosts'}{each}, {joined}"
+        return f"{len(self.hosts)} hosts{each}, {joined}" + "".join(f"\n  {_in_words(host)}" for host in self.hosts)
+
+
+def _in_words(host: Host) -> str:
+    """A host, as far as it differs from the rest."""
+    own = [] if host.ranks is None else [f"{host.ranks} ranks"]
+    own += [] if host.link is None else [f"on {host.link}"]
+    own += [] if host.speed == 1 else [f"speed {host.speed:g}"]
+    return f"{host.name}: {', '.join(own)}" if own else host.name

@@ -1,0 +1,234 @@
+"""Clusters in TOML files."""
+
+import json
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tutti.cluster.check import pair
+from tutti.cluster.cluster import Cluster
+from tutti.cluster.compute import Compute, Jitter, Pauses
+from tutti.cluster.hosts import Host, Tier
+from tutti.cluster.link import Link, format_rate, format_speed, format_time, parse_rate, parse_speed, parse_time
+from tutti.cluster.mistakes import Mistakes, is_name
+from tutti.cluster.presets import PRESETS
+from tutti.errors import ConfigError, UnknownName
+
+_NO_LINK = "none"
+"""What a file says for `link=None`: TOML has no word for it."""
+
+
+def load(text: str | Path) -> Cluster:
+    """A preset by its name, or what a TOML file describes."""
+    if text in PRESETS:
+        return PRESETS[str(text)]
+    try:
+        if not Path(text).is_file():
+            raise UnknownName("preset or file", str(text), PRESETS)
+        return read(Path(text).read_text(encoding="utf-8"), str(text))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{text} cannot be read: {error}.") from error
+
+
+def read(text: str, source: str) -> Cluster:
+    """The cluster that a file's text describes, or one error with every mistake in it."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}.") from error
+    mistakes = Mistakes()
+    _check_keys(table, (*_PLAIN, *_PARTS), "", mistakes)
+    given = {key: table[key] for key in _PLAIN if key in table}
+    for key, (name, part) in _PARTS.items():
+        if key in table and (made := part(table[key], key, mistakes)) is not _REFUSED:
+            given[name] = made
+    mistakes.need(not {"hosts", "host"} <= table.keys(), "give either hosts or [[host]], not both")
+    cluster = mistakes.attempt(partial(Cluster, **given))
+    mistakes.report(f"{source}: ")
+    assert cluster is not None
+    return cluster
+
+
+def write(cluster: Cluster) -> str:
+    """The text of a file that is read as this cluster."""
+    lines = [f"name = {_text(cluster.name)}"]
+    lines += [f"{key} = {getattr(cluster, key)}" for key in ("ranks_per_host", "seed") if getattr(cluster, key)]
+    lines += [f"hosts = {cluster.hosts}"] if isinstance(cluster.hosts, int) else []
+    lines.append(f"link = {_text(_NO_LINK) if cluster.link is None else _inline(_link_keys(cluster.link))}")
+    lines.append(f"within = {_inline(_link_keys(cluster.within))}")
+    if cluster.jitter is not None:
+        lines.append(f"jitter = {_inline({'spread': cluster.jitter.spread, 'shape': _text(cluster.jitter.shape)})}")
+    if cluster.pauses is not None:
+        times = {"every": _time(cluster.pauses.every_s), "length": _time(cluster.pauses.length_s)}
+        lines.append(f"pauses = {_inline(times)}")
+    lines += _table("[compute]", _compute_keys(cluster.compute))
+    lines += _table("[slow]", cluster.slow) if cluster.slow else []
+    failures = {rank: _time(seconds) for rank, seconds in cluster.failures.items()}
+    lines += _table("[failures]", failures) if failures else []
+    for host in cluster.hosts if isinstance(cluster.hosts, tuple) else ():
+        lines += _table("[[host]]", _host_keys(host))
+    for tier in cluster.tiers:
+        keys = {"size": tier.size, "oversubscription": tier.oversubscription, "latency": _time(tier.latency_s)}
+        lines += _table("[[tier]]", keys)
+    for (one, two), link in cluster.links.items():
+        lines += _table("[[between]]", {"hosts": f"[{_text(one)}, {_text(two)}]", **_link_keys(link)})
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a table is written: its keys, the arguments they stand for, and those it cannot do without."""
+
+    make: Callable[..., Any]
+    arguments: Mapping[str, str]
+    needed: Mapping[str, Any] = field(default_factory=dict)
+    """With a stand-in for each, so that the rest is checked without it too."""
+
+    def read(self, table: Any, where: str, mistakes: Mistakes) -> Any:
+        if not isinstance(table, dict):
+            mistakes.need(False, f"{where} must be a table with {', '.join(self.arguments)}, got {table!r}")
+            return _REFUSED
+        _check_keys(table, self.arguments, f"{where}: ", mistakes)
+        missing = [key for key in self.needed if key not in table]
+        mistakes.need(not missing, f"{where} needs {' and '.join(missing)}")
+        whole = {**self.needed, **table}
+        given = {self.arguments[key]: value for key, value in whole.items() if key in self.arguments}
+        made = mistakes.attempt(partial(self.make, **given), f"{where}: ")
+        return _REFUSED if made is None or missing else made
+
+
+def _path(hosts: Any, rate: Any, latency: Any = 0.0) -> tuple[tuple[str, str], Link | None]:
+    mistakes = Mistakes()
+    two = isinstance(hosts, list) and len(hosts) == 2 and all(isinstance(name, str) for name in hosts)
+    mistakes.need(two, f'hosts must be two names, such as ["host0", "host1"], got {hosts!r}')
+    link = mistakes.attempt(partial(Link, rate, latency))
+    mistakes.report()
+    return pair(*hosts), link
+
+
+_REFUSED = object()
+"""Stands for a part that could not be made."""
+
+_LINK = _Form(Link, {"rate": "rate", "latency": "latency"}, {"rate": 1.0})
+_HOST = _Form(Host, {"name": "name", "ranks": "ranks", "link": "link", "speed": "speed"}, {"name": "?"})
+_TIER = _Form(Tier, {"size": "size", "oversubscription": "oversubscription", "latency": "latency_s"}, {"size": 2})
+_COMPUTE = _Form(Compute, {"flops": "flops", "sample": "sample_s", "step": "step_s", "forward": "forward"})
+_PATH = _Form(_path, {"hosts": "hosts", "rate": "rate", "latency": "latency"}, {"hosts": ["?", "?"], "rate": 1.0})
+_JITTER = _Form(Jitter, {"spread": "spread", "shape": "shape"}, {"spread": 0.0})
+_PAUSES = _Form(Pauses, {"every": "every_s", "length": "length_s"}, {"every": 1.0, "length": 1.0})
+
+
+def _read_link(value: Any, where: str, mistakes: Mistakes) -> Any:
+    return None if value == _NO_LINK else _LINK.read(value, where, mistakes)
+
+
+def _read_jitter(value: Any, where: str, mistakes: Mistakes) -> Any:
+    return value if isinstance(value, (int, float)) else _JITTER.read(value, where, mistakes)
+
+
+def _read_hosts(value: Any, where: str, mistakes: Mistakes) -> Any:
+    hosts = []
+    for place, table in _each(value, where, mistakes):
+        given = dict(table)
+        if "link" in given and (link := _LINK.read(given.pop("link"), f"{place} link", mistakes)) is not _REFUSED:
+            given["link"] = link
+        host = _HOST.read(given, place, mistakes)
+        if host is _REFUSED and is_name(given.get("name")):  # So that what else names it is still checked.
+            host = Host(name=given["name"])
+        hosts += [] if host is _REFUSED else [host]
+    return tuple(hosts) if hosts or value == [] else _REFUSED
+
+
+def _read_tiers(value: Any, where: str, mistakes: Mistakes) -> Any:
+    tiers = [_TIER.read(table, place, mistakes) for place, table in _each(value, where, mistakes)]
+    return tuple(tier for tier in tiers if tier is not _REFUSED)
+
+
+def _read_between(value: Any, where: str, mistakes: Mistakes) -> Any:
+    links: dict[tuple[str, str], Link] = {}
+    for place, table in _each(value, where, mistakes):
+        if (path := _PATH.read(table, place, mistakes)) is not _REFUSED:
+            names, link = path
+            mistakes.need(names not in links, f"{place}: {names[0]} and {names[1]} are joined before")
+            links[names] = link
+    return links
+
+
+def _read_by_rank(value: Any, where: str, mistakes: Mistakes) -> Any:
+    if not isinstance(value, dict):
+        mistakes.need(False, f"{where} must be a table by rank, got {value!r}")
+        return _REFUSED
+    ranks = [key for key in value if key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key]
+    for key in (key for key in value if key not in ranks):
+        mistakes.need(False, f"{where}: {key!r} is not a rank")
+    return {int(key): value[key] for key in ranks}
+
+
+_PLAIN = ("name", "hosts", "ranks_per_host", "seed")
+_PARTS: dict[str, tuple[str, Callable[[Any, str, Mistakes], Any]]] = {
+    "link": ("link", _read_link),
+    "within": ("within", _LINK.read),
+    "compute": ("compute", _COMPUTE.read),
+    "jitter": ("jitter", _read_jitter),
+    "pauses": ("pauses", _PAUSES.read),
+    "slow": ("slow", _read_by_rank),
+    "failures": ("failures", _read_by_rank),
+    "host": ("hosts", _read_hosts),
+    "tier": ("tiers", _read_tiers),
+    "between": ("links", _read_between),
+}
+"""By key: the cluster's field, and how it is read."""
+
+
+def _check_keys(table: dict[str, Any], known: Collection[str], where: str, mistakes: Mistakes) -> None:
+    for key in (key for key in table if key not in known):
+        mistakes.need(False, where + str(UnknownName("key", key, known)).rstrip("."))
+
+
+def _each(value: Any, where: str, mistakes: Mistakes) -> list[tuple[str, dict[str, Any]]]:
+    """The tables of an array, each with what to call it."""
+    if not (isinstance(value, list) and all(isinstance(table, dict) for table in value)):
+        mistakes.need(False, f"{where} must be [[{where}]] tables, got {value!r}")
+        return []
+    return [(f"[[{where}]] {number}", table) for number, table in enumerate(value, 1)]
+
+
+def _link_keys(link: Link) -> dict[str, Any]:
+    return {"rate": _exact(link.bits_per_s, format_rate, parse_rate), "latency": _time(link.latency_s)}
+
+
+def _host_keys(host: Host) -> dict[str, Any]:
+    keys = {"name": _text(host.name), "ranks": host.ranks, "speed": host.speed}
+    keys["link"] = None if host.link is None else _inline(_link_keys(host.link))
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _compute_keys(compute: Compute) -> dict[str, Any]:
+    keys = {"flops": _exact(compute.flops, format_speed, parse_speed), "step": _time(compute.step_s)}
+    keys |= {} if compute.sample_s is None else {"sample": _time(compute.sample_s)}
+    return {**keys, "forward": compute.forward}
+
+
+def _time(seconds: float) -> str:
+    return _exact(seconds, format_time, parse_time)
+
+
+def _exact(value: float, form: Callable[[float], str], parse: Callable[[str], float]) -> str:
+    """With a unit where that gives the same number again, else as a plain number."""
+    text = form(value)
+    return _text(text) if parse(text) == value else repr(value)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _table(head: str, keys: Mapping[Any, Any]) -> list[str]:
+    return ["", head, *(f"{key} = {value}" for key, value in keys.items())]
+
+
+def _inline(keys: Mapping[str, Any]) -> str:
+    return f"{{ {', '.join(f'{key} = {value}' for key, value in keys.items())} }}"

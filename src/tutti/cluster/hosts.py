@@ -1,0 +1,73 @@
+"""Hosts and the switches above them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tutti.cluster.link import Link, format_time, parse_time
+from tutti.cluster.mistakes import Mistakes, is_count, is_name, is_positive, number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One machine of a cluster."""
+
+    name: str
+    ranks: int | None = None
+    """How many it holds; None: as the cluster's `ranks_per_host` says."""
+    link: Link | None = None
+    """To the network; None: the cluster's."""
+    speed: float = 1.0
+    """Of its ranks, relative to the cluster's `compute`."""
+
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        mistakes.need(is_name(self.name), f"a host's name must be printable text, got {self.name!r}")
+        who = f"host {self.name!r}"
+        mistakes.need(
+            self.ranks is None or is_count(self.ranks), f"{who} must hold 1 rank or more, got ranks={self.ranks!r}"
+        )
+        mistakes.need(self.link is None or isinstance(self.link, Link), f"{who} needs a Link, got link={self.link!r}")
+        mistakes.need(is_positive(self.speed), f"{who} needs a speed above 0 and finite, got {self.speed!r}")
+        mistakes.report()
+
+
+@dataclass(frozen=True, init=False)
+class Tier:
+    """A level of switches: every `size` hosts, or switches of the level below, share one switch."""
+
+    size: int
+    oversubscription: float
+    """The switch's uplink carries the sum of what is below it, divided by this."""
+    latency_s: float
+    """Added each time a message passes an uplink of this level."""
+
+    def __init__(self, size: int, oversubscription: float = 1.0, latency_s: str | float = 0.0) -> None:
+        """Make a level of switches; its latency is a number of seconds or a text such as "5us"."""
+        mistakes = Mistakes()
+        mistakes.need(is_count(size, 2), f"a tier's size must be 2 or more, got {size!r}")
+        mistakes.need(
+            1 <= number(oversubscription) < float("inf"),
+            f"a tier's oversubscription must be 1 or more (below 1 its uplink would be faster than all below it) and "
+            f"finite, got {oversubscription!r}",
+        )
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "oversubscription", oversubscription)
+        object.__setattr__(self, "latency_s", mistakes.attempt(lambda: parse_time(latency_s), "a tier's latency: "))
+        mistakes.report()
+
+    def __str__(self) -> str:
+        blocking = f"{self.oversubscription:g}:1 oversubscribed" if self.oversubscription > 1 else "non-blocking"
+        latency = f", {format_time(self.latency_s)} more" if self.latency_s else ""
+        return f"{self.size} to a switch, {blocking}{latency}"
+
+
+def share(workers: int, holds: Sequence[int | None]) -> list[int]:
+    """How many of the workers go to each host: those that say what they hold are filled, the others share the rest."""
+    counts, left = [], workers
+    for hold in holds:
+        counts.append(min(hold or 0, left))
+        left -= counts[-1]
+    free = [index for index, hold in enumerate(holds) if hold is None]
+    for position, index in enumerate(free):
+        counts[index] = left // len(free) + (position < left % len(free))
+    return counts
