@@ -4,7 +4,10 @@ import gzip
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -183,11 +186,48 @@ def test_text_file(root: Path) -> None:
     assert torch.equal(inputs[1:], targets[:-1])
 
 
-def test_a_file_is_read_once_and_again_when_it_changes(root: Path) -> None:
-    first, second = data.mnist(root).train, data.mnist(root).train
-    assert isinstance(first, ArrayDataset)
-    assert isinstance(second, ArrayDataset)
-    assert first.inputs.data_ptr() == second.inputs.data_ptr()
+def places(splits: data.Splits) -> list[int]:
+    """Where the tensors of both datasets are in memory."""
+    held = [split for split in splits if isinstance(split, ArrayDataset)]
+    return [tensor.data_ptr() for split in held for tensor in (split.inputs, split.targets)]
+
+
+@pytest.mark.parametrize(
+    "load", [data.digits, data.mnist, data.fashion_mnist, data.cifar10_subset, partial(data.tinyshakespeare, window=32)]
+)
+def test_ranks_of_a_process_share_one_copy(root: Path, load: Callable[[Path], data.Splits]) -> None:
+    ready = Barrier(8)
+    with ThreadPoolExecutor(8) as ranks:
+        loaded = list(ranks.map(lambda _: (ready.wait(), load(root))[1], range(8)))
+    assert len(places(loaded[0])) == 4
+    assert all(places(splits) == places(loaded[0]) for splits in loaded)
+    assert loaded[0].train is not loaded[1].train
+
+
+def test_what_one_rank_fetches_is_not_what_others_see(root: Path) -> None:
+    for load in (data.mnist, partial(data.tinyshakespeare, window=32)):
+        before = [part.clone() for part in load(root).train[0]]
+        for part in (*load(root).train[0], *load(root).train.__getitems__([0])[0]):
+            part.zero_().add_(1)
+        assert all(torch.equal(a, b) for a, b in zip(before, load(root).train[0], strict=True))
+
+
+def test_a_changed_file_is_read_again_and_an_error_is_not_kept(root: Path) -> None:
+    path = root / "tinyshakespeare" / "input.txt"
+    data.tinyshakespeare(root, window=32)
+    path.unlink()
+    with pytest.raises(DataError, match="missing data file"):
+        data.tinyshakespeare(root, window=32)
+    for first in ("A", "Be"):
+        path.write_text(first + "Speak, speak.\n" * 100)
+        assert data.ALPHABET[int(data.tinyshakespeare(root, window=32).train[0][0][0])] == first[0]
+    path.write_bytes(b"\xff")
+    with pytest.raises(DataError, match="none of the 65 characters"):
+        data.tinyshakespeare(root)
+
+
+def test_a_changed_file_of_a_set_is_read_again(root: Path) -> None:
+    data.mnist(root)
     (root / "mnist" / IDX[1]).write_bytes(gzip.compress(idx_bytes(labels(11))))
     with pytest.raises(DataError, match="12 images for 11 labels"):
         data.mnist(root)

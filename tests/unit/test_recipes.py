@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from tutti.errors import ConfigError, UnknownName
 from tutti.recipes import RECIPES, Recipe, accuracy, collate, cross_entropy, digits, models, recipe
+from tutti.recipes.speeds import IMAGES_PER_S, seconds_per_sample
 
-FOLDER = Path(models.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"
 
 
@@ -76,6 +76,53 @@ def test_char_gpt_says_what_it_cannot_read() -> None:
         models.CharGPT(11, context=4)(torch.zeros(1, 5, dtype=torch.long))
     with pytest.raises(ConfigError, match="width that 4 heads divide, got 6"):
         models.CharGPT(11, width=6)
+
+
+COUNTS = {"resnet50": 25_557_032, "alexnet": 61_100_840, "googlenet": 6_624_904}
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("name", models.LARGE)
+def test_large_models(name: str, device: str) -> None:
+    with torch.device(device):
+        model, images = models.large(name), torch.zeros(2, 3, 224, 224)
+    assert {p.device.type for p in model.parameters()} == {device}
+    assert num_parameters(model) == COUNTS[name]
+    scores = model(images)
+    assert scores.shape == (2, 1000)
+    scores.sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "features"), [(models.ResNet50, 2048), (models.AlexNet, 4096), (models.GoogLeNet, 1024)]
+)
+def test_large_models_of_other_classes(model: type[nn.Module], features: int) -> None:
+    with torch.device("meta"):
+        usual, small = model(), model(num_classes=7)
+        assert small(torch.zeros(1, 3, 224, 224)).shape == (1, 7)
+    assert num_parameters(usual) - num_parameters(small) == (1000 - 7) * (features + 1)
+
+
+def test_large_models_by_name() -> None:
+    with pytest.raises(UnknownName, match=r"unknown model 'resnet5'. Did you mean 'resnet50'\?.*alexnet, googlenet"):
+        models.large("resnet5")
+
+
+def test_speeds_are_of_large_models_and_a_missing_one_says_what_there_is() -> None:
+    assert all(speeds and speeds.keys() <= models.LARGE.keys() for speeds in IMAGES_PER_S.values())
+    assert seconds_per_sample("p100", "resnet50") == 1 / 219
+    for accelerator in ("p100", "titan-x-pascal"):
+        fast, middling, slow = (seconds_per_sample(accelerator, name) for name in ("alexnet", "googlenet", "resnet50"))
+        assert fast < middling < slow
+    with pytest.raises(UnknownName, match=r"unknown accelerator 'p10'. Did you mean 'p100'\?"):
+        seconds_per_sample("p10", "resnet50")
+    with pytest.raises(
+        ConfigError, match=r"'googlenet' on 'k80', which has: resnet50, alexnet. .* on titan-x-pascal, p100"
+    ):
+        seconds_per_sample("k80", "googlenet")
+    with pytest.raises(ConfigError, match=r"'vgg16' on 'v100', which has: resnet50\.$"):
+        seconds_per_sample("v100", "vgg16")
 
 
 def test_objectives_agree_on_images_and_text() -> None:

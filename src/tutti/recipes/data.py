@@ -1,6 +1,7 @@
 """The datasets of the recipes: tensors in memory, served a whole batch at a time.
 
 Each function takes the data folder and returns `Splits`; docs/data.md has the layout of the folder.
+Datasets of the same files share their tensors, however often they are made in a process.
 Images stay bytes until they are fetched, which takes a quarter of the memory in every process.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from tutti.errors import DataError
-from tutti.recipes.files import Shape, Source, read_idx, read_npz, read_text
+from tutti.recipes.files import Shape, Source, kept, read_idx, read_npz, read_text
 
 Sample = tuple[Tensor, Tensor]
 
@@ -82,7 +83,8 @@ def collate(samples: Sequence[Sample]) -> Sample:
 class ArrayDataset(MapDataset):
     """Rows of two tensors as samples; with `collate_fn=collate` a `DataLoader` takes a batch in one indexing.
 
-    `prepare` turns stored inputs, one row or many, into what the model reads.
+    `prepare` turns stored inputs, one row or many, into what the model reads. What is fetched is a copy: other
+    datasets may share `inputs` and `targets`, which nobody should write into.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -96,7 +98,7 @@ class ArrayDataset(MapDataset):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._prepared(self.inputs[index]), self.targets[index]
+        return self._prepared(self.inputs[index].clone()), self.targets[index].clone()
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         rows = torch.as_tensor(indices, dtype=torch.long)
@@ -131,14 +133,17 @@ def digits(root: Path | None = None) -> Splits:
     measure how unlike a few writers are (0.91 on the last 360, 0.95 on the first, 0.97 on every fifth).
     This one is for comparing runs; it says little about hands never seen.
     """
-    arrays = read_npz(Path(__file__).with_name("digits.npz"), {"images": (1797, 8, 8), "labels": (1797,)})
-    images, labels = arrays["images"].unsqueeze(1), arrays["labels"].long()
-    testing = torch.arange(len(labels)) % 5 == 0
     prepare = Normalize(mean=(0.3053,), std=(0.3760,), full_scale=16)
-    return Splits(
-        train=ArrayDataset(images[~testing], labels[~testing], prepare=prepare),
-        test=ArrayDataset(images[testing], labels[testing], prepare=prepare),
-    )
+    train, test = (ArrayDataset(images, labels, prepare=prepare) for images, labels in _embedded_digits())
+    return Splits(train, test)
+
+
+@kept(maxsize=1)
+def _embedded_digits() -> tuple[Sample, Sample]:
+    arrays = read_npz(Path(__file__).with_name("digits.npz"), {"images": (1797, 8, 8), "labels": (1797,)})
+    images, labels = arrays["images"].unsqueeze(1), arrays["labels"]
+    testing = torch.arange(len(labels)) % 5 == 0
+    return (images[~testing], labels[~testing]), (images[testing], labels[testing])
 
 
 def mnist(root: Path | None) -> Splits:
@@ -216,4 +221,4 @@ def _labelled(path: Path, images: Tensor, labels: Tensor, prepare: Normalize) ->
         raise DataError(f"{path} has {len(images)} images for {len(labels)} labels. Are its files of one set?")
     if labels.max() > 9:
         raise DataError(f"the labels for {path} go up to {int(labels.max())}, wanted 0 to 9.")
-    return ArrayDataset(images, labels.long(), prepare=prepare)
+    return ArrayDataset(images, labels, prepare=prepare)

@@ -1,6 +1,6 @@
 """Read idx.gz, npz and text files, and say exactly what is wrong with one that cannot be used.
 
-Nothing here unpickles. A file read once is kept, because ranks that are threads of one process would
+Nothing here unpickles. A file read once is kept, because ranks that live in one process would
 otherwise each unpack and hold their own copy; it is read again when its size or time changes. So
 callers must not write into what they get.
 """
@@ -8,10 +8,12 @@ callers must not write into what they get.
 import gzip
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
+from threading import Lock
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +23,26 @@ from tutti.errors import DataError
 
 Shape = tuple[int | None, ...]
 """An array's shape, with None where any size will do."""
+
+_Arguments = ParamSpec("_Arguments")
+_Kept = TypeVar("_Kept")
+
+
+def kept(maxsize: int) -> Callable[[Callable[_Arguments, _Kept]], Callable[_Arguments, _Kept]]:
+    """Keep the last `maxsize` results of a function, one copy even when threads ask at once; errors are not kept."""
+
+    def decorate(read: Callable[_Arguments, _Kept]) -> Callable[_Arguments, _Kept]:
+        lock = Lock()
+        cached: Callable[_Arguments, _Kept] = lru_cache(maxsize)(read)  # type: ignore[assignment]  # typed for any
+
+        @wraps(read)
+        def locked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Kept:
+            with lock:  # lru_cache alone lets each thread that misses compute, and keep, a result of its own
+                return cached(*args, **kwargs)
+
+        return locked
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -44,12 +66,12 @@ class Source:
 
 
 def read_idx(path: Path, num_dims: int) -> Tensor:
-    """The uint8 tensor in a gzipped idx file, the format of MNIST (LeCun 1998)."""
+    """The bytes in a gzipped idx file, the format of MNIST (LeCun 1998); int64 if they are labels, in one dimension."""
     return _read_idx(path, num_dims, _stamp(path))
 
 
 def read_npz(path: Path, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The uint8 arrays named in `shapes` from an npz file, as tensors."""
+    """The arrays of bytes named in `shapes` from an npz file; int64 where they are labels, in one dimension."""
     return dict(_read_npz(path, tuple(shapes.items()), _stamp(path)))
 
 
@@ -66,7 +88,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-@lru_cache(maxsize=8)
+@kept(maxsize=8)
 def _read_idx(path: Path, num_dims: int, stamp: tuple[int, int]) -> Tensor:
     try:
         with gzip.open(path) as file:
@@ -86,10 +108,10 @@ def _read_idx(path: Path, num_dims: int, stamp: tuple[int, int]) -> Tensor:
         raise DataError(f"{path} is {fault}: shape {tuple(shape)} takes {wanted} bytes, got {max(got, 0)}.")
     if wanted == 0:
         raise DataError(f"{path} holds no samples: its shape is {tuple(shape)}.")
-    return torch.frombuffer(raw, dtype=torch.uint8, offset=header).view(shape)
+    return _widened(torch.frombuffer(raw, dtype=torch.uint8, offset=header).view(shape))
 
 
-@lru_cache(maxsize=4)
+@kept(maxsize=4)
 def _read_npz(
     path: Path, shapes: tuple[tuple[str, Shape], ...], stamp: tuple[int, int]
 ) -> tuple[tuple[str, Tensor], ...]:
@@ -111,7 +133,12 @@ def _read_npz(
     faults = [_fault(name, shape, arrays.get(name)) for name, shape in shapes]
     if any(faults):
         raise DataError(f"{path} is not the npz file wanted: {'; '.join(filter(None, faults))}. Has: {names}.")
-    return tuple((name, torch.from_numpy(array)) for name, array in arrays.items())
+    return tuple((name, _widened(torch.from_numpy(array))) for name, array in arrays.items())
+
+
+def _widened(array: Tensor) -> Tensor:
+    """Labels as the int64 that losses want: here, so that what is kept needs no copy."""
+    return array.long() if array.dim() == 1 else array
 
 
 def _fault(name: str, shape: Shape, array: np.ndarray | None) -> str | None:
@@ -124,7 +151,7 @@ def _fault(name: str, shape: Shape, array: np.ndarray | None) -> str | None:
     return None if fits and array.size else f"'{name}' has shape {array.shape}, wanted ({wanted})"
 
 
-@lru_cache(maxsize=2)
+@kept(maxsize=2)
 def _read_text(path: Path, alphabet: str, stamp: tuple[int, int]) -> Tensor:
     try:
         raw = path.read_bytes()
