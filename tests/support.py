@@ -6,16 +6,23 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import HashStore
 
-import tutti.transports.shared_memory  # noqa: F401  # Compiled here, not inside a test's deadline.
+import tutti
+import tutti.transports.shared_memory  # Compiled here, not inside a test's deadline.
+from tutti.cluster import Cluster, Link
 from tutti.launch.rendezvous import connect
+from tutti.launch.simulate import simulate
 from tutti.transports import AloneTransport, Peer, Roster
 from tutti.world import World
 
 TRANSPORTS = ("process_group", "shared_memory")
 
-LEVELS = (*TRANSPORTS, "hosts")
+SIMULATED = ("simulated", "simulated_memory", "simulated_hosts")
+"""In virtual time: a host for every rank, one for all of them, and two ranks on each."""
+
+LEVELS = (*TRANSPORTS, "hosts", *SIMULATED)
 """And "hosts": ranks spread over several hosts, two on each as far as they go."""
 
 TIMEOUT = timedelta(seconds=20)
@@ -25,6 +32,8 @@ def run_threads(
     function: Callable[..., Any], *args: Any, size: int, transport: str, timeout: timedelta = TIMEOUT
 ) -> list[Any]:
     """`function(world, *args)` on `size` ranks; their results, or the exceptions they raised, by rank."""
+    if transport in SIMULATED:
+        return _run_simulated(function, *args, size=size, transport=transport, timeout=timeout)
     store = HashStore()
     results: list[Any] = [None] * size
     hosts = [f"host{rank // 2 if transport == 'hosts' else 0}" for rank in range(size)]
@@ -44,6 +53,21 @@ def run_threads(
         thread.join(50)
         assert not thread.is_alive(), f"{thread.name} hangs; so far: {results}"
     return results
+
+
+def _run_simulated(
+    function: Callable[..., Any], *args: Any, size: int, transport: str, timeout: timedelta
+) -> list[Any]:
+    def work() -> Any:
+        try:
+            with torch.enable_grad():
+                return function(tutti.init(), *args)
+        except Exception as error:
+            return error
+
+    per_host = {"simulated": 1, "simulated_memory": size, "simulated_hosts": 2}[transport]
+    cluster = Cluster(link=Link("1gbit", "50us"), ranks_per_host=per_host)
+    return simulate(work, workers=size, cluster=cluster, timeout=timeout).results
 
 
 def run_ok(function: Callable[..., Any], *args: Any, size: int, transport: str) -> list[Any]:

@@ -1,18 +1,21 @@
 """Train PyTorch models on many processes and machines, over any network, with any strategy."""
 
-from tutti.cluster import Link
+from tutti.cluster import Cluster, Link
 from tutti.errors import TuttiError
 from tutti.job import Job, distribute, measure_link, sync_batchnorm
 from tutti.launch import init, launch
 from tutti.launch.lab import lab
+from tutti.launch.simulate import Simulation, simulate
 from tutti.shard import shard
 from tutti.strategies import AllReduce
 from tutti.world import World, world
 
 __all__ = [
     "AllReduce",
+    "Cluster",
     "Job",
     "Link",
+    "Simulation",
     "TuttiError",
     "World",
     "distribute",
@@ -21,6 +24,7 @@ __all__ = [
     "launch",
     "measure_link",
     "shard",
+    "simulate",
     "sync_batchnorm",
     "world",
 ]

@@ -8,6 +8,7 @@
     │   └── DataError          a dataset that is missing, truncated or something else
     ├── RankLost               a peer died, failed or left while this rank needed it
     ├── DeadlineExceeded       (also a TimeoutError) nobody died, but nobody answered either
+    ├── Deadlock               every simulated rank waits for another
     ├── WeightRefused          a rank gave NaN as its weight, which asks every rank to stop
     ├── NonFiniteLoss          the loss became NaN or infinite
     └── WorkerFailed           seen from the launcher: the first worker that failed
@@ -56,6 +57,10 @@ class RankLost(TuttiError):
 
 class DeadlineExceeded(TuttiError, TimeoutError):
     """A wait ended without an answer."""
+
+
+class Deadlock(TuttiError):
+    """Every simulated rank that has not ended waits for another."""
 
 
 class WeightRefused(TuttiError):

@@ -4,8 +4,14 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 EXCHANGE = "exchange"
 """Waiting for other ranks: the part of communication that computation did not hide."""
+
+COMPUTE = "compute"
+WAIT = "wait"
+"""What a simulated rank does with its time."""
 
 
 class Event(NamedTuple):
@@ -42,3 +48,30 @@ class EventLog:
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._events)
+
+
+class Strip:
+    """How a span of time was divided between a few kinds of use, in a fixed number of bins that widen as it grows."""
+
+    def __init__(self, kinds: tuple[str, ...], num_bins: int = 256) -> None:
+        self.kinds = kinds
+        self.seconds = np.zeros((len(kinds), num_bins))
+        """Of each kind in each bin."""
+        self.bin_s = 1e-6
+
+    def add(self, kind: int, start_s: float, stop_s: float) -> None:
+        """The time from start to stop was spent in that way."""
+        if stop_s <= start_s:
+            return
+        row = self.seconds[kind]
+        while stop_s > self.bin_s * len(row):
+            self.seconds[:, : len(row) // 2] = self.seconds.reshape(len(self.kinds), -1, 2).sum(2)
+            self.seconds[:, len(row) // 2 :] = 0
+            self.bin_s *= 2
+        first, last = int(start_s / self.bin_s), min(int(stop_s / self.bin_s), len(row) - 1)
+        if first == last:
+            row[first] += stop_s - start_s
+            return
+        row[first] += (first + 1) * self.bin_s - start_s
+        row[first + 1 : last] += self.bin_s
+        row[last] += stop_s - last * self.bin_s

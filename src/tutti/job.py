@@ -14,6 +14,7 @@ from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, EventLog
 from tutti.replica import Replica
 from tutti.replica.batchnorm import synced
+from tutti.replica.pace import Pace
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.strategies import AllReduce, Exchange, Strategy
 from tutti.transports import suited
@@ -42,8 +43,9 @@ class Metrics:
 class Job:
     """The user's handle on a distributed model. Use as a context manager, or call `finish`."""
 
-    def __init__(self, replica: Replica, exchange: Exchange, strategy: Strategy) -> None:
+    def __init__(self, replica: Replica, exchange: Exchange, strategy: Strategy, pace: Pace | None = None) -> None:
         self.strategy = strategy
+        self._pace = pace
         self._replica = replica
         self._exchange = exchange
         self._started_s = exchange.transport.now()
@@ -121,6 +123,8 @@ class Job:
     def _let_go(self) -> None:
         self._finished = True
         self._replica.detach()
+        if self._pace is not None:
+            self._pace.detach()
         self._exchange.transport.close()
         delattr(self._replica.model, _MARK)
 
@@ -161,8 +165,12 @@ def distribute(
     take_from_rank_0(model, optimizer, world.transport)
     replica = Replica(model, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)
-    exchange = strategy.attach(replica, transport.channel("job"))
-    job = Job(replica, exchange, strategy)
+    channel = transport.channel("job")
+    pace = Pace(channel) if channel.cluster is not None else None
+    if pace is not None:
+        pace.listen(model, optimizer)
+    exchange = strategy.attach(replica, channel)
+    job = Job(replica, exchange, strategy, pace)
     setattr(model, _MARK, job)
     return job
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support import TRANSPORTS, run_ok, run_threads
+from support import LEVELS, TRANSPORTS, run_ok, run_threads
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, WeightRefused
 from tutti.transports import ANY, Averages, SharesMemory, Transport
 from tutti.transports.base import Work
@@ -19,10 +19,11 @@ from tutti.world import World
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 
-every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+every_transport = pytest.mark.parametrize("transport", (*TRANSPORTS, "simulated_memory"))
+every_messenger = pytest.mark.parametrize("transport", LEVELS)
 
 
-@every_transport
+@every_messenger
 def test_messages_between_all_pairs(transport: str) -> None:
     def work(world: World) -> list[list[float]]:
         link, works, received = world.transport, [], []
@@ -42,7 +43,7 @@ def test_messages_between_all_pairs(transport: str) -> None:
         assert received == [[10.0 * other + rank] * 3 for other in range(4) if other != rank]
 
 
-@every_transport
+@every_messenger
 def test_tags_keep_messages_apart(transport: str) -> None:
     def work(world: World) -> list[float]:
         if world.rank == 0:
@@ -59,7 +60,7 @@ def test_tags_keep_messages_apart(transport: str) -> None:
     assert run_ok(work, size=2, transport=transport)[1] == [3.0, 1.0, 2.0]
 
 
-@every_transport
+@every_messenger
 def test_any_source(transport: str) -> None:
     def work(world: World) -> list[tuple[int, float]]:
         if world.rank != 0:
@@ -76,7 +77,7 @@ def test_any_source(transport: str) -> None:
     assert run_ok(work, size=4, transport=transport)[0] == [(1, 1.5), (2, 3.0), (3, 4.5)]
 
 
-@every_transport
+@every_messenger
 def test_layouts_and_dtypes_of_messages(transport: str) -> None:
     def work(world: World) -> None:
         for dtype in (*DTYPES, torch.bool, torch.complex64):
@@ -196,7 +197,7 @@ def test_a_rank_that_leaves_is_named(transport: str) -> None:
     assert max(run_ok(work, size=3, transport=transport)) < 5
 
 
-@every_transport
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_does_not_answer_is_waited_for_no_longer_than_asked(transport: str) -> None:
     given_up = threading.Event()
 
@@ -226,7 +227,7 @@ def test_a_closed_transport_says_so(transport: str) -> None:
     run_ok(work, size=2, transport=transport)
 
 
-@every_transport
+@every_messenger
 @pytest.mark.parametrize("peer", [-2, 1, 7])
 def test_a_peer_that_does_not_exist(transport: str, peer: int) -> None:
     def work(world: World) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from tutti.errors import WorkerFailed
 from tutti.launch import command, launch
 from tutti.launch.lab import Lab, address
-from tutti.launch.local import Watcher
+from tutti.launch.link import Watcher
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 
 _GRACE_S = 10.0

@@ -2,11 +2,10 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from tutti.cluster import Link
-from tutti.collectives.steps import Fold, exchange
+from tutti.collectives.steps import Fold, exchange, room_like
 from tutti.transports.base import Steps, Transport
 
 
@@ -39,7 +38,7 @@ def _halve_and_double(flat: Tensor, transport: Transport, num_ranks: int) -> Ste
         lower, upper = flat[start:middle], flat[middle:stop]
         upwards = bool(transport.rank & distance)
         keep, give = (upper, lower) if upwards else (lower, upper)
-        theirs = torch.empty_like(keep)
+        theirs = room_like(keep)
         yield from exchange(give, theirs, transport.rank ^ distance, transport)
         keep += theirs
         halves.append((keep, give, transport.rank ^ distance))

@@ -2,11 +2,10 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from tutti.cluster import Link
-from tutti.collectives.steps import Fold, exchange
+from tutti.collectives.steps import Fold, exchange, room_like
 from tutti.transports.base import Steps, Transport
 
 
@@ -18,7 +17,7 @@ def recursive_doubling(flat: Tensor, transport: Transport) -> Steps:
     fold = Fold(transport)
     yield from fold.fold(flat, transport)
     if not fold.outer:
-        theirs = torch.empty_like(flat)
+        theirs = room_like(flat)
         distance = 1
         while distance < fold.num_inner:
             yield from exchange(flat, theirs, transport.rank ^ distance, transport)

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from tutti.cluster import Link
 from tutti.collectives.hierarchical import hierarchical
-from tutti.collectives.ring import ring_cost
-from tutti.errors import ConfigError
+from tutti.collectives.ring import ring, ring_cost
+from tutti.collectives.steps import on_flat
 from tutti.transports import AllReduces, HostsTransport, Transport
 from tutti.transports.base import Steps
 
@@ -16,8 +16,8 @@ def native(tensor: Tensor, transport: Transport) -> Steps:
         yield from hierarchical(tensor, transport)
     elif isinstance(transport, AllReduces):
         yield transport.all_reduce(tensor)
-    else:
-        raise ConfigError(f"{type(transport).__name__} has no all-reduce of its own; name another algorithm.")
+    else:  # What Gloo and NCCL do.
+        yield from on_flat(ring)(tensor, transport)
 
 
 def native_cost(num_ranks: int, num_bytes: float, link: Link) -> float:

@@ -9,22 +9,24 @@ must.
 from collections import deque
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from tutti.cluster import Link
-from tutti.collectives.steps import parts
+from tutti.collectives.steps import parts, room_like
 from tutti.transports.base import Steps, Transport, Work
 
 _CHUNK_BYTES = 256 * 2**10
 _AHEAD = 4
 """Receives that are under way at once, so that the next chunk has somewhere to go while one is added."""
 
+_UNCHECKED = 32
+"""Sends that are not looked after; what was sent before them has long gone."""
+
 
 def ring(flat: Tensor, transport: Transport) -> Steps:
     """Sum over ranks, in place."""
     num_adds = transport.size - 1
-    yield from _pass_on(flat, transport, transport.rank, num_adds, 2 * num_adds)
+    return _pass_on(flat, transport, transport.rank, num_adds, 2 * num_adds)
 
 
 def ring_blocking(flat: Tensor, transport: Transport) -> Steps:
@@ -33,7 +35,7 @@ def ring_blocking(flat: Tensor, transport: Transport) -> Steps:
     blocks = parts(flat.numel(), size)
     for step in range(2 * (size - 1)):
         mine, theirs = flat[blocks[(rank - step) % size]], flat[blocks[(rank - step - 1) % size]]
-        received = torch.empty_like(theirs) if step < size - 1 else theirs
+        received = room_like(theirs) if step < size - 1 else theirs
         if rank % 2 == 0:
             yield transport.isend(mine, (rank + 1) % size)
             yield transport.irecv(received, (rank - 1) % size)
@@ -47,12 +49,12 @@ def ring_blocking(flat: Tensor, transport: Transport) -> Steps:
 def reduce_scatter(flat: Tensor, transport: Transport) -> Steps:
     """Sum over ranks; each rank ends with its own part of the sum, and the rest of `flat` is spoilt."""
     num_steps = transport.size - 1
-    yield from _pass_on(flat, transport, transport.rank - 1, num_steps, num_steps)
+    return _pass_on(flat, transport, transport.rank - 1, num_steps, num_steps)
 
 
 def all_gather(flat: Tensor, transport: Transport) -> Steps:
     """Give every rank every other's part of `flat`."""
-    yield from _pass_on(flat, transport, transport.rank, 0, transport.size - 1)
+    return _pass_on(flat, transport, transport.rank, 0, transport.size - 1)
 
 
 def ring_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
@@ -80,24 +82,36 @@ def _pass_on(flat: Tensor, transport: Transport, first: int, num_adds: int, num_
     left, right = (transport.rank - 1) % size, (transport.rank + 1) % size
     blocks = _chunked(flat, size)
     coming = [(step, chunk) for step in range(num_steps) for chunk in blocks[(first - step - 1) % size]]
-    sending = [transport.isend(chunk, right) for chunk in (blocks[first % size] if num_steps else [])]
+    sending = deque(transport.isend(chunk, right) for chunk in (blocks[first % size] if num_steps else []))
     arriving: deque[tuple[Tensor, Work]] = deque()
-    asked = iter(coming)
+    to_ask = iter(coming)
+    for step, chunk in islice(to_ask, _AHEAD):
+        arriving.append(_ask(chunk, step < num_adds, transport, left))
     for step, chunk in coming:
-        for later, target in islice(asked, _AHEAD - len(arriving)):
-            received = torch.empty_like(target) if later < num_adds else target
-            arriving.append((received, transport.irecv(received, left)))
         received, work = arriving.popleft()
         yield work
         if step < num_adds:
             chunk.add_(received)
         if step + 1 < num_steps:
             sending.append(transport.isend(chunk, right))
+            if len(sending) > _UNCHECKED:
+                yield sending.popleft()
+        for later, following in to_ask:
+            arriving.append(_ask(following, later < num_adds, transport, left))
+            break
     yield from sending
+
+
+def _ask(chunk: Tensor, to_add: bool, transport: Transport, src: int) -> tuple[Tensor, Work]:
+    """Start receiving what is to be added to `chunk`, or to replace it."""
+    received = room_like(chunk) if to_add else chunk
+    return received, transport.irecv(received, src)
 
 
 def _chunked(flat: Tensor, num_blocks: int) -> list[list[Tensor]]:
     """Blocks of chunks, none of them empty."""
     blocks = [flat[part] for part in parts(flat.numel(), num_blocks)]
     num_chunks = max(1, -(-blocks[0].nbytes // _CHUNK_BYTES))
+    if num_chunks == 1:
+        return [[block] if block.numel() else [] for block in blocks]
     return [[block[part] for part in parts(block.numel(), num_chunks) if part.start < part.stop] for block in blocks]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tutti.errors import ConfigError
 from tutti.transports.base import Steps, Transport
+from tutti.transports.extent import Extent
 
 FlatSteps = Callable[[Tensor, Transport], Steps]
 
@@ -22,13 +23,23 @@ def on_flat(steps: FlatSteps) -> FlatSteps:
 
     def wrapped(tensor: Tensor, transport: Transport) -> Steps:
         data = tensor.detach()
-        moved = data.is_cuda or not data.is_contiguous()
+        if data.is_meta:
+            return steps(Extent.of(data), transport)  # type: ignore[arg-type]
+        if data.is_cuda or not data.is_contiguous():
+            return moved(data, transport)
+        return steps(data.view(-1), transport)
+
+    def moved(data: Tensor, transport: Transport) -> Steps:
         flat = (data.cpu() if data.is_cuda else data).contiguous().view(-1)
         yield from steps(flat, transport)
-        if moved:
-            data.copy_(flat.view(data.shape))
+        data.copy_(flat.view(data.shape))
 
     return wrapped
+
+
+def room_like(tensor: Tensor) -> Tensor:
+    """Somewhere to receive what is as large as `tensor`."""
+    return tensor if tensor.__class__ is Extent else torch.empty_like(tensor)
 
 
 def parts(numel: int, num_parts: int) -> list[slice]:
@@ -62,7 +73,7 @@ class Fold:
             assert self.partner is not None
             yield transport.isend(flat, self.partner)
         elif self.partner is not None:
-            theirs = torch.empty_like(flat)
+            theirs = room_like(flat)
             yield transport.irecv(theirs, self.partner)
             flat += theirs
 

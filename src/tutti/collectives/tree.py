@@ -2,10 +2,10 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from tutti.cluster import Link
+from tutti.collectives.steps import room_like
 from tutti.transports.base import Steps, Transport
 
 
@@ -18,7 +18,7 @@ def tree(flat: Tensor, transport: Transport) -> Steps:
             yield transport.isend(flat, rank - hop)
             break
         if rank + hop < size:
-            theirs = torch.empty_like(flat)
+            theirs = room_like(flat)
             yield transport.irecv(theirs, rank + hop)
             flat += theirs
         hop *= 2

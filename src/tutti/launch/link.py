@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import struct
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 VARIABLE = "TUTTI_LINK"
@@ -17,6 +19,11 @@ PARENT = "TUTTI_PARENT"
 
 HOST = "TUTTI_HOST"
 """What the host of a worker is called, where that is not the machine's own name."""
+
+Watcher = Callable[[int, dict[str, Any]], None]
+"""Is told a rank, and what it reported."""
+
+_tell: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("tutti_tell", default=None)
 
 _HEADER = struct.Struct("<cQ")
 
@@ -32,6 +39,11 @@ class Failure(NamedTuple):
     """Whether it failed only because another rank did."""
 
 
+def telling(whom: Callable[[dict[str, Any]], None] | None) -> None:
+    """Let what this thread reports go to `whom`, who is in the same process."""
+    _tell.set(whom)
+
+
 class Link:
     """A worker's end. Without a supervisor everything it is told goes nowhere."""
 
@@ -44,6 +56,9 @@ class Link:
 
     def progress(self, **values: Any) -> None:
         """Numbers for whoever watches; JSON."""
+        if (tell := _tell.get()) is not None:
+            tell(values)
+            return
         self._send(_PROGRESS, json.dumps(values).encode())
 
     def result(self, value: Any) -> None:

@@ -15,9 +15,9 @@ from multiprocessing import spawn
 from typing import IO, Any
 
 from tutti.errors import ConfigError, WorkerFailed
-from tutti.launch import command
+from tutti.launch import command, indoors
 from tutti.launch.lab import Lab
-from tutti.launch.link import IMPORTING, PARENT, VARIABLE, Inbox
+from tutti.launch.link import IMPORTING, PARENT, VARIABLE, Inbox, Watcher
 from tutti.launch.placement import Placement, here
 
 _GRACE_S = 2.0
@@ -26,8 +26,6 @@ _GRACE_S = 2.0
 _MAX_LINE_BYTES = 65_536
 
 _WORKER = [sys.executable, "-c", "from tutti.launch.worker import main; main()"]
-
-Watcher = Callable[[int, dict[str, Any]], None]
 
 
 def launch(
@@ -55,6 +53,7 @@ def launch(
     """
     if IMPORTING in os.environ:
         return []
+    indoors.refuse("tutti.launch")
     if VARIABLE in os.environ:
         raise ConfigError(
             "launch was called inside a worker: workers cannot start workers. A script that calls launch is started "

@@ -13,6 +13,9 @@ from tutti.errors import NonFiniteLoss, RankLost
 from tutti.launch.command import die_with
 from tutti.launch.link import IMPORTING, PARENT, Failure, Link
 
+_STARTERS = ("launch/worker.py", "launch/simulate.py", "simulated/rank.py")
+"""Files whose frames come first in a traceback: how the user's code was started."""
+
 
 def main() -> None:
     die_with(int(os.environ[PARENT]))
@@ -26,7 +29,7 @@ def main() -> None:
         sys.stdout.flush()
         if isinstance(error, SystemExit):
             raise
-        link.failed(_describe(error))
+        link.failed(describe(error))
         sys.stderr.flush()
         # Not through the interpreter's own exit: threads of a broken run must not hold it up.
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -51,7 +54,8 @@ def _run_function(file: int) -> Any:
     return function(*args)
 
 
-def _describe(error: BaseException) -> Failure:
+def describe(error: BaseException) -> Failure:
+    """An error of a worker's own code, for whoever started it."""
     trace = _own_part(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))
     knock_on = isinstance(error, RankLost) or (isinstance(error, NonFiniteLoss) and error.elsewhere)
@@ -61,7 +65,7 @@ def _describe(error: BaseException) -> Failure:
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the user's code on, without how it was started."""
     while trace is not None and (
-        trace.tb_frame.f_code.co_filename == __file__ or "runpy" in trace.tb_frame.f_code.co_filename
+        trace.tb_frame.f_code.co_filename.endswith(_STARTERS) or "runpy" in trace.tb_frame.f_code.co_filename
     ):
         trace = trace.tb_next
     return trace

@@ -9,6 +9,8 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from tutti.cluster import Cluster
+
 ANY = -1
 """Receive from whichever rank sends first."""
 
@@ -18,6 +20,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 class Work(ABC):
     """Something under way. Abandoning it is allowed only when the transport is closed."""
+
+    __slots__ = ()
 
     @abstractmethod
     def done(self) -> bool:
@@ -61,6 +65,8 @@ class Transport(ABC):
     hosts: tuple[str, ...]
     """The host of each rank, by rank: equal where ranks can share memory."""
     timeout: timedelta
+    cluster: Cluster | None = None
+    """What its clock follows; None where time passes by itself."""
     bytes_sent: int
     """Bytes of tensor data this rank has sent, or made others read, through this transport."""
 
@@ -157,6 +163,15 @@ class Beats(Protocol):
 
 
 @runtime_checkable
+class CanShare(Protocol):
+    """A transport whose ranks, where they are on one host, can do better than send messages."""
+
+    def shared(self) -> Transport:
+        """The same conversation with sums in memory. Collective; for ranks of one host."""
+        ...
+
+
+@runtime_checkable
 class SharesMemory(Protocol):
     """A transport whose peers can read memory that it hands out, so that a bucket needs no copy."""
 
@@ -170,6 +185,6 @@ class SharesMemory(Protocol):
 
 def suited(transport: Transport, device_types: set[str]) -> Transport:
     """The transport to use for tensors of these devices: only CPU tensors can live in shared memory."""
-    if isinstance(transport, SharesMemory) and device_types != {"cpu"}:
+    if isinstance(transport, SharesMemory) and not device_types <= {"cpu", "meta"}:
         return transport.inner
     return transport

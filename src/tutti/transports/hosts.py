@@ -1,24 +1,19 @@
 """Several hosts with several ranks each: one transport that knows both levels."""
 
-import os
 from collections.abc import Sequence
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from tutti.transports.base import Beats, SharesMemory, Steps, Transport, Work
+from tutti.transports.base import Beats, CanShare, SharesMemory, Steps, Transport, Work
 from tutti.transports.process_group import ProcessGroupTransport
 
 
 def shared_where_possible(transport: Transport) -> Transport:
     """The same conversation with sums in shared memory, if all its ranks are on one host."""
     one_host = len(set(transport.hosts)) == 1
-    if isinstance(transport, ProcessGroupTransport) and one_host and hasattr(os, "memfd_create"):
-        from tutti.transports.shared_memory import SharedMemoryTransport  # Costs a compiler's import.
-
-        return SharedMemoryTransport(transport)
-    return transport
+    return transport.shared() if one_host and isinstance(transport, CanShare) else transport
 
 
 def hosts_are_shared(transport: Transport) -> bool:
@@ -38,6 +33,7 @@ class HostsTransport(Transport):
         """Open both levels. Collective."""
         self.inner = inner
         self.rank, self.size, self.hosts, self.timeout = inner.rank, inner.size, inner.hosts, inner.timeout
+        self.cluster = inner.cluster
         leaders = sorted(inner.hosts.index(host) for host in set(inner.hosts))
         here = [rank for rank, host in enumerate(inner.hosts) if host == inner.hosts[inner.rank]]
         self.within = shared_where_possible(inner.channel("within", here))
@@ -64,6 +60,12 @@ class HostsTransport(Transport):
 
     def start(self, steps: Steps) -> Work:
         return self.inner.start(steps)
+
+    def now(self) -> float:
+        return self.inner.now()
+
+    def elapse(self, seconds: float) -> None:
+        self.inner.elapse(seconds)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat CPU tensor that the ranks of this host can reach, where they can share memory."""

@@ -5,6 +5,7 @@ directly on a store, never through torch's default group, so a script may use
 `torch.distributed` for itself and several generations or channels can live side by side.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -144,6 +145,13 @@ class ProcessGroupTransport(Transport):
         self._messenger.interrupt()
         for channel in self._channels:
             channel.interrupt()
+
+    def shared(self) -> Transport:
+        if not hasattr(os, "memfd_create"):
+            return self
+        from tutti.transports.shared_memory import SharedMemoryTransport  # Costs a compiler's import.
+
+        return SharedMemoryTransport(self)
 
     def close(self) -> None:
         self.interrupt()

@@ -61,6 +61,15 @@ class Peer:
         return cls(**json.loads(text))
 
 
+def loss_of(me: int, gone: dict[int, str]) -> RankLost:
+    """The error for rank `me` to raise, naming those who are gone and how."""
+    who = "; ".join(f"rank {rank} is gone: {how}" for rank, how in sorted(gone.items()))
+    return RankLost(
+        f"rank {me}: {who}. It failed (see its output), or it took fewer steps than this rank "
+        "(tutti.shard gives all ranks the same number)."
+    )
+
+
 class Roster:
     """The ranks of one generation, or some of them, and the store through which they met.
 
@@ -126,11 +135,7 @@ class Roster:
         self._mark("fled")
         if not gone:
             return RankLost(f"rank {self.me}: lost contact with a peer ({detail}). See the other ranks' output.")
-        who = "; ".join(f"rank {rank} is gone: {how}" for rank, how in sorted(gone.items()))
-        return RankLost(
-            f"rank {self.me}: {who}. It failed (see its output), or it took fewer steps than this rank "
-            "(tutti.shard gives all ranks the same number)."
-        )
+        return loss_of(self.me, gone)
 
     def explain(self, cause: Exception) -> RankLost | DeadlineExceeded:
         """Turn a transport's own failure into the error that names the rank that caused it."""

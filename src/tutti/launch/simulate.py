@@ -1,0 +1,166 @@
+"""`simulate`: the same training in virtual time."""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from tutti.cluster import Cluster
+from tutti.errors import ConfigError, WorkerFailed
+from tutti.events import EventLog, Strip
+from tutti.launch import indoors
+from tutti.launch.link import Watcher, telling
+from tutti.launch.worker import describe
+from tutti.transports.base import DEFAULT_TIMEOUT
+from tutti.transports.hosts import levelled
+from tutti.transports.simulated import Engine, Network, Rank, SimulatedTransport, Stage
+from tutti.world import World, set_world
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """What one simulated rank did with its time. The three add up to when it ended."""
+
+    busy_s: float
+    """Computing."""
+    communicating_s: float
+    """Waiting, while messages to or from it travelled."""
+    waiting_s: float
+    """Waiting for others to come that far."""
+    strip: Strip
+    """The same, over the course of time."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one network card or switch carried, in one direction."""
+
+    num_bytes: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came of a simulated run."""
+
+    results: list[Any]
+    """What the function returned, by rank."""
+    seconds: float
+    """Of virtual time, until the last rank ended."""
+    ranks: list[RankTime]
+    links: dict[str, Traffic]
+    """By name: "host3 out" is what host 3 sent to the network."""
+    events: list[EventLog]
+    """The newest of each rank."""
+    num_messages: int
+    lost: dict[int, float]
+    """Ranks that died as the cluster says, and when."""
+
+
+def simulate(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int,
+    cluster: Cluster | None = None,
+    timeout: timedelta | None = None,
+    watch: Watcher | None = None,
+    pulse: Callable[[float, int], None] | None = None,
+) -> Simulation:
+    """Run `function(*args)` on `workers` simulated ranks of `cluster`: real gradients, modelled time.
+
+    The function is what `tutti.launch` would run; it calls `tutti.init()` itself. Ranks are threads of this process and
+    only one runs at a time, so the result is the same every time, to the bit.
+
+    Args:
+        cluster: hosts, links and speeds; `tutti.Cluster()` by default.
+        timeout: how long, in virtual time, a rank waits for the others before it gives up; 5 minutes by default.
+        watch: called with a rank and what it reported, as for `tutti.launch`.
+        pulse: called now and then with the virtual seconds and messages so far.
+
+    Raises `WorkerFailed` for the first rank that failed, and `Deadlock` if all wait for each other.
+    """
+    if not isinstance(cluster := cluster or Cluster(), Cluster):
+        raise ConfigError(
+            f"cluster must be an object such as tutti.Cluster(link=tutti.Link('1gbit', '50us')), got {cluster!r}. "
+            "tutti.Cluster.load reads presets and files."
+        )
+    indoors.refuse("tutti.simulate")
+    hosts = cluster.place(workers)
+    ranks: list[Rank] = []
+    engine = Engine(None if pulse is None else lambda now: pulse(now, sum(rank.num_messages for rank in ranks)))
+    for number, host in enumerate(hosts):
+        ranks.append(Rank(engine, number, host, cluster, timeout or DEFAULT_TIMEOUT))
+    network = Network(cluster, hosts)
+    stage = Stage(ranks, network)
+    for rank in ranks:
+        rank.start(partial(_live, stage, rank, watch, partial(function, *args)))
+    try:
+        with torch.no_grad(), _threads_as_in(workers), _rare_collections(), indoors.only():
+            engine.run(ranks)
+    finally:
+        engine.stop(ranks)
+    _raise_first_failure(ranks)
+    return _simulation(ranks, network, cluster)
+
+
+def _live(stage: Stage, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
+    """A simulated rank's whole life, in its own thread."""
+    indoors.enter()
+    transport = levelled(SimulatedTransport(stage, rank))
+    local = [host.name for host in stage.network.hosts[: rank.number]].count(rank.host.name)
+    world = set_world(World(rank.number, len(stage.ranks), local, rank.host.name, transport))
+    telling(None if watch is None else partial(watch, rank.number))
+    try:
+        return function()
+    finally:
+        world.close()
+
+
+@contextmanager
+def _threads_as_in(workers: int) -> Iterator[None]:
+    """As many threads for torch's operations as a launch of so many workers here would give each: so sums agree."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Messages come and go by the million and leave no cycles: to look for some so often would only cost time."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 100_000), 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _raise_first_failure(ranks: list[Rank]) -> None:
+    failed = [(rank, describe(rank.error)) for rank in ranks if rank.error is not None]
+    if failed:
+        # Those that failed only because another did come last.
+        rank, failure = min(failed, key=lambda pair: (pair[1].knock_on, pair[0].clock, pair[0].number))
+        if isinstance(rank.error, KeyboardInterrupt):
+            raise rank.error
+        raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.error
+
+
+def _simulation(ranks: list[Rank], network: Network, cluster: Cluster) -> Simulation:
+    return Simulation(
+        results=[rank.result for rank in ranks],
+        seconds=max(rank.clock for rank in ranks),
+        ranks=[RankTime(rank.busy_s, rank.communicating_s, rank.waiting_s, rank.strip) for rank in ranks],
+        links={pipe.name: Traffic(pipe.num_bytes, pipe.busy_s) for pipe in network.pipes},
+        events=[rank.events for rank in ranks],
+        num_messages=sum(rank.num_messages for rank in ranks),
+        lost={rank.number: rank.clock for rank in ranks if rank.number in cluster.failures and rank.died},
+    )

@@ -1,0 +1,305 @@
+"""Messages between simulated ranks: how they are matched, and when they arrive."""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tutti.errors import RankLost, ReplicaMismatch
+from tutti.transports.base import ANY
+from tutti.transports.roster import loss_of
+from tutti.transports.simulated.network import Network, Pipe
+from tutti.transports.simulated.work import Pending
+
+if TYPE_CHECKING:
+    from tutti.transports.simulated.rank import Rank
+
+
+class Message(Pending):
+    """A message, and the work of sending it: done when its last byte has left."""
+
+    __slots__ = ("_hop", "_start_s", "_stop_s", "arrival_s", "box", "num_bytes", "payload", "receive")
+
+    def __init__(self, box: "Mailbox", tensor: Tensor) -> None:
+        # Spelt out, as for `Receive`: a large simulation makes hundreds of millions of these.
+        self.rank = box.src
+        self.finish_s = None
+        self.error = None
+        self.wake = None
+        self.box = box
+        self.num_bytes: int = tensor.nbytes
+        self.payload: Any = tensor
+        self.receive: Receive | None = None
+        self.arrival_s: float | None = None
+
+    def depart(self) -> None:
+        """Take the first pipe as soon as it is free."""
+        box, rank = self.box, self.rank
+        if rank.gone is not None:
+            return
+        route, engine = box.route, rank.engine
+        now, num_bytes = engine.now, self.num_bytes
+        pipe = route.first
+        free_s = pipe.free_s
+        start_s = self._start_s = free_s if free_s > now else now
+        pipe.free_s = self.finish_s = left_s = start_s + num_bytes * pipe.seconds_per_byte
+        pipe.num_bytes += num_bytes
+        self._stop_s = left_s + route.latency_s
+        rank.num_messages += 1
+        if self.wake is not None:
+            engine.at(left_s, self.wake)
+        if box.receives:
+            box.receives.popleft().match(self)
+        else:
+            box.keep(self)
+        last = route.last
+        if route.direct and start_s == now and not last.pending:  # Nothing can come before it.
+            self._take(last, start_s + route.latency_s)
+            self._arrive()
+        else:
+            last.pending += 1
+            self._hop = 0
+            engine.at(start_s + route.latency_s, self._travel)
+
+    def _travel(self) -> None:
+        """Take the next pipes, now; where one is busy, the rest when it is free."""
+        engine, rest = self.rank.engine, self.box.route.rest
+        while self._hop < len(rest):
+            start_s = self._take(rest[self._hop], engine.now)
+            self._hop += 1
+            if start_s > engine.now and self._hop < len(rest):
+                engine.at(start_s, self._travel)
+                return
+        rest[-1].pending -= 1
+        self._arrive()
+
+    def _take(self, pipe: Pipe, now: float) -> float:
+        start_s = pipe.free_s if pipe.free_s > now else now
+        pipe.free_s = stop_s = start_s + self.num_bytes * pipe.seconds_per_byte
+        pipe.num_bytes += self.num_bytes
+        self._stop_s = max(self._stop_s, stop_s)
+        return start_s
+
+    def _arrive(self) -> None:
+        arrival_s = self.arrival_s = self._stop_s
+        box = self.box
+        self.rank.moving(self._start_s, arrival_s)
+        box.dst.moving(self._start_s, arrival_s)
+        if box.open is not None:
+            self.rank.engine.at(arrival_s, partial(box.land, self))
+        elif self.receive is not None:
+            receive, self.receive = self.receive, None  # Or the two would keep each other.
+            receive.complete(arrival_s)
+
+    @property
+    def under_way_s(self) -> float:
+        return self.rank.engine.now
+
+    def describe(self) -> str:
+        return f"a message to rank {self.box.dst.number} to leave"
+
+
+class Receive(Pending):
+    """A receive, and the message that it is for once that is known."""
+
+    __slots__ = ("_source", "place", "src", "tensor")
+
+    def __init__(self, rank: "Rank", tensor: Tensor, src: int, place: "Mailbox | OpenBox") -> None:
+        self.rank = rank
+        self.finish_s = None
+        self.error = None
+        self.wake = None
+        self.tensor = tensor
+        self.src = src
+        self.place = place
+        self._source = ANY  # Until there is a message.
+
+    def match(self, message: Message) -> None:
+        """Take what the message brings. It may be on its way still; nobody looks at the tensor before it is there."""
+        self._source = message.box.key[0]
+        payload, tensor = message.payload, self.tensor
+        message.payload = None
+        if payload.nbytes != tensor.nbytes or payload.dtype != tensor.dtype:
+            self.fail(
+                ReplicaMismatch(
+                    f"rank {self.rank.number}: expected {tensor.numel()} × {tensor.dtype} from rank "
+                    f"{message.rank.number}, got {payload.numel()} × {payload.dtype}."
+                )
+            )
+            return
+        if not payload.is_meta:
+            tensor.detach().copy_(payload.reshape(tensor.shape))
+        if message.arrival_s is None:
+            message.receive = self
+        else:
+            self.complete(message.arrival_s)
+
+    @property
+    def source(self) -> int:
+        return self._source
+
+    @property
+    def under_way_s(self) -> float:
+        return self.rank.engine.now if self._source != ANY else 0.0
+
+    def describe(self) -> str:
+        talk = self.place.conversation
+        who = "any rank" if self.src == ANY else f"rank {talk.ranks[self.src].number}"
+        return f"a message from {who} (tag {self.place.tag}, in '{talk.name}')"
+
+
+class Mailbox:
+    """Messages from one rank to another under one tag: matched in the order in which they were sent."""
+
+    def __init__(self, conversation: "Conversation", src: int, dst: int, tag: int) -> None:
+        self.conversation = conversation
+        self.src, self.dst = conversation.ranks[src], conversation.ranks[dst]
+        self.key, self.tag = (src, dst, tag), tag
+        self.route = conversation.network.route(self.src.number, self.dst.number)
+        self.messages: deque[Message] = deque()
+        self.receives: deque[Receive] = deque()
+        self.open: OpenBox | None = conversation.open.get((dst, tag))
+        """Where messages go if they may be received from ANY."""
+        self.on_the_way = 0
+        """To there."""
+
+    def keep(self, message: Message) -> None:
+        """Nobody waits for this message yet: keep its content until somebody does."""
+        if not message.payload.is_meta:
+            message.payload = message.payload.detach().clone()
+        if self.open is None:
+            self.messages.append(message)
+        else:
+            self.on_the_way += 1
+
+    def ask(self, receive: Receive) -> None:
+        if self.open is not None:
+            self.open.ask(receive)
+        elif self.messages:
+            receive.match(self.messages.popleft())
+        elif self.key[0] in self.conversation.closed:
+            receive.fail(self.conversation.lost(receive.rank, self.key[0]))
+        else:
+            self.receives.append(receive)
+
+    def land(self, message: Message) -> None:
+        assert self.open is not None
+        if message.receive is not None:
+            receive, message.receive = message.receive, None
+            receive.complete(message.rank.engine.now)
+        else:
+            self.on_the_way -= 1
+            self.open.land(message)
+            self.open.check()
+
+
+class OpenBox:
+    """Messages to one rank under one tag that may be received from ANY: matched in the order of arrival."""
+
+    def __init__(self, conversation: "Conversation", dst: int, tag: int) -> None:
+        self.conversation = conversation
+        self.tag = tag
+        self._dst = dst
+        self._landed: list[Message] = []
+        self._receives: list[Receive] = []
+        now = conversation.ranks[dst].engine.now
+        for (_, to, box_tag), box in conversation.boxes.items():
+            if (to, box_tag) == (dst, tag):
+                box.open = self
+                self._receives += box.receives
+                self._take_over(box, now)
+        self._landed.sort(key=lambda message: message.arrival_s or 0.0)
+
+    def _take_over(self, box: Mailbox, now: float) -> None:
+        for message in box.messages:
+            if message.arrival_s is not None and message.arrival_s <= now:
+                self._landed.append(message)
+                continue
+            box.on_the_way += 1
+            if message.arrival_s is not None:  # Else it lands when that is known.
+                message.rank.engine.at(message.arrival_s, partial(box.land, message))
+        box.messages.clear()
+        box.receives.clear()
+
+    def ask(self, receive: Receive) -> None:
+        for message in self._landed:
+            if receive.src in (ANY, message.box.key[0]):
+                self._landed.remove(message)
+                receive.match(message)
+                return
+        self._receives.append(receive)
+        self.check()
+
+    def land(self, message: Message) -> None:
+        for receive in self._receives:
+            if receive.src in (ANY, message.box.key[0]):
+                self._receives.remove(receive)
+                receive.match(message)
+                return
+        self._landed.append(message)
+
+    def check(self) -> None:
+        """Fail receives from those who have gone, if nothing of theirs is on its way."""
+        conversation = self.conversation
+        others = set(range(len(conversation.ranks))) - {self._dst}
+        for receive in list(self._receives):
+            sources = others if receive.src == ANY else {receive.src}
+            if sources <= conversation.closed.keys() and not self._coming(sources):
+                self._receives.remove(receive)
+                receive.fail(conversation.lost(receive.rank, max(sources)))
+
+    def _coming(self, sources: set[int]) -> bool:
+        return any(
+            box.open is self and box.key[0] in sources and box.on_the_way for box in self.conversation.boxes.values()
+        )
+
+
+class Conversation:
+    """What some ranks say to each other, apart from all else they say."""
+
+    def __init__(self, name: str, ranks: Sequence["Rank"], network: Network) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.network = network
+        self.boxes: dict[tuple[int, int, int], Mailbox] = {}
+        self.open: dict[tuple[int, int], OpenBox] = {}
+        self.closed: dict[int, str] = {}
+        """Those who will answer no more, and why."""
+        self.meetings: dict[int, Any] = {}
+        """What all of them do together, by number."""
+
+    def box(self, src: int, dst: int, tag: int) -> Mailbox:
+        box = self.boxes.get((src, dst, tag))
+        if box is None:
+            box = self.boxes[src, dst, tag] = Mailbox(self, src, dst, tag)
+        return box
+
+    def open_box(self, dst: int, tag: int) -> OpenBox:
+        if (dst, tag) not in self.open:
+            self.open[dst, tag] = OpenBox(self, dst, tag)
+        return self.open[dst, tag]
+
+    def close(self, rank: "Rank", why: str) -> None:
+        """A rank answers here no more: those who wait for it are told, unless it has sent what they wait for."""
+        mine = self.ranks.index(rank)
+        if mine in self.closed:
+            return
+        self.closed[mine] = why
+        for (src, dst, _), box in self.boxes.items():
+            if mine in (src, dst):
+                receives, box.receives = box.receives, deque()
+                for receive in receives:
+                    receive.fail(self.lost(receive.rank, mine))
+        for open_box in self.open.values():
+            open_box.check()
+        for meeting in list(self.meetings.values()):
+            meeting.fail(mine)
+
+    def lost(self, me: "Rank", who: int) -> RankLost:
+        """The error for `me`, who waits for `who` in vain."""
+        if self.ranks[who] is me:
+            return RankLost(f"rank {me.number}: this conversation was closed while it waited for a peer.")
+        causes = {rank.number: rank.gone for rank in self.ranks if rank.gone is not None and not rank.fled}
+        return loss_of(me.number, causes or {self.ranks[who].number: self.closed[who]})

@@ -1,0 +1,111 @@
+"""Virtual time: what happens next, and the threads of simulated ranks, of which exactly one runs."""
+
+import threading
+import time
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from tutti.transports.simulated.randomness import Randomness
+
+if TYPE_CHECKING:
+    from tutti.transports.simulated.rank import Rank
+
+Action = Callable[[], None]
+
+_PULSE_S = 0.1
+_GRACE_S = 10.0
+"""How long a rank's thread gets to come to its next wait when the simulation is over."""
+
+
+class Engine:
+    """The agenda of a simulation, and whose turn it is.
+
+    Its loop runs in the thread that asked for the simulation. What is due at one moment is done in the order in which
+    it was asked for. A rank's thread runs while the loop waits for it, until it has to wait for something itself.
+    """
+
+    def __init__(self, pulse: Callable[[float], None] | None = None) -> None:
+        self.now = 0.0
+        self.stopping = False
+        self._times: list[float] = []
+        self._agenda: dict[float, list[Action]] = {}
+        self._alarms: list[tuple[float, int, Rank]] = []
+        self._pulse = pulse
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._outside = Randomness()
+        self._last: Rank | None = None
+        self._running: Rank | None = None
+
+    def at(self, time_s: float, action: Action) -> None:
+        """Do `action` at that time, which has not passed yet."""
+        day = self._agenda.get(time_s)
+        if day is None:
+            self._agenda[time_s] = [action]
+            heappush(self._times, time_s)
+        else:
+            day.append(action)
+
+    def alarm(self, time_s: float, rank: "Rank") -> None:
+        """Look at that time whether the rank has waited too long. Alone it keeps nothing going."""
+        heappush(self._alarms, (time_s, rank.number, rank))
+
+    @property
+    def next_s(self) -> float | None:
+        """When something is due next, beyond what is due now; None if nothing is."""
+        return self._times[0] if self._times else None
+
+    def run(self, ranks: list["Rank"]) -> None:
+        """Do what is due until all ranks have ended. Raises what `Rank.stuck` says if nothing is due any more."""
+        times, agenda, alarms = self._times, self._agenda, self._alarms
+        looked, count = time.monotonic(), 0
+        living = list(ranks)
+        while living := [rank for rank in living if not rank.ended] if count % 64 == 0 else living:
+            count += 1
+            if not times:
+                if all(rank.ended for rank in living):
+                    return
+                raise living[0].stuck(ranks)
+            if alarms and alarms[0][0] < times[0]:
+                self.now, _, rank = heappop(alarms)
+                rank.ring()
+                continue
+            self.now = heappop(times)
+            for action in agenda[self.now]:
+                action()
+            del agenda[self.now]
+            if self._pulse is not None and time.monotonic() - looked > _PULSE_S:
+                looked = time.monotonic()
+                self._pulse(self.now)
+
+    def give_turn(self, rank: "Rank") -> None:
+        """Let a rank's thread run until it waits or ends. Its random numbers are its own."""
+        if self._last is not rank:
+            (self._last.randomness if self._last is not None else self._outside).keep()
+            rank.randomness.bring_back()
+            self._last = rank
+        self._running = rank
+        rank.turn.release()
+        self._turn.acquire()
+        self._running = None
+
+    def take_turn(self) -> None:
+        """Called by a rank's thread: let the loop go on."""
+        self._turn.release()
+
+    def stop(self, ranks: list["Rank"]) -> None:
+        """End the threads of all ranks, wherever they wait, and give the caller's random numbers back."""
+        self.stopping = True
+        deadline = time.monotonic() + _GRACE_S
+        if self._running is not None:  # The loop was interrupted while it waited for this rank.
+            self._turn.acquire(timeout=_GRACE_S)
+        for rank in ranks:
+            while not rank.ended and time.monotonic() < deadline:
+                rank.turn.release()
+                self._turn.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        for rank in ranks:
+            if rank.ended:
+                rank.join()
+        if self._last is not None:
+            self._outside.bring_back()

@@ -1,0 +1,268 @@
+"""A simulated rank: its thread, its clock, and what it spent its time on."""
+
+import random
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from tutti.cluster import Cluster, Host, format_time
+from tutti.errors import DeadlineExceeded, Deadlock, RankLost
+from tutti.events import COMPUTE, WAIT, Event, EventLog, Strip
+from tutti.transports.simulated.engine import Engine
+from tutti.transports.simulated.randomness import Randomness
+from tutti.transports.simulated.work import Pending
+
+if TYPE_CHECKING:
+    from tutti.transports.simulated.conversation import Conversation
+
+_KEPT_EVENTS = 2000
+_STACK_BYTES = 2**20
+_TABLE_ROWS = 24
+
+
+class Stopped(BaseException):
+    """Unwinds the thread of a rank that is to go no further. Not an error: nobody should catch it."""
+
+
+class Rank:
+    """One simulated rank.
+
+    Its clock may be ahead of the engine's: it computes as far as it can without knowing what others did meanwhile. What
+    it sends is put on the agenda at the time of its own clock, and before it looks at anything the engine catches up.
+    """
+
+    def __init__(self, engine: Engine, number: int, host: Host, cluster: Cluster, timeout: timedelta) -> None:
+        self.engine = engine
+        self.number = number
+        self.host = host
+        self.timeout = timeout
+        self.clock = 0.0
+        self.stepping = False
+        """Whether steps of this rank are being taken, at the engine's time and not at the rank's own."""
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self.randomness = Randomness()
+        self.conversations: list[Conversation] = []
+        self.ended = False
+        self.gone: str | None = None
+        self.fled = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.busy_s = self.waiting_s = self.communicating_s = 0.0
+        self.moving_s = self.moving_until_s = 0.0
+        self.num_messages = 0
+        self.events = EventLog(keep=_KEPT_EVENTS)
+        self.strip = Strip((COMPUTE, "communicate", WAIT))
+        self._slowness = 1 / cluster.speed_of(number, host)
+        self._pauses = cluster.pauses
+        self._rng = random.Random(f"{cluster.seed} {number} pauses")
+        self._next_pause_s = self._draw(cluster.pauses.every_s) if cluster.pauses else float("inf")
+        self._dies_s = cluster.failures.get(number, float("inf"))
+        self.died = False
+        self._waits_for: Pending | None = None
+        self._waits_since_s = 0.0
+        self._alarmed = False
+        self._looked_s = -1.0
+        self._computed: Event | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def time(self) -> float:
+        """What time it is for whoever acts for this rank now."""
+        return self.engine.now if self.stepping else self.clock
+
+    # The thread
+
+    def start(self, function: Callable[[], Any]) -> None:
+        """Make the thread; it runs when it is given its turn."""
+        self._thread = threading.Thread(target=self._run, args=(function,), name=f"rank {self.number}", daemon=True)
+        self._thread.start()
+        self.engine.at(0.0, self.resume)
+        if self._dies_s < float("inf"):
+            self.engine.at(self._dies_s, self._die)
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        self.turn.acquire()
+        try:
+            if not self.engine.stopping:
+                self.result = function()
+        except Stopped:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended = True
+            self.engine.take_turn()
+
+    def resume(self) -> None:
+        """Let the thread go on; on the engine's agenda."""
+        if self.ended:
+            return
+        self.engine.give_turn(self)
+        if self.ended:
+            self._flush()
+            knocked_on = isinstance(self.error, RankLost)
+            how = "it has left" if self.error is None else f"it failed: {type(self.error).__name__}"
+            self.engine.at(max(self.clock, self.engine.now), lambda: self.leave(how, fled=knocked_on))
+
+    def leave(self, how: str, fled: bool = False) -> None:
+        """Answer nobody any more."""
+        if self.gone is None:
+            self.gone, self.fled = how, fled
+            for conversation in self.conversations:
+                conversation.close(self, how)
+
+    def _die(self) -> None:
+        if not self.ended:
+            self.died = True
+            self.leave(f"it died at {format_time(self._dies_s)}")
+            if self._waits_for is not None:
+                self.resume()
+
+    def _yield(self) -> None:
+        """Let the engine go on until it resumes this rank."""
+        if self.engine.stopping:
+            raise Stopped
+        self.engine.take_turn()
+        self.turn.acquire()
+        if self.engine.stopping:
+            raise Stopped
+        self.check_alive()
+
+    def check_alive(self) -> None:
+        if self.engine.stopping or self.clock >= self._dies_s or self.gone is not None:
+            self.clock = min(self.clock, self._dies_s)
+            raise Stopped
+
+    # Time
+
+    def elapse(self, seconds: float) -> None:
+        """Compute for as long as a rank of speed 1 would in `seconds`."""
+        stop_s = self.clock + seconds * self._slowness
+        while stop_s > self._next_pause_s:
+            assert self._pauses is not None
+            length_s = self._draw(self._pauses.length_s)
+            stop_s += length_s
+            self._next_pause_s += length_s + self._draw(self._pauses.every_s)
+        self.busy_s += stop_s - self.clock
+        last = self._computed
+        if last is not None and last.stop_s == self.clock:
+            self._computed = last._replace(stop_s=stop_s)
+        else:
+            self._flush()
+            self._computed = Event(COMPUTE, self.clock, stop_s)
+        self.clock = stop_s
+        self.check_alive()
+
+    def wait(self, work: Pending) -> None:
+        """Wait until `work` is over, and raise if it failed."""
+        self.check_alive()
+        moved_s = self._moved_until(self.clock)
+        if work.finish_s is None:
+            self._waits_for, self._waits_since_s = work, self.clock
+            work.wake = self.resume
+            if not self._alarmed:
+                self._alarmed = True
+                self.engine.alarm(self.clock + self.timeout.total_seconds(), self)
+            self._yield()
+            self._waits_for = None
+        assert work.finish_s is not None
+        self._waited_until(work.finish_s, moved_s)
+        if work.error is not None:
+            raise work.error
+
+    def knows(self, work: Pending) -> bool:
+        """Whether `work` is over by this rank's clock.
+
+        Asked again at the same moment, it lets time pass until something happens: or a loop that asks and asks would
+        never end.
+        """
+        self.check_alive()
+        if work.finish_s is None and self.engine.now < self.clock:
+            self._catch_up()
+        if work.finish_s is None and self._looked_s == self.clock:
+            self._look_later()
+        self._looked_s = self.clock
+        return work.finish_s is not None and work.finish_s <= self.clock
+
+    def _catch_up(self) -> None:
+        self.engine.at(self.clock, self.resume)
+        self._yield()
+
+    def _look_later(self) -> None:
+        if (next_s := self.engine.next_s) is None:
+            raise Deadlock(f"rank {self.number} asks again and again for work that cannot end: nothing else goes on.")
+        moved_s = self._moved_until(self.clock)
+        self.engine.at(next_s, self.resume)
+        self._yield()
+        self._waited_until(next_s, moved_s)
+
+    def _waited_until(self, time_s: float, moved_s: float) -> None:
+        spent_s = time_s - self.clock
+        if spent_s <= 0:
+            return
+        self._flush()
+        communicating_s = min(spent_s, max(0.0, self._moved_until(time_s) - moved_s))
+        self.communicating_s += communicating_s
+        self.waiting_s += spent_s - communicating_s
+        self.events.record(Event(WAIT, self.clock, time_s))
+        self.strip.add(1, time_s - communicating_s, time_s)
+        self.strip.add(2, self.clock, time_s - communicating_s)
+        self.clock = time_s
+        self.check_alive()
+
+    def ring(self) -> None:
+        """Look whether this rank has waited for too long."""
+        work, limit_s = self._waits_for, self.timeout.total_seconds()
+        if work is None or work.finish_s is not None or self.ended:
+            self._alarmed = False
+            return
+        due_s = max(self._waits_since_s, work.under_way_s) + limit_s
+        if due_s > self.engine.now:
+            self.engine.alarm(due_s, self)
+            return
+        self._alarmed = False
+        work.fail(
+            DeadlineExceeded(
+                f"rank {self.number}: waited {limit_s:g} s of simulated time for {work.describe()}, and no rank is "
+                "gone. If the work is just slow, give more: tutti.simulate(..., timeout=...)."
+            )
+        )
+
+    def moving(self, start_s: float, stop_s: float) -> None:
+        """A message to or from this rank travels."""
+        until_s = self.moving_until_s
+        if stop_s > until_s:
+            self.moving_s += stop_s - (start_s if start_s > until_s else until_s)
+            self.moving_until_s = stop_s
+
+    def _moved_until(self, time_s: float) -> float:
+        return self.moving_s - max(0.0, self.moving_until_s - time_s)
+
+    def _flush(self) -> None:
+        if self._computed is not None:
+            self.events.record(self._computed)
+            self.strip.add(0, self._computed.start_s, self._computed.stop_s)
+            self._computed = None
+
+    def _draw(self, mean_s: float) -> float:
+        return self._rng.expovariate(1 / mean_s) if mean_s > 0 else 0.0
+
+    # When nothing goes on
+
+    def stuck(self, ranks: list["Rank"]) -> Deadlock:
+        """The error that says who waits for whom."""
+        rows = [f"  rank {rank.number:<4} at {format_time(rank.clock):>8}  {rank.status()}" for rank in ranks]
+        if len(rows) > _TABLE_ROWS:
+            rows = [*rows[:_TABLE_ROWS], f"  ... and {len(rows) - _TABLE_ROWS} more"]
+        return Deadlock("deadlock: every rank that has not ended waits for another.\n" + "\n".join(rows))
+
+    def status(self) -> str:
+        if self.gone is not None or self.ended:
+            return "has ended" if self.error is None else f"has failed: {type(self.error).__name__}"
+        return "runs" if self._waits_for is None else f"waits for {self._waits_for.describe()}"

@@ -1,0 +1,132 @@
+"""The transport of simulated ranks."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+
+from torch import Tensor
+
+from tutti.errors import ConfigError, RankLost
+from tutti.transports.base import ANY, Steps, Transport, Work
+from tutti.transports.simulated.conversation import Conversation, Mailbox, Message, OpenBox, Receive
+from tutti.transports.simulated.network import Network
+from tutti.transports.simulated.rank import Rank
+from tutti.transports.simulated.work import Task, Tasks
+
+
+class Stage:
+    """All that the transports of one simulation share: ranks, network and conversations."""
+
+    def __init__(self, ranks: Sequence[Rank], network: Network) -> None:
+        self.ranks = tuple(ranks)
+        self.network = network
+        self._conversations: dict[tuple[str, tuple[int, ...]], Conversation] = {}
+
+    def conversation(self, name: str, numbers: tuple[int, ...]) -> Conversation:
+        """The one of that name between these ranks."""
+        key = (name, numbers)
+        if key not in self._conversations:
+            self._conversations[key] = Conversation(name, [self.ranks[each] for each in numbers], self.network)
+        return self._conversations[key]
+
+
+class SimulatedTransport(Transport):
+    """Messages between ranks of one process, in virtual time."""
+
+    def __init__(self, stage: Stage, me: Rank, name: str = "world", numbers: tuple[int, ...] | None = None) -> None:
+        self._stage = stage
+        self._me = me
+        self._numbers = tuple(range(len(stage.ranks))) if numbers is None else numbers
+        self._talk = stage.conversation(name, self._numbers)
+        self.rank, self.size = self._numbers.index(me.number), len(self._numbers)
+        self.hosts = tuple(stage.network.hosts[number].name for number in self._numbers)
+        self.cluster = stage.network.cluster
+        self.bytes_sent = 0
+        self._tasks = Tasks()
+        self._opened: dict[str, int] = {}
+        self._channels: list[SimulatedTransport] = []
+        self._closed = False
+        me.conversations.append(self._talk)
+
+    @property
+    def timeout(self) -> timedelta:  # type: ignore[override]
+        return self._me.timeout
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        if self._closed or not 0 <= dst < self.size or dst == self.rank:
+            raise self._refusal(dst)
+        me, talk = self._me, self._talk
+        box = talk.boxes.get((self.rank, dst, tag)) or talk.box(self.rank, dst, tag)
+        message = Message(box, tensor)
+        self.bytes_sent += message.num_bytes
+        if me.stepping:
+            message.depart()
+        else:
+            me.engine.at(me.clock, message.depart)
+        return message
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        if self._closed or (src != ANY and (not 0 <= src < self.size or src == self.rank)):
+            raise self._refusal(src)
+        talk = self._talk
+        if src == ANY:
+            place: Mailbox | OpenBox = talk.open_box(self.rank, tag)
+        else:
+            place = talk.boxes.get((src, self.rank, tag)) or talk.box(src, self.rank, tag)
+        receive = Receive(self._me, tensor, src, place)
+        place.ask(receive)
+        return receive
+
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedTransport":
+        count = self._opened[name] = self._opened.get(name, 0) + 1
+        numbers = self._numbers if ranks is None else tuple(self._numbers[rank] for rank in ranks)
+        made = SimulatedTransport(self._stage, self._me, f"{self._talk.name}/{name}.{count}", numbers)
+        self._channels.append(made)
+        return made
+
+    def start(self, steps: Steps) -> Work:
+        if self._closed:
+            raise ConfigError(f"rank {self._me.number}: this transport is closed.")
+        task = Task(self._me, steps, self._tasks)
+        self._tasks.add(task)
+        return task
+
+    def now(self) -> float:
+        return self._me.time
+
+    def elapse(self, seconds: float) -> None:
+        """Compute for `seconds`, on a rank of speed 1; this rank may take longer or less."""
+        if not 0 <= seconds < float("inf"):
+            raise ConfigError(f"rank {self._me.number}: elapse takes seconds, 0 or more, got {seconds}.")
+        self._me.elapse(seconds)
+
+    def interrupt(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for channel in self._channels:
+            channel.close()
+        me = self._me
+        self._tasks.fail(RankLost(f"rank {me.number}: this transport was closed with work still to do."))
+        why = "it has closed this conversation"
+        me.engine.at(max(me.time, me.engine.now), partial(self._talk.close, me, why))
+
+    def shared(self) -> Transport:
+        """The same conversation with sums in memory, for ranks of one host."""
+        from tutti.transports.simulated.memory import SimulatedMemory
+
+        return SimulatedMemory(self)
+
+    def member(self) -> tuple[Rank, Conversation]:
+        """Who talks to whom here, for those who add to it. Refused once it is closed."""
+        if self._closed:
+            raise self._refusal(self.rank)
+        return self._me, self._talk
+
+    def _refusal(self, peer: int) -> ConfigError:
+        if self._closed:
+            return ConfigError(f"rank {self._me.number}: this transport is closed.")
+        return ConfigError(f"rank {self._me.number}: no peer {peer} in a world of {self.size}.")
