@@ -19,7 +19,7 @@ from tutti.world import World
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 
-every_transport = pytest.mark.parametrize("transport", (*TRANSPORTS, "simulated_memory"))
+every_transport = pytest.mark.parametrize("transport", [*TRANSPORTS, "simulated_memory"])
 every_messenger = pytest.mark.parametrize("transport", LEVELS)
 
 
