@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, EventLog
-from tutti.replica import Replica
+from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
 from tutti.replica.pace import Pace
 from tutti.replica.state import check_alike, take_from_rank_0
@@ -43,7 +43,9 @@ class Metrics:
 class Job:
     """The user's handle on a distributed model. Use as a context manager, or call `finish`."""
 
-    def __init__(self, replica: Replica, exchange: Exchange, strategy: Strategy, pace: Pace | None = None) -> None:
+    def __init__(
+        self, replica: HookedReplica, exchange: Exchange, strategy: Strategy, pace: Pace | None = None
+    ) -> None:
         self.strategy = strategy
         self._pace = pace
         self._replica = replica
@@ -163,7 +165,7 @@ def distribute(
     strategy = world.strategy or strategy or AllReduce()
     check_alike(model, optimizer, repr(strategy), _mistakes(model, optimizer, strategy), world.transport)
     take_from_rank_0(model, optimizer, world.transport)
-    replica = Replica(model, optimizer, world.draws)
+    replica = HookedReplica(model, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)
     channel = transport.channel("job")
     pace = Pace(channel) if channel.cluster is not None else None

@@ -7,6 +7,7 @@ must.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 
 from torch import Tensor
@@ -81,13 +82,12 @@ def _pass_on(flat: Tensor, transport: Transport, first: int, num_adds: int, num_
     size = transport.size
     left, right = (transport.rank - 1) % size, (transport.rank + 1) % size
     blocks = _chunked(flat, size)
-    coming = [(step, chunk) for step in range(num_steps) for chunk in blocks[(first - step - 1) % size]]
     sending = deque(transport.isend(chunk, right) for chunk in (blocks[first % size] if num_steps else []))
     arriving: deque[tuple[Tensor, Work]] = deque()
-    to_ask = iter(coming)
+    to_ask = _coming(blocks, first, num_steps)
     for step, chunk in islice(to_ask, _AHEAD):
         arriving.append(_ask(chunk, step < num_adds, transport, left))
-    for step, chunk in coming:
+    for step, chunk in _coming(blocks, first, num_steps):
         received, work = arriving.popleft()
         yield work
         if step < num_adds:
@@ -100,6 +100,13 @@ def _pass_on(flat: Tensor, transport: Transport, first: int, num_adds: int, num_
             arriving.append(_ask(following, later < num_adds, transport, left))
             break
     yield from sending
+
+
+def _coming(blocks: list[list[Tensor]], first: int, num_steps: int) -> Iterator[tuple[int, Tensor]]:
+    """Each chunk that comes from the left, and in which step."""
+    for step in range(num_steps):
+        for chunk in blocks[(first - step - 1) % len(blocks)]:
+            yield step, chunk
 
 
 def _ask(chunk: Tensor, to_add: bool, transport: Transport, src: int) -> tuple[Tensor, Work]:

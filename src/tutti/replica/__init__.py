@@ -1,7 +1,8 @@
 """The user's model and optimiser, seen as buckets."""
 
 from tutti.replica.buckets import Bucket
-from tutti.replica.hooks import Replica
+from tutti.replica.hooks import HookedReplica
+from tutti.replica.replica import Replica
 from tutti.replica.samples import Draws
 
-__all__ = ["Bucket", "Draws", "Replica"]
+__all__ = ["Bucket", "Draws", "HookedReplica", "Replica"]

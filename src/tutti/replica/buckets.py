@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError
 from tutti.transports import SharesMemory, Transport
+from tutti.transports.extent import Extent
 
 _LINE_BYTES = 64
 """Tensors start on cache lines, so that vector loads are whole and ranks never share a line."""
@@ -100,16 +102,19 @@ def _refuse_sparse(slot: Slot, grad: Tensor) -> None:
 class Memory:
     """All bucket memory of one device and dtype, allocated once and cut again as buckets change."""
 
-    def __init__(self, slots: Sequence[Slot], transport: Transport) -> None:
+    def __init__(self, slots: Sequence[Slot], transport: Transport, sizes_only: bool = False) -> None:
         tensor = slots[0].tensor
         # Room for every way of cutting: per slot its elements, a mark, and padding for both.
         self._line = max(1, _LINE_BYTES // tensor.itemsize)
         numel = sum(self._aligned(slot.tensor.numel()) + 2 * self._line for slot in slots)
-        if tensor.device.type == "cpu" and isinstance(transport, SharesMemory):
+        if sizes_only:
+            self.flat = cast(Tensor, Extent(numel, tensor.dtype, tensor.itemsize))
+        elif tensor.device.type == "cpu" and isinstance(transport, SharesMemory):
             self.flat = transport.empty(numel, tensor.dtype)
         else:
             self.flat = torch.empty(numel, dtype=tensor.dtype, device=tensor.device)
         self.flat.zero_()
+        self._sizes_only = sizes_only
         self._used = 0
 
     def start_over(self) -> None:
@@ -119,7 +124,8 @@ class Memory:
         """Cut the next bucket, for `slots`."""
         start = self._used
         for slot in slots:
-            slot.view = _like(self.flat[self._used : self._used + slot.tensor.numel()], slot.tensor)
+            if not self._sizes_only:
+                slot.view = _like(self.flat[self._used : self._used + slot.tensor.numel()], slot.tensor)
             self._used += self._aligned(slot.tensor.numel())
         values = self.flat[start : self._used]
         marks = self.flat[self._used : self._used + len(slots)]

@@ -1,9 +1,9 @@
-"""A replica: the user's model and optimiser, seen as buckets that fill during backward."""
+"""A replica that trains: its buckets fill during backward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -13,23 +13,12 @@ from torch.optim import Optimizer
 
 from tutti.collectives import share_json
 from tutti.errors import ConfigError
-from tutti.replica.batchnorm import SyncedBatchNorm
-from tutti.replica.buckets import Bucket, Memory, Slot, cut, kind_of
+from tutti.replica.buckets import Slot
+from tutti.replica.replica import Listener, Replica
 from tutti.replica.samples import Contribution, Draws
-from tutti.transports import Transport
 
 
-class Listener(Protocol):
-    """Who is told of the events of training: an exchange."""
-
-    def backward_started(self, weight: float) -> None: ...
-    def bucket_ready(self, bucket: Bucket) -> None: ...
-    def backward_done(self) -> None: ...
-    def before_step(self) -> None: ...
-    def after_step(self) -> None: ...
-
-
-class Replica:
+class HookedReplica(Replica):
     """Turns what autograd and the optimiser do into the events of training.
 
     `bucket_ready` comes in the order of the buckets' indices on every rank, whatever order the
@@ -37,16 +26,9 @@ class Replica:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, draws: Draws) -> None:
-        self.model = model
-        self.optimizer = optimizer
+        super().__init__(model, optimizer)
         self.contribution = Contribution(draws)
         self._draws = draws
-        self.slots = [Slot(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.slots.reverse()  # Backward reaches the last layers first; the first pass tells precisely.
-        self.statistics = [Slot(name, buffer) for name, buffer in _running_statistics(model)]
-        self.buckets: list[Bucket] = []
-        self._memories: dict[tuple[torch.device, torch.dtype], Memory] = {}
-        self.steps = 0
         self.syncing = True
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._listener: Listener | None = None
@@ -57,20 +39,6 @@ class Replica:
         self._weight = 1.0
         self._next = 0
         self._kept: list[tuple[Slot, Tensor]] = []
-
-    @property
-    def device_types(self) -> set[str]:
-        return {slot.tensor.device.type for slot in self.slots}
-
-    def allocate(self, transport: Transport, bucket_bytes: int) -> None:
-        """Make buckets, in memory of the transport where it has some. Collective."""
-        self._transport = transport
-        self._bucket_bytes = bucket_bytes
-        kinds: dict[Any, list[Slot]] = {}
-        for slot in [*self.slots, *self.statistics]:
-            kinds.setdefault(kind_of(slot.tensor), []).append(slot)
-        self._memories = {kind: Memory(slots, transport) for kind, slots in kinds.items()}
-        self._cut()
 
     def listen(self, listener: Listener, gradients: bool) -> None:
         """Tell `listener` what happens from now on: steps and, if it wants them, gradients."""
@@ -105,9 +73,6 @@ class Replica:
             yield
         finally:
             self.syncing = before
-
-    def _cut(self) -> None:
-        self.buckets = cut((self.slots, self.statistics), self._memories, self._bucket_bytes)
 
     def _gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         # A parameter keeps its hooks where Python's collector does not look: they must not keep the parameter.
@@ -242,7 +207,7 @@ class Replica:
 class _ForwardHook:
     """Tells a replica of its model's forward passes. A copy of the model, also a pickled one, leaves it behind."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: HookedReplica) -> None:
         self._replica = ref(replica)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -262,14 +227,3 @@ def _no_hook(*_: Any) -> None:
 
 def _make_no_hook() -> Callable[..., None]:
     return _no_hook
-
-
-def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The running means and variances of normalisation layers, which each rank updates from its own samples."""
-    for name, module in model.named_modules():
-        if isinstance(module, SyncedBatchNorm):
-            continue  # Equal on all ranks by itself.
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            for kind in ("running_mean", "running_var"):
-                if (buffer := getattr(module, kind)) is not None:
-                    yield f"{name}.{kind}".lstrip("."), buffer

@@ -12,7 +12,7 @@ class Extent:
     message may.
     """
 
-    __slots__ = ("_numel", "dtype", "itemsize", "nbytes")
+    __slots__ = ("_numel", "_parts", "dtype", "itemsize", "nbytes")
 
     is_meta = True
     is_cuda = False
@@ -23,10 +23,15 @@ class Extent:
         self.dtype = dtype
         self.itemsize = itemsize
         self.nbytes = numel * itemsize
+        self._parts: dict[int, Extent] = {}
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Extent":
+    def of(cls, tensor: "torch.Tensor | Extent") -> "Extent":
+        """As much as `tensor`."""
         return cls(tensor.numel(), tensor.dtype, tensor.itemsize)
+
+    def is_contiguous(self) -> bool:
+        return True
 
     def numel(self) -> int:
         return self._numel
@@ -36,7 +41,10 @@ class Extent:
 
     def __getitem__(self, part: slice) -> "Extent":
         start, stop, _ = part.indices(self._numel)
-        return Extent(max(0, stop - start), self.dtype, self.itemsize)
+        numel = max(0, stop - start)
+        if (same := self._parts.get(numel)) is None:  # Parts of one length are all alike.
+            same = self._parts[numel] = Extent(numel, self.dtype, self.itemsize)
+        return same
 
     def add_(self, other: object) -> Self:
         return self

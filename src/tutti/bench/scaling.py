@@ -1,0 +1,106 @@
+"""How training of a large model would scale: images a second on any number of workers, by sizes alone."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.cluster import Cluster
+from tutti.launch import init
+from tutti.launch.simulate import Simulation, simulate
+from tutti.recipes.models import large
+from tutti.replica.pace import Pace, Workload
+from tutti.replica.rehearsal import Rehearsal
+from tutti.strategies import Strategy
+
+IMAGE = (3, 224, 224)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is to be trained, on what."""
+
+    model: str
+    cluster: Cluster
+    strategy: Strategy
+    batch_size: int
+    """Of each worker."""
+    steps: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a number of workers did."""
+
+    workers: int
+    step_s: float
+    """Virtual."""
+    images_per_s: float
+    efficiency: float
+    """Images a second of each worker, relative to one that is alone."""
+    busy_share: float
+    """The part of the time in which ranks computed."""
+    bytes_per_worker: float
+    """Sent over the network or to other ranks of the host, in one step."""
+    num_messages: int
+    wall_s: float
+    """What it took to simulate."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def scaling(
+    case: Case, workers: list[int], pulse: Callable[[int, float, int], None] = lambda *_: None
+) -> Iterator[Row]:
+    """Simulate every number of workers in turn. `pulse` is told workers, virtual seconds and messages so far."""
+    with torch.device("meta"):
+        model = large(case.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        workload = Workload.of(model, (torch.empty(1, *IMAGE),), {})
+    alone = _step_s(_run(case, (model, optimizer, workload), 1, lambda *_: None))
+    for number in workers:
+        start = time.perf_counter()
+        done = _run(case, (model, optimizer, workload), number, lambda now, sent, n=number: pulse(n, now, sent))  # type: ignore[misc]
+        step_s = _step_s(done)
+        yield Row(
+            workers=number,
+            step_s=step_s,
+            images_per_s=number * case.batch_size / step_s,
+            efficiency=alone / step_s,
+            busy_share=sum(rank.busy_s for rank in done.ranks) / (number * done.seconds),
+            bytes_per_worker=sum(sent for _, sent in done.results) / number / case.steps,
+            num_messages=done.num_messages,
+            wall_s=time.perf_counter() - start,
+        )
+
+
+Parts = tuple[nn.Module, torch.optim.Optimizer, Workload]
+
+
+def _run(case: Case, parts: Parts, workers: int, pulse: Callable[[float, int], None]) -> Simulation:
+    return simulate(_train, case, parts, workers=workers, cluster=case.cluster, pulse=pulse)
+
+
+def _train(case: Case, parts: Parts) -> tuple[list[float], int]:
+    """When each step ended on this rank, and how many bytes it sent. All ranks share the model: it has no values."""
+    model, optimizer, workload = parts
+    transport = init().transport.channel("job")
+    replica = Rehearsal(model, optimizer, Pace(transport, workload))
+    exchange = case.strategy.attach(replica, transport)
+    before, ends = exchange.transport.bytes_sent, [transport.now()]
+    for _ in range(case.steps):
+        replica.step(case.batch_size)
+        ends.append(transport.now())
+    return ends, exchange.transport.bytes_sent - before
+
+
+def _step_s(done: Simulation) -> float:
+    """The mean of all steps but the first, which has nothing behind it to wait for."""
+    begin, end = (
+        max(ends[place] for ends, _ in done.results) for place in (1 if len(done.results[0][0]) > 2 else 0, -1)
+    )
+    return (end - begin) / max(1, len(done.results[0][0]) - 2)

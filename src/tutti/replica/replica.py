@@ -1,0 +1,71 @@
+"""What strategies see of a replica: the user's model and optimiser, as buckets."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.replica.batchnorm import SyncedBatchNorm
+from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
+from tutti.transports import Transport
+
+
+class Listener(Protocol):
+    """Who is told of the events of training: an exchange."""
+
+    def backward_started(self, weight: float) -> None: ...
+    def bucket_ready(self, bucket: Bucket) -> None: ...
+    def backward_done(self) -> None: ...
+    def before_step(self) -> None: ...
+    def after_step(self) -> None: ...
+
+
+class Replica(ABC):
+    """A model and its optimiser, seen as buckets of gradients and of running statistics."""
+
+    sizes_only = False
+    """Whether buckets have sizes and no values."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.slots = [Slot(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.slots.reverse()  # Backward reaches the last layers first; the first pass tells precisely.
+        self.statistics = [Slot(name, buffer) for name, buffer in _running_statistics(model)]
+        self.buckets: list[Bucket] = []
+        self.steps = 0
+        self._memories: dict[Kind, Memory] = {}
+
+    @property
+    def device_types(self) -> set[str]:
+        return {slot.tensor.device.type for slot in self.slots}
+
+    def allocate(self, transport: Transport, bucket_bytes: int) -> None:
+        """Make buckets, in memory of the transport where it has some. Collective."""
+        self._transport = transport
+        self._bucket_bytes = bucket_bytes
+        kinds: dict[Kind, list[Slot]] = {}
+        for slot in [*self.slots, *self.statistics]:
+            kinds.setdefault(kind_of(slot.tensor), []).append(slot)
+        self._memories = {kind: Memory(slots, transport, self.sizes_only) for kind, slots in kinds.items()}
+        self._cut()
+
+    @abstractmethod
+    def listen(self, listener: Listener, gradients: bool) -> None:
+        """Tell `listener` what happens from now on: steps and, if it wants them, gradients."""
+
+    def _cut(self) -> None:
+        self.buckets = cut((self.slots, self.statistics), self._memories, self._bucket_bytes)
+
+
+def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The running means and variances of normalisation layers, which each rank updates from its own samples."""
+    for name, module in model.named_modules():
+        if isinstance(module, SyncedBatchNorm):
+            continue  # Equal on all ranks by itself.
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            for kind in ("running_mean", "running_var"):
+                if (buffer := getattr(module, kind)) is not None:
+                    yield f"{name}.{kind}".lstrip("."), buffer
