@@ -1,5 +1,6 @@
 """`tutti bench`: Tutti beside its peers, on this machine."""
 
+import statistics
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from tutti.bench import allreduce as allreduce_bench
 from tutti.bench import collectives as collectives_bench
+from tutti.bench import fidelity as fidelity_bench
 from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
@@ -126,6 +128,43 @@ def overhead(
         table.add_row(row["case"], row["precision"], how, *times, f"{row['ratio']:.3f}")
     console.print(table)
     write_json(json_file, rows)
+
+
+@app.command("fidelity")
+def fidelity(
+    models: Annotated[str, typer.Option(help="Recipes, with commas between.")] = ",".join(fidelity_bench.MODELS),
+    strategies: Annotated[str, typer.Option(help=f"Some of {', '.join(fidelity_bench.STRATEGIES)}.")] = ",".join(
+        fidelity_bench.STRATEGIES
+    ),
+    rates: Annotated[str, typer.Option(help="Of the lab's links.")] = ",".join(fidelity_bench.RATES),
+    steps: Annotated[int, typer.Option(min=1, help="Of every job; the median counts.")] = 30,
+    json_file: JsonFile = None,
+) -> None:
+    """The simulator against reality: the same jobs in a lab of four hosts and in virtual time, from one measurement."""
+    check_writable(json_file)
+    chosen = fidelity_bench.chosen(models.split(","), strategies.split(","), rates.split(","))
+    console = Console()
+    with console.status("starting") as status:
+        rows = fidelity_bench.compare_all(chosen, steps, status.update)
+    console.print(_fidelity_table(rows))
+    errors = [abs(row.error) for row in rows]
+    same = sum(row.same_bits for row in rows)
+    console.print(
+        f"step time off by {statistics.median(errors):.1%} (median), {max(errors):.1%} (worst); parameters equal to "
+        f"the bit in {same} of {len(rows)}"
+    )
+    write_json(json_file, [row.as_dict() for row in rows])
+
+
+def _fidelity_table(rows: list[fidelity_bench.Row]) -> Table:
+    table = Table(title="median ms a step, 4 hosts")
+    for heading in ("model", "strategy", "rate", "ranks", "lab", "simulated", "off by", "bits"):
+        table.add_column(heading, justify="left" if heading in ("model", "strategy") else "right", no_wrap=True)
+    for row in rows:
+        where = (row.model, row.strategy, row.rate, str(4 * row.ranks))
+        times = _ms(row.real_s), _ms(row.simulated_s), f"{row.error:+.1%}"
+        table.add_row(*where, *times, "same" if row.same_bits else "differ")
+    return table
 
 
 def _numbers(text: str) -> list[int]:

@@ -25,12 +25,12 @@ def check_plot(path: Path | None) -> None:
         raise ConfigError(f"a plot's file ends in {' or '.join(FORMATS)}, got '{path}'.")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot: there is no folder {path.parent}.")
-    _pyplot()
+    pyplot()
 
 
 def plot_collectives(result: Mapping[str, Any], title: str, path: Path) -> None:
     """Seconds against message size, a line per algorithm, and its prediction dashed."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     rows = result["rows"]
     sizes = [row["num_bytes"] for row in rows]
@@ -53,7 +53,7 @@ def plot_lines(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], labels: tuple[str, str], title: str, path: Path
 ) -> None:
     """A panel for each key, a line for each algorithm in it."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(
         1, len(panels), figsize=(4.4 * len(panels), 4.2), sharey=True, layout="constrained", squeeze=False
     )
@@ -72,7 +72,7 @@ def plot_lines(
 
 def plot_spread(values: Mapping[str, Sequence[float]], unit: str, title: str, path: Path) -> None:
     """A dot for every run, a bar at the mean, an algorithm beside the other."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
     for place, (name, runs) in enumerate(values.items()):
         axes.plot([place] * len(runs), runs, "o", color=COLOURS[name], alpha=0.8, zorder=3)
@@ -98,7 +98,8 @@ def label(name: str) -> str:
     return {"mpi": "Open MPI", "gloo": "Gloo"}.get(name, name.replace("_", " "))
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib, drawing into files."""
     try:
         import matplotlib
     except ImportError as error:

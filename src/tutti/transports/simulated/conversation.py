@@ -54,14 +54,9 @@ class Message(Pending):
             box.receives.popleft().match(self)
         else:
             box.keep(self)
-        last = route.last
-        if route.direct and start_s == now and not last.pending:  # Nothing can come before it.
-            self._take(last, start_s + route.latency_s)
-            self._arrive()
-        else:
-            last.pending += 1
-            self._hop = 0
-            engine.at(start_s + route.latency_s, self._travel)
+        route.last.pending += 1
+        self._hop = 0
+        engine.at(start_s + route.latency_s, self._travel)
 
     def _travel(self) -> None:
         """Take the next pipes, now; where one is busy, the rest when it is free."""
@@ -118,23 +113,29 @@ class Receive(Pending):
 
     def match(self, message: Message) -> None:
         """Take what the message brings. It may be on its way still; nobody looks at the tensor before it is there."""
-        self._source = message.box.key[0]
-        payload, tensor = message.payload, self.tensor
-        message.payload = None
-        if payload.nbytes != tensor.nbytes or payload.dtype != tensor.dtype:
-            self.fail(
-                ReplicaMismatch(
-                    f"rank {self.rank.number}: expected {tensor.numel()} × {tensor.dtype} from rank "
-                    f"{message.rank.number}, got {payload.numel()} × {payload.dtype}."
-                )
-            )
+        payload, message.payload = message.payload, None
+        if not self.take(payload, message.box):
             return
-        if not payload.is_meta:
-            tensor.detach().copy_(payload.reshape(tensor.shape))
         if message.arrival_s is None:
             message.receive = self
         else:
             self.complete(message.arrival_s)
+
+    def take(self, payload: Tensor, box: "Mailbox") -> bool:
+        """Copy what was sent; False, and this has failed, if something else was expected."""
+        tensor = self.tensor
+        self._source = box.key[0]
+        if payload.nbytes != tensor.nbytes or payload.dtype != tensor.dtype:
+            self.fail(
+                ReplicaMismatch(
+                    f"rank {self.rank.number}: expected {tensor.numel()} × {tensor.dtype} from rank "
+                    f"{box.src.number}, got {payload.numel()} × {payload.dtype}."
+                )
+            )
+            return False
+        if not payload.is_meta:
+            tensor.detach().copy_(payload.reshape(tensor.shape))
+        return True
 
     @property
     def source(self) -> int:
@@ -164,6 +165,35 @@ class Mailbox:
         """Where messages go if they may be received from ANY."""
         self.on_the_way = 0
         """To there."""
+
+    def send_straight(self, tensor: Tensor) -> Pending | None:
+        """Send what somebody waits for over a way on which nothing is or can come before it; None if it is not so.
+
+        The whole journey is known at once, and nothing has to be put on the agenda but its end.
+        """
+        route, src = self.route, self.src
+        first, last, engine = route.first, route.last, src.engine
+        now = engine.now
+        if not (self.receives and route.direct and first.free_s <= now and not last.pending) or src.gone is not None:
+            return None
+        num_bytes = tensor.nbytes
+        sent = Pending(src)
+        first.free_s = sent.finish_s = now + num_bytes * first.seconds_per_byte
+        first.num_bytes += num_bytes
+        arrival_s, head_s = sent.finish_s + route.latency_s, now + route.latency_s
+        last.free_s = stop_s = (last.free_s if last.free_s > head_s else head_s) + num_bytes * last.seconds_per_byte
+        last.num_bytes += num_bytes
+        if stop_s > arrival_s:
+            arrival_s = stop_s
+        src.num_messages += 1
+        src.moving(now, arrival_s)
+        self.dst.moving(now, arrival_s)
+        receive = self.receives.popleft()
+        if receive.take(tensor, self):
+            receive.finish_s = arrival_s
+            if receive.wake is not None:
+                engine.at(arrival_s, receive.wake)
+        return sent
 
     def keep(self, message: Message) -> None:
         """Nobody waits for this message yet: keep its content until somebody does."""

@@ -1,0 +1,42 @@
+"""`tutti simulate --calibrate`: write down the cluster that behaves like this machine, or like a lab."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from tutti.bench.calibrate import cluster_of, measure
+from tutti.cli.place import check_one_place, described, lab_if_any
+from tutti.cluster import Cluster
+from tutti.errors import ConfigError
+from tutti.launch import launch
+from tutti.recipes import recipe
+
+
+def check_calibration(path: Path, workers: int | None, lab: str | None) -> None:
+    """Refuse what cannot be measured or written, before it is measured."""
+    check_one_place(workers, lab)
+    if path.suffix != ".toml":
+        raise ConfigError(f"--calibrate takes a file that ends in .toml, got '{path}'.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--calibrate: there is no folder {path.parent}.")
+
+
+def calibrate(recipe_name: str, path: Path, workers: int | None, lab: str | None) -> Cluster:
+    """Measure steps of a recipe and the links between ranks; write the cluster that does the same to `path`."""
+    made, console = recipe(recipe_name), Console()
+    with lab_if_any(lab) as hosts:
+        workers = hosts.spec.num_workers if hosts is not None else workers or 2
+        where = described(workers, hosts)
+        batch_size = max(1, made.batch_size // workers)
+        with console.status(f"{where}: starting") as status:
+
+            def show(rank: int, values: dict[str, str]) -> None:
+                status.update(f"{where}: {values['doing']}")
+
+            chosen = {"workers": workers} if hosts is None else {"lab": hosts}
+            found = launch(measure, made.name, batch_size, watch=show, **chosen)[0]
+    cluster = cluster_of(found, f"{made.name}, {where}")
+    path.write_text(cluster.to_toml())
+    console.print(str(cluster), highlight=False)
+    console.print(f"written to {path}; simulate with: tutti simulate {made.name} --cluster {path} --workers {workers}")
+    return cluster
