@@ -1,12 +1,13 @@
 """`simulate`: the same training in virtual time."""
 
+import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from tutti.transports.base import DEFAULT_TIMEOUT
 from tutti.transports.hosts import levelled
 from tutti.transports.simulated import Engine, Network, Rank, SimulatedTransport, Stage
 from tutti.world import World, set_world
+
+_M_TRIM_THRESHOLD = -1
+"""Of mallopt(3)."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def simulate(
             "tutti.Cluster.load reads presets and files."
         )
     indoors.refuse("tutti.simulate")
+    _return_memory()
     hosts = cluster.place(workers)
     ranks: list[Rank] = []
     engine = Engine(None if pulse is None else lambda now: pulse(now, sum(rank.num_messages for rank in ranks)))
@@ -142,6 +147,13 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@cache
+def _return_memory() -> None:
+    """Have glibc give freed tensors back at once: otherwise each thread's share of what is free grows to megabytes."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_M_TRIM_THRESHOLD, 128 * 1024)
 
 
 def _raise_first_failure(ranks: list[Rank]) -> None:

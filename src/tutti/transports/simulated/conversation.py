@@ -183,8 +183,7 @@ class Mailbox:
         arrival_s, head_s = sent.finish_s + route.latency_s, now + route.latency_s
         last.free_s = stop_s = (last.free_s if last.free_s > head_s else head_s) + num_bytes * last.seconds_per_byte
         last.num_bytes += num_bytes
-        if stop_s > arrival_s:
-            arrival_s = stop_s
+        arrival_s = max(arrival_s, stop_s)
         src.num_messages += 1
         src.moving(now, arrival_s)
         self.dst.moving(now, arrival_s)
