@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tutti.cluster import Cluster
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -62,3 +64,11 @@ def test_the_readmes_tree_is_the_real_one() -> None:
     package = ROOT / "src" / "tutti"
     real = {entry.name for entry in package.iterdir() if (entry / "__init__.py").exists() or entry.suffix == ".py"}
     assert listed == real - {"__init__.py"}
+
+
+def test_the_cluster_in_the_docs(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "simulation.md").read_text(), re.DOTALL)
+    (tmp_path / "four.toml").write_text(example)
+    cluster = Cluster.load(tmp_path / "four.toml")
+    assert [host.name for host in cluster.place(8)][::2] == ["host0", "host1", "host2", "host3"]
+    assert cluster.slow == {3: 2.0}

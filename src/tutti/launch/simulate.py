@@ -23,7 +23,7 @@ from tutti.transports.hosts import levelled
 from tutti.transports.simulated import Engine, Network, Rank, SimulatedTransport, Stage
 from tutti.world import World, set_world
 
-_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 """Of mallopt(3)."""
 
 
@@ -153,7 +153,7 @@ def _rare_collections() -> Iterator[None]:
 def _return_memory() -> None:
     """Have glibc give freed tensors back at once: otherwise each thread's share of what is free grows to megabytes."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(_M_TRIM_THRESHOLD, 128 * 1024)
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
 
 
 def _raise_first_failure(ranks: list[Rank]) -> None:

@@ -33,6 +33,12 @@ class Extent:
     def is_contiguous(self) -> bool:
         return True
 
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        return self.dtype.is_complex
+
     def numel(self) -> int:
         return self._numel
 
