@@ -63,7 +63,7 @@ def by_sizes(strategy: Strategy) -> tuple[list[float], int]:
 @pytest.mark.parametrize("per_host", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["ring", "tree", "butterfly", "hierarchical", "native"])
 def test_a_rehearsal_takes_as_long_as_training(strategy: str, per_host: int) -> None:
-    """From the third step on: in the first, ranks tell each other the order of gradients, and it shows in the second."""
+    """From the third step on: in the first, ranks agree on the order of gradients, and it shows in the second."""
     cluster = replace(CLUSTER, ranks_per_host=per_host)
     real = tutti.simulate(with_values, parse(strategy), workers=4, cluster=cluster)
     sizes = tutti.simulate(by_sizes, parse(strategy), workers=4, cluster=cluster)
