@@ -1,7 +1,6 @@
 """Measure how fast ranks compute and talk, and describe the cluster that does the same in virtual time."""
 
 import statistics
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,25 +19,14 @@ _TYPICAL = ("ring", "tree", "butterfly", "recursive_doubling")
 """What a message's latency is taken from: in collectives ranks wait for each other, and may share cores."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Seconds of one step's parts."""
-
-    forward_s: float
-    backward_s: float
-    step_s: float
-
-
 def measure(name: str, batch_size: int) -> dict[str, Any]:
     """What a `Cluster` needs to know, measured on this rank and its peers; the same on every rank."""
     transport, reporter = init().transport, Reporter()
     reporter.progress(doing="computing")
-    timed = _compute(name, batch_size, transport)
-    found: dict[str, Any] = {"forward_s": timed.forward_s, "backward_s": timed.backward_s, "step_s": timed.step_s}
-    found |= {"batch_size": batch_size, "hosts": len(set(transport.hosts)), "size": transport.size}
+    found = measure_compute(name, batch_size, transport)
     if transport.size > 1:
         reporter.progress(doing="sending messages")
-        found["links"] = _links(transport)
+        found |= measure_network(transport)
     return found
 
 
@@ -49,7 +37,7 @@ def cluster_of(found: dict[str, Any], name: str = "calibrated") -> Cluster:
         sample_s=computing_s / found["batch_size"], step_s=found["step_s"], forward=found["forward_s"] / computing_s
     )
     links = {kind: Link(*link) for kind, link in found.get("links", {}).items()}
-    hosts, size = found["hosts"], found["size"]
+    hosts, size = found.get("hosts", 1), found.get("size", 1)
     return Cluster(
         name=name,
         hosts=hosts,
@@ -60,7 +48,7 @@ def cluster_of(found: dict[str, Any], name: str = "calibrated") -> Cluster:
     )
 
 
-def _compute(name: str, batch_size: int, transport: Transport) -> Timed:
+def measure_compute(name: str, batch_size: int, transport: Transport) -> dict[str, Any]:
     """All ranks compute at once, as they do in training, and exchange nothing; the slowest rank's seconds."""
     made = recipe(name)
     model = made.model()
@@ -80,7 +68,8 @@ def _compute(name: str, batch_size: int, transport: Transport) -> Timed:
         rows.append([later - earlier for earlier, later in pairwise(times)])
     everyones = gather_json(rows[_WARM_UP:], transport)
     slowest = [max((mine[number] for mine in everyones), key=sum) for number in range(_ROUNDS)]
-    return Timed(*(statistics.median(row[part] for row in slowest) for part in range(3)))
+    parts = (statistics.median(row[part] for row in slowest) for part in range(3))
+    return {**dict(zip(("forward_s", "backward_s", "step_s"), parts, strict=True)), "batch_size": batch_size}
 
 
 def _meet(transport: Transport) -> None:
@@ -88,7 +77,7 @@ def _meet(transport: Transport) -> None:
         run(recursive_doubling.steps(torch.zeros(1), transport))
 
 
-def _links(transport: Transport) -> dict[str, tuple[float, float]]:
+def measure_network(transport: Transport) -> dict[str, Any]:
     """Rate by ping-pong of long messages; latency by collectives of short ones."""
     links = {}
     between: Transport | None = transport
@@ -100,10 +89,11 @@ def _links(transport: Transport) -> dict[str, tuple[float, float]]:
     everyones = gather_json(links, transport)
     kinds = {kind for mine in everyones for kind in mine}
     one_host = len(set(transport.hosts)) == 1
-    return {
+    found = {
         "within" if one_host or kind == "within" else "link": next(mine[kind] for mine in everyones if kind in mine)
         for kind in sorted(kinds)
     }
+    return {"links": found, "hosts": len(set(transport.hosts)), "size": transport.size}
 
 
 def _here(transport: Transport) -> list[int]:

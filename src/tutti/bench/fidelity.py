@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tutti.bench.calibrate import cluster_of, measure
-from tutti.cluster import Cluster
+from tutti.bench.calibrate import cluster_of, measure_compute, measure_network
 from tutti.errors import UnknownName
 from tutti.job import distribute
 from tutti.launch import init, launch
 from tutti.launch.lab import Lab, LabSpec
+from tutti.launch.link import Link
 from tutti.launch.simulate import simulate
 from tutti.recipes import recipe
 from tutti.strategies import parse
@@ -48,15 +48,33 @@ class Row:
         return {**asdict(self), "error": self.error}
 
 
-def job(name: str, strategy: str, batch_size: int, steps: int) -> tuple[float, str]:
+def in_lab(pairs: list[tuple[str, str]], steps: int) -> dict[str, Any]:
+    """All that is done on the hosts of one lab: links and computing measured, and every job, on this rank."""
+    world, reporter = init(), Link()
+    found: dict[str, Any] = {"network": measure_network(world.transport), "compute": {}, "jobs": {}}
+    for number, (model, strategy) in enumerate(pairs):
+        reporter.progress(done=number, total=len(pairs), job=f"{model}, {strategy}")
+        batch_size = batch_size_of(model, world.size)
+        if model not in found["compute"]:
+            found["compute"][model] = measure_compute(model, batch_size, world.transport)
+        found["jobs"][model, strategy] = job(model, strategy, steps)
+    return found
+
+
+def batch_size_of(model: str, workers: int) -> int:
+    """Of each worker."""
+    return max(1, recipe(model).batch_size // workers)
+
+
+def job(model_name: str, strategy: str, steps: int) -> tuple[float, str]:
     """Train for some steps: the median seconds of a step, and a digest of the parameters."""
     world = init()
-    made = recipe(name)
+    made, batch_size = recipe(model_name), batch_size_of(model_name, world.size)
     torch.manual_seed(0)
     model = made.model()
     optimizer = made.optimizer(model)
-    x, y = made.example(batch_size * world.size)
-    x, y = (part[world.rank * batch_size : (world.rank + 1) * batch_size] for part in (x, y))
+    everyones = made.example(batch_size * world.size)
+    x, y = (part[world.rank * batch_size : (world.rank + 1) * batch_size] for part in everyones)
     times = []
     with distribute(model, optimizer, parse(strategy), world=world):
         for _ in range(_WARM_UP + steps):
@@ -89,25 +107,25 @@ def chosen(models: list[str], strategies: list[str], rates: list[str]) -> Chosen
     return found
 
 
-def compare_all(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[Row]:
+def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[Row]:
     """Run and simulate everything."""
     rows = []
     for (rate, ranks), pairs in cases.items():
-        with Lab(LabSpec.parse(f"hosts={HOSTS},rate={rate},ranks={ranks}")) as lab:
-            for model in dict.fromkeys(model for model, _ in pairs):
-                say(f"{model}, {rate}, {lab.spec.num_workers} ranks: measuring")
-                batch_size = max(1, recipe(model).batch_size // lab.spec.num_workers)
-                cluster = cluster_of(launch(measure, model, batch_size, lab=lab)[0])
-                for strategy in [each for name, each in pairs if name == model]:
-                    say(f"{model}, {rate}, {lab.spec.num_workers} ranks: {strategy}")
-                    real_s, simulated_s, same = _both(lab, cluster, (model, strategy, batch_size, steps))
-                    rows.append(Row(model, strategy, rate, ranks, real_s, simulated_s, same))
+        spec = LabSpec.parse(f"hosts={HOSTS},rate={rate},ranks={ranks}")
+
+        def show(rank: int, values: dict[str, Any], spec: LabSpec = spec) -> None:
+            if rank == 0:
+                say(f"lab {spec}: {values['job']}, {values['done'] + 1} of {values['total']}")
+
+        say(f"lab {spec}: measuring its links")
+        with Lab(spec) as lab:
+            real = launch(in_lab, pairs, steps, lab=lab, watch=show)
+        for model, strategy in pairs:
+            say(f"simulating {spec}: {model}, {strategy}")
+            cluster = cluster_of(real[0]["network"] | real[0]["compute"][model])
+            simulated = simulate(job, model, strategy, steps, workers=spec.num_workers, cluster=cluster).results
+            lived = [mine["jobs"][model, strategy] for mine in real]
+            bits = {digest for _, digest in (*lived, *simulated)}
+            seconds = [max(step_s for step_s, _ in run) for run in (lived, simulated)]
+            rows.append(Row(model, strategy, rate, ranks, seconds[0], seconds[1], len(bits) == 1))
     return rows
-
-
-def _both(lab: Lab, cluster: Cluster, args: tuple[str, str, int, int]) -> tuple[float, float, bool]:
-    """Seconds of a step, in the lab and simulated, of the slowest rank; and whether all parameters are the same."""
-    real = launch(job, *args, lab=lab)
-    simulated = simulate(job, *args, workers=lab.spec.num_workers, cluster=cluster).results
-    bits = {digest for _, digest in (*real, *simulated)}
-    return max(step_s for step_s, _ in real), max(step_s for step_s, _ in simulated), len(bits) == 1

@@ -145,7 +145,7 @@ def fidelity(
     chosen = fidelity_bench.chosen(models.split(","), strategies.split(","), rates.split(","))
     console = Console()
     with console.status("starting") as status:
-        rows = fidelity_bench.compare_all(chosen, steps, status.update)
+        rows = fidelity_bench.compare(chosen, steps, status.update)
     console.print(_fidelity_table(rows))
     errors = [abs(row.error) for row in rows]
     same = sum(row.same_bits for row in rows)
