@@ -68,7 +68,7 @@ class Job:
 
     def watch(self, loss: Tensor) -> None:
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
-        if not torch.isfinite(loss.detach()).all():
+        if not loss.is_meta and not torch.isfinite(loss.detach()).all():
             if self._exchange.transport.size == 1:
                 raise NonFiniteLoss(0, [0], self._replica.steps)
             self._replica.contribution.say(float("nan"))

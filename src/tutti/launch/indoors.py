@@ -3,9 +3,7 @@
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -31,26 +29,18 @@ def refuse(what: str) -> None:
         )
 
 
-@contextmanager
-def only() -> Iterator[None]:
-    """Within it, simulated ranks cannot open sockets: neither Python's nor those of torch's stores."""
-    _watch_sockets()
+@cache
+def watch() -> None:
+    """From now on simulated ranks cannot open sockets: neither Python's nor those of torch's stores. Others can."""
+    sys.addaudithook(_hear)
     before = TCPStore.__init__
 
+    @wraps(before)
     def init(self: TCPStore, *args: Any, **kwargs: Any) -> None:
         refuse("torch.distributed.TCPStore opens real sockets")
         before(self, *args, **kwargs)
 
     TCPStore.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        TCPStore.__init__ = before  # type: ignore[method-assign]
-
-
-@cache
-def _watch_sockets() -> None:
-    sys.addaudithook(_hear)
 
 
 def _hear(event: str, args: tuple[Any, ...]) -> None:

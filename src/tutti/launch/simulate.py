@@ -3,7 +3,8 @@
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tutti.cluster import Cluster
+from tutti.cluster import Cluster, Host
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.events import EventLog, Strip
 from tutti.launch import indoors
@@ -25,6 +26,8 @@ from tutti.world import World, set_world
 
 _M_MMAP_THRESHOLD = -3
 """Of mallopt(3)."""
+
+_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -97,21 +100,38 @@ def simulate(
     indoors.refuse("tutti.simulate")
     _return_memory()
     hosts = cluster.place(workers)
+    if not _one_at_a_time.acquire(blocking=False):
+        raise ConfigError("another simulation runs in this process, and the two would share its random numbers. Wait.")
+    try:
+        return _simulate(partial(function, *args), cluster, hosts, timeout or DEFAULT_TIMEOUT, watch, pulse)
+    finally:
+        _one_at_a_time.release()
+
+
+def _simulate(
+    function: Callable[[], Any],
+    cluster: Cluster,
+    hosts: Sequence[Host],
+    timeout: timedelta,
+    watch: Watcher | None,
+    pulse: Callable[[float, int], None] | None,
+) -> Simulation:
+    indoors.watch()
     ranks: list[Rank] = []
     engine = Engine(None if pulse is None else lambda now: pulse(now, sum(rank.num_messages for rank in ranks)))
     for number, host in enumerate(hosts):
-        ranks.append(Rank(engine, number, host, cluster, timeout or DEFAULT_TIMEOUT))
+        ranks.append(Rank(engine, number, host, cluster, timeout))
     network = Network(cluster, hosts)
     stage = Stage(ranks, network)
     for rank in ranks:
-        rank.start(partial(_live, stage, rank, watch, partial(function, *args)))
+        rank.start(partial(_live, stage, rank, watch, function))
     try:
-        with torch.no_grad(), _threads_as_in(workers), _rare_collections(), indoors.only():
+        with torch.no_grad(), _threads_as_in(len(ranks)), _rare_collections():
             engine.run(ranks)
     finally:
         engine.stop(ranks)
     _raise_first_failure(ranks)
-    return _simulation(ranks, network, cluster)
+    return _simulation(ranks, network)
 
 
 def _live(stage: Stage, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
@@ -119,12 +139,9 @@ def _live(stage: Stage, rank: Rank, watch: Watcher | None, function: Callable[[]
     indoors.enter()
     transport = levelled(SimulatedTransport(stage, rank))
     local = [host.name for host in stage.network.hosts[: rank.number]].count(rank.host.name)
-    world = set_world(World(rank.number, len(stage.ranks), local, rank.host.name, transport))
+    set_world(World(rank.number, len(stage.ranks), local, rank.host.name, transport))
     telling(None if watch is None else partial(watch, rank.number))
-    try:
-        return function()
-    finally:
-        world.close()
+    return function()  # Whoever still waits for this rank then hears how it ended.
 
 
 @contextmanager
@@ -166,7 +183,7 @@ def _raise_first_failure(ranks: list[Rank]) -> None:
         raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.error
 
 
-def _simulation(ranks: list[Rank], network: Network, cluster: Cluster) -> Simulation:
+def _simulation(ranks: list[Rank], network: Network) -> Simulation:
     return Simulation(
         results=[rank.result for rank in ranks],
         seconds=max(rank.clock for rank in ranks),
@@ -174,5 +191,5 @@ def _simulation(ranks: list[Rank], network: Network, cluster: Cluster) -> Simula
         links={pipe.name: Traffic(pipe.num_bytes, pipe.busy_s) for pipe in network.pipes},
         events=[rank.events for rank in ranks],
         num_messages=sum(rank.num_messages for rank in ranks),
-        lost={rank.number: rank.clock for rank in ranks if rank.number in cluster.failures and rank.died},
+        lost={rank.number: rank.clock for rank in ranks if rank.died},
     )

@@ -172,6 +172,8 @@ class HookedReplica(Replica):
             slot.tensor.grad = None
 
     def _mark_of(self, slot: Slot) -> bool:
+        if slot.tensor.is_meta:
+            return slot.touched  # Without values, what holds here holds everywhere.
         return bool(slot.bucket.marks[slot.bucket.slots.index(slot)] != 0)
 
     def _cut_again(self, order: list[Slot]) -> None:

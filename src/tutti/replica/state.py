@@ -68,7 +68,7 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
     if mistake:
         raise ConfigError(mistake)
     if transport.rank == 0:
-        tensors = [tensor.cpu() for tensor in tensors]
+        tensors = [torch.zeros_like(each, device="cpu") if each.is_meta else each.cpu() for each in tensors]
     else:
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in kinds]
     broadcast_all(tensors, transport)

@@ -147,7 +147,7 @@ class AllReduceExchange(Exchange):
         super().__init__(replica, transport)
         alone = transport.size == 1
         # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
-        on_gpu = algorithm == "auto" and replica.device_types != {"cpu"}
+        on_gpu = algorithm == "auto" and not replica.device_types <= {"cpu", "meta"}
         self._mean = _mean_over(transport, "native" if on_gpu else algorithm)
         self._weights_known: Work = Finished()
         self._waiting: deque[Bucket] = deque()

@@ -68,11 +68,14 @@ class Message(Pending):
                 engine.at(start_s, self._travel)
                 return
         rest[-1].pending -= 1
+        box = self.box
+        self._stop_s = box.newest_s = max(self._stop_s, box.newest_s)  # On lanes a short one might overtake.
         self._arrive()
 
     def _take(self, pipe: Pipe, now: float) -> float:
         start_s = pipe.free_s if pipe.free_s > now else now
-        pipe.free_s = stop_s = start_s + self.num_bytes * pipe.seconds_per_byte
+        stop_s = start_s + self.num_bytes * pipe.seconds_per_byte
+        pipe.free_s = stop_s if pipe.lanes is None else pipe.occupy(stop_s)
         pipe.num_bytes += self.num_bytes
         self._stop_s = max(self._stop_s, stop_s)
         return start_s
@@ -143,7 +146,8 @@ class Receive(Pending):
 
     @property
     def under_way_s(self) -> float:
-        return self.rank.engine.now if self._source != ANY else 0.0
+        comes = self._source != ANY or self.place.comes(self.src)
+        return self.rank.engine.now if comes else 0.0
 
     def describe(self) -> str:
         talk = self.place.conversation
@@ -165,6 +169,8 @@ class Mailbox:
         """Where messages go if they may be received from ANY."""
         self.on_the_way = 0
         """To there."""
+        self.newest_s = 0.0
+        """When the last message whose arrival is known arrives."""
 
     def send_straight(self, tensor: Tensor) -> Pending | None:
         """Send what somebody waits for over a way on which nothing is or can come before it; None if it is not so.
@@ -212,6 +218,10 @@ class Mailbox:
             receive.fail(self.conversation.lost(receive.rank, self.key[0]))
         else:
             self.receives.append(receive)
+
+    def comes(self, src: int) -> bool:
+        """Whether a message that was not matched yet is on its way."""
+        return self.open is not None and self.open.comes(src)
 
     def land(self, message: Message) -> None:
         assert self.open is not None
@@ -278,6 +288,9 @@ class OpenBox:
             if sources <= conversation.closed.keys() and not self._coming(sources):
                 self._receives.remove(receive)
                 receive.fail(conversation.lost(receive.rank, max(sources)))
+
+    def comes(self, src: int) -> bool:
+        return self._coming(set(range(len(self.conversation.ranks))) if src == ANY else {src})
 
     def _coming(self, sources: set[int]) -> bool:
         return any(

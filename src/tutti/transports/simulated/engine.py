@@ -31,6 +31,7 @@ class Engine:
         self._times: list[float] = []
         self._agenda: dict[float, list[Action]] = {}
         self._alarms: list[tuple[float, int, Rank]] = []
+        self._lookers: list[Rank] = []
         self._pulse = pulse
         self._turn = threading.Lock()
         self._turn.acquire()
@@ -51,22 +52,18 @@ class Engine:
         """Look at that time whether the rank has waited too long. Alone it keeps nothing going."""
         heappush(self._alarms, (time_s, rank.number, rank))
 
-    @property
-    def next_s(self) -> float | None:
-        """When something is due next, beyond what is due now; None if nothing is."""
-        return self._times[0] if self._times else None
+    def look_later(self, rank: "Rank") -> None:
+        """Resume a rank that asks again and again when all that is due now is done and the next thing is due.
+
+        Where nothing is, it is resumed now.
+        """
+        self._lookers.append(rank)
 
     def run(self, ranks: list["Rank"]) -> None:
-        """Do what is due until all ranks have ended. Raises what `Rank.stuck` says if nothing is due any more."""
+        """Do what is due, to the last message. Raises what `Rank.stuck` says if ranks are left then."""
         times, agenda, alarms = self._times, self._agenda, self._alarms
-        looked, count = time.monotonic(), 0
-        living = list(ranks)
-        while living := [rank for rank in living if not rank.ended] if count % 64 == 0 else living:
-            count += 1
-            if not times:
-                if all(rank.ended for rank in living):
-                    return
-                raise living[0].stuck(ranks)
+        looked = time.monotonic()
+        while times:
             if alarms and alarms[0][0] < times[0]:
                 self.now, _, rank = heappop(alarms)
                 rank.ring()
@@ -75,9 +72,19 @@ class Engine:
             for action in agenda[self.now]:
                 action()
             del agenda[self.now]
+            if self._lookers:
+                self._let_look()
             if self._pulse is not None and time.monotonic() - looked > _PULSE_S:
                 looked = time.monotonic()
                 self._pulse(self.now)
+        if not all(rank.ended for rank in ranks):
+            raise ranks[0].stuck(ranks)
+
+    def _let_look(self) -> None:
+        lookers, self._lookers = self._lookers, []
+        next_s = self._times[0] if self._times else None
+        for rank in lookers:
+            self.at(rank.looks_again_s(next_s), rank.resume)
 
     def give_turn(self, rank: "Rank") -> None:
         """Let a rank's thread run until it waits or ends. Its random numbers are its own."""

@@ -2,19 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
+from math import prod
 
-from tutti.cluster import Cluster, Host, Link
+from tutti.cluster import Cluster, Host
 from tutti.errors import ConfigError
 
 
 class Pipe:
-    """Something that carries one byte after the other. Whoever comes first goes first."""
+    """Something that carries one byte after the other. Whoever comes first goes first.
 
-    __slots__ = ("free_s", "name", "num_bytes", "pending", "seconds_per_byte")
+    That of a switch has lanes, as several cards send through it at once: so many as are each as fast as a card.
+    """
 
-    def __init__(self, name: str, seconds_per_byte: float) -> None:
+    __slots__ = ("free_s", "lanes", "name", "num_bytes", "pending", "seconds_per_byte")
+
+    def __init__(self, name: str, seconds_per_byte: float, num_lanes: int = 1) -> None:
         self.name = name
         self.seconds_per_byte = seconds_per_byte
+        """Of a lane."""
+        self.lanes = [0.0] * num_lanes if num_lanes > 1 else None
         self.free_s = 0.0
         self.num_bytes = 0
         self.pending = 0
@@ -22,7 +29,13 @@ class Pipe:
 
     @property
     def busy_s(self) -> float:
-        return self.num_bytes * self.seconds_per_byte
+        return self.num_bytes * self.seconds_per_byte / (1 if self.lanes is None else len(self.lanes))
+
+    def occupy(self, until_s: float) -> float:
+        """Take the lane that is free first; returns when another is."""
+        assert self.lanes is not None
+        heapreplace(self.lanes, until_s)
+        return self.lanes[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +89,9 @@ class Network:
         path = self.cluster.links.get((one.name, two.name)) or self.cluster.links.get((two.name, one.name))
         if path is not None:
             middle.append(self._pipe(f"{one.name} to {two.name}", path.seconds_per_byte))
-        first = self._pipe(f"{one.name} out", (one.link or link).seconds_per_byte)
-        last = self._pipe(f"{two.name} in", (two.link or link).seconds_per_byte)
+        # A host with no link of its own has a path for each of its peers, and no card that they share.
+        first = self._pipe(f"{one.name} out", one.link.seconds_per_byte if one.link is not None else 0.0)
+        last = self._pipe(f"{two.name} in", two.link.seconds_per_byte if two.link is not None else 0.0)
         latency_s += link.latency_s
         return Route(first, (*middle, last), last, latency_s, direct=not middle and latency_s <= self._shortest_s)
 
@@ -86,17 +100,32 @@ class Network:
         up: list[Pipe] = []
         down: list[Pipe] = []
         latency_s, below = 0.0, 1
-        bits_per_s = (one.link or two.link or Link("1gbit")).bits_per_s
         for level, tier in enumerate(self.cluster.tiers):
             below *= tier.size
-            bits_per_s = bits_per_s * tier.size / tier.oversubscription
             here, there = self._places[one.name] // below, self._places[two.name] // below
             if here == there:
                 break
-            up.append(self._pipe(f"switch {level}.{here} up", 8 / bits_per_s))
-            down.append(self._pipe(f"switch {level}.{there} down", 8 / bits_per_s))
+            up.append(self._uplink(level, here, "up"))
+            down.append(self._uplink(level, there, "down"))
             latency_s += tier.latency_s
         return [*up, *reversed(down)], latency_s
+
+    def _uplink(self, level: int, number: int, direction: str) -> Pipe:
+        """What a switch carries up or down: the sum of what is below it, less oversubscription.
+
+        Where it is not full, hosts that are not there count as much as those that are.
+        """
+        name = f"switch {level}.{number} {direction}"
+        if name not in self._pipes:
+            tiers = self.cluster.tiers[: level + 1]
+            below = prod(tier.size for tier in tiers)
+            hosts = list(self._unique.values())[number * below : (number + 1) * below]
+            rates = [host.link.bits_per_s for host in hosts if host.link is not None]
+            share = prod(tier.oversubscription for tier in tiers)
+            bits_per_s = sum(rates) / max(1, len(rates)) * below / share
+            num_lanes = max(1, int(bits_per_s / max(rates) + 1e-6)) if rates else 1
+            self._pipes[name] = Pipe(name, 8 * num_lanes / bits_per_s if rates else 0.0, num_lanes)
+        return self._pipes[name]
 
     def _pipe(self, name: str, seconds_per_byte: float) -> Pipe:
         if name not in self._pipes:

@@ -1,9 +1,11 @@
 """A simulated rank: its thread, its clock, and what it spent its time on."""
 
 import random
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tutti.cluster import Cluster, Host, format_time
@@ -17,8 +19,13 @@ if TYPE_CHECKING:
     from tutti.transports.simulated.conversation import Conversation
 
 _KEPT_EVENTS = 2000
-_STACK_BYTES = 2**20
 _TABLE_ROWS = 24
+
+_IN_VAIN = 1000
+"""How often a rank may ask, or fail, without a moment passing."""
+
+_STOPS, _BREAKS = 20, 20
+"""How often a function may catch what unwinds it before it is broken out of, and how often that is tried."""
 
 
 class Stopped(BaseException):
@@ -63,7 +70,14 @@ class Rank:
         self._waits_for: Pending | None = None
         self._waits_since_s = 0.0
         self._alarmed = False
+        self._waits_moved_s = 0.0
         self._looked_s = -1.0
+        self._looked_at: set[Pending] = set()
+        self._in_vain = 0
+        self._failed_s, self._num_failed = -1.0, 0
+        self._num_stops = 0
+        self._doom: Deadlock | None = None
+        self._abandoned = False
         self._computed: Event | None = None
         self._thread: threading.Thread | None = None
 
@@ -83,7 +97,7 @@ class Rank:
             self.engine.at(self._dies_s, self._die)
 
     def join(self) -> None:
-        if self._thread is not None:
+        if self._thread is not None and not self._abandoned:
             self._thread.join()
 
     def _run(self, function: Callable[[], Any]) -> None:
@@ -93,9 +107,12 @@ class Rank:
                 self.result = function()
         except Stopped:
             pass
+        except SystemExit as error:
+            self.error = error if error.code else None
         except BaseException as error:
             self.error = error
         finally:
+            self.error = None if self.died else self._doom or self.error
             self.ended = True
             self.engine.take_turn()
 
@@ -108,6 +125,7 @@ class Rank:
             self._flush()
             knocked_on = isinstance(self.error, RankLost)
             how = "it has left" if self.error is None else f"it failed: {type(self.error).__name__}"
+            how = self._how_it_died if self.died else how
             self.engine.at(max(self.clock, self.engine.now), lambda: self.leave(how, fled=knocked_on))
 
     def leave(self, how: str, fled: bool = False) -> None:
@@ -118,26 +136,44 @@ class Rank:
                 conversation.close(self, how)
 
     def _die(self) -> None:
-        if not self.ended:
-            self.died = True
-            self.leave(f"it died at {format_time(self._dies_s)}")
-            if self._waits_for is not None:
-                self.resume()
+        if self.ended and not self.died:
+            return
+        self.died = True
+        self.leave(self._how_it_died)
+        if self._waits_for is not None and not self.ended:
+            self._spend_waiting(self._dies_s, self._waits_moved_s)
+            self.resume()
+
+    @property
+    def _how_it_died(self) -> str:
+        return f"it died at {format_time(self._dies_s)}"
 
     def _yield(self) -> None:
         """Let the engine go on until it resumes this rank."""
-        if self.engine.stopping:
-            raise Stopped
+        self.check_alive()
         self.engine.take_turn()
         self.turn.acquire()
-        if self.engine.stopping:
-            raise Stopped
         self.check_alive()
 
     def check_alive(self) -> None:
-        if self.engine.stopping or self.clock >= self._dies_s or self.gone is not None:
-            self.clock = min(self.clock, self._dies_s)
-            raise Stopped
+        """Unwind the thread if this rank is to go no further."""
+        if self.clock >= self._dies_s:
+            self.died = True
+        elif not self.engine.stopping and self.gone is None and self._doom is None:
+            return
+        self._num_stops += 1
+        if self._num_stops > _STOPS + _BREAKS:
+            self._abandon()
+        if self._num_stops > _STOPS:
+            _break_out(sys._getframe(1))
+        raise Stopped
+
+    def _abandon(self) -> None:
+        """Go on without this thread, whose function cannot be ended: it waits until the process does."""
+        self._abandoned = self.ended = True
+        self.error = None if self.died else self._doom
+        self.engine.take_turn()
+        threading.Event().wait()
 
     # Time
 
@@ -147,8 +183,10 @@ class Rank:
         while stop_s > self._next_pause_s:
             assert self._pauses is not None
             length_s = self._draw(self._pauses.length_s)
-            stop_s += length_s
+            # What of it went by while this rank waited for others costs nothing.
+            stop_s += max(0.0, min(length_s, self._next_pause_s + length_s - self.clock))
             self._next_pause_s += length_s + self._draw(self._pauses.every_s)
+        stop_s = min(stop_s, self._dies_s)
         self.busy_s += stop_s - self.clock
         last = self._computed
         if last is not None and last.stop_s == self.clock:
@@ -164,7 +202,7 @@ class Rank:
         self.check_alive()
         moved_s = self._moved_until(self.clock)
         if work.finish_s is None:
-            self._waits_for, self._waits_since_s = work, self.clock
+            self._waits_for, self._waits_since_s, self._waits_moved_s = work, self.clock, moved_s
             work.wake = self.resume
             if not self._alarmed:
                 self._alarmed = True
@@ -174,7 +212,18 @@ class Rank:
         assert work.finish_s is not None
         self._waited_until(work.finish_s, moved_s)
         if work.error is not None:
+            self._failed(work.error)
             raise work.error
+
+    def _failed(self, error: Exception) -> None:
+        """End a rank that catches its errors and does the same again, for ever."""
+        self._num_failed = self._num_failed + 1 if self._failed_s == self.clock else 1
+        self._failed_s = self.clock
+        if self._num_failed > _IN_VAIN:
+            self._doom = Deadlock(
+                f"rank {self.number} has caught {_IN_VAIN} errors without a moment passing and goes on, the last: {error}"
+            )
+            self.check_alive()
 
     def knows(self, work: Pending) -> bool:
         """Whether `work` is over by this rank's clock.
@@ -185,24 +234,56 @@ class Rank:
         self.check_alive()
         if work.finish_s is None and self.engine.now < self.clock:
             self._catch_up()
-        if work.finish_s is None and self._looked_s == self.clock:
-            self._look_later()
-        self._looked_s = self.clock
+        asked_before = self._asked_before(work)
+        if self._over(work):
+            if not asked_before:
+                self._looked_at = {work}  # News: whoever hears them may ask for all the others again.
+        elif asked_before:
+            self._look_later(work)
+        return self._over(work)
+
+    def _over(self, work: Pending) -> bool:
         return work.finish_s is not None and work.finish_s <= self.clock
+
+    def _asked_before(self, work: Pending) -> bool:
+        """Whether this moment."""
+        if self._looked_s != self.clock:
+            self._looked_s = self.clock
+            self._looked_at.clear()
+        before = work in self._looked_at or len(self._looked_at) >= _IN_VAIN
+        self._looked_at.add(work)
+        return before
 
     def _catch_up(self) -> None:
         self.engine.at(self.clock, self.resume)
         self._yield()
 
-    def _look_later(self) -> None:
-        if (next_s := self.engine.next_s) is None:
-            raise Deadlock(f"rank {self.number} asks again and again for work that cannot end: nothing else goes on.")
+    def _look_later(self, work: Pending) -> None:
+        if self.engine.now < self.clock:
+            self._catch_up()
         moved_s = self._moved_until(self.clock)
-        self.engine.at(next_s, self.resume)
+        self._waits_for, self._waits_since_s, self._waits_moved_s = work, self.clock, moved_s
+        self.engine.look_later(self)
         self._yield()
-        self._waited_until(next_s, moved_s)
+        self._waits_for = None
+        self._looked_at = {work}
+        self._in_vain = self._in_vain + 1 if self.engine.now == self.clock else 0
+        if self._in_vain > _IN_VAIN:
+            raise Deadlock(
+                f"rank {self.number} asks again and again for {work.describe()}, which cannot come: nothing else goes on."
+            )
+        self._waited_until(self.engine.now, moved_s)
+
+    def looks_again_s(self, next_s: float | None) -> float:
+        """When a rank that asks again and again is to be resumed, if the next thing happens at `next_s`."""
+        times = [next_s, *(work.finish_s for work in self._looked_at)]
+        return max(self.engine.now, min((time_s for time_s in times if time_s is not None), default=0.0))
 
     def _waited_until(self, time_s: float, moved_s: float) -> None:
+        self._spend_waiting(min(time_s, self._dies_s), moved_s)
+        self.check_alive()
+
+    def _spend_waiting(self, time_s: float, moved_s: float) -> None:
         spent_s = time_s - self.clock
         if spent_s <= 0:
             return
@@ -214,7 +295,6 @@ class Rank:
         self.strip.add(1, time_s - communicating_s, time_s)
         self.strip.add(2, self.clock, time_s - communicating_s)
         self.clock = time_s
-        self.check_alive()
 
     def ring(self) -> None:
         """Look whether this rank has waited for too long."""
@@ -266,3 +346,21 @@ class Rank:
         if self.gone is not None or self.ended:
             return "has ended" if self.error is None else f"has failed: {type(self.error).__name__}"
         return "runs" if self._waits_for is None else f"waits for {self._waits_for.describe()}"
+
+
+def _break_out(frame: FrameType | None) -> None:
+    """Let the next line that runs raise `Stopped`, in whichever function of the user's it is.
+
+    That is a line that handles an exception it should not have caught, and what is raised there leaves the handler.
+    """
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            raise Stopped
+        return trace
+
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith("tutti.") and "threading" not in frame.f_code.co_filename:
+            frame.f_trace = trace
+        frame = frame.f_back
+    sys.settrace(lambda *_: None)

@@ -31,6 +31,7 @@ class Pending(Work):
         self.finish_s = time_s
         if self.wake is not None:
             self.rank.engine.at(time_s, self.wake)
+            self.wake = None  # It may be completed again, after a deadline: nobody waits then.
 
     def fail(self, error: Exception) -> None:
         """It is over now, and has come to nothing."""
@@ -103,8 +104,9 @@ class Task(Pending):
 
     @property
     def under_way_s(self) -> float:
-        waits = self._waits_for
-        return max(self._stepped_s, waits.under_way_s if isinstance(waits, Pending) else 0.0)
+        first = self._queue.first or self  # Those before it go on for it, too.
+        waits = first._waits_for
+        return max(first._stepped_s, waits.under_way_s if isinstance(waits, Pending) else 0.0)
 
     def describe(self) -> str:
         waits = self._waits_for
@@ -127,6 +129,10 @@ class Tasks:
         self._queue.append(task)
         if len(self._queue) == 1:
             task.rank.engine.at(task.posted_s, task.go)
+
+    @property
+    def first(self) -> Task | None:
+        return self._queue[0] if self._queue else None
 
     def next(self, error: Exception | None) -> None:
         """The first is over. After a failure the others would be out of step: they fail too."""
