@@ -37,7 +37,8 @@ class Randomness:
         """Use what was set aside."""
         mtrand.set_bit_generator(self._bits)
         if self._spare is not None:
-            mtrand.set_state(mtrand.get_state(legacy=False) | {"has_gauss": 1, "gauss": self._spare})  # type: ignore[arg-type, operator]
+            state: Any = mtrand.get_state(legacy=False)
+            mtrand.set_state(state | {"has_gauss": 1, "gauss": self._spare})
         self._content = _content(self._bits)
         torch.set_rng_state(self._torch)
         random.setstate(self._python)

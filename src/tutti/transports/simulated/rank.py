@@ -221,7 +221,7 @@ class Rank:
         self._failed_s = self.clock
         if self._num_failed > _IN_VAIN:
             self._doom = Deadlock(
-                f"rank {self.number} has caught {_IN_VAIN} errors without a moment passing and goes on, the last: {error}"
+                f"rank {self.number} has caught {_IN_VAIN} errors at one moment and goes on. The last: {error}"
             )
             self.check_alive()
 
@@ -269,9 +269,7 @@ class Rank:
         self._looked_at = {work}
         self._in_vain = self._in_vain + 1 if self.engine.now == self.clock else 0
         if self._in_vain > _IN_VAIN:
-            raise Deadlock(
-                f"rank {self.number} asks again and again for {work.describe()}, which cannot come: nothing else goes on."
-            )
+            raise Deadlock(f"rank {self.number} asks again and again for {work.describe()}, and nothing else goes on.")
         self._waited_until(self.engine.now, moved_s)
 
     def looks_again_s(self, next_s: float | None) -> float:
