@@ -142,6 +142,63 @@ def test_messages_both_ways_do_not_disturb_each_other() -> None:
     assert by_rank(swap, swap, cluster=Cluster(link=FAST)).results == [close(FAST.seconds(n))] * 2
 
 
+@pytest.mark.parametrize("later_s", [1e-3, 8.01e-3], ids=["before", "after"])
+def test_a_card_takes_messages_as_they_come_to_it_not_as_they_were_sent(later_s: float) -> None:
+    """Rank 0's second message waits 8 ms for its own card; rank 1's long one comes before it, or just after."""
+    n, long = 10**6, 5 * 10**6
+
+    def sends_two() -> None:
+        works = [tutti.world().transport.isend(zeros(size), dst) for size, dst in ((n, 3), (100, 2))]
+        for work in works:
+            work.wait()
+
+    def sends_later() -> None:
+        tutti.world().transport.elapse(later_s)
+        send(long, 2)
+
+    def receives() -> dict[int, float]:
+        times = {}
+        for src in (0, 1) if later_s > 8e-3 else (1, 0):
+            times[src] = receive(100 if src == 0 else long, src)
+        return times
+
+    found = by_rank(sends_two, sends_later, receives, lambda: receive(n, 0), cluster=Cluster(link=FAST)).results[2]
+    there_s, byte_s = n * FAST.seconds_per_byte + FAST.latency_s, FAST.seconds_per_byte
+    if later_s > 8e-3:
+        assert found[0] == close(there_s + 100 * byte_s)
+        assert found[1] == close(later_s + FAST.seconds(long))
+    else:
+        assert found[1] == close(later_s + FAST.seconds(long))
+        assert found[0] == close(later_s + FAST.seconds(long) + 100 * byte_s)
+
+
+def test_a_short_message_does_not_overtake_a_long_one_on_another_lane() -> None:
+    """Both lanes of an uplink come free at once: the long one takes one, the short one behind it the other."""
+    n, slow, fast = 10**6, Link("1gbit"), Link("10gbit")
+    hosts = tuple(Host(name=name, link=slow if name < "e" else fast) for name in "abcdefgh")
+
+    def sends_two() -> None:
+        link = tutti.world().transport
+        works = [link.isend(torch.full((numel,), float(numel)), 4) for numel in (n // 8, 1)]
+        for work in works:
+            work.wait()
+
+    def receives() -> list[int]:
+        link, found = tutti.world().transport, []
+        for _ in range(2):
+            box = torch.zeros(n // 8)
+            got = link.irecv(box if not found else box[:1], ANY)
+            got.wait()
+            found.append(int(box[0]))
+        return found
+
+    fills = [lambda: send(n, 5), lambda: send(n, 6)]
+    ends = [receives, lambda: receive(n, 1), lambda: receive(n, 2)]
+    cluster = Cluster(hosts=hosts, tiers=(Tier(4, 2),))
+    found = by_rank(sends_two, *fills, None, *ends, None, cluster=cluster)
+    assert found.results[4] == [n // 8, 1]
+
+
 @pytest.mark.parametrize("hosts_each", [2, 4])
 @pytest.mark.parametrize("oversubscription", [1, 2, 4])
 def test_a_rack_shares_its_uplink(hosts_each: int, oversubscription: int) -> None:
@@ -414,10 +471,13 @@ def test_any_after_messages_that_nobody_asked_for(in_flight: bool) -> None:
         link = world.transport
         if world.rank != 0:
             link.isend(torch.tensor([float(world.rank)]), 0, tag=2).wait()
+            if world.rank == 3:
+                link.elapse(9.0)
+                link.isend(torch.zeros(1), 0, tag=3)
             return None
         link.irecv(torch.zeros(1), 3, tag=2).wait()  # A named one first: so the tag was in use.
         if not in_flight:
-            link.elapse(10.0)
+            link.irecv(torch.zeros(1), 3, tag=3).wait()
         found = []
         for _ in range(2):
             got = link.irecv(torch.zeros(1), ANY, tag=2)
@@ -427,7 +487,7 @@ def test_any_after_messages_that_nobody_asked_for(in_flight: bool) -> None:
 
     hosts = [Host(name=str(rank), link=Link(1e9, latency_s)) for rank, latency_s in enumerate((0, 3.0, 2.0, 1.0))]
     found = simulate(work, workers=4, cluster=Cluster(hosts=tuple(hosts))).results[0]
-    assert found == ([(2, 2.0), (1, 3.0)] if in_flight else [(2, 11.0), (1, 11.0)])
+    assert found == ([(2, 2.0), (1, 3.0)] if in_flight else [(2, 10.0), (1, 10.0)])
 
 
 def test_content_is_that_of_the_moment_of_sending() -> None:

@@ -140,6 +140,20 @@ def test_several_passes_forward_before_one_backward() -> None:
     assert alone(Compute(sample_s=0.3), loop=twice, num_steps=3) == pytest.approx(3 * 10 * 0.3)
 
 
+def test_a_model_of_which_only_parts_are_called_trains() -> None:
+    def train() -> list[float]:
+        tutti.init()
+        net = nn.ModuleDict({"part": nn.Linear(2, 1, bias=False)})
+        nn.init.zeros_(net["part"].weight)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        tutti.distribute(net, optimizer)
+        net["part"](torch.ones(4, 2)).mean().backward()
+        optimizer.step()
+        return net["part"].weight.detach().flatten().tolist()  # type: ignore[union-attr, operator]
+
+    assert simulate(train, workers=2).results == [[-1.0, -1.0]] * 2
+
+
 def test_accumulation_computes_twice_and_exchanges_once() -> None:
     seen: list[int] = []
 
