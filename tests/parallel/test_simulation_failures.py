@@ -100,6 +100,17 @@ def test_a_loop_that_asks_for_one_of_several_sees_the_first() -> None:
     assert found.results[0] == (2, pytest.approx(1 + LINK.seconds(4)))
 
 
+def test_a_loop_that_asks_for_all_of_several_goes_on_when_some_are_there() -> None:
+    def ask(link: Transport) -> float:
+        works = [link.irecv(torch.zeros(1), src) for src in (1, 2, 3)]
+        while not all(work.done() for work in works):
+            pass
+        return link.now()
+
+    found = by_rank(ask, send(0, after_s=1.0), send(0, after_s=3.0), send(0, after_s=2.0))
+    assert found.results[0] == pytest.approx(3 + LINK.seconds(4))
+
+
 def test_asking_once_takes_no_time_however_many_are_asked_for() -> None:
     def ask(link: Transport) -> tuple[list[bool], float]:
         works = [link.irecv(torch.zeros(1), 1, tag) for tag in range(5)]

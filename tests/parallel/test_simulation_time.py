@@ -172,6 +172,21 @@ def test_a_card_takes_messages_as_they_come_to_it_not_as_they_were_sent(later_s:
         assert found[0] == close(later_s + FAST.seconds(long) + 100 * byte_s)
 
 
+def test_a_message_that_waits_at_a_switch_comes_to_the_card_when_it_has_passed() -> None:
+    """An uplink of half a card's rate is taken for 16 ms: the second message begins to arrive then, not before."""
+    n, link = 10**6, Link("1gbit")
+
+    def passes_on() -> float:
+        receive(n, 0)
+        tutti.world().transport.elapse(1e-3)
+        return send(n, 3)
+
+    ranks = [lambda: send(n, 2), lambda: send(n, 3), passes_on, lambda: (receive(n, 2), receive(n, 1))]
+    found = by_rank(*ranks, cluster=Cluster(link=link, tiers=(Tier(2, 4),))).results
+    assert found[2] == close(16e-3 + 1e-3 + 8e-3)
+    assert found[3] == (close(32e-3), close(32e-3))  # The card is taken from 16 to 24 ms, then by the last one.
+
+
 def test_a_short_message_does_not_overtake_a_long_one_on_another_lane() -> None:
     """Both lanes of an uplink come free at once: the long one takes one, the short one behind it the other."""
     n, slow, fast = 10**6, Link("1gbit"), Link("10gbit")
@@ -179,6 +194,7 @@ def test_a_short_message_does_not_overtake_a_long_one_on_another_lane() -> None:
 
     def sends_two() -> None:
         link = tutti.world().transport
+        link.elapse(1e-6)
         works = [link.isend(torch.full((numel,), float(numel)), 4) for numel in (n // 8, 1)]
         for work in works:
             work.wait()

@@ -73,6 +73,7 @@ class Rank:
         self._waits_moved_s = 0.0
         self._looked_s = -1.0
         self._looked_at: set[Pending] = set()
+        self._found: set[Pending] = set()
         self._in_vain = 0
         self._failed_s, self._num_failed = -1.0, 0
         self._num_stops = 0
@@ -234,25 +235,21 @@ class Rank:
         self.check_alive()
         if work.finish_s is None and self.engine.now < self.clock:
             self._catch_up()
-        asked_before = self._asked_before(work)
+        if self._looked_s != self.clock:
+            self._looked_s = self.clock
+            self._looked_at, self._found = set(), set()
         if self._over(work):
-            if not asked_before:
-                self._looked_at = {work}  # News: whoever hears them may ask for all the others again.
-        elif asked_before:
+            if work not in self._found:  # News: whoever hears them may ask for the others again.
+                self._found.add(work)
+                self._looked_at.clear()
+        elif work in self._looked_at or len(self._looked_at) >= _IN_VAIN:
             self._look_later(work)
+        else:
+            self._looked_at.add(work)
         return self._over(work)
 
     def _over(self, work: Pending) -> bool:
         return work.finish_s is not None and work.finish_s <= self.clock
-
-    def _asked_before(self, work: Pending) -> bool:
-        """Whether this moment."""
-        if self._looked_s != self.clock:
-            self._looked_s = self.clock
-            self._looked_at.clear()
-        before = work in self._looked_at or len(self._looked_at) >= _IN_VAIN
-        self._looked_at.add(work)
-        return before
 
     def _catch_up(self) -> None:
         self.engine.at(self.clock, self.resume)
