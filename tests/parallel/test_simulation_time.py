@@ -486,6 +486,7 @@ def test_any_after_messages_that_nobody_asked_for(in_flight: bool) -> None:
         world = tutti.init()
         link = world.transport
         if world.rank != 0:
+            link.elapse(1.2 if world.rank == 2 else 0.0)  # When rank 1's is on its way already, and will be overtaken.
             link.isend(torch.tensor([float(world.rank)]), 0, tag=2).wait()
             if world.rank == 3:
                 link.elapse(9.0)
@@ -501,7 +502,7 @@ def test_any_after_messages_that_nobody_asked_for(in_flight: bool) -> None:
             found.append((got.source, round(link.now(), 2)))
         return found
 
-    hosts = [Host(name=str(rank), link=Link(1e9, latency_s)) for rank, latency_s in enumerate((0, 3.0, 2.0, 1.0))]
+    hosts = [Host(name=str(rank), link=Link(1e9, latency_s)) for rank, latency_s in enumerate((0, 3.0, 0.8, 1.0))]
     found = simulate(work, workers=4, cluster=Cluster(hosts=tuple(hosts))).results[0]
     assert found == ([(2, 2.0), (1, 3.0)] if in_flight else [(2, 10.0), (1, 10.0)])
 
@@ -528,6 +529,12 @@ def test_content_is_that_of_the_moment_of_sending() -> None:
 
 
 # Any program
+
+
+def test_time_until_a_message_has_left_is_spent_communicating() -> None:
+    found = by_rank(lambda: send(10**6, 1), lambda: receive(10**6, 0), cluster=Cluster(link=FAST)).ranks
+    assert (found[0].communicating_s, found[0].waiting_s) == (close(8e-3), 0.0)
+    assert (found[1].communicating_s, found[1].waiting_s) == (close(FAST.seconds(10**6)), 0.0)
 
 
 @st.composite
