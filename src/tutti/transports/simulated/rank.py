@@ -126,7 +126,6 @@ class Rank:
             self._flush()
             knocked_on = isinstance(self.error, RankLost)
             how = "it has left" if self.error is None else f"it failed: {type(self.error).__name__}"
-            how = self._how_it_died if self.died else how
             self.engine.at(max(self.clock, self.engine.now), lambda: self.leave(how, fled=knocked_on))
 
     def leave(self, how: str, fled: bool = False) -> None:
