@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from tutti.collectives import native
+from tutti.errors import ConfigError
 from tutti.job import Job, distribute
 from tutti.launch import init
 from tutti.launch.link import Link
@@ -19,7 +20,11 @@ from tutti.shard import ShardedLoader, shard
 from tutti.strategies import parse
 from tutti.world import World
 
-_REPORT_SECONDS = 0.2
+_REPORTS = 500
+"""About so many in a run, however fast it is: enough for a curve."""
+
+_REPORT_SECONDS = 2.0
+"""A slow run reports this often too, unless its seconds are only simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,35 +60,36 @@ class Outcome:
         return {name: value for name, value in asdict(self).items() if name != "parameters"}
 
 
-_MIN_TAIL = 32
-"""A last batch smaller than this joins the one before, so that up to so many workers all have a part of each."""
-
-
 class GlobalBatches(Sampler[list[int]]):
-    """Shuffled batches of the same samples however many workers there are, each cut into one part per worker."""
+    """Shuffled batches of the same samples however many workers there are, each cut into one part per worker.
+
+    The last takes what would be left after it, so that none is smaller than `batch_size`, and up to so many workers
+    have a part of each.
+    """
 
     def __init__(self, num_samples: int, batch_size: int, num_parts: int, seed: int) -> None:
         self.num_samples = num_samples
-        self.batch_size = batch_size
         self.num_parts = num_parts
+        self._cuts = list(range(batch_size, num_samples - batch_size + 1, batch_size))
         self._generator = torch.Generator().manual_seed(seed)
+        if num_parts > (smallest := min(batch_size, num_samples)):
+            raise ConfigError(
+                f"a batch of {smallest} samples cannot be cut for {num_parts} workers: each needs at least one. "
+                f"Use {smallest} workers or fewer."
+            )
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(self.num_samples, generator=self._generator)
-        for batch in order.tensor_split(self._cuts()):
+        for batch in order.tensor_split(self._cuts):
             yield from (part.tolist() for part in batch.tensor_split(self.num_parts))
 
     def __len__(self) -> int:
-        return (len(self._cuts()) + 1) * self.num_parts
-
-    def _cuts(self) -> list[int]:
-        last = self.num_samples - min(_MIN_TAIL, self.batch_size)
-        return [start for start in range(self.batch_size, self.num_samples, self.batch_size) if start <= last]
+        return (len(self._cuts) + 1) * self.num_parts
 
 
 def train(task: Task) -> Outcome:
     """Train on this rank, together with the others, reporting as it goes."""
-    world, link = init(), Link()
+    world = init()
     made = recipe(task.recipe, **task.options)
     torch.manual_seed(task.seed)
     model = made.model().double() if task.double else made.model()
@@ -93,17 +99,17 @@ def train(task: Task) -> Outcome:
     loader = ShardedLoader(DataLoader(splits.train, batch_sampler=batches, collate_fn=collate), 0, world)
     epochs = task.epochs or made.epochs
     with distribute(model, optimizer, parse(task.strategy), world=world) as job:
-        progress = _Progress(job, link, world, epochs * len(loader), epochs * len(splits.train))
-        for epoch in range(epochs):
+        progress = _Progress(job, world, epochs, len(loader), len(splits.train))
+        for _ in range(epochs):
             for x, y in loader:
                 loss = made.loss(model(x.double() if task.double and x.is_floating_point() else x), y)
                 job.watch(loss)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                progress.step(loss, epoch)
+                progress.step(loss)
             accuracy = evaluate(made, model, splits.test, job, world, task.double)
-            progress.epoch(loss, epoch, accuracy)
+            progress.epoch(loss, accuracy)
         metrics = job.metrics
     return Outcome(
         loss=float(loss.detach()),
@@ -132,35 +138,46 @@ def evaluate(made: Recipe, model: nn.Module, test: MapDataset, job: Job, world: 
 
 
 class _Progress:
-    """Tells the supervisor how far rank 0 is, a few times a second."""
+    """Tells whoever watches how far rank 0 is: every so many steps, and by time where time is real.
 
-    def __init__(self, job: Job, link: Link, world: World, total_steps: int, total_samples: int) -> None:
-        self._job, self._total_steps, self._total_samples = job, total_steps, total_samples
-        self._link = link if world.rank == 0 else None
+    In a simulation all ranks tell: it costs nothing there, and one part of a small batch says little.
+    """
+
+    def __init__(self, job: Job, world: World, epochs: int, steps: int, samples: int) -> None:
+        """`steps` and `samples` are of one epoch."""
+        self._job, self._steps, self._samples = job, steps, samples
+        self._total_steps = epochs * steps
+        simulated = world.transport.cluster is not None
+        self._rank = world.rank
+        self._link = Link() if world.rank == 0 or simulated else None
+        self._every = -(-self._total_steps // _REPORTS)
+        self._patience_s = float("inf") if simulated else _REPORT_SECONDS
         self._now = world.transport.now
-        self._last_s = float("-inf")
-
-    def step(self, loss: Tensor, epoch: int) -> None:
-        if self._link is None or self._now() - self._last_s < _REPORT_SECONDS:
-            return
         self._last_s = self._now()
-        self._send("step", epoch, loss=float(loss.detach()))
 
-    def epoch(self, loss: Tensor, epoch: int, accuracy: float) -> None:
-        if self._link is not None:
-            self._send("epoch", epoch, loss=float(loss.detach()), accuracy=accuracy)
+    def step(self, loss: Tensor) -> None:
+        if self._link is None:
+            return
+        first_or_due = self._job.metrics.steps % self._every == 1 % self._every
+        if first_or_due or self._now() - self._last_s > self._patience_s:
+            self._send("step", loss=float(loss.detach()))
 
-    def _send(self, kind: str, epoch: int, **values: float) -> None:
+    def epoch(self, loss: Tensor, accuracy: float) -> None:
+        if self._rank == 0:
+            self._send("epoch", loss=float(loss.detach()), accuracy=accuracy)
+
+    def _send(self, kind: str, **values: float) -> None:
         metrics = self._job.metrics
-        samples = self._total_samples * metrics.steps / self._total_steps
+        self._last_s = self._now()
+        epoch = metrics.steps / self._steps
         assert self._link is not None
         self._link.progress(
             kind=kind,
-            epoch=epoch,
+            epoch=round(epoch, 4),
             step=metrics.steps,
             total_steps=self._total_steps,
-            seconds=round(metrics.seconds, 4),
-            samples_per_s=round(samples / metrics.seconds, 1),
+            seconds=float(f"{metrics.seconds:.6g}"),
+            samples_per_s=round(epoch * self._samples / metrics.seconds, 1),
             bytes_sent=metrics.bytes_sent,
             waiting_share=round(metrics.waiting_share, 4),
             **values,
