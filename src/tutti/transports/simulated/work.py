@@ -62,7 +62,7 @@ class Task(Pending):
     def go(self) -> None:
         """Take steps until one has to wait."""
         rank, steps = self.rank, self._steps
-        if rank.gone is not None:
+        if rank.gone is not None or self.finish_s is not None:  # It may have been given up since this was due.
             return
         now = self._stepped_s = rank.engine.now
         work = self._waits_for
