@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import typer
 
+from command import Call
 from tutti.bench import under_mpi
-from tutti.cli import app, main
+from tutti.cli import app
 from tutti.collectives import ALGORITHMS
 from tutti.launch.lab import missing
 from tutti.recipes import RECIPES
@@ -27,34 +27,6 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TELL = str(SCRIPTS / "tell.py")
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-class Ended(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Ended]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Call]:
-    """The command in this very process, in an empty folder: quicker than `run_cli`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("TUTTI_DATA", raising=False)
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def run(*args: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["tutti", *args])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert isinstance(ended.value.code, int)
-        return Ended(ended.value.code, *capfd.readouterr())
-
-    yield run
-    signal.signal(signal.SIGTERM, handler)
 
 
 def commands() -> dict[str, list[str]]:
@@ -83,7 +55,7 @@ def test_help(words: list[str], call: Call) -> None:
 
 def test_help_lists_every_command(call: Call) -> None:
     out = call("--help").out
-    for name in ("run", "train", "doctor", "bench", "lab", "reproduce"):
+    for name in ("run", "train", "simulate", "doctor", "bench", "lab", "reproduce"):
         assert re.search(rf"^│ {name} +\S", out, re.MULTILINE), out
 
 

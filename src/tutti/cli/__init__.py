@@ -7,7 +7,7 @@ from types import FrameType
 import typer
 from rich.console import Console
 
-from tutti.cli import bench, doctor, lab, reproduce, run, train
+from tutti.cli import bench, doctor, lab, reproduce, run, simulate, train
 from tutti.errors import TuttiError, WorkerFailed
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("run", context_settings={"allow_interspersed_args": False, "ignore_u
 app.command("train")(train.train)
 app.command("doctor")(doctor.doctor)
 app.command("reproduce")(reproduce.reproduce)
+app.add_typer(simulate.app, name="simulate")
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 

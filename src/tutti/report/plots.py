@@ -99,7 +99,7 @@ def label(name: str) -> str:
 
 
 def pyplot() -> Any:
-    """matplotlib, drawing into files."""
+    """matplotlib's, drawing to files only; raises `ConfigError` where it is missing."""
     try:
         import matplotlib
     except ImportError as error:

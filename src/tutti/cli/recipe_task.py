@@ -1,0 +1,65 @@
+"""What `tutti train` and `tutti simulate` ask about a recipe, and the task it makes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from tutti.errors import ConfigError, TuttiError
+from tutti.recipes import RECIPES, Recipe, recipe
+from tutti.recipes.training import GlobalBatches, Outcome, Task
+from tutti.strategies import parse
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.")]
+StrategyText = Annotated[str, typer.Option("--strategy", help="How replicas stay together.")]
+DataFolder = Annotated[Path | None, typer.Option("--data", envvar="TUTTI_DATA", help="Folder with datasets.")]
+Epochs = Annotated[
+    int | None, typer.Option("--epochs", min=1, help="Passes over the data; the recipe's own by default.")
+]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", help="Of the recipe, such as second_hidden=800; repeatable.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of the initial parameters and the shuffle.")]
+RunName = Annotated[str | None, typer.Option("--name", help="The run's folder under runs/.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the summary here.")]
+
+
+def parse_options(texts: list[str] | None) -> dict[str, Any]:
+    """The recipe's own options, from texts such as second_hidden=800."""
+    pairs = [text.partition("=") for text in texts or []]
+    try:
+        return {key: json.loads(value) for key, _, value in pairs}
+    except json.JSONDecodeError:
+        raise ConfigError(f"--option takes NAME=NUMBER, got {', '.join(texts or [])}.") from None
+
+
+def checked(task: Task, workers: int) -> tuple[Recipe, Task]:
+    """The recipe, and the task with its strategy spelt out; what no worker could do is refused here, once."""
+    made = recipe(task.recipe, **task.options)
+    strategy = str(parse(task.strategy))
+    if workers < 1:
+        raise ConfigError(f"workers must be 1 or more, got {workers}.")
+    splits = made.data(Path(task.data) if task.data else None)
+    GlobalBatches(len(splits.train), made.batch_size, workers, task.seed)
+    return made, replace(task, recipe=made.name, strategy=strategy)
+
+
+def summarise(task: Task, made: Recipe, workers: int, outcome: Outcome) -> dict[str, Any]:
+    """What was asked for, and what came of it."""
+    return {
+        **{"recipe": task.recipe, "options": task.options, "strategy": task.strategy, "workers": workers},
+        **{"seed": task.seed, "epochs": task.epochs or made.epochs, "double": task.double},
+        **{"torch": torch.__version__, **outcome.as_dict()},
+    }
+
+
+def judge(summary: dict[str, Any], made: Recipe) -> None:
+    """Raise if a whole run of a recipe did not reach its target."""
+    if summary["epochs"] >= made.epochs and summary["accuracy"] < made.target:
+        raise TuttiError(
+            f"test accuracy {summary['accuracy']:.2%} is below the target of {made.target:.0%} that "
+            f"'{made.name}' reaches with its own settings."
+        )

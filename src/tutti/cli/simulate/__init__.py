@@ -1,0 +1,16 @@
+"""`tutti simulate`: a recipe on simulated workers; one module for each of its commands."""
+
+import typer
+
+from tutti.cli.simulate.clusters import clusters
+from tutti.cli.simulate.group import DEFAULT, RecipeOrCommand
+from tutti.cli.simulate.run import run
+
+app = typer.Typer(
+    help="Train a recipe on a simulated cluster: real gradients, virtual time.",
+    cls=RecipeOrCommand,
+    no_args_is_help=True,
+    subcommand_metavar="| COMMAND [ARGS]...",
+)
+app.command(DEFAULT, hidden=True)(run)
+app.command("clusters")(clusters)

@@ -1,0 +1,68 @@
+"""A simulated run in numbers."""
+
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from tutti.cli.board import in_bytes
+from tutti.cluster import format_time
+from tutti.launch.simulate import Simulation
+
+_BUSIEST = 4
+
+_USES = {"computing": "busy_s", "communicating": "communicating_s", "waiting for others": "waiting_s"}
+"""What a rank does with its time, and what a summary calls it."""
+
+
+def traffic(simulation: Simulation) -> dict[str, Any]:
+    """For the summary: what all ranks came to, what they did with their time, and what links carried."""
+    return {
+        "loss": fmean(result.loss for result in simulation.results if result is not None),
+        "seconds": simulation.seconds,
+        "num_messages": simulation.num_messages,
+        "ranks": [{key: getattr(rank, key) for key in _USES.values()} for rank in simulation.ranks],
+        "links": {
+            name: {"num_bytes": link.num_bytes, "busy_s": link.busy_s} for name, link in simulation.links.items()
+        },
+        "lost": simulation.lost,
+    }
+
+
+def table(summary: dict[str, Any]) -> Table:
+    """The summary, within 80 columns."""
+    made = Table(show_header=False)
+    for label, value in (
+        ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
+        ("last loss", f"{summary['loss']:.4f}"),
+        ("steps", f"{summary['steps']:,}"),
+        ("virtual time", format_time(summary["seconds"])),
+        ("time it took to simulate", format_time(summary["wall_s"])),
+        ("samples/s, in virtual time", f"{summary['samples'] / summary['seconds']:,.0f}"),
+        ("messages", f"{summary['num_messages']:,}"),
+        ("bytes sent per worker", in_bytes(summary["bytes_sent"])),
+        *((label, _shares(summary["ranks"], key)) for label, key in _USES.items()),
+        *_busiest(summary),
+    ):
+        made.add_row(label, value)
+    return made
+
+
+def _shares(ranks: list[dict[str, float]], key: str) -> str:
+    """The mean, and the rank that is worst off: of computing that is the least, else the most."""
+    shares = [rank[key] / (sum(rank.values()) or 1.0) for rank in ranks]
+    extreme = min if key == "busy_s" else max
+    worst = extreme(range(len(shares)), key=shares.__getitem__)
+    word = "least" if key == "busy_s" else "most"
+    return f"mean {fmean(shares):.1%}, {word} {shares[worst]:.1%} (rank {worst})"
+
+
+def _busiest(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    links = sorted(summary["links"].items(), key=lambda item: -item[1]["busy_s"])
+    label = "busiest links" if len(links) > 1 else "busiest link"
+    rows = []
+    for name, link in links[:_BUSIEST]:
+        share = link["busy_s"] / summary["seconds"]
+        rows.append((label, f"{name}: {in_bytes(link['num_bytes'])}, in use {share:.1%}"))
+        label = ""
+    return rows

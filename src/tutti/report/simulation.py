@@ -1,0 +1,148 @@
+"""Pictures of a simulated run: how it learnt, and what its ranks did with their time."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti.cluster import format_time
+from tutti.events import Strip
+from tutti.launch.simulate import Simulation
+from tutti.report.plots import pyplot
+
+USES = ("computing", "communicating", "waiting")
+"""What a rank does with its time, in the order of a `Strip`'s kinds."""
+
+COLOURS = ("#0072b2", "#e69f00", "#d4d4d4")
+"""Of each use."""
+
+_ENDED = "#ffffff"
+
+_UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_SMOOTH = 15
+"""A curve is smoothed over one part in so many of its points."""
+_FEW_RANKS = 16
+_PIXELS_OF_A_ROW = 64
+
+
+def plot_progress(reports: Sequence[Mapping[str, Any]], target: float, title: str, path: Path) -> None:
+    """Loss and accuracy, against virtual time on the left and against epochs on the right.
+
+    Args:
+        reports: with `seconds`, `epoch` and `loss`, and `accuracy` where the model was tested.
+        target: the accuracy to reach.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.2), sharex="col", sharey="row", layout="constrained")
+    unit, size = _unit(max(report["seconds"] for report in reports))
+    tested = [report for report in reports if "accuracy" in report]
+    trained = [report for report in reports if "accuracy" not in report]
+    for column, (key, scale) in enumerate((("seconds", size), ("epoch", 1.0))):
+        upper, lower = axes[:, column]
+        _draw_loss(upper, [report[key] / scale for report in trained], [report["loss"] for report in trained])
+        xs = [report[key] / scale for report in tested]
+        lower.axhline(100 * target, color="#888888", linestyle=":", linewidth=1.2, label=f"target, {target:.0%}")
+        lower.plot(xs, [100 * report["accuracy"] for report in tested], "o-", markersize=4, color="#009e73")
+        lower.set_xlim(left=0)
+        lower.margins(y=0.15)
+        for axis in (upper, lower):
+            axis.grid(alpha=0.2)
+    axes[0, 0].set_ylabel("training loss")
+    axes[1, 0].set(ylabel="test accuracy (%)", xlabel=f"virtual time ({unit})")
+    axes[1, 1].set_xlabel("epochs")
+    axes[0, 1].legend(frameon=False)
+    axes[1, 1].legend(frameon=False, loc="best")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_utilisation(simulation: Simulation, title: str, path: Path) -> None:
+    """A row per rank: what it did over the course of virtual time, and in all.
+
+    Of a few ranks the shares are shown, from the bottom of a row up; of many, what each mostly did.
+    """
+    plt = pyplot()
+    ranks = simulation.ranks
+    height = min(9.0, max(2.8, 1.8 + 0.28 * len(ranks)))
+    figure, (strips, totals) = plt.subplots(
+        1, 2, figsize=(11, height), sharey=True, width_ratios=(4, 1), layout="constrained"
+    )
+    unit, size = _unit(simulation.seconds)
+    picture, stop_s = _picture([rank.strip for rank in ranks], simulation.seconds)
+    extent = (0, stop_s / size, len(ranks) - 0.5, -0.5)
+    strips.imshow(picture, aspect="auto", interpolation="nearest", extent=extent)
+    strips.set(xlim=(0, simulation.seconds / size), xlabel=f"virtual time ({unit})", ylabel="rank")
+    shown = "shares, from the bottom of a row up" if len(ranks) <= _FEW_RANKS else "what a rank mostly did"
+    strips.set_title(f"{shown}, in each {format_time(stop_s / picture.shape[1])}", fontsize=9)
+    left = np.zeros(len(ranks))
+    for use, colour, spent in zip(USES, COLOURS, _spent(simulation), strict=True):
+        width = 100 * spent / simulation.seconds
+        totals.barh(range(len(ranks)), width, left=left, height=1.0, color=colour, label=use, linewidth=0)
+        left += width
+    totals.set(xlim=(0, 100), xlabel="share of the time (%)")
+    totals.yaxis.set_major_locator(plt.MaxNLocator(min(len(ranks), _FEW_RANKS), integer=True, min_n_ticks=1))
+    if len(ranks) <= _FEW_RANKS:
+        for axis in (strips, totals):
+            axis.hlines(np.arange(len(ranks) - 1) + 0.5, 0, axis.get_xlim()[1], color="white", linewidth=2)
+    figure.legend(*totals.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _draw_loss(axis: Any, xs: list[float], losses: list[float]) -> None:
+    """Each report faintly, their running mean boldly; single reports may go beyond the top."""
+    mean = _running_mean(np.array(losses))
+    axis.plot(xs, losses, color="#0072b2", alpha=0.25, linewidth=0.8, label="of a step")
+    axis.plot(xs, mean, color="#0072b2", linewidth=1.8, label="running mean")
+    axis.set_ylim(0, 1.15 * mean.max() or 1.0)
+
+
+def _running_mean(values: np.ndarray) -> np.ndarray:
+    """Over a window around each value: narrower at the start, where much happens, and cut off at the end."""
+    half = len(values) // _SMOOTH // 2
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    reach = np.minimum(half, places)
+    stops = np.minimum(places + reach + 1, len(values))
+    return (sums[stops] - sums[places - reach]) / (stops - places + reach)
+
+
+def _spent(simulation: Simulation) -> np.ndarray:
+    """Seconds of each use (use, rank)."""
+    return np.array([[rank.busy_s, rank.communicating_s, rank.waiting_s] for rank in simulation.ranks]).T
+
+
+def _picture(strips: Sequence[Strip], seconds: float) -> tuple[np.ndarray, float]:
+    """Pixels (one or more rows for a rank, bin, colour), and when the last bin stops. White: the rank has ended."""
+    bin_s = max(strip.bin_s for strip in strips)
+    num_bins = int(np.ceil(seconds / bin_s)) or 1
+    shares = np.stack([_widened(strip, bin_s)[:, :num_bins] for strip in strips]) / bin_s
+    shares[:, :, -1] *= bin_s / (seconds - (num_bins - 1) * bin_s)  # The last bin is not over.
+    shares = np.concatenate([shares, 1 - shares.sum(1, keepdims=True)], 1)
+    if len(strips) > _FEW_RANKS:
+        use = shares.argmax(1)
+    else:
+        heights = 1 - (np.arange(_PIXELS_OF_A_ROW) + 0.5) / _PIXELS_OF_A_ROW
+        use = (heights[:, None] > np.cumsum(shares, 1)[:, :-1, None, :]).sum(1)  # As many uses as lie below.
+    colours = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in (*COLOURS, _ENDED)], np.uint8)
+    return colours[use].reshape(-1, num_bins, 3), bin_s * num_bins
+
+
+def _widened(strip: Strip, bin_s: float) -> np.ndarray:
+    """A strip's seconds (kind, bin) in wider bins."""
+    times = round(bin_s / strip.bin_s)
+    kinds, num_bins = strip.seconds.shape
+    padded = np.zeros((kinds, -(-num_bins // times) * times))
+    padded[:, :num_bins] = strip.seconds
+    wide = np.zeros((kinds, num_bins))
+    wide[:, : padded.shape[1] // times] = padded.reshape(kinds, -1, times).sum(2)
+    return wide
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """The largest unit of which there are two or more, and its seconds."""
+    fitting = [(name, size) for name, size in _UNITS.items() if seconds >= 2 * size]
+    return fitting[-1] if fitting else ("µs", _UNITS["µs"])
