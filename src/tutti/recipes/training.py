@@ -154,6 +154,7 @@ class _Progress:
         self._patience_s = float("inf") if simulated else _REPORT_SECONDS
         self._now = world.transport.now
         self._last_s = self._now()
+        self._zero_s = 0.0 if simulated else self._last_s - job.metrics.seconds
 
     def step(self, loss: Tensor) -> None:
         if self._link is None:
@@ -176,7 +177,7 @@ class _Progress:
             epoch=round(epoch, 4),
             step=metrics.steps,
             total_steps=self._total_steps,
-            seconds=float(f"{metrics.seconds:.6g}"),
+            seconds=float(f"{self._last_s - self._zero_s:.6g}"),
             samples_per_s=round(epoch * self._samples / metrics.seconds, 1),
             bytes_sent=metrics.bytes_sent,
             waiting_share=round(metrics.waiting_share, 4),
