@@ -5,6 +5,7 @@ import typer
 from tutti.cli.simulate.clusters import clusters
 from tutti.cli.simulate.group import DEFAULT, RecipeOrCommand
 from tutti.cli.simulate.run import run
+from tutti.cli.simulate.scaling import scaling
 
 app = typer.Typer(
     help="Train a recipe on a simulated cluster: real gradients, virtual time.",
@@ -13,4 +14,5 @@ app = typer.Typer(
     subcommand_metavar="| COMMAND [ARGS]...",
 )
 app.command(DEFAULT, hidden=True)(run)
+app.command("scaling")(scaling)
 app.command("clusters")(clusters)

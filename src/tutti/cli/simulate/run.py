@@ -15,7 +15,6 @@ from tutti.cli.recipe_task import (
     Epochs,
     JsonFile,
     Options,
-    RecipeName,
     RunName,
     Seed,
     StrategyText,
@@ -25,12 +24,14 @@ from tutti.cli.recipe_task import (
     summarise,
 )
 from tutti.cli.run_folder import new_folder
+from tutti.cli.simulate.calibrate import calibrate
 from tutti.cli.simulate.mean_loss import MeanLoss
 from tutti.cli.simulate.place import ClusterText, JitterSpread, Slow, cluster_of
 from tutti.cli.simulate.table import table, traffic
 from tutti.cluster import Cluster, format_time
 from tutti.errors import ConfigError, TuttiError
 from tutti.launch.simulate import Simulation, simulate
+from tutti.recipes import RECIPES
 from tutti.recipes.training import Task
 from tutti.recipes.training import train as train_worker
 from tutti.report.plots import pyplot
@@ -38,8 +39,10 @@ from tutti.report.simulation import plot_progress, plot_utilisation
 
 
 def run(
-    recipe_name: RecipeName,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks to simulate.")] = 16,
+    recipe_name: Annotated[str | None, typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", help="Ranks to simulate.", show_default="16")
+    ] = None,
     cluster_text: ClusterText = "ethernet-1g",
     strategy: StrategyText = "ring",
     slow: Slow = None,
@@ -50,6 +53,13 @@ def run(
     seed: Seed = 0,
     name: RunName = None,
     json_file: JsonFile = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibrate", metavar="FILE", help="Measure this machine or a lab, write its cluster, and stop."),
+    ] = None,
+    lab: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="Where to --calibrate, such as hosts=4,rate=100mbit.")
+    ] = None,
 ) -> None:
     """Train RECIPE on a simulated cluster: real gradients, virtual time, one process.
 
@@ -59,6 +69,13 @@ def run(
 
     As in: tutti simulate digits --workers 64 --cluster ethernet-1g --slow 3=2.0
     """
+    if calibration is not None:
+        calibrate(recipe_name or "mnist-mlp", calibration, workers, lab)
+        return
+    if recipe_name is None or lab is not None:
+        what = "a RECIPE, such as digits" if recipe_name is None else "--lab only with --calibrate"
+        raise ConfigError(f"tutti simulate takes {what}; see tutti simulate --help.")
+    workers = 16 if workers is None else workers
     asked = Task(
         recipe=recipe_name,
         options=parse_options(option),

@@ -1,11 +1,9 @@
 """A simulated rank: its thread, its clock, and what it spent its time on."""
 
 import random
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tutti.cluster import Cluster, Host, format_time
@@ -24,8 +22,8 @@ _TABLE_ROWS = 24
 _IN_VAIN = 1000
 """How often a rank may ask, or fail, without a moment passing."""
 
-_STOPS, _BREAKS = 20, 20
-"""How often a function may catch what unwinds it before it is broken out of, and how often that is tried."""
+_STOPS = 20
+"""How often a function may catch what unwinds it before its thread is left where it is."""
 
 
 class Stopped(BaseException):
@@ -162,10 +160,8 @@ class Rank:
         elif not self.engine.stopping and self.gone is None and self._doom is None:
             return
         self._num_stops += 1
-        if self._num_stops > _STOPS + _BREAKS:
-            self._abandon()
         if self._num_stops > _STOPS:
-            _break_out(sys._getframe(1))
+            self._abandon()
         raise Stopped
 
     def _abandon(self) -> None:
@@ -340,21 +336,3 @@ class Rank:
         if self.gone is not None or self.ended:
             return "has ended" if self.error is None else f"has failed: {type(self.error).__name__}"
         return "runs" if self._waits_for is None else f"waits for {self._waits_for.describe()}"
-
-
-def _break_out(frame: FrameType | None) -> None:
-    """Let the next line that runs raise `Stopped`, in whichever function of the user's it is.
-
-    That is a line that handles an exception it should not have caught, and what is raised there leaves the handler.
-    """
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
-            raise Stopped
-        return trace
-
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith("tutti.") and "threading" not in frame.f_code.co_filename:
-            frame.f_trace = trace
-        frame = frame.f_back
-    sys.settrace(lambda *_: None)

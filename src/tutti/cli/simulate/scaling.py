@@ -11,6 +11,7 @@ from rich.table import Table
 from tutti.bench.scaling import Case, Row
 from tutti.bench.scaling import scaling as simulate_scaling
 from tutti.cli.json_file import check_writable, write_json
+from tutti.cli.simulate.place import ClusterText
 from tutti.cluster import Cluster, Compute, format_size, format_time, parse_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.recipes.models import LARGE
@@ -26,7 +27,7 @@ STRATEGY = "ring:bucket_bytes=67108864"
 def scaling(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(LARGE)}.")] = "resnet50",
     workers: Annotated[str, typer.Option("--workers", "-n", help="Numbers of workers, such as 8,64,512.")] = "8,64,512",
-    cluster: Annotated[str, typer.Option(help="A preset, or a TOML file.")] = "ethernet-10g",
+    cluster_text: ClusterText = "ethernet-10g",
     strategy: Annotated[str, typer.Option(help="How replicas stay together; commas between several.")] = STRATEGY,
     batch: Annotated[int, typer.Option(min=1, help="Images of each worker in a step.")] = 64,
     accelerator: Annotated[
@@ -47,7 +48,7 @@ def scaling(
     check_plot(plot)
     if model not in LARGE:
         raise UnknownName("model", model, LARGE)
-    place = _paced(Cluster.load(cluster), model, accelerator, sample)
+    place = _paced(Cluster.load(cluster_text), model, accelerator, sample)
     numbers = _numbers(workers)
     for number in numbers:
         place.place(number)  # Better said now than after the others.

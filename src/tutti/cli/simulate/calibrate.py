@@ -12,17 +12,9 @@ from tutti.launch import launch
 from tutti.recipes import recipe
 
 
-def check_calibration(path: Path, workers: int | None, lab: str | None) -> None:
-    """Refuse what cannot be measured or written, before it is measured."""
-    check_one_place(workers, lab)
-    if path.suffix != ".toml":
-        raise ConfigError(f"--calibrate takes a file that ends in .toml, got '{path}'.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--calibrate: there is no folder {path.parent}.")
-
-
 def calibrate(recipe_name: str, path: Path, workers: int | None, lab: str | None) -> Cluster:
     """Measure steps of a recipe and the links between ranks; write the cluster that does the same to `path`."""
+    _check(path, workers, lab)
     made, console = recipe(recipe_name), Console()
     with lab_if_any(lab) as hosts:
         workers = hosts.spec.num_workers if hosts is not None else workers or 2
@@ -40,3 +32,14 @@ def calibrate(recipe_name: str, path: Path, workers: int | None, lab: str | None
     console.print(str(cluster), highlight=False)
     console.print(f"written to {path}; simulate with: tutti simulate {made.name} --cluster {path} --workers {workers}")
     return cluster
+
+
+def _check(path: Path, workers: int | None, lab: str | None) -> None:
+    """Refuse what cannot be measured or written, before it is measured."""
+    check_one_place(workers, lab)
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers must be 1 or more, got {workers}.")
+    if path.suffix != ".toml":
+        raise ConfigError(f"--calibrate takes a file that ends in .toml, got '{path}'.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--calibrate: there is no folder {path.parent}.")
