@@ -1,6 +1,8 @@
 """What goes wrong in a simulation: loops that ask, deadlocks, failures, deaths, and what is refused."""
 
+import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -457,30 +459,44 @@ def test_after_a_deadline_a_rank_may_go_on() -> None:
 # Functions that catch everything
 
 
-def test_a_function_that_catches_everything_ends_when_its_rank_is_dead() -> None:
-    def stubborn(link: Transport) -> None:
-        while True:
-            try:
-                link.irecv(torch.zeros(1), 1).wait()
-            except:  # noqa: E722
-                continue
+STUBBORN = """
+import torch, tutti
+from tutti.cluster import Cluster
+from tutti.errors import Deadlock, WorkerFailed
 
-    found = by_rank(stubborn, lambda link: link.elapse(5.0), cluster=Cluster(failures={0: 1.0}))
-    assert found.lost == {0: 1.0}
-    with pytest.raises(Deadlock):
-        by_rank(stubborn, receive(0))
+def stubborn(busy_s, dies):
+    link = tutti.init().transport
+    if link.rank == 1:
+        link.elapse(busy_s)
+        return link.irecv(torch.zeros(1), 0).wait() if dies else None
+    while True:
+        try:
+            link.irecv(torch.zeros(1), 1).wait()
+        except:
+            continue
+
+try:
+    found = tutti.simulate(stubborn, 5.0, {dies}, workers=2, cluster=Cluster(failures={failures}))
+except (Deadlock, WorkerFailed) as error:
+    print(type(error).__name__, error)
+else:
+    print(found.lost)
+"""
 
 
-def test_a_function_that_catches_everything_ends_when_it_goes_on_and_on() -> None:
-    def stubborn(link: Transport) -> None:
-        while True:
-            try:
-                link.irecv(torch.zeros(1), 1).wait()
-            except:  # noqa: E722
-                continue
-
-    with pytest.raises(WorkerFailed, match="rank 0 failed: Deadlock: rank 0 has caught 1000 errors"):
-        by_rank(stubborn, idle)
+@pytest.mark.parametrize(
+    ("dies", "failures", "says"),
+    [
+        (False, {0: 1.0}, r"\{0: 1.0\}"),
+        (True, {}, r"Deadlock deadlock: every rank"),
+        (False, {}, r"WorkerFailed rank 0 failed: Deadlock: rank 0 has caught 1000 errors"),
+    ],
+)
+def test_a_function_that_catches_everything_holds_nothing_up(dies: bool, failures: dict[int, float], says: str) -> None:
+    """Its thread cannot be ended, only left: so this is a process of its own."""
+    script = STUBBORN.replace("{dies}", str(dies)).replace("{failures}", str(failures))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert re.search(says, ended.stdout), ended.stdout
 
 
 # The caller

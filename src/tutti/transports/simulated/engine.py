@@ -15,7 +15,8 @@ Action = Callable[[], None]
 
 _PULSE_S = 0.1
 _GRACE_S = 10.0
-"""How long a rank's thread gets to come to its next wait when the simulation is over."""
+"""How long ranks' threads get to come to their next waits when the simulation is over."""
+_LOOK_S = 0.01
 
 
 class Engine:
@@ -37,7 +38,6 @@ class Engine:
         self._turn.acquire()
         self._outside = Randomness()
         self._last: Rank | None = None
-        self._running: Rank | None = None
 
     def at(self, time_s: float, action: Action) -> None:
         """Do `action` at that time, which has not passed yet."""
@@ -92,26 +92,28 @@ class Engine:
             (self._last.randomness if self._last is not None else self._outside).keep()
             rank.randomness.bring_back()
             self._last = rank
-        self._running = rank
+        rank.paused = False
         rank.turn.release()
         self._turn.acquire()
-        self._running = None
 
     def take_turn(self) -> None:
-        """Called by a rank's thread: let the loop go on."""
-        self._turn.release()
+        """Called by a rank's thread, which waits or has ended: let the loop go on."""
+        if not self.stopping:  # From then on there is no loop, and nobody waits for this.
+            self._turn.release()
 
     def stop(self, ranks: list["Rank"]) -> None:
-        """End the threads of all ranks, wherever they wait, and give the caller's random numbers back."""
+        """End the threads of all ranks, wherever they are, and give the caller's random numbers back.
+
+        The loop may have been interrupted anywhere, even while a rank's thread runs.
+        """
         self.stopping = True
         deadline = time.monotonic() + _GRACE_S
-        if self._running is not None:  # The loop was interrupted while it waited for this rank.
-            self._turn.acquire(timeout=_GRACE_S)
         for rank in ranks:
             while not rank.ended and time.monotonic() < deadline:
-                rank.turn.release()
-                self._turn.acquire(timeout=max(0.0, deadline - time.monotonic()))
-        for rank in ranks:
+                if rank.paused:  # It wakes up once, and never waits for its turn again.
+                    rank.paused = False
+                    rank.turn.release()
+                rank.join(_LOOK_S)
             if rank.ended:
                 rank.join()
         if self._last is not None:

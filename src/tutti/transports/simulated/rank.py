@@ -47,6 +47,8 @@ class Rank:
         """Whether steps of this rank are being taken, at the engine's time and not at the rank's own."""
         self.turn = threading.Lock()
         self.turn.acquire()
+        self.paused = True
+        """Whether its thread waits for its turn."""
         self.randomness = Randomness()
         self.conversations: list[Conversation] = []
         self.ended = False
@@ -95,9 +97,10 @@ class Rank:
         if self._dies_s < float("inf"):
             self.engine.at(self._dies_s, self._die)
 
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the end of the thread, unless it was left where it is."""
         if self._thread is not None and not self._abandoned:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _run(self, function: Callable[[], Any]) -> None:
         self.turn.acquire()
@@ -149,6 +152,7 @@ class Rank:
     def _yield(self) -> None:
         """Let the engine go on until it resumes this rank."""
         self.check_alive()
+        self.paused = True
         self.engine.take_turn()
         self.turn.acquire()
         self.check_alive()
