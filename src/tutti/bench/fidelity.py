@@ -1,30 +1,22 @@
 """The simulator against reality: the same job in the lab and in virtual time, step by step and bit by bit."""
 
-import hashlib
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from tutti.bench.calibrate import cluster_of, measure_compute, measure_network
+from tutti.bench.calibrate import cluster_of, measure_network, measure_training, train_steps
 from tutti.errors import UnknownName
-from tutti.job import distribute
 from tutti.launch import init, launch
 from tutti.launch.lab import Lab, LabSpec
 from tutti.launch.link import Link
 from tutti.launch.simulate import simulate
 from tutti.recipes import recipe
-from tutti.strategies import parse
 
 MODELS = ("mnist-mlp", "cifar-quick", "char-gpt")
 STRATEGIES = {"ring": 1, "tree": 1, "butterfly": 1, "hierarchical": 2}
 """And how many ranks a host has: with one, the last would have one level only."""
 RATES = ("100mbit", "1gbit")
 HOSTS = 4
-
-_WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -50,41 +42,14 @@ class Row:
 
 def in_lab(pairs: list[tuple[str, str]], steps: int) -> dict[str, Any]:
     """All that is done on the hosts of one lab: links and computing measured, and every job, on this rank."""
-    world, reporter = init(), Link()
-    found: dict[str, Any] = {"network": measure_network(world.transport), "compute": {}, "jobs": {}}
+    transport, reporter = init().transport, Link()
+    found: dict[str, Any] = {"network": measure_network(transport), "training": {}, "jobs": {}}
     for number, (model, strategy) in enumerate(pairs):
         reporter.progress(done=number, total=len(pairs), job=f"{model}, {strategy}")
-        batch_size = batch_size_of(model, world.size)
-        if model not in found["compute"]:
-            found["compute"][model] = measure_compute(model, batch_size, world.transport)
-        found["jobs"][model, strategy] = job(model, strategy, steps)
+        if model not in found["training"]:
+            found["training"][model] = measure_training(model, transport)
+        found["jobs"][model, strategy] = train_steps(model, strategy, steps)
     return found
-
-
-def batch_size_of(model: str, workers: int) -> int:
-    """Of each worker."""
-    return max(1, recipe(model).batch_size // workers)
-
-
-def job(model_name: str, strategy: str, steps: int) -> tuple[float, str]:
-    """Train for some steps: the median seconds of a step, and a digest of the parameters."""
-    world = init()
-    made, batch_size = recipe(model_name), batch_size_of(model_name, world.size)
-    torch.manual_seed(0)
-    model = made.model()
-    optimizer = made.optimizer(model)
-    everyones = made.example(batch_size * world.size)
-    x, y = (part[world.rank * batch_size : (world.rank + 1) * batch_size] for part in everyones)
-    times = []
-    with distribute(model, optimizer, parse(strategy), world=world):
-        for _ in range(_WARM_UP + steps):
-            start_s = world.transport.now()
-            made.loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            times.append(world.transport.now() - start_s)
-    bits = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
-    return statistics.median(times[_WARM_UP:]), bits.hexdigest()
 
 
 Chosen = dict[tuple[str, int], list[tuple[str, str]]]
@@ -122,8 +87,8 @@ def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[Row]:
             real = launch(in_lab, pairs, steps, lab=lab, watch=show)
         for model, strategy in pairs:
             say(f"simulating {spec}: {model}, {strategy}")
-            cluster = cluster_of(real[0]["network"] | real[0]["compute"][model])
-            simulated = simulate(job, model, strategy, steps, workers=spec.num_workers, cluster=cluster).results
+            cluster = cluster_of(real[0]["network"] | real[0]["training"][model])
+            simulated = simulate(train_steps, model, strategy, steps, workers=spec.num_workers, cluster=cluster).results
             lived = [mine["jobs"][model, strategy] for mine in real]
             bits = {digest for _, digest in (*lived, *simulated)}
             seconds = [max(step_s for step_s, _ in run) for run in (lived, simulated)]

@@ -157,7 +157,7 @@ def fidelity(
 
 
 def _fidelity_table(rows: list[fidelity_bench.Row]) -> Table:
-    table = Table(title="median ms a step, 4 hosts")
+    table = Table(title="median ms a step, 4 hosts", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("model", "strategy", "rate", "ranks", "lab", "simulated", "off by", "bits"):
         table.add_column(heading, justify="left" if heading in ("model", "strategy") else "right", no_wrap=True)
     for row in rows:

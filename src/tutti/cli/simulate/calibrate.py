@@ -19,14 +19,13 @@ def calibrate(recipe_name: str, path: Path, workers: int | None, lab: str | None
     with lab_if_any(lab) as hosts:
         workers = hosts.spec.num_workers if hosts is not None else workers or 2
         where = described(workers, hosts)
-        batch_size = max(1, made.batch_size // workers)
         with console.status(f"{where}: starting") as status:
 
             def show(rank: int, values: dict[str, str]) -> None:
                 status.update(f"{where}: {values['doing']}")
 
             chosen = {"workers": workers} if hosts is None else {"lab": hosts}
-            found = launch(measure, made.name, batch_size, watch=show, **chosen)[0]
+            found = launch(measure, made.name, watch=show, **chosen)[0]
     cluster = cluster_of(found, f"{made.name}, {where}")
     path.write_text(cluster.to_toml())
     console.print(str(cluster), highlight=False)

@@ -1,0 +1,101 @@
+"""`tutti simulate scaling`, `tutti simulate --calibrate` and `tutti bench fidelity`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command import Call
+from tutti.cluster import Cluster
+from tutti.launch.lab import missing
+
+
+def test_scaling(call: Call, tmp_path: Path) -> None:
+    words = ["--model", "alexnet", "--workers", "2,8", "--batch", "8", "--steps", "2", "--cluster", "infiniband-edr"]
+    strategies = ["--strategy", "ring:bucket_bytes=67108864,tree"]
+    ended = call("simulate", "scaling", *words, *strategies, "--json", "rows.json", "--plot", "scaling.png")
+    assert ended.status == 0, ended.err
+    assert "images/s" in ended.out
+    assert "334.8us a sample" in ended.out  # The P100's 2,987 images a second.
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert set(found["strategies"]) == {"ring:bucket_bytes=67108864", "tree"}
+    ring = found["strategies"]["ring:bucket_bytes=67108864"]
+    assert [row["workers"] for row in ring] == [2, 8]
+    assert 0 < ring[1]["efficiency"] < ring[0]["efficiency"] < 1
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "resnet5"], "unknown model 'resnet5'. Did you mean 'resnet50'?"),
+        (["--workers", "8,none"], "--workers takes numbers of 1 or more"),
+        (["--workers", "0"], "--workers takes numbers of 1 or more"),
+        (["--accelerator", "v1000"], "unknown accelerator 'v1000'. Did you mean 'v100'?"),
+        (["--model", "googlenet", "--accelerator", "k80"], "no published speed of model 'googlenet' on 'k80'"),
+        (["--accelerator", "p100", "--sample", "1ms"], "give --accelerator or --sample, not both"),
+        (["--sample", "soon"], "'soon' is not a time"),
+        (["--cluster", "ethernet-1G"], "unknown preset or file 'ethernet-1G'"),
+        (["--strategy", "rong"], "unknown strategy 'rong'"),
+        (["--plot", "figure.pdf"], "a plot's file ends in"),
+    ],
+)
+def test_scaling_refuses(call: Call, words: list[str], says: str) -> None:
+    ended = call("simulate", "scaling", *words)
+    assert ended.status == 2
+    assert says in ended.err.replace("\n", " ")
+
+
+def test_calibrate_and_simulate(call: Call, tmp_path: Path) -> None:
+    ended = call("simulate", "digits", "--calibrate", "here.toml", "--workers", "2")
+    assert ended.status == 0, ended.err
+    cluster = Cluster.load(tmp_path / "here.toml")
+    assert (cluster.hosts, cluster.ranks_per_host) == (1, 2)
+    assert cluster.compute.sample_s is not None
+    assert cluster.compute.step_s > 0
+    ended = call(
+        "simulate", "digits", "--cluster", "here.toml", "--workers", "2", "--strategy", "native", "--name", "x"
+    )
+    assert ended.status == 0, ended.err
+    seconds = json.loads((tmp_path / "runs" / "x" / "summary.json").read_text())["seconds"]
+    assert 0.02 < seconds < 20
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["digits", "--calibrate", "here.json"], "a file that ends in .toml"),
+        (["digits", "--calibrate", "nowhere/here.toml"], "there is no folder nowhere"),
+        (["digits", "--calibrate", "here.toml", "--workers", "0"], "workers must be 1 or more"),
+        (["digits", "--calibrate", "here.toml", "--workers", "2", "--lab", "hosts=2"], "not both"),
+        (["digits", "--lab", "hosts=2"], "--lab only with --calibrate"),
+        (["digit", "--calibrate", "here.toml"], "unknown recipe 'digit'"),
+    ],
+)
+def test_calibration_refuses(call: Call, words: list[str], says: str) -> None:
+    ended = call("simulate", *words)
+    assert ended.status == 2
+    assert says in ended.err.replace("\n", " ")
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_fidelity_quickly(call: Call, tmp_path: Path) -> None:
+    """Times are the benchmark's business; the bits are not."""
+    words = ["--models", "digits", "--strategies", "ring", "--rates", "1gbit", "--steps", "3"]
+    ended = call("bench", "fidelity", *words, "--json", "rows.json")
+    assert ended.status == 0, ended.err
+    assert "parameters equal to the bit in 1 of 1" in ended.out
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert (row["model"], row["strategy"], row["same_bits"]) == ("digits", "ring", True)
+    assert row["simulated_s"] > 0
+
+
+def test_fidelity_refuses(call: Call) -> None:
+    for words, says in (
+        (["--models", "digit"], "unknown recipe"),
+        (["--strategies", "wheel"], "unknown strategy"),
+        (["--rates", "fast"], "is not a rate"),
+    ):
+        ended = call("bench", "fidelity", *words)
+        assert ended.status == 2
+        assert says in ended.err
