@@ -5,6 +5,7 @@
     │   ├── UnknownName        a strategy, recipe or other name nobody knows
     │   ├── EnvironmentConflict  launchers' variables that contradict each other
     │   ├── ReplicaMismatch    models, optimisers or tensors that differ between ranks
+    │   ├── NoLink             simulated ranks talk whose hosts no link joins
     │   └── DataError          a dataset that is missing, truncated or something else
     ├── RankLost               a peer died, failed or left while this rank needed it
     ├── DeadlineExceeded       (also a TimeoutError) nobody died, but nobody answered either
@@ -49,6 +50,10 @@ class ReplicaMismatch(ConfigError):
 
 class DataError(ConfigError):
     """A dataset that is missing, truncated or not what its name says."""
+
+
+class NoLink(ConfigError):
+    """Simulated ranks talk whose hosts no link joins."""
 
 
 class RankLost(TuttiError):

@@ -163,7 +163,10 @@ def distribute(
     """
     world = world or current_world()
     strategy = world.strategy or strategy or AllReduce()
-    check_alike(model, optimizer, repr(strategy), _mistakes(model, optimizer, strategy), world.transport)
+    mistakes = _mistakes(model, optimizer, strategy)
+    if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
+        mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
+    check_alike(model, optimizer, repr(strategy), mistakes, world.transport)
     take_from_rank_0(model, optimizer, world.transport)
     replica = HookedReplica(model, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)

@@ -66,9 +66,15 @@ def test_the_readmes_tree_is_the_real_one() -> None:
     assert listed == real - {"__init__.py"}
 
 
-def test_the_cluster_in_the_docs(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "simulation.md").read_text(), re.DOTALL)
-    (tmp_path / "four.toml").write_text(example)
+def test_the_clusters_in_the_docs(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "simulation.md").read_text()
+    four, uneven = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "four.toml").write_text(four)
     cluster = Cluster.load(tmp_path / "four.toml")
     assert [host.name for host in cluster.place(8)][::2] == ["host0", "host1", "host2", "host3"]
-    assert cluster.slow == {3: 2.0}
+    (in_python,) = [each for each in examples(ROOT / "docs" / "simulation.md") if "Tier(" in each]
+    names: dict[str, object] = {}
+    exec(in_python, names)
+    assert names["cluster"] == cluster
+    (tmp_path / "uneven.toml").write_text(uneven)
+    assert [host.name for host in Cluster.load(tmp_path / "uneven.toml").place(6)] == ["lagos"] * 4 + ["cairo"] * 2

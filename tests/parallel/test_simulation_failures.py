@@ -18,7 +18,7 @@ from torch.distributed import HashStore, TCPStore
 import tutti
 from tutti import Cluster, Link, Simulation, simulate
 from tutti.cluster import Host
-from tutti.errors import ConfigError, DeadlineExceeded, Deadlock, RankLost, WorkerFailed
+from tutti.errors import ConfigError, DeadlineExceeded, Deadlock, NoLink, RankLost, WorkerFailed
 from tutti.transports import ANY, Transport
 
 LINK = Link("1gbit", "50us")
@@ -635,7 +635,7 @@ def ring_of_hosts(size: int) -> Cluster:
 
 
 def test_hosts_that_are_not_joined_cannot_talk() -> None:
-    with pytest.raises(WorkerFailed, match=r"has no link between them\. Not joined: h0 and h2, h1 and h3") as failure:
+    with pytest.raises(NoLink, match=r"has no link between them\. Not joined: h0 and h2, h1 and h3") as failure:
         by_rank(send(2), idle, receive(0), idle, cluster=ring_of_hosts(4))
     assert "on h0 talks to rank" in str(failure.value) or "on h2 talks to rank" in str(failure.value)
 

@@ -51,8 +51,9 @@ def cluster_of(found: dict[str, Any], name: str = "calibrated") -> Cluster:
     hosts, size = found["hosts"], found["size"]
     cluster = Cluster(
         name=name,
-        hosts=hosts,
-        ranks_per_host=-(-size // hosts),
+        # More workers would get more hosts of this kind; but where only memory was measured, they would share it.
+        hosts=1 if hosts == 1 else None,
+        ranks_per_host=-(-size // hosts) if hosts > 1 else None,
         compute=Compute(sample_s=sample_s, step_s=found["step_s"], forward=share),
         **links,  # type: ignore[arg-type]
     )

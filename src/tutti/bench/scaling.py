@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ def scaling(
         model = large(case.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         workload = Workload.of(model, (torch.empty(1, *IMAGE),), {})
-    alone = _step_s(_run(case, (model, optimizer, workload), 1, lambda *_: None))
+    even = replace(case, cluster=replace(case.cluster, slow={}, failures={}))
+    alone = _step_s(_run(even, (model, optimizer, workload), 1, lambda *_: None))
     for number in workers:
         start = time.perf_counter()
         done = _run(case, (model, optimizer, workload), number, lambda now, sent, n=number: pulse(n, now, sent))  # type: ignore[misc]

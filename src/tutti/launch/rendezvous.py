@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
-from tutti.launch import mpi
+from tutti.launch import indoors, mpi
 from tutti.launch.environment import LOOPBACK, Place, read
 from tutti.launch.link import HOST
 from tutti.strategies import parse
@@ -52,6 +52,7 @@ def init(*, timeout: timedelta | None = None, transport: str | None = None) -> W
     """
     if (world := current_world()) is not None:
         return world
+    indoors.refuse("tutti.init after the world was closed")
     timeout = timeout or _timeout_from(os.environ.get("TUTTI_TIMEOUT"))
     kind = transport or os.environ.get("TUTTI_TRANSPORT", "auto")
     if mpi.is_mpi(kind):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tutti.cluster import Cluster, Host
-from tutti.errors import ConfigError, WorkerFailed
+from tutti.cluster import Cluster, Host, format_time
+from tutti.errors import ConfigError, Deadlock, NoLink, WorkerFailed
 from tutti.events import EventLog, Strip
 from tutti.launch import indoors
 from tutti.launch.link import Watcher, telling
@@ -82,7 +82,8 @@ def simulate(
     """Run `function(*args)` on `workers` simulated ranks of `cluster`: real gradients, modelled time.
 
     The function is what `tutti.launch` would run; it calls `tutti.init()` itself. Ranks are threads of this process and
-    only one runs at a time, so the result is the same every time, to the bit.
+    only one runs at a time, so from the same seeds the result is the same every time, to the bit. All get the very same
+    arguments: they should not change them.
 
     Args:
         cluster: hosts, links and speeds; `tutti.Cluster()` by default.
@@ -103,7 +104,9 @@ def simulate(
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError("another simulation runs in this process, and the two would share its random numbers. Wait.")
     try:
-        return _simulate(partial(function, *args), cluster, hosts, timeout or DEFAULT_TIMEOUT, watch, pulse)
+        return _simulate(
+            partial(function, *args), cluster, hosts, DEFAULT_TIMEOUT if timeout is None else timeout, watch, pulse
+        )
     finally:
         _one_at_a_time.release()
 
@@ -123,13 +126,18 @@ def _simulate(
         ranks.append(Rank(engine, number, host, cluster, timeout))
     network = Network(cluster, hosts)
     stage = Stage(ranks, network)
-    for rank in ranks:
-        rank.start(partial(_live, stage, rank, watch, function))
+    num_threads = torch.get_num_threads()
     try:
-        with torch.no_grad(), _threads_as_in(len(ranks)), _rare_collections():
+        for rank in ranks:
+            rank.start(partial(_live, stage, rank, watch, function))
+        with torch.no_grad(), _rare_collections():
             engine.run(ranks)
+    except Deadlock:
+        _raise_first_failure(ranks, knocked_on=False)  # Who failed by itself is why the others wait.
+        raise
     finally:
         engine.stop(ranks)
+        torch.set_num_threads(num_threads)  # Part of it is the whole process's.
     _raise_first_failure(ranks)
     return _simulation(ranks, network)
 
@@ -137,6 +145,8 @@ def _simulate(
 def _live(stage: Stage, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
     """A simulated rank's whole life, in its own thread."""
     indoors.enter()
+    # As many threads as a launch of so many workers here would give each, so that sums agree. Each thread has its own.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(stage.ranks)))
     transport = levelled(SimulatedTransport(stage, rank))
     local = [host.name for host in stage.network.hosts[: rank.number]].count(rank.host.name)
     set_world(World(rank.number, len(stage.ranks), local, rank.host.name, transport))
@@ -145,21 +155,11 @@ def _live(stage: Stage, rank: Rank, watch: Watcher | None, function: Callable[[]
 
 
 @contextmanager
-def _threads_as_in(workers: int) -> Iterator[None]:
-    """As many threads for torch's operations as a launch of so many workers here would give each: so sums agree."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
 def _rare_collections() -> Iterator[None]:
     """Messages come and go by the million and leave no cycles: to look for some so often would only cost time."""
     before = gc.get_threshold()
-    gc.set_threshold(max(before[0], 100_000), 50, 100)
+    if before[0]:  # Zero is off.
+        gc.set_threshold(max(before[0], 100_000), 50, 100)
     try:
         yield
     finally:
@@ -173,14 +173,20 @@ def _return_memory() -> None:
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
 
 
-def _raise_first_failure(ranks: list[Rank]) -> None:
+def _raise_first_failure(ranks: list[Rank], knocked_on: bool = True) -> None:
+    """Raise for the first rank that failed by itself; or, if asked to, only because another was gone."""
     failed = [(rank, describe(rank.error)) for rank in ranks if rank.error is not None]
-    if failed:
-        # Those that failed only because another did come last.
-        rank, failure = min(failed, key=lambda pair: (pair[1].knock_on, pair[0].clock, pair[0].number))
-        if isinstance(rank.error, KeyboardInterrupt):
-            raise rank.error
-        raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.error
+    failed = [(rank, failure) for rank, failure in failed if knocked_on or not failure.knock_on]
+    if not failed:
+        return
+    rank, failure = min(failed, key=lambda pair: (pair[1].knock_on, pair[0].clock, pair[0].number))
+    if isinstance(rank.error, KeyboardInterrupt | NoLink):
+        raise rank.error
+    dead = [rank for rank in ranks if rank.died]
+    if failure.knock_on and dead:
+        reason = f"died at {format_time(dead[0].clock)}, as the cluster says, and rank {rank.number} {failure.reason}"
+        raise WorkerFailed(dead[0].number, reason) from rank.error
+    raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.error
 
 
 def _simulation(ranks: list[Rank], network: Network) -> Simulation:

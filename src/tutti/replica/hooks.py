@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tutti.collectives import share_json
 from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
+from tutti.replica.left_behind import LeftBehind
 from tutti.replica.replica import Listener, Replica
 from tutti.replica.samples import Contribution, Draws
 
@@ -206,8 +207,8 @@ class HookedReplica(Replica):
         self._listener.after_step()
 
 
-class _ForwardHook:
-    """Tells a replica of its model's forward passes. A copy of the model, also a pickled one, leaves it behind."""
+class _ForwardHook(LeftBehind):
+    """Tells a replica of its model's forward passes."""
 
     def __init__(self, replica: HookedReplica) -> None:
         self._replica = ref(replica)
@@ -215,17 +216,3 @@ class _ForwardHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (replica := self._replica()) is not None:
             replica._forward(args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _make_no_hook, ()
-
-
-def _no_hook(*_: Any) -> None:
-    """What a copied model has in place of a hook."""
-
-
-def _make_no_hook() -> Callable[..., None]:
-    return _no_hook

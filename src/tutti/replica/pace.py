@@ -2,18 +2,21 @@
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.cluster import Cluster
+from tutti.replica.left_behind import LeftBehind
 from tutti.replica.samples import num_rows
 from tutti.transports import Transport
 
@@ -25,7 +28,9 @@ class Workload:
     forward_flops: float
     """Backward takes twice as many."""
     shares: dict[str, float]
-    """The part of backward that each parameter's gradient takes, by name; one together."""
+    """The part of backward that each trained parameter's gradient takes, by name; one together."""
+    guessed: bool = False
+    """Whether operations could not be counted."""
 
     @classmethod
     def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Workload":
@@ -33,9 +38,10 @@ class Workload:
 
         A model that cannot be run without values counts two for each parameter.
         """
-        sizes = {name: float(p.numel()) for name, p in model.named_parameters()}
+        sizes = {name: float(p.numel()) for name, p in model.named_parameters() if p.requires_grad}
         try:
-            counts = _count(model, args, kwargs)
+            with torch.random.fork_rng(devices=[]):  # What the model draws, it must draw again.
+                counts = _count(model, args, kwargs)
         except Exception:
             counts = {}
         rows = max(1, num_rows(args or kwargs))
@@ -46,8 +52,9 @@ class Workload:
         }
         raw = {name: by_layer[name] * size / owned[name] or 1e-3 * size for name, size in sizes.items()}
         total = sum(raw.values()) or 1.0
-        flops = counts.get("Global", 0.0) / rows or 2 * sum(sizes.values())
-        return cls(flops, {name: value / total for name, value in raw.items()})
+        counted = counts.get("Global", 0.0) / rows
+        shares = {name: value / total for name, value in raw.items()}
+        return cls(counted or 2.0 * sum(p.numel() for p in model.parameters()), shares, guessed=not counted)
 
     def forward_s(self, rows: int, cluster: Cluster) -> float:
         compute = cluster.compute
@@ -96,7 +103,7 @@ class Pace:
         self._cluster = transport.cluster
         self._elapse = transport.elapse
         self._workload = workload
-        self._rng = random.Random(f"{self._cluster.seed} {transport.rank} jitter")
+        self._rng = random.Random(f"{transport.seed} jitter")
         self._factor = 1.0
         self._backward_s = 0.0
         self._in_backward = False
@@ -105,11 +112,6 @@ class Pace:
     def listen(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Follow what a model and its optimiser do."""
         mine = ref(self)
-
-        def began(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (pace := mine()) is not None:
-                pace._workload = pace._workload or Workload.of(module, args, kwargs)
-                pace.forward(num_rows(args or kwargs), torch.is_grad_enabled())
 
         def stepping(*_: Any) -> None:
             if (pace := mine()) is not None:
@@ -122,7 +124,8 @@ class Pace:
 
             return hook
 
-        self._handles.append(model.register_forward_pre_hook(began, with_kwargs=True))
+        self._handles.append(model.register_forward_pre_hook(_Began(self), with_kwargs=True))
+        self._handles.append(model.register_forward_hook(_Ended(self), with_kwargs=True))
         self._handles.append(optimizer.register_step_pre_hook(stepping))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -133,26 +136,70 @@ class Pace:
             handle.remove()
         self._handles.clear()
 
-    def forward(self, rows: int, backward_follows: bool) -> None:
-        """A forward pass of so many samples."""
+    def meet(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find out what the model asks for, before its first pass."""
+        if self._workload is None:
+            self._workload = Workload.of(model, args, kwargs)
+            if self._workload.guessed and self._cluster.compute.sample_s is None:
+                warnings.warn(
+                    f"the operations of {type(model).__name__} cannot be counted without values, so its computing time "
+                    "is a guess: two operations for each parameter. Give the cluster Compute(sample_s=...).",
+                    stacklevel=2,
+                )
+
+    def forward(self, rows: int) -> float:
+        """A forward pass of so many samples; returns how long going back will take."""
         assert self._workload is not None
         jitter = self._cluster.jitter
         self._factor = jitter.draw(self._rng) if jitter is not None else 1.0
         self._elapse(self._factor * self._workload.forward_s(rows, self._cluster))
-        if backward_follows:
-            before_s = (
-                0.0 if self._in_backward else self._backward_s
-            )  # Several passes forward may come before one back.
-            self._backward_s = before_s + self._factor * self._workload.backward_s(rows, self._cluster)
-            self._in_backward = False
+        return self._factor * self._workload.backward_s(rows, self._cluster)
+
+    def backward(self, seconds: float) -> None:
+        """A backward pass begins that takes so long; several may be one, if what they began with was added up."""
+        self._backward_s = seconds if self._in_backward else self._backward_s + seconds
+        self._in_backward = False
 
     def gradient(self, name: str) -> None:
         """The gradient of a parameter is there."""
-        if self._workload is None:
-            return  # Only parts of the model were called, so nobody knows what was computed.
-        self._in_backward = True
-        self._elapse(self._backward_s * self._workload.shares[name])
+        if self._workload is not None:  # Else only parts of the model were called: nobody knows what was computed.
+            self._in_backward = True
+            self._elapse(self._backward_s * self._workload.shares.get(name, 0.0))
 
     def step(self) -> None:
         """The optimiser steps."""
         self._elapse(self._factor * self._cluster.compute.step_s)
+
+
+class _Began(LeftBehind):
+    """A forward pass begins."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = ref(pace)
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (pace := self._pace()) is not None:
+            pace.meet(module, args, kwargs)
+
+
+class _Ended(LeftBehind):
+    """A forward pass has ended: its time passes, and that of backward when backward comes to its output."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = ref(pace)
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if (pace := self._pace()) is None:
+            return
+        backward_s = pace.forward(num_rows(args or kwargs))
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(partial(_go_back, self._pace, backward_s))
+                return
+
+
+def _go_back(pace: "ref[Pace]", seconds: float, _: Tensor) -> None:
+    if (living := pace()) is not None:
+        living.backward(seconds)

@@ -28,7 +28,7 @@ class Rehearsal(Replica):
         """Forward, backward and a step of the optimiser, of so many samples."""
         listener, pace = self._listener, self._pace
         assert listener is not None
-        pace.forward(num_samples, backward_follows=True)
+        pace.backward(pace.forward(num_samples))
         if self._gradients:
             self._backward(listener, num_samples)
         else:

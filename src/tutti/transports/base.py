@@ -67,6 +67,8 @@ class Transport(ABC):
     timeout: timedelta
     cluster: Cluster | None = None
     """What its clock follows; None where time passes by itself."""
+    seed: str = ""
+    """Of what is random about that clock; another for every rank and conversation."""
     bytes_sent: int
     """Bytes of tensor data this rank has sent, or made others read, through this transport."""
 
@@ -89,6 +91,7 @@ class Transport(ABC):
     def start(self, steps: Steps) -> Work:
         """Take `steps` beside the caller, when those started before are done.
 
+        Steps yield what they wait for, and draw no numbers from global generators: they may run in any thread.
         From the first call on, all that is sent and received through this transport is in such steps,
         except while none are under way.
         """

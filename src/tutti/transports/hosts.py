@@ -33,7 +33,7 @@ class HostsTransport(Transport):
         """Open both levels. Collective."""
         self.inner = inner
         self.rank, self.size, self.hosts, self.timeout = inner.rank, inner.size, inner.hosts, inner.timeout
-        self.cluster = inner.cluster
+        self.cluster, self.seed = inner.cluster, inner.seed
         leaders = sorted(inner.hosts.index(host) for host in set(inner.hosts))
         here = [rank for rank, host in enumerate(inner.hosts) if host == inner.hosts[inner.rank]]
         self.within = shared_where_possible(inner.channel("within", here))

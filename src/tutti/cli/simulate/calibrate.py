@@ -26,7 +26,7 @@ def calibrate(recipe_name: str, path: Path, workers: int | None, lab: str | None
 
             chosen = {"workers": workers} if hosts is None else {"lab": hosts}
             found = launch(measure, made.name, watch=show, **chosen)[0]
-    cluster = cluster_of(found, f"{made.name}, {where}")
+    cluster = cluster_of(found, "loopback" if hosts is None else f"lab {hosts.spec}")
     path.write_text(cluster.to_toml())
     console.print(str(cluster), highlight=False)
     console.print(f"written to {path}; simulate with: tutti simulate {made.name} --cluster {path} --workers {workers}")

@@ -1,7 +1,7 @@
 """Messages between simulated ranks: how they are matched, and when they arrive."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +140,10 @@ class Receive(Pending):
             tensor.detach().copy_(payload.reshape(tensor.shape))
         return True
 
+    def overdue(self, error: Exception) -> None:
+        self.place.forget(self)
+        self.fail(error)
+
     @property
     def source(self) -> int:
         return self._source
@@ -219,6 +223,13 @@ class Mailbox:
         else:
             self.receives.append(receive)
 
+    def forget(self, receive: Receive) -> None:
+        """It has waited too long: what comes is for the next."""
+        if self.open is not None:
+            self.open.forget(receive)
+        elif receive in self.receives:
+            self.receives.remove(receive)
+
     def comes(self, src: int) -> bool:
         """Whether a message that was not matched yet is on its way."""
         return self.open is not None and self.open.comes(src)
@@ -289,6 +300,10 @@ class OpenBox:
                 self._receives.remove(receive)
                 receive.fail(conversation.lost(receive.rank, max(sources)))
 
+    def forget(self, receive: Receive) -> None:
+        if receive in self._receives:
+            self._receives.remove(receive)
+
     def comes(self, src: int) -> bool:
         return self._coming(set(range(len(self.conversation.ranks))) if src == ANY else {src})
 
@@ -301,10 +316,12 @@ class OpenBox:
 class Conversation:
     """What some ranks say to each other, apart from all else they say."""
 
-    def __init__(self, name: str, ranks: Sequence["Rank"], network: Network) -> None:
+    def __init__(self, name: str, ranks: Sequence["Rank"], network: Network, over: Callable[[], None]) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.network = network
+        self.over = over
+        """Called when all have closed it."""
         self.boxes: dict[tuple[int, int, int], Mailbox] = {}
         self.open: dict[tuple[int, int], OpenBox] = {}
         self.closed: dict[int, str] = {}
@@ -338,6 +355,8 @@ class Conversation:
             open_box.check()
         for meeting in list(self.meetings.values()):
             meeting.fail(mine)
+        if len(self.closed) == len(self.ranks):
+            self.over()
 
     def lost(self, me: "Rank", who: int) -> RankLost:
         """The error for `me`, who waits for `who` in vain."""

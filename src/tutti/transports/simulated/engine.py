@@ -109,12 +109,12 @@ class Engine:
         self.stopping = True
         deadline = time.monotonic() + _GRACE_S
         for rank in ranks:
-            while not rank.ended and time.monotonic() < deadline:
+            while rank.alive and time.monotonic() < deadline:
                 if rank.paused:  # It wakes up once, and never waits for its turn again.
                     rank.paused = False
                     rank.turn.release()
                 rank.join(_LOOK_S)
-            if rank.ended:
+            if not rank.alive:
                 rank.join()
         if self._last is not None:
             self._outside.bring_back()

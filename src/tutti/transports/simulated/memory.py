@@ -101,10 +101,10 @@ class SimulatedMemory(Transport):
 
     def __init__(self, inner: SimulatedTransport) -> None:
         self.inner = inner
-        self.rank, self.size, self.hosts, self.cluster = inner.rank, inner.size, inner.hosts, inner.cluster
+        self.rank, self.size, self.hosts = inner.rank, inner.size, inner.hosts
+        self.cluster, self.seed = inner.cluster, inner.seed
         self._reduced_bytes = 0
         self._number = 0
-        self._channels: list[SimulatedMemory] = []
 
     @property
     def timeout(self) -> timedelta:  # type: ignore[override]

@@ -6,7 +6,7 @@ from heapq import heapreplace
 from math import prod
 
 from tutti.cluster import Cluster, Host
-from tutti.errors import ConfigError
+from tutti.errors import NoLink
 
 
 class Pipe:
@@ -84,7 +84,7 @@ class Network:
             return Route(out, (into,), into, latency_s, direct=True)
         link = self.cluster.link_between(one, two)
         if link is None:
-            raise ConfigError(self._no_link(src, dst))
+            raise NoLink(self._no_link(src, dst))
         middle, latency_s = self._through_tiers(one, two)
         path = self.cluster.links.get((one.name, two.name)) or self.cluster.links.get((two.name, one.name))
         if path is not None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tutti.cluster import Cluster, Host, format_time
-from tutti.errors import DeadlineExceeded, Deadlock, RankLost
+from tutti.errors import ConfigError, DeadlineExceeded, Deadlock, RankLost
 from tutti.events import COMPUTE, WAIT, Event, EventLog, Strip
 from tutti.transports.simulated.engine import Engine
 from tutti.transports.simulated.randomness import Randomness
@@ -91,11 +91,17 @@ class Rank:
 
     def start(self, function: Callable[[], Any]) -> None:
         """Make the thread; it runs when it is given its turn."""
-        self._thread = threading.Thread(target=self._run, args=(function,), name=f"rank {self.number}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(function,), name=f"rank {self.number}", daemon=True)
+        thread.start()
+        self._thread = thread
         self.engine.at(0.0, self.resume)
         if self._dies_s < float("inf"):
             self.engine.at(self._dies_s, self._die)
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a thread to end."""
+        return self._thread is not None and not self.ended
 
     def join(self, seconds: float | None = None) -> None:
         """Wait for the end of the thread, unless it was left where it is."""
@@ -133,7 +139,7 @@ class Rank:
         """Answer nobody any more."""
         if self.gone is None:
             self.gone, self.fled = how, fled
-            for conversation in self.conversations:
+            for conversation in list(self.conversations):
                 conversation.close(self, how)
 
     def _die(self) -> None:
@@ -159,6 +165,8 @@ class Rank:
 
     def check_alive(self) -> None:
         """Unwind the thread if this rank is to go no further."""
+        if self.stepping:
+            raise ConfigError(f"rank {self.number}: steps yield the work they wait for; they neither wait nor compute.")
         if self.clock >= self._dies_s:
             self.died = True
         elif not self.engine.stopping and self.gone is None and self._doom is None:
@@ -301,7 +309,7 @@ class Rank:
             self.engine.alarm(due_s, self)
             return
         self._alarmed = False
-        work.fail(
+        work.overdue(
             DeadlineExceeded(
                 f"rank {self.number}: waited {limit_s:g} s of simulated time for {work.describe()}, and no rank is "
                 "gone. If the work is just slow, give more: tutti.simulate(..., timeout=...)."

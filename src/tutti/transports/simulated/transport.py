@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -26,8 +27,14 @@ class Stage:
         """The one of that name between these ranks."""
         key = (name, numbers)
         if key not in self._conversations:
-            self._conversations[key] = Conversation(name, [self.ranks[each] for each in numbers], self.network)
+            ranks, over = [self.ranks[each] for each in numbers], partial(self._forget, key)
+            self._conversations[key] = Conversation(name, ranks, self.network, over)
         return self._conversations[key]
+
+    def _forget(self, key: tuple[str, tuple[int, ...]]) -> None:
+        over = self._conversations.pop(key)
+        for rank in over.ranks:
+            rank.conversations.remove(over)
 
 
 class SimulatedTransport(Transport):
@@ -41,10 +48,11 @@ class SimulatedTransport(Transport):
         self.rank, self.size = self._numbers.index(me.number), len(self._numbers)
         self.hosts = tuple(stage.network.hosts[number].name for number in self._numbers)
         self.cluster = stage.network.cluster
+        self.seed = f"{self.cluster.seed} {me.number} {name}"
         self.bytes_sent = 0
         self._tasks = Tasks()
-        self._opened: dict[str, int] = {}
-        self._channels: list[SimulatedTransport] = []
+        self._opened: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._channels: WeakSet[SimulatedTransport] = WeakSet()
         self._closed = False
         me.conversations.append(self._talk)
 
@@ -81,10 +89,10 @@ class SimulatedTransport(Transport):
         return receive
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedTransport":
-        count = self._opened[name] = self._opened.get(name, 0) + 1
         numbers = self._numbers if ranks is None else tuple(self._numbers[rank] for rank in ranks)
+        count = self._opened[name, numbers] = self._opened.get((name, numbers), 0) + 1
         made = SimulatedTransport(self._stage, self._me, f"{self._talk.name}/{name}.{count}", numbers)
-        self._channels.append(made)
+        self._channels.add(made)
         return made
 
     def start(self, steps: Steps) -> Work:
@@ -110,8 +118,9 @@ class SimulatedTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        for channel in self._channels:
+        for channel in list(self._channels):
             channel.close()
+        self._channels.clear()
         me = self._me
         self._tasks.fail(RankLost(f"rank {me.number}: this transport was closed with work still to do."))
         why = "it has closed this conversation"

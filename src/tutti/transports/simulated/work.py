@@ -39,6 +39,10 @@ class Pending(Work):
             self.error = error
             self.complete(self.rank.engine.now)
 
+    def overdue(self, error: Exception) -> None:
+        """Nobody waits for it any longer."""
+        self.fail(error)
+
     @property
     def under_way_s(self) -> float:
         """Until when it is known to go on, so that a deadline has to wait."""
@@ -101,6 +105,9 @@ class Task(Pending):
     def give_up(self, error: Exception) -> None:
         self._steps.close()
         self.fail(error)
+
+    def overdue(self, error: Exception) -> None:
+        self._queue.fail(error)  # Those behind it would be out of step.
 
     @property
     def under_way_s(self) -> float:
