@@ -22,7 +22,7 @@ TRANSPORTS = ("process_group", "shared_memory")
 SIMULATED = ("simulated", "simulated_memory", "simulated_hosts")
 """In virtual time: a host for every rank, one for all of them, and two ranks on each."""
 
-LEVELS = (*TRANSPORTS, "hosts", *SIMULATED)
+LEVELS = (*TRANSPORTS, "hosts", "simulated", "simulated_hosts")
 """And "hosts": ranks spread over several hosts, two on each as far as they go."""
 
 TIMEOUT = timedelta(seconds=20)
