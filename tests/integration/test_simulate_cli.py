@@ -58,7 +58,8 @@ def test_a_run_and_the_same_again(run_cli: RunCli, tmp_path: Path) -> None:
 
 
 def check_summary(summary: dict[str, Any]) -> None:
-    assert (summary["recipe"], summary["strategy"], summary["cluster"]) == ("digits", "ring", "ethernet-1g")
+    assert (summary["recipe"], summary["strategy"], summary["cluster"]) == ("digits", "native", "ethernet-1g")
+    assert "waiting_share" not in summary, "ranks has it, apart from communicating"
     assert (summary["workers"], summary["epochs"], summary["samples"]) == (4, 2, 2 * 1437)
     assert 0.85 < summary["accuracy"] < 1
     assert 0 < summary["seconds"] < 1, "of virtual time"

@@ -41,8 +41,6 @@ class Row:
     images_per_s: float
     efficiency: float
     """Images a second of each worker, relative to one that is alone."""
-    busy_share: float
-    """The part of the time in which ranks computed."""
     bytes_per_worker: float
     """Sent over the network or to other ranks of the host, in one step."""
     num_messages: int
@@ -72,7 +70,6 @@ def scaling(
             step_s=step_s,
             images_per_s=number * case.batch_size / step_s,
             efficiency=alone / step_s,
-            busy_share=sum(rank.busy_s for rank in done.ranks) / (number * done.seconds),
             bytes_per_worker=sum(sent for _, sent in done.results) / number / case.steps,
             num_messages=done.num_messages,
             wall_s=time.perf_counter() - start,

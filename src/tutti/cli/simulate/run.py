@@ -44,7 +44,7 @@ def run(
         int | None, typer.Option("--workers", "-n", help="Ranks to simulate.", show_default="16")
     ] = None,
     cluster_text: ClusterText = "ethernet-1g",
-    strategy: StrategyText = "ring",
+    strategy: StrategyText = "native",
     slow: Slow = None,
     jitter: JitterSpread = None,
     data: DataFolder = None,
@@ -100,6 +100,7 @@ def run(
         **summarise(task, made, workers, simulation.results[0]),
         **{"cluster": cluster.name, "wall_s": round(wall_s, 3), **traffic(simulation)},
     }
+    del summary["waiting_share"]  # Of rank 0, with its communicating: `ranks` tells the two apart, of each.
     console.print(table(summary))
     _draw(simulation, reports, summary, title, folder, console)
     # Last of all: a folder without it is of a run that did not come to its end.

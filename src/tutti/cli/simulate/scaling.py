@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -16,9 +17,9 @@ from tutti.cluster import Cluster, Compute, format_size, format_time, parse_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.recipes.models import LARGE
 from tutti.recipes.speeds import IMAGES_PER_S, seconds_per_sample
-from tutti.report.plots import check_plot
+from tutti.report.plots import check_plot, label
 from tutti.report.scaling import plot_scaling
-from tutti.strategies import parse
+from tutti.strategies import AllReduce, Strategy, parse
 
 STRATEGY = "ring:bucket_bytes=67108864"
 """Buckets of 64 MiB: with many ranks each is cut into as many messages."""
@@ -59,11 +60,12 @@ def scaling(
     for text, each in strategies.items():
         case = Case(model=model, cluster=place, strategy=each, batch_size=batch, steps=steps)
         rows = _simulated(case, numbers, console)
-        console.print(_table(text, rows))
+        console.print(_table(_in_words(each), rows))
         results[text] = [row.as_dict() for row in rows]
     write_json(json_file, {"model": model, "cluster": place.to_toml(), "batch_size": batch, "strategies": results})
     if plot is not None:
-        plot_scaling(results, f"{model}, {batch} images a worker, {place.name}", plot)
+        drawn = {_in_words(each): results[text] for text, each in strategies.items()}
+        plot_scaling(drawn, f"{model}, {batch} images a worker, {place.name}", plot)
         console.print(f"drawn in {plot}")
 
 
@@ -107,17 +109,22 @@ def _simulated(case: Case, numbers: list[int], console: Console) -> list[Row]:
         return list(simulate_scaling(case, numbers, pulse))
 
 
-def _table(strategy: str, rows: list[Row]) -> Table:
-    table = Table(title=strategy)
-    for heading in ("workers", "step", "images/s", "efficiency", "busy", "sent/step", "messages", "took"):
-        table.add_column(heading, justify="right")
+def _in_words(strategy: Strategy) -> str:
+    if not isinstance(strategy, AllReduce):
+        return str(strategy)
+    return f"{label(strategy.algorithm)}, {format_size(strategy.bucket_bytes)} buckets"
+
+
+def _table(title: str, rows: list[Row]) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("workers", "step", "images/s", "efficiency", "sent/step", "messages", "took"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row.workers:,}",
             format_time(row.step_s),
             f"{row.images_per_s:,.0f}",
             f"{row.efficiency:.1%}",
-            f"{row.busy_share:.0%}",
             format_size(row.bytes_per_worker),
             f"{row.num_messages:,}",
             f"{row.wall_s:.1f} s",
