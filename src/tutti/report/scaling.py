@@ -6,30 +6,84 @@ from typing import Any
 
 from tutti.report.plots import pyplot
 
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+Rows = Sequence[Mapping[str, Any]]
+
+_STYLES = (
+    ("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#d55e00", "D"), ("#cc79a7", "v"), ("#56b4e9", "P"),
+)  # fmt: skip
+"""Colour and marker of each strategy."""
+_WIDTHS = (5.0, 1.2)
+"""From the first line, which lies below, to the last: where lines coincide, all are seen."""
+_FULL_SCALE = 50
+"""Efficiency is drawn up to 100 % if any is above this."""
 
 
-def plot_scaling(results: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
-    """Images a second and efficiency against workers, a line for each strategy."""
+def plot_scaling(results: Mapping[str, Rows], title: str, path: Path) -> None:
+    """Images a second and efficiency: lines against workers, a line for each strategy; bars if the number is one."""
     plt = pyplot()
-    figure, (speed, efficiency) = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     workers = sorted({row["workers"] for rows in results.values() for row in rows})
-    first = next(iter(results.values()))[0]
-    ideal = first["images_per_s"] / first["workers"] / first["efficiency"]
-    speed.plot(workers, [ideal * number for number in workers], ":", color="#888888", label="nothing lost")
-    for (name, rows), colour in zip(results.items(), _COLOURS * len(results), strict=False):
-        numbers = [row["workers"] for row in rows]
-        style = {"marker": "o", "markersize": 4, "color": colour, "label": name}
-        speed.plot(numbers, [row["images_per_s"] for row in rows], **style)
-        efficiency.plot(numbers, [100 * row["efficiency"] for row in rows], **style)
-    for axes, words in ((speed, "images a second"), (efficiency, "efficiency, %")):
-        axes.set(xscale="log", xlabel="workers", ylabel=words)
-        axes.set_xticks(workers, [f"{number:,}" for number in workers])
-        axes.set_xticks([], minor=True)
+    figure, (speed, efficiency) = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
+    (_bars if len(workers) == 1 else _lines)(speed, efficiency, results, workers)
+    most = max(100 * row["efficiency"] for rows in results.values() for row in rows)
+    speed.set(ylabel="images a second")
+    efficiency.set(ylabel="efficiency, %", ylim=(0, 103 if most > _FULL_SCALE else 1.25 * most))
+    speed.yaxis.set_major_formatter(_plain)
+    for axes in (speed, efficiency):
+        axes.set_axisbelow(True)
         axes.grid(alpha=0.2)
-    speed.set(yscale="log")
-    efficiency.set(ylim=(0, 103))
-    speed.legend(frameon=False, fontsize=8)
+    handles, labels = speed.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), frameon=False, fontsize=9)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _lines(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
+    ideal = [_ideal(results) * number for number in workers]
+    speed.plot(workers, ideal, ":", color="#888888", label="nothing lost")
+    (thick, thin), count = _WIDTHS, len(results)
+    for place, (name, rows) in enumerate(results.items()):
+        rows = sorted(rows, key=lambda row: row["workers"])
+        colour, marker = _STYLES[place % len(_STYLES)]
+        width = thick - (thick - thin) * place / (count - 1) if count > 1 else 2.0
+        style = {"color": colour, "marker": marker, "markersize": 4 + width, "linewidth": width, "label": name}
+        numbers = [row["workers"] for row in rows]
+        speed.plot(numbers, [row["images_per_s"] for row in rows], **style)
+        efficiency.plot(numbers, [100 * row["efficiency"] for row in rows], **style)
+    for axes in (speed, efficiency):
+        axes.set(xscale="log", xlabel="workers")
+        axes.set_xticks(workers, [f"{number:,}" for number in workers])
+        axes.set_xticks([], minor=True)
+    speed.set(yscale="log")
+    _space_ticks(speed)
+
+
+def _bars(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
+    speed.axhline(_ideal(results) * workers[0], linestyle=":", color="#888888", label="nothing lost")
+    for place, (name, (row, *_)) in enumerate(results.items()):
+        colour, _ = _STYLES[place % len(_STYLES)]
+        for axes, value in ((speed, row["images_per_s"]), (efficiency, 100 * row["efficiency"])):
+            bar = axes.bar(place, value, color=colour, width=0.7, label=name)
+            axes.bar_label(bar, [f"{value:,.0f}" if axes is speed else f"{value:.1f}"], padding=2)
+    for axes in (speed, efficiency):
+        axes.set(xlim=(-0.8, len(results) - 0.2), xlabel=f"{workers[0]:,} worker{'s' if workers[0] > 1 else ''}")
+        axes.set_xticks([])
+
+
+def _ideal(results: Mapping[str, Rows]) -> float:
+    """Images a second of one worker that is alone."""
+    first = next(iter(results.values()))[0]
+    return float(first["images_per_s"] / first["workers"] / first["efficiency"])
+
+
+def _space_ticks(axes: Any) -> None:
+    """Ticks at 1, 2 and 5 of each power of ten; where that would be few, evenly."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20) if high > 10 * low else MaxNLocator(6))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _plain(value: float, _: int) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
