@@ -1,12 +1,13 @@
 """Pictures of a simulated run: how it learnt, and what its ranks did with their time."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tutti.cluster import format_time
+from tutti.cluster import Cluster, format_time
 from tutti.events import Strip
 from tutti.launch.simulate import Simulation
 from tutti.report.plots import pyplot
@@ -22,43 +23,48 @@ _ENDED = "#ffffff"
 _UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _SMOOTH = 15
 """A curve is smoothed over one part in so many of its points."""
+_MOST_EPOCHS = 10
 _FEW_RANKS = 16
 _PIXELS_OF_A_ROW = 64
 
 
 def plot_progress(reports: Sequence[Mapping[str, Any]], target: float, title: str, path: Path) -> None:
-    """Loss and accuracy, against virtual time on the left and against epochs on the right.
+    """Loss, and accuracy where it was tested more than once, against virtual time and the epochs done by then.
 
     Args:
         reports: with `seconds`, `epoch` and `loss`, and `accuracy` where the model was tested.
         target: the accuracy to reach.
     """
     plt = pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.2), sharex="col", sharey="row", layout="constrained")
     unit, size = _unit(max(report["seconds"] for report in reports))
     tested = [report for report in reports if "accuracy" in report]
     trained = [report for report in reports if "accuracy" not in report]
-    for column, (key, scale) in enumerate((("seconds", size), ("epoch", 1.0))):
-        upper, lower = axes[:, column]
-        _draw_loss(upper, [report[key] / scale for report in trained], [report["loss"] for report in trained])
-        xs = [report[key] / scale for report in tested]
-        lower.axhline(100 * target, color="#888888", linestyle=":", linewidth=1.2, label=f"target, {target:.0%}")
-        lower.plot(xs, [100 * report["accuracy"] for report in tested], "o-", markersize=4, color="#009e73")
-        lower.set_xlim(left=0)
-        lower.margins(y=0.15)
-        for axis in (upper, lower):
-            axis.grid(alpha=0.2)
-    axes[0, 0].set_ylabel("training loss")
-    axes[1, 0].set(ylabel="test accuracy (%)", xlabel=f"virtual time ({unit})")
-    axes[1, 1].set_xlabel("epochs")
-    axes[0, 1].legend(frameon=False)
-    axes[1, 1].legend(frameon=False, loc="best")
+    num_panels = 2 if len(tested) > 1 else 1
+    figure, (panels,) = plt.subplots(
+        1, num_panels, figsize=(2.5 + 4 * num_panels, 4.4), squeeze=False, layout="constrained"
+    )
+    _draw_loss(panels[0], [report["seconds"] / size for report in trained], [report["loss"] for report in trained])
+    if num_panels == 2:
+        panels[1].axhline(100 * target, color="#888888", linestyle=":", linewidth=1.2, label=f"target, {target:.0%}")
+        xs, ys = zip(*((report["seconds"] / size, 100 * report["accuracy"]) for report in tested), strict=True)
+        panels[1].plot(xs, ys, "o-", markersize=4, color="#009e73", label="after each epoch")
+        panels[1].margins(y=0.15)
+        panels[1].set_ylabel("test accuracy (%)")
+        panels[1].legend(frameon=False)
+    elif tested:
+        title += f"\ntest accuracy {tested[0]['accuracy']:.1%} after {tested[0]['epoch']:g} epoch (target {target:.0%})"
+    for axis in panels:
+        axis.set_xlim(left=0)
+        axis.set_xlabel(f"virtual time ({unit})")
+        axis.grid(alpha=0.2)
+        if num_panels == 2:
+            _count_epochs(axis, tested, size)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def plot_utilisation(simulation: Simulation, title: str, path: Path) -> None:
+def plot_utilisation(simulation: Simulation, cluster: Cluster, title: str, path: Path) -> None:
     """A row per rank: what it did over the course of virtual time, and in all.
 
     Of a few ranks the shares are shown, from the bottom of a row up; of many, what each mostly did.
@@ -74,15 +80,17 @@ def plot_utilisation(simulation: Simulation, title: str, path: Path) -> None:
     extent = (0, stop_s / size, len(ranks) - 0.5, -0.5)
     strips.imshow(picture, aspect="auto", interpolation="nearest", extent=extent)
     strips.set(xlim=(0, simulation.seconds / size), xlabel=f"virtual time ({unit})", ylabel="rank")
-    shown = "shares, from the bottom of a row up" if len(ranks) <= _FEW_RANKS else "what a rank mostly did"
-    strips.set_title(f"{shown}, in each {format_time(stop_s / picture.shape[1])}", fontsize=9)
+    shown = "how its time was divided" if len(ranks) <= _FEW_RANKS else "what it did most"
+    bin_s = float(f"{stop_s / picture.shape[1]:.2g}")
+    strips.set_title(f"A row for each rank: {shown}, {format_time(bin_s)} at a time", fontsize=9)
     left = np.zeros(len(ranks))
     for use, colour, spent in zip(USES, COLOURS, _spent(simulation), strict=True):
         width = 100 * spent / simulation.seconds
         totals.barh(range(len(ranks)), width, left=left, height=1.0, color=colour, label=use, linewidth=0)
         left += width
     totals.set(xlim=(0, 100), xlabel="share of the time (%)")
-    totals.yaxis.set_major_locator(plt.MaxNLocator(min(len(ranks), _FEW_RANKS), integer=True, min_n_ticks=1))
+    names = _rank_names(cluster, len(ranks))
+    strips.set_yticks(list(names), list(names.values()))
     if len(ranks) <= _FEW_RANKS:
         for axis in (strips, totals):
             axis.hlines(np.arange(len(ranks) - 1) + 0.5, 0, axis.get_xlim()[1], color="white", linewidth=2)
@@ -93,11 +101,25 @@ def plot_utilisation(simulation: Simulation, title: str, path: Path) -> None:
 
 
 def _draw_loss(axis: Any, xs: list[float], losses: list[float]) -> None:
-    """Each report faintly, their running mean boldly; single reports may go beyond the top."""
+    """Each report, and their running mean if there are enough for one; single reports may go beyond the top."""
     mean = _running_mean(np.array(losses))
-    axis.plot(xs, losses, color="#0072b2", alpha=0.25, linewidth=0.8, label="of a step")
-    axis.plot(xs, mean, color="#0072b2", linewidth=1.8, label="running mean")
+    smooth = len(losses) // _SMOOTH >= 2
+    style = {"color": "#56b4e9", "linewidth": 0.8} if smooth else {"color": "#0072b2", "marker": "o", "markersize": 4}
+    axis.plot(xs, losses, label="of each step", **style)
+    if smooth:
+        axis.plot(xs, mean, color="#0072b2", linewidth=2, label="running mean")
+        axis.legend(frameon=False)
     axis.set_ylim(0, 1.15 * mean.max() or 1.0)
+    axis.set_ylabel("training loss" if smooth else "training loss of each step")
+
+
+def _count_epochs(axis: Any, tested: Sequence[Mapping[str, Any]], size: float) -> None:
+    """Along the top: when epochs ended."""
+    every = 1 + (len(tested) - 1) // _MOST_EPOCHS
+    shown = tested[every - 1 :: every]
+    top = axis.secondary_xaxis("top")
+    top.set_xticks([report["seconds"] / size for report in shown], [f"{report['epoch']:g}" for report in shown])
+    top.set_xlabel("epochs done")
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
@@ -108,6 +130,22 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
     reach = np.minimum(half, places)
     stops = np.minimum(places + reach + 1, len(values))
     return (sums[stops] - sums[places - reach]) / (stops - places + reach)
+
+
+def _rank_names(cluster: Cluster, workers: int) -> dict[int, str]:
+    """By rank, of as many as there is room for: with its host, where that says more, and how slow it is."""
+    hosts = cluster.place(workers)
+    tell_hosts = isinstance(cluster.hosts, tuple) or len({host.name for host in hosts}) < workers
+    speeds = [cluster.speed_of(rank, host) for rank, host in enumerate(hosts)]
+    usual = statistics.median_high(speeds)
+    slow = [rank for rank, speed in enumerate(speeds) if speed < usual][:_FEW_RANKS]
+    every = -(-workers // _FEW_RANKS)
+    near = {rank + offset for rank in slow for offset in range(1 - every, every)}
+    names = {}
+    for rank in sorted({*slow, *(rank for rank in range(0, workers, every) if rank not in near)}):
+        names[rank] = f"{rank}, {hosts[rank].name}" if tell_hosts else f"{rank}"
+        names[rank] += f", {usual / speeds[rank]:.3g}× slower" if rank in slow else ""
+    return names
 
 
 def _spent(simulation: Simulation) -> np.ndarray:

@@ -102,7 +102,7 @@ def run(
     }
     del summary["waiting_share"]  # Of rank 0, with its communicating: `ranks` tells the two apart, of each.
     console.print(table(summary))
-    _draw(simulation, reports, summary, title, folder, console)
+    _draw(simulation, cluster, reports, summary, title, folder, console)
     # Last of all: a folder without it is of a run that did not come to its end.
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     write_json(json_file, summary)
@@ -136,6 +136,7 @@ def _numbers(latest: dict[str, Any]) -> str:
 
 def _draw(
     simulation: Simulation,
+    cluster: Cluster,
     reports: list[dict[str, Any]],
     summary: dict[str, Any],
     title: str,
@@ -148,4 +149,4 @@ def _draw(
         console.print(f"no pictures: {error}", markup=False)
         return
     plot_progress(reports, summary["target"], title, folder / "progress.png")
-    plot_utilisation(simulation, title, folder / "utilisation.png")
+    plot_utilisation(simulation, cluster, title, folder / "utilisation.png")
