@@ -50,6 +50,7 @@ def test_scaling_refuses(call: Call, words: list[str], says: str) -> None:
 def test_calibrate_and_simulate(call: Call, tmp_path: Path) -> None:
     ended = call("simulate", "digits", "--calibrate", "here.toml", "--workers", "2")
     assert ended.status == 0, ended.err
+    assert ended.out.endswith("\ntutti simulate digits --cluster here.toml --workers 2\n"), "a line to paste"
     cluster = Cluster.load(tmp_path / "here.toml")
     assert (cluster.hosts, cluster.ranks_per_host) == (1, 2)
     assert cluster.compute.sample_s is not None
@@ -70,7 +71,7 @@ def test_calibrate_and_simulate(call: Call, tmp_path: Path) -> None:
         (["digits", "--calibrate", "here.toml", "--workers", "0"], "workers must be 1 or more"),
         (["digits", "--calibrate", "here.toml", "--workers", "2", "--lab", "hosts=2"], "not both"),
         (["digits", "--lab", "hosts=2"], "--lab only with --calibrate"),
-        (["digit", "--calibrate", "here.toml"], "unknown recipe 'digit'"),
+        (["digit", "--calibrate", "here.toml"], "unknown recipe or command 'digit'"),
     ],
 )
 def test_calibration_refuses(call: Call, words: list[str], says: str) -> None:

@@ -144,22 +144,31 @@ def test_clusters(call: Call, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "unknown recipe": (["digit"], r"unknown recipe 'digit'\. Did you mean 'digits'\?"),
-    "unknown command": (["cluster"], r"unknown recipe 'cluster'"),
+    "unknown recipe": (["digit"], r"unknown recipe or command 'digit'\. Did you mean 'digits'\?"),
+    "unknown command": (["scale"], r"unknown recipe or command 'scale'\. Did you mean 'scaling'\? Known: (?!.*run)"),
     "no recipe": (["-n", "4"], r"tutti simulate takes a RECIPE, such as digits"),
-    "two recipes": (["digits", "digits"], r"unexpected extra argument"),
+    "two recipes": (
+        ["digits", "digits"],
+        r"(?s)Usage: tutti simulate \[OPTIONS\].*Try 'tutti simulate --help'.*unexpected extra",
+    ),
     "unknown cluster": (["digits", "--cluster", "ethernet-1gb"], r"'ethernet-1gb'\. Did you mean 'ethernet-1g'\?"),
     "unknown cluster to show": (["clusters", "nope"], r"unknown preset or file 'nope'\. Known: .*nvlink-island"),
     "unknown strategy": (["digits", "--strategy", "rin"], r"unknown strategy 'rin'\. Did you mean 'ring'\?"),
     "no workers": (["digits", "-n", "0"], r"workers must be 1 or more, got 0"),
     "more than a batch has": (["digits", "-n", "65"], r"64 samples cannot be cut for 65 workers.*Use 64 workers"),
     "more than the cluster holds": (["digits", "-n", "5", "--cluster", "four.toml"], r"5 ranks are more than.*hold, 4"),
-    "bad keys": (["digits", "--cluster", "bad.toml"], r"bad\.toml: unknown key 'lnk'\. Did you mean 'link'\?.*seed"),
+    "a file that is not there": (["digits", "--cluster", "absent.toml"], r"there is no file absent\.toml"),
+    "a folder": (["digits", "--cluster", "."], r"\. is a folder, not a cluster's TOML file"),
+    "bad keys": (
+        ["digits", "--cluster", "bad.toml"],
+        r"bad\.toml:\n  unknown key 'lnk'\. Did you mean 'link'\?.*\n  seed",
+    ),
     "no TOML": (["digits", "--cluster", "worse.toml"], r"worse\.toml is not TOML"),
     "slow that is no rank": (["digits", "-n", "4", "--slow", "4=2"], r"slow names rank 4, but the ranks are 0 to 3"),
     "slow that is no pair": (["digits", "--slow", "three"], r"--slow takes RANK=FACTOR, such as 3=2\.0, got 'three'"),
     "slow without end": (["digits", "--slow", "3=0"], r"rank 3's factor must be above 0"),
     "jitter below none": (["digits", "--jitter", "-1"], r"jitter's spread must be 0 or more"),
+    "jitter in per cent": (["digits", "--jitter", "50"], r"spread must be 5 or less, got 50: it is a share"),
     "no epochs": (["digits", "--epochs", "0"], r"Invalid value for '--epochs'"),
     "no data": (["mnist-mlp"], r"no data folder given"),
     "no option": (["digits", "--option", "width=3"], r"recipe 'digits' has no option width"),
@@ -193,6 +202,7 @@ def test_a_rank_dies(call: Call, tmp_path: Path) -> None:
     assert ended.status == 1
     assert "RankLost" in ended.err
     assert "rank 1 is gone" in ended.err
+    assert ended.err.endswith("what there is of the run is in runs/dead\n")
     assert "summary.json" not in {file.name for file in (tmp_path / "runs" / "dead").iterdir()}
 
 
@@ -222,6 +232,6 @@ def test_ctrl_c(workers: int, tmp_path: Path) -> None:
         process.communicate()
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert output.endswith("stopped\n")
+    assert output.endswith("stopped; what there is of the run is in runs/long\n")
     assert {file.name for file in record.parent.iterdir()} == {"metrics.jsonl", "cluster.toml"}
     assert records(record), "whole lines"

@@ -88,6 +88,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "between pauses must be above 0, got 0.*of a pause must be above 0, got '0s'": lambda: Pauses(0, "0s"),
     "spread must be 0 or more and finite, got -1": lambda: Jitter(-1),
     "uniform jitter's spread must be below 0.577, got 0.58": lambda: Jitter(0.58, "uniform"),
+    "lognormal jitter's spread must be 5 or less, got 50: it is a share": lambda: Jitter(50),
     "exponential jitter's spread must be 1 or less, got 1.5": lambda: Jitter(1.5, "exponential"),
     "unknown shape of jitter 'unifrm'. Did you mean 'uniform'": lambda: Jitter(0.1, "unifrm"),
     "a speed must be above 0": lambda: Compute(0),
@@ -128,7 +129,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(("message", "make"), MISTAKES.items(), ids=MISTAKES)
 def test_mistakes(message: str, make: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         make()
 
 
@@ -253,6 +254,9 @@ def test_prints_what_it_is() -> None:
         "rank 1 takes 2 times as long", "lognormal jitter of 0.1", "pauses of 1s every 10s", "rank 0 dies at 30 s",
     ):  # fmt: skip
         assert part in text
+    assert str(Cluster(hosts=1, ranks_per_host=2)).startswith("cluster: 1 host of 2 ranks\n")
+    alone = Cluster(hosts=(Host(name="a", ranks=1, link=Link("1gbit")),))
+    assert str(alone).startswith("cluster: 1 host\n  a: 1 rank\n"), "no link where there is nobody to talk to"
     assert str(Cluster(link=None)).startswith("cluster: as many hosts as it takes, joined only as said below")
 
 
@@ -271,8 +275,19 @@ def test_presets(name: str) -> None:
 def test_unknown_names_list_the_presets() -> None:
     with pytest.raises(UnknownName, match=r"'ethernet-1gb'. Did you mean 'ethernet-1g'.*nvlink-island"):
         Cluster.load("ethernet-1gb")
-    with pytest.raises(UnknownName, match=r"unknown preset or file 'office.toml'"):
-        Cluster.load(Path("office.toml"))
+    with pytest.raises(UnknownName, match=r"unknown preset or file 'office'"):
+        Cluster.load("office")
+
+
+@pytest.mark.parametrize("name", ["office.toml", "./office", Path("office.toml")])
+def test_files_that_are_not_there(name: str | Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file (./)?office.*Presets: .*nvlink-island"):
+        Cluster.load(name)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder, not a cluster's TOML file"):
+        Cluster.load(tmp_path)
 
 
 OFFICE = """
@@ -352,7 +367,7 @@ BAD_FILES = {
     "lnk = {}": "unknown key 'lnk'. Did you mean 'link'",
     "link = '1gbit'": "link must be a table with rate, latency, got '1gbit'",
     "link = {latency='1us'}": "link needs rate",
-    "link = {rate='fast', latency='late'}": "link: 'fast' is not a rate.*'late' is not a time",
+    "link = {rate='fast', latency='late'}": "link: rate: 'fast' is not a rate.*link: latency: 'late' is not a time",
     "within = 'none'": "within must be a table",
     "within = {rate=1, ltency=1}": "within: unknown key 'ltency'. Did you mean 'latency'",
     "[compute]\nflops = [1]": "compute: .* is not a speed",
@@ -378,7 +393,7 @@ BAD_FILES = {
 @pytest.mark.parametrize(("text", "message"), BAD_FILES.items(), ids=BAD_FILES)
 def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=f"(?s){message}") as caught:
         Cluster.load(tmp_path / "bad.toml")
     assert "bad.toml" in str(caught.value)
 
@@ -390,6 +405,10 @@ def test_all_mistakes_of_a_file_at_once() -> None:
         read(text, "office.toml")
     for part in ("'soon'", "'sped'", "speed above 0", "size must be 2", "links name 'c'", "seed must be"):
         assert part in str(caught.value)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "office.toml:"
+    assert "  link: latency: 'soon' is not a time: write a number and a unit, such as 50us, 1ms or 2s." in lines
+    assert len(lines) == 7, "a line for each mistake"
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -34,18 +34,26 @@ def main() -> None:
     try:
         app()
     except WorkerFailed as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_whole(error)}", file=sys.stderr)
         sys.exit(error.status)
     except TuttiError as error:
-        errors.print(f"[bold red]error:[/] {_plain(error)}", highlight=False)
+        errors.print(f"[bold red]error:[/] {_plain(_whole(error))}", highlight=False)
         sys.exit(2)
-    except _Stopped:
-        print("stopped", file=sys.stderr)
+    except _Stopped as stopped:
+        print("; ".join(["stopped", *_notes(stopped)]), file=sys.stderr)
         sys.exit(130)
 
 
-def _plain(error: TuttiError) -> str:
-    return str(error).replace("[", r"\[")
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _whole(error: TuttiError) -> str:
+    return "\n".join([str(error), *_notes(error)])
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 class _Stopped(BaseException):

@@ -1,6 +1,8 @@
 """The folder of a run, under `runs/`."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tutti.errors import ConfigError
@@ -16,3 +18,13 @@ def new_folder(name: str | None, otherwise: str) -> Path:
         raise ConfigError(f"{folder} exists already; give another --name.")
     folder.mkdir(parents=True)
     return folder
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """What ends a run before its end says where its record is."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"what there is of the run is in {folder}")
+        raise

@@ -26,7 +26,7 @@ from tutti.cli.recipe_task import (
     parse_options,
     summarise,
 )
-from tutti.cli.run_folder import new_folder
+from tutti.cli.run_folder import kept, new_folder
 from tutti.errors import TuttiError
 from tutti.launch import launch
 from tutti.recipes.training import Outcome, Task
@@ -64,12 +64,13 @@ def train(
     check_writable(json_file)
     folder = new_folder(name, f"{made.name}-{workers}x")
     console = Console()
-    outcome = _run(task, workers, folder / "metrics.jsonl", console)
-    summary = summarise(task, made, workers, outcome)
-    console.print(_table(summary))
-    if check:
-        summary["check"] = _compare(task, workers, outcome, console)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    with kept(folder):
+        outcome = _run(task, workers, folder / "metrics.jsonl", console)
+        summary = summarise(task, made, workers, outcome)
+        console.print(_table(summary))
+        if check:
+            summary["check"] = _compare(task, workers, outcome, console)
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     write_json(json_file, summary)
     console.print(f"recorded in {folder}")
     judge(summary, made)

@@ -118,16 +118,22 @@ class Cluster:
         return [replace(host, ranks=host.ranks or ranks, link=host.link or self.link) for host in hosts]
 
     def _hosts_in_words(self) -> str:
-        each = "" if self.ranks_per_host is None else f" of {self.ranks_per_host} ranks"
-        joined = f"each on {self.link}" if self.link is not None else "joined only as said below"
-        if not isinstance(self.hosts, tuple):
-            return f"{'as many hosts as it takes' if self.hosts is None else f'{self.hosts} hosts'}{each}, {joined}"
-        return f"{len(self.hosts)} hosts{each}, {joined}" + "".join(f"\n  {_in_words(host)}" for host in self.hosts)
+        named = self.hosts if isinstance(self.hosts, tuple) else ()
+        number = len(self.hosts) if isinstance(self.hosts, tuple) else self.hosts
+        words = "as many hosts as it takes" if number is None else _counted(number, "host")
+        words += "" if self.ranks_per_host is None else f" of {_counted(self.ranks_per_host, 'rank')}"
+        if number != 1:  # One has nobody to talk to.
+            words += f", each on {self.link}" if self.link is not None else ", joined only as said below"
+        return words + "".join(f"\n  {_in_words(host, alone=number == 1)}" for host in named)
 
 
-def _in_words(host: Host) -> str:
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _in_words(host: Host, alone: bool) -> str:
     """A host, as far as it differs from the rest."""
-    own = [] if host.ranks is None else [f"{host.ranks} ranks"]
-    own += [] if host.link is None else [f"on {host.link}"]
+    own = [] if host.ranks is None else [_counted(host.ranks, "rank")]
+    own += [] if host.link is None or alone else [f"on {host.link}"]
     own += [] if host.speed == 1 else [f"speed {host.speed:g}"]
     return f"{host.name}: {', '.join(own)}" if own else host.name

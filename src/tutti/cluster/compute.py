@@ -14,6 +14,8 @@ Shape = Literal["lognormal", "uniform", "exponential"]
 
 _LEAST = 1e-9
 """No step takes no time at all."""
+_MOST = 5
+"""A larger spread is a percentage that was meant as a share."""
 
 
 @dataclass(frozen=True, init=False)
@@ -39,7 +41,7 @@ class Compute:
         """Make it from numbers or texts, such as "100gflops" and "2ms"."""
         mistakes = Mistakes()
         sample = None if sample_s is None else mistakes.attempt(lambda: parse_time(sample_s), "a sample's time: ")
-        object.__setattr__(self, "flops", mistakes.attempt(lambda: parse_speed(flops)))
+        object.__setattr__(self, "flops", mistakes.attempt(lambda: parse_speed(flops), "flops: "))
         object.__setattr__(self, "sample_s", sample)
         object.__setattr__(self, "step_s", mistakes.attempt(lambda: parse_time(step_s), "a step's time: "))
         object.__setattr__(self, "forward", forward)
@@ -69,6 +71,11 @@ class Jitter:
             mistakes.need(False, str(UnknownName("shape of jitter", str(self.shape), shapes)).rstrip("."))
         if self.shape == "uniform":
             mistakes.need(not spread * math.sqrt(3) >= 1, f"uniform jitter's spread must be below 0.577, got {spread}")
+        if self.shape == "lognormal":
+            mistakes.need(
+                not _MOST < spread < math.inf,
+                f"lognormal jitter's spread must be {_MOST} or less, got {spread:g}: it is a share, 0.1 is 10 %",
+            )
         if self.shape == "exponential":
             mistakes.need(not spread > 1, f"exponential jitter's spread must be 1 or less, got {spread}")
         mistakes.report()
@@ -100,7 +107,7 @@ class Pauses:
         """Make it from seconds, or texts such as "10s" and "200ms"."""
         mistakes = Mistakes()
         for name, given in (("every_s", every_s), ("length_s", length_s)):
-            seconds = mistakes.attempt(partial(parse_time, given))
+            seconds = mistakes.attempt(partial(parse_time, given), f"{name.removesuffix('_s')}: ")
             object.__setattr__(self, name, seconds)
             what = "between pauses" if name == "every_s" else "of a pause"
             mistakes.need(seconds is None or is_positive(seconds), f"the time {what} must be above 0, got {given!r}")

@@ -26,8 +26,12 @@ def load(text: str | Path) -> Cluster:
     if text in PRESETS:
         return PRESETS[str(text)]
     try:
-        if not Path(text).is_file():
-            raise UnknownName("preset or file", str(text), PRESETS)
+        if Path(text).is_dir():
+            raise ConfigError(f"{text} is a folder, not a cluster's TOML file.")
+        if not Path(text).exists():
+            if isinstance(text, Path) or "/" in text or text.endswith(".toml"):
+                raise ConfigError(f"there is no file {text}. Presets: {', '.join(PRESETS)}.")
+            raise UnknownName("preset or file", text, PRESETS)
         return read(Path(text).read_text(encoding="utf-8"), str(text))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{text} cannot be read: {error}.") from error
@@ -47,7 +51,7 @@ def read(text: str, source: str) -> Cluster:
             given[name] = made
     mistakes.need(not {"hosts", "host"} <= table.keys(), "give either hosts or [[host]], not both")
     cluster = mistakes.attempt(partial(Cluster, **given))
-    mistakes.report(f"{source}: ")
+    mistakes.report(f"{source}:")
     assert cluster is not None
     return cluster
 

@@ -69,8 +69,8 @@ class Link:
     def __init__(self, rate: str | float, latency: str | float = 0.0) -> None:
         """Make a link of that rate ("1gbit", or bits a second) and latency ("50us", or seconds)."""
         mistakes = Mistakes()
-        object.__setattr__(self, "bits_per_s", mistakes.attempt(lambda: parse_rate(rate)))
-        object.__setattr__(self, "latency_s", mistakes.attempt(lambda: parse_time(latency)))
+        object.__setattr__(self, "bits_per_s", mistakes.attempt(lambda: parse_rate(rate), "rate: "))
+        object.__setattr__(self, "latency_s", mistakes.attempt(lambda: parse_time(latency), "latency: "))
         mistakes.report()
 
     @property

@@ -25,13 +25,16 @@ class Mistakes:
         try:
             return make()
         except ConfigError as error:
-            self._found.append(where + str(error).rstrip("."))
+            self._found += [where + line.strip().rstrip(".") for line in str(error).splitlines()]
             return None
 
     def report(self, where: str = "") -> None:
-        """Raise the error, if there is anything to say."""
-        if self._found:
-            raise ConfigError(f"{where}{'; '.join(self._found)}.")
+        """Raise the error, if there is anything to say: a line for each mistake."""
+        if not self._found:
+            return
+        between = "\n  " if where else "\n"
+        several = between if where and len(self._found) > 1 else " " if where else ""
+        raise ConfigError(where + several + between.join(f"{mistake}." for mistake in self._found))
 
 
 def is_count(value: Any, least: float = 1) -> bool:

@@ -42,8 +42,8 @@ def _lines(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: li
     ideal = [_ideal(results) * number for number in workers]
     speed.plot(workers, ideal, ":", color="#888888", label="nothing lost")
     (thick, thin), count = _WIDTHS, len(results)
-    for place, (name, rows) in enumerate(results.items()):
-        rows = sorted(rows, key=lambda row: row["workers"])
+    for place, (name, unsorted) in enumerate(results.items()):
+        rows = sorted(unsorted, key=lambda row: row["workers"])
         colour, marker = _STYLES[place % len(_STYLES)]
         width = thick - (thick - thin) * place / (count - 1) if count > 1 else 2.0
         style = {"color": colour, "marker": marker, "markersize": 4 + width, "linewidth": width, "label": name}

@@ -3,7 +3,7 @@
 import typer
 
 from tutti.cli.simulate.clusters import clusters
-from tutti.cli.simulate.group import DEFAULT, RecipeOrCommand
+from tutti.cli.simulate.group import DEFAULT, RecipeOrCommand, Unnamed
 from tutti.cli.simulate.run import run
 from tutti.cli.simulate.scaling import scaling
 
@@ -13,6 +13,6 @@ app = typer.Typer(
     no_args_is_help=True,
     subcommand_metavar="| COMMAND [ARGS]...",
 )
-app.command(DEFAULT, hidden=True)(run)
+app.command(DEFAULT, cls=Unnamed, hidden=True)(run)
 app.command("scaling")(scaling)
 app.command("clusters")(clusters)

@@ -1,5 +1,6 @@
 """`tutti simulate --calibrate`: write down the cluster that behaves like this machine, or like a lab."""
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -28,8 +29,8 @@ def calibrate(recipe_name: str, path: Path, workers: int | None, lab: str | None
             found = launch(measure, made.name, watch=show, **chosen)[0]
     cluster = cluster_of(found, "loopback" if hosts is None else f"lab {hosts.spec}")
     path.write_text(cluster.to_toml())
-    console.print(str(cluster), highlight=False)
-    console.print(f"written to {path}; simulate with: tutti simulate {made.name} --cluster {path} --workers {workers}")
+    print(f"{cluster}\n\nwritten to {path}; simulate with:")
+    print(f"tutti simulate {made.name} --cluster {shlex.quote(str(path))} --workers {workers}")
     return cluster
 
 

@@ -23,7 +23,7 @@ from tutti.cli.recipe_task import (
     parse_options,
     summarise,
 )
-from tutti.cli.run_folder import new_folder
+from tutti.cli.run_folder import kept, new_folder
 from tutti.cli.simulate.calibrate import calibrate
 from tutti.cli.simulate.mean_loss import MeanLoss
 from tutti.cli.simulate.place import ClusterText, JitterSpread, Slow, cluster_of
@@ -31,7 +31,7 @@ from tutti.cli.simulate.table import table, traffic
 from tutti.cluster import Cluster, format_time
 from tutti.errors import ConfigError, TuttiError
 from tutti.launch.simulate import Simulation, simulate
-from tutti.recipes import RECIPES
+from tutti.recipes import RECIPES, Recipe
 from tutti.recipes.training import Task
 from tutti.recipes.training import train as train_worker
 from tutti.report.plots import pyplot
@@ -89,9 +89,20 @@ def run(
     cluster.place(workers)
     check_writable(json_file)
     folder = new_folder(name, f"simulated-{made.name}-{workers}x")
-    (folder / "cluster.toml").write_text(cluster.to_toml())
     console = Console()
-    title = f"{made.name}, {workers} {'workers' if workers > 1 else 'worker'} on {cluster.name}, {task.strategy}"
+    with kept(folder):
+        summary = _recorded(task, made, workers, cluster, folder, console)
+    write_json(json_file, summary)
+    console.print(f"recorded in {folder}")
+    judge(summary, made)
+
+
+def _recorded(
+    task: Task, made: Recipe, workers: int, cluster: Cluster, folder: Path, console: Console
+) -> dict[str, Any]:
+    """The summary of the run, which leaves its record and pictures in `folder`."""
+    (folder / "cluster.toml").write_text(cluster.to_toml())
+    title = f"{task.recipe}, {workers} {'workers' if workers > 1 else 'worker'} on {cluster.name}, {task.strategy}"
     console.print(title)
     started_s = time.monotonic()
     simulation, reports = _run(task, workers, cluster, folder / "metrics.jsonl", console)
@@ -105,9 +116,7 @@ def run(
     _draw(simulation, cluster, reports, summary, title, folder, console)
     # Last of all: a folder without it is of a run that did not come to its end.
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    write_json(json_file, summary)
-    console.print(f"recorded in {folder}")
-    judge(summary, made)
+    return summary
 
 
 def _run(
