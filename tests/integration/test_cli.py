@@ -30,11 +30,13 @@ RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def commands() -> dict[str, list[str]]:
-    """Every command with its subcommands, as the words one types."""
+    """Every command with its subcommands, as the words one types; hidden ones need no word."""
     found: dict[str, list[str]] = {"tutti": []}
 
     def walk(command: object, words: list[str]) -> None:
         for name, inner in getattr(command, "commands", {}).items():
+            if inner.hidden:
+                continue
             found[" ".join([*words, name])] = [*words, name]
             walk(inner, [*words, name])
 
@@ -266,6 +268,7 @@ def test_train_is_stopped(sign: signal.Signals, tmp_path: Path) -> None:
         process.communicate()
     assert process.returncode == 130, output
     assert "Traceback" not in output
+    assert output.endswith("stopped; what there is of the run is in runs/long\n")
     assert all(json.loads(line) for line in record.read_text().splitlines()), "whole lines"
 
 

@@ -26,6 +26,15 @@ def test_scaling(call: Call, tmp_path: Path) -> None:
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
+def test_scaling_of_one_number_within_80_columns(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ended = call("simulate", "scaling", "--model", "alexnet", "--workers", "2", "--steps", "1", "--plot", "bars.png")
+    assert ended.status == 0, ended.err
+    assert max(map(len, ended.out.splitlines())) <= 80
+    assert "…" not in ended.out
+    assert (tmp_path / "bars.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -110,11 +110,11 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "links must be between two hosts by name, got 'ab'": lambda: Cluster(links={"ab": Link(1)}),
     "between host0 and host1 must be a Link, got 3": lambda: Cluster(links={("host0", "host1"): 3}),
     "links join 'a' with itself": lambda: Cluster(hosts=(A, B), links={("a", "a"): Link(1)}),
-    "links name 'd', but no host has that name .they are a, b": lambda: Cluster(
+    "links between a and d: no host is named 'd' .they are a, b": lambda: Cluster(
         hosts=(A, B), links={("a", "d"): Link(1)}
     ),
-    "links name 'host2', .*host0 to host1": lambda: Cluster(hosts=2, links={("host0", "host2"): Link(1)}),
-    "links name 'lagos', .*host0, host1, ...": lambda: Cluster(links={("host0", "lagos"): Link(1)}),
+    "no host is named 'host2' .*host0 to host1": lambda: Cluster(hosts=2, links={("host0", "host2"): Link(1)}),
+    "no host is named 'lagos' .*host0, host1, ...": lambda: Cluster(links={("host0", "lagos"): Link(1)}),
     "did you mean 'lagos'": lambda: Cluster(hosts=(A, Host(name="lagos")), links={("a", "lagso"): Link(1)}),
     "links between b and a differ: 1bit, 0ns and 2bit, 0ns": lambda: Cluster(
         hosts=(A, B), links={("a", "b"): Link(1), ("b", "a"): Link(2)}
@@ -403,7 +403,7 @@ def test_all_mistakes_of_a_file_at_once() -> None:
     text = text.replace('"b", "a"', '"c", "a"').replace("seed = 3", "seed = 'x'")
     with pytest.raises(ConfigError) as caught:
         read(text, "office.toml")
-    for part in ("'soon'", "'sped'", "speed above 0", "size must be 2", "links name 'c'", "seed must be"):
+    for part in ("'soon'", "'sped'", "speed above 0", "size must be 2", "no host is named 'c'", "seed must be"):
         assert part in str(caught.value)
     lines = str(caught.value).splitlines()
     assert lines[0] == "office.toml:"

@@ -77,7 +77,7 @@ def _links(given: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes)
         mistakes.need(one != two, f"links join '{one}' with itself: use within for a host's own ranks")
         for name in dict.fromkeys(key):
             if not _is_there(name, hosts):
-                mistakes.need(False, f"links name '{name}', but no host has that name{_hint(name, hosts)}")
+                mistakes.need(False, f"links between {one} and {two}: no host is named '{name}'{_hint(name, hosts)}")
         same = links.setdefault(pair(one, two), link) == link
         mistakes.need(same, f"links between {one} and {two} differ: {links[pair(one, two)]} and {link}")
     return links

@@ -89,7 +89,7 @@ def plot_utilisation(simulation: Simulation, cluster: Cluster, title: str, path:
         totals.barh(range(len(ranks)), width, left=left, height=1.0, color=colour, label=use, linewidth=0)
         left += width
     totals.set(xlim=(0, 100), xlabel="share of the time (%)")
-    names = _rank_names(cluster, len(ranks))
+    names = rank_names(cluster, len(ranks))
     strips.set_yticks(list(names), list(names.values()))
     if len(ranks) <= _FEW_RANKS:
         for axis in (strips, totals):
@@ -132,7 +132,7 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
     return (sums[stops] - sums[places - reach]) / (stops - places + reach)
 
 
-def _rank_names(cluster: Cluster, workers: int) -> dict[int, str]:
+def rank_names(cluster: Cluster, workers: int) -> dict[int, str]:
     """By rank, of as many as there is room for: with its host, where that says more, and how slow it is."""
     hosts = cluster.place(workers)
     tell_hosts = isinstance(cluster.hosts, tuple) or len({host.name for host in hosts}) < workers
