@@ -102,18 +102,33 @@ def test_copies_of_a_model_let_no_time_pass() -> None:
     assert alone(train) == 0.0
 
 
+class Choosy(nn.Linear):
+    """Looks at values; a copy of it may refuse to."""
+
+    def __init__(self, copies_work: bool) -> None:
+        super().__init__(3, 2)
+        self.made_in, self.copies_work = id(self), copies_work
+
+    def forward(self, x: Tensor) -> Tensor:
+        if id(self) != self.made_in and not self.copies_work:
+            raise ValueError("a copy")
+        return super().forward(x if float(x.sum()) > 0 else -x)
+
+
+def train_choosy(copies_work: bool) -> None:
+    model = Choosy(copies_work)
+    with tutti.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_model_that_looks_at_values_is_counted_with_them() -> None:
+    found = tutti.simulate(train_choosy, True, workers=1, cluster=Cluster(compute=Compute(flops=36.0)))
+    assert found.seconds == pytest.approx(1.0)  # 2 × 3 × 2 forward, twice that backward.
+
+
 def test_a_model_that_cannot_be_counted_says_so() -> None:
-    class Choosy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x if float(x.sum()) > 0 else -x)
-
-    def work() -> None:
-        model = Choosy(3, 2)
-        with tutti.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1)):
-            model(torch.ones(1, 3)).sum().backward()
-
     with pytest.warns(UserWarning, match="operations of Choosy cannot be counted"):
-        tutti.simulate(work, workers=1)
+        tutti.simulate(train_choosy, False, workers=1)
 
 
 def test_jitter_goes_on_from_job_to_job() -> None:

@@ -4,6 +4,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,16 +35,16 @@ class Workload:
 
     @classmethod
     def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Workload":
-        """Count floating-point operations in a forward pass of a copy without values.
+        """Count floating-point operations in a forward pass of a copy: without values, or with them if it needs any.
 
-        A model that cannot be run without values counts two for each parameter.
+        A model that can be run in neither way counts two for each parameter.
         """
         sizes = {name: float(p.numel()) for name, p in model.named_parameters() if p.requires_grad}
-        try:
-            with torch.random.fork_rng(devices=[]):  # What the model draws, it must draw again.
-                counts = _count(model, args, kwargs)
-        except Exception:
-            counts = {}
+        counts: dict[str, float] = {}
+        for stand_in in (_bare, _itself):
+            with suppress(Exception), torch.random.fork_rng(devices=[]):  # What it draws, it must draw again.
+                counts = _count(model, args, kwargs, stand_in)
+                break
         rows = max(1, num_rows(args or kwargs))
         by_layer = {name: counts.get(f"{type(model).__name__}.{name.rpartition('.')[0]}", 0.0) for name in sizes}
         owned = {
@@ -73,15 +74,17 @@ def _layer(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _count(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+def _count(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
     """Operations of each module, by its path from the model's class name on, and of all as "Global"."""
     values = [*model.parameters(), *model.buffers()]
-    memo: dict[int, Any] = {id(value): _bare(value) for value in values}
+    memo: dict[int, Any] = {id(value): stand_in(value) for value in values}
     bare = copy.deepcopy(model, memo).eval()
     for module in bare.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
-    bare_args, bare_kwargs = tree_map_only(Tensor, _bare, (args, kwargs))
+    bare_args, bare_kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         bare(*bare_args, **bare_kwargs)
     return {path: float(sum(ops.values())) for path, ops in counter.get_flop_counts().items()}
@@ -90,6 +93,10 @@ def _count(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 def _bare(value: Tensor) -> Tensor:
     made = torch.empty_like(value, device="meta")
     return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 class Pace:
@@ -142,7 +149,7 @@ class Pace:
             self._workload = Workload.of(model, args, kwargs)
             if self._workload.guessed and self._cluster.compute.sample_s is None:
                 warnings.warn(
-                    f"the operations of {type(model).__name__} cannot be counted without values, so its computing time "
+                    f"the operations of {type(model).__name__} cannot be counted, so its computing time "
                     "is a guess: two operations for each parameter. Give the cluster Compute(sample_s=...).",
                     stacklevel=2,
                 )
