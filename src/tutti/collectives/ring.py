@@ -20,7 +20,7 @@ _CHUNK_BYTES = 256 * 2**10
 _AHEAD = 4
 """Receives that are under way at once, so that the next chunk has somewhere to go while one is added."""
 
-_UNCHECKED = 32
+_UNCHECKED = 8
 """Sends that are not looked after; what was sent before them has long gone."""
 
 
@@ -86,7 +86,8 @@ def _pass_on(flat: Tensor, transport: Transport, first: int, num_adds: int, num_
     arriving: deque[tuple[Tensor, Work]] = deque()
     to_ask = _coming(blocks, first, num_steps)
     for step, chunk in islice(to_ask, _AHEAD):
-        arriving.append(_ask(chunk, step < num_adds, transport, left))
+        received = room_like(chunk) if step < num_adds else chunk
+        arriving.append((received, transport.irecv(received, left)))
     for step, chunk in _coming(blocks, first, num_steps):
         received, work = arriving.popleft()
         yield work
@@ -97,7 +98,8 @@ def _pass_on(flat: Tensor, transport: Transport, first: int, num_adds: int, num_
             if len(sending) > _UNCHECKED:
                 yield sending.popleft()
         for later, following in to_ask:
-            arriving.append(_ask(following, later < num_adds, transport, left))
+            received = room_like(following) if later < num_adds else following
+            arriving.append((received, transport.irecv(received, left)))
             break
     yield from sending
 
@@ -109,16 +111,12 @@ def _coming(blocks: list[list[Tensor]], first: int, num_steps: int) -> Iterator[
             yield step, chunk
 
 
-def _ask(chunk: Tensor, to_add: bool, transport: Transport, src: int) -> tuple[Tensor, Work]:
-    """Start receiving what is to be added to `chunk`, or to replace it."""
-    received = room_like(chunk) if to_add else chunk
-    return received, transport.irecv(received, src)
-
-
 def _chunked(flat: Tensor, num_blocks: int) -> list[list[Tensor]]:
     """Blocks of chunks, none of them empty."""
     blocks = [flat[part] for part in parts(flat.numel(), num_blocks)]
     num_chunks = max(1, -(-blocks[0].nbytes // _CHUNK_BYTES))
     if num_chunks == 1:
-        return [[block] if block.numel() else [] for block in blocks]
+        # Extents of one length are one object, and a thousand lists of it would only be in the way.
+        lists = {id(block): [block] if block.numel() else [] for block in blocks}
+        return [lists[id(block)] for block in blocks]
     return [[block[part] for part in parts(block.numel(), num_chunks) if part.start < part.stop] for block in blocks]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Action = Callable[[], None]
 
-_PULSE_S = 0.1
+_PULSE_S, _PULSE_EVERY = 0.1, 64
 _GRACE_S = 10.0
 """How long ranks' threads get to come to their next waits when the simulation is over."""
 _LOOK_S = 0.01
@@ -30,7 +30,7 @@ class Engine:
         self.now = 0.0
         self.stopping = False
         self._times: list[float] = []
-        self._agenda: dict[float, list[Action]] = {}
+        self._agenda: dict[float, Action | list[Action]] = {}
         self._alarms: list[tuple[float, int, Rank]] = []
         self._lookers: list[Rank] = []
         self._pulse = pulse
@@ -41,12 +41,15 @@ class Engine:
 
     def at(self, time_s: float, action: Action) -> None:
         """Do `action` at that time, which has not passed yet."""
-        day = self._agenda.get(time_s)
-        if day is None:
-            self._agenda[time_s] = [action]
+        agenda = self._agenda
+        due = agenda.get(time_s)
+        if due is None:
+            agenda[time_s] = action  # Mostly it is the only one.
             heappush(self._times, time_s)
+        elif due.__class__ is list:
+            due.append(action)
         else:
-            day.append(action)
+            agenda[time_s] = [due, action]  # type: ignore[list-item]
 
     def alarm(self, time_s: float, rank: "Rank") -> None:
         """Look at that time whether the rank has waited too long. Alone it keeps nothing going."""
@@ -62,20 +65,24 @@ class Engine:
     def run(self, ranks: list["Rank"]) -> None:
         """Do what is due, to the last message. Raises what `Rank.stuck` says if ranks are left then."""
         times, agenda, alarms = self._times, self._agenda, self._alarms
-        looked = time.monotonic()
+        looked_s, count = time.monotonic(), 0
         while times:
             if alarms and alarms[0][0] < times[0]:
                 self.now, _, rank = heappop(alarms)
                 rank.ring()
                 continue
             self.now = heappop(times)
-            for action in agenda[self.now]:
-                action()
-            del agenda[self.now]
-            if self._lookers:
+            due = agenda.pop(self.now)
+            if due.__class__ is list:
+                for action in due:
+                    action()
+            else:
+                due()  # type: ignore[operator]
+            if self._lookers and not (times and times[0] == self.now):
                 self._let_look()
-            if self._pulse is not None and time.monotonic() - looked > _PULSE_S:
-                looked = time.monotonic()
+            count += 1
+            if count % _PULSE_EVERY == 0 and self._pulse is not None and time.monotonic() - looked_s > _PULSE_S:
+                looked_s = time.monotonic()
                 self._pulse(self.now)
         if not all(rank.ended for rank in ranks):
             raise ranks[0].stuck(ranks)
