@@ -101,7 +101,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _simulated(case: Case, numbers: list[int], console: Console) -> list[Row]:
-    with console.status("") as status:
+    with console.status("", refresh_per_second=2) as status:
 
         def pulse(workers: int, now_s: float, num_messages: int) -> None:
             status.update(f"{workers} workers: {format_time(now_s)} of virtual time, {num_messages:,} messages")
