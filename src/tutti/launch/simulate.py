@@ -190,12 +190,13 @@ def _raise_first_failure(ranks: list[Rank], knocked_on: bool = True) -> None:
 
 
 def _simulation(ranks: list[Rank], network: Network) -> Simulation:
+    sheets = [rank.timesheet for rank in ranks]
     return Simulation(
         results=[rank.result for rank in ranks],
         seconds=max(rank.clock for rank in ranks),
-        ranks=[RankTime(rank.busy_s, rank.communicating_s, rank.waiting_s, rank.strip) for rank in ranks],
+        ranks=[RankTime(each.busy_s, each.communicating_s, each.waiting_s, each.strip) for each in sheets],
         links={pipe.name: Traffic(pipe.num_bytes, pipe.busy_s) for pipe in network.pipes},
-        events=[rank.events for rank in ranks],
+        events=[each.events for each in sheets],
         num_messages=sum(rank.num_messages for rank in ranks),
         lost={rank.number: rank.clock for rank in ranks if rank.died},
     )

@@ -1,26 +1,22 @@
 """A simulated rank: its thread, its clock, and what it spent its time on."""
 
-import random
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tutti.cluster import Cluster, Host, format_time
 from tutti.errors import ConfigError, DeadlineExceeded, Deadlock, RankLost
-from tutti.events import COMPUTE, WAIT, Event, EventLog, Strip
 from tutti.transports.simulated.engine import Engine
+from tutti.transports.simulated.looks import IN_VAIN, Looks
 from tutti.transports.simulated.randomness import Randomness
+from tutti.transports.simulated.timesheet import Speed, Timesheet
 from tutti.transports.simulated.work import Pending
 
 if TYPE_CHECKING:
     from tutti.transports.simulated.conversation import Conversation
 
-_KEPT_EVENTS = 2000
 _TABLE_ROWS = 24
-
-_IN_VAIN = 1000
-"""How often a rank may ask, or fail, without a moment passing."""
 
 _STOPS = 20
 """How often a function may catch what unwinds it before its thread is left where it is."""
@@ -28,6 +24,15 @@ _STOPS = 20
 
 class Stopped(BaseException):
     """Unwinds the thread of a rank that is to go no further. Not an error: nobody should catch it."""
+
+
+class _Wait(NamedTuple):
+    """What a rank waits for."""
+
+    work: Pending
+    since_s: float
+    moved_s: float
+    """How long messages to or from it had travelled before."""
 
 
 class Rank:
@@ -56,30 +61,19 @@ class Rank:
         self.fled = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.busy_s = self.waiting_s = self.communicating_s = 0.0
+        self.timesheet = Timesheet()
         self.moving_s = self.moving_until_s = 0.0
         self.num_messages = 0
-        self.events = EventLog(keep=_KEPT_EVENTS)
-        self.strip = Strip((COMPUTE, "communicate", WAIT))
-        self._slowness = 1 / cluster.speed_of(number, host)
-        self._pauses = cluster.pauses
-        self._rng = random.Random(f"{cluster.seed} {number} pauses")
-        self._next_pause_s = self._draw(cluster.pauses.every_s) if cluster.pauses else float("inf")
+        self._speed = Speed(cluster, number, cluster.speed_of(number, host))
         self._dies_s = cluster.failures.get(number, float("inf"))
         self.died = False
-        self._waits_for: Pending | None = None
-        self._waits_since_s = 0.0
+        self._wait: _Wait | None = None
         self._alarmed = False
-        self._waits_moved_s = 0.0
-        self._looked_s = -1.0
-        self._looked_at: set[Pending] = set()
-        self._found: set[Pending] = set()
-        self._in_vain = 0
-        self._failed_s, self._num_failed = -1.0, 0
+        self._looks = Looks()
+        self._failures = (-1.0, 0)  # When the last one was, and how many there were at that moment.
         self._num_stops = 0
         self._doom: Deadlock | None = None
         self._abandoned = False
-        self._computed: Event | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -130,7 +124,7 @@ class Rank:
             return
         self.engine.give_turn(self)
         if self.ended:
-            self._flush()
+            self.timesheet.flush()
             knocked_on = isinstance(self.error, RankLost)
             how = "it has left" if self.error is None else f"it failed: {type(self.error).__name__}"
             self.engine.at(max(self.clock, self.engine.now), lambda: self.leave(how, fled=knocked_on))
@@ -147,8 +141,8 @@ class Rank:
             return
         self.died = True
         self.leave(self._how_it_died)
-        if self._waits_for is not None and not self.ended:
-            self._spend_waiting(self._dies_s, self._waits_moved_s)
+        if self._wait is not None and not self.ended:
+            self._spend_waiting(self._dies_s, self._wait.moved_s)
             self.resume()
 
     @property
@@ -187,21 +181,8 @@ class Rank:
 
     def elapse(self, seconds: float) -> None:
         """Compute for as long as a rank of speed 1 would in `seconds`."""
-        stop_s = self.clock + seconds * self._slowness
-        while stop_s > self._next_pause_s:
-            assert self._pauses is not None
-            length_s = self._draw(self._pauses.length_s)
-            # What of it went by while this rank waited for others costs nothing.
-            stop_s += max(0.0, min(length_s, self._next_pause_s + length_s - self.clock))
-            self._next_pause_s += length_s + self._draw(self._pauses.every_s)
-        stop_s = min(stop_s, self._dies_s)
-        self.busy_s += stop_s - self.clock
-        last = self._computed
-        if last is not None and last.stop_s == self.clock:
-            self._computed = last._replace(stop_s=stop_s)
-        else:
-            self._flush()
-            self._computed = Event(COMPUTE, self.clock, stop_s)
+        stop_s = min(self._speed.until(self.clock, seconds), self._dies_s)
+        self.timesheet.computed(self.clock, stop_s)
         self.clock = stop_s
         self.check_alive()
 
@@ -210,13 +191,13 @@ class Rank:
         self.check_alive()
         moved_s = self._moved_until(self.clock)
         if work.finish_s is None:
-            self._waits_for, self._waits_since_s, self._waits_moved_s = work, self.clock, moved_s
+            self._wait = _Wait(work, self.clock, moved_s)
             work.wake = self.resume
             if not self._alarmed:
                 self._alarmed = True
                 self.engine.alarm(self.clock + self.timeout.total_seconds(), self)
             self._yield()
-            self._waits_for = None
+            self._wait = None
         assert work.finish_s is not None
         self._waited_until(work.finish_s, moved_s)
         if work.error is not None:
@@ -225,11 +206,11 @@ class Rank:
 
     def _failed(self, error: Exception) -> None:
         """End a rank that catches its errors and does the same again, for ever."""
-        self._num_failed = self._num_failed + 1 if self._failed_s == self.clock else 1
-        self._failed_s = self.clock
-        if self._num_failed > _IN_VAIN:
+        last_s, number = self._failures
+        self._failures = (self.clock, number + 1 if last_s == self.clock else 1)
+        if self._failures[1] > IN_VAIN:
             self._doom = Deadlock(
-                f"rank {self.number} has caught {_IN_VAIN} errors at one moment and goes on. The last: {error}"
+                f"rank {self.number} has caught {IN_VAIN} errors at one moment and goes on. The last: {error}"
             )
             self.check_alive()
 
@@ -242,17 +223,11 @@ class Rank:
         self.check_alive()
         if work.finish_s is None and self.engine.now < self.clock:
             self._catch_up()
-        if self._looked_s != self.clock:
-            self._looked_s = self.clock
-            self._looked_at, self._found = set(), set()
+        self._looks.begin(self.clock)
         if self._over(work):
-            if work not in self._found:  # News: whoever hears them may ask for the others again.
-                self._found.add(work)
-                self._looked_at.clear()
-        elif work in self._looked_at or len(self._looked_at) >= _IN_VAIN:
+            self._looks.found(work)
+        elif self._looks.again(work):
             self._look_later(work)
-        else:
-            self._looked_at.add(work)
         return self._over(work)
 
     def _over(self, work: Pending) -> bool:
@@ -266,20 +241,17 @@ class Rank:
         if self.engine.now < self.clock:
             self._catch_up()
         moved_s = self._moved_until(self.clock)
-        self._waits_for, self._waits_since_s, self._waits_moved_s = work, self.clock, moved_s
+        self._wait = _Wait(work, self.clock, moved_s)
         self.engine.look_later(self)
         self._yield()
-        self._waits_for = None
-        self._looked_at = {work}
-        self._in_vain = self._in_vain + 1 if self.engine.now == self.clock else 0
-        if self._in_vain > _IN_VAIN:
+        self._wait = None
+        if self._looks.looked(work, in_vain=self.engine.now == self.clock):
             raise Deadlock(f"rank {self.number} asks again and again for {work.describe()}, and nothing else goes on.")
         self._waited_until(self.engine.now, moved_s)
 
     def looks_again_s(self, next_s: float | None) -> float:
         """When a rank that asks again and again is to be resumed, if the next thing happens at `next_s`."""
-        times = [next_s, *(work.finish_s for work in self._looked_at)]
-        return max(self.engine.now, min((time_s for time_s in times if time_s is not None), default=0.0))
+        return self._looks.again_s(self.engine.now, next_s)
 
     def _waited_until(self, time_s: float, moved_s: float) -> None:
         self._spend_waiting(min(time_s, self._dies_s), moved_s)
@@ -289,22 +261,18 @@ class Rank:
         spent_s = time_s - self.clock
         if spent_s <= 0:
             return
-        self._flush()
         communicating_s = min(spent_s, max(0.0, self._moved_until(time_s) - moved_s))
-        self.communicating_s += communicating_s
-        self.waiting_s += spent_s - communicating_s
-        self.events.record(Event(WAIT, self.clock, time_s))
-        self.strip.add(1, time_s - communicating_s, time_s)
-        self.strip.add(2, self.clock, time_s - communicating_s)
+        self.timesheet.waited(self.clock, time_s, communicating_s)
         self.clock = time_s
 
     def ring(self) -> None:
         """Look whether this rank has waited for too long."""
-        work, limit_s = self._waits_for, self.timeout.total_seconds()
-        if work is None or work.finish_s is not None or self.ended:
+        wait, limit_s = self._wait, self.timeout.total_seconds()
+        if wait is None or wait.work.finish_s is not None or self.ended:
             self._alarmed = False
             return
-        due_s = max(self._waits_since_s, work.under_way_s) + limit_s
+        work = wait.work
+        due_s = max(wait.since_s, work.under_way_s) + limit_s
         if due_s > self.engine.now:
             self.engine.alarm(due_s, self)
             return
@@ -326,15 +294,6 @@ class Rank:
     def _moved_until(self, time_s: float) -> float:
         return self.moving_s - max(0.0, self.moving_until_s - time_s)
 
-    def _flush(self) -> None:
-        if self._computed is not None:
-            self.events.record(self._computed)
-            self.strip.add(0, self._computed.start_s, self._computed.stop_s)
-            self._computed = None
-
-    def _draw(self, mean_s: float) -> float:
-        return self._rng.expovariate(1 / mean_s) if mean_s > 0 else 0.0
-
     # When nothing goes on
 
     def stuck(self, ranks: list["Rank"]) -> Deadlock:
@@ -347,4 +306,4 @@ class Rank:
     def status(self) -> str:
         if self.gone is not None or self.ended:
             return "has ended" if self.error is None else f"has failed: {type(self.error).__name__}"
-        return "runs" if self._waits_for is None else f"waits for {self._waits_for.describe()}"
+        return "runs" if self._wait is None else f"waits for {self._wait.work.describe()}"
