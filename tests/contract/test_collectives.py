@@ -21,7 +21,7 @@ DTYPES = [
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
 ]  # fmt: skip
 
-every_level = pytest.mark.parametrize("transport", LEVELS)
+every_level = pytest.mark.parametrize("transport", [level for level in LEVELS if level != "simulated"])
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 
 

@@ -18,7 +18,7 @@ from equivalence.scenarios import (
     train,
     train_plainly,
 )
-from support import LEVELS, TRANSPORTS, run_ok
+from support import TRANSPORTS, run_ok
 
 FLOAT64_TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-4
@@ -32,7 +32,8 @@ threads_suffice = pytest.mark.skipif(
 
 # Only what a transport does in a way of its own differs between transports; the rest is messages.
 CASES = [
-    *((name, transport, size) for name in OWN for transport in LEVELS for size in (1, 2, 3, 4)),
+    *((name, transport, size) for name in OWN for transport in (*TRANSPORTS, "hosts") for size in (1, 2, 3, 4)),
+    *((name, "simulated_hosts", size) for name in OWN for size in (2, 3)),
     *((name, "hosts", size) for name in EXACT if name not in OWN for size in (3, 4)),
 ]
 

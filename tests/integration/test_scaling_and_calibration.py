@@ -61,7 +61,7 @@ def test_calibrate_and_simulate(call: Call, tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert ended.out.endswith("\ntutti simulate digits --cluster here.toml --workers 2\n"), "a line to paste"
     cluster = Cluster.load(tmp_path / "here.toml")
-    assert (cluster.hosts, cluster.ranks_per_host) == (1, 2)
+    assert (cluster.hosts, cluster.ranks_per_host) == (1, None), "more workers would share that host"
     assert cluster.compute.sample_s is not None
     assert cluster.compute.step_s > 0
     ended = call(
