@@ -1,6 +1,8 @@
 """The project's own shape: which layer may import which, and what is public."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import tutti
@@ -78,3 +80,11 @@ def _tutti_imports(file: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             found.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("tutti."))
     return found
+
+
+def test_importing_tutti_imports_no_compiler() -> None:
+    """Every worker pays for what is imported here, before it does anything."""
+    heavy = ("torch._dynamo", "torch._inductor", "sympy", "numba", "matplotlib", "torch.utils.flop_counter")
+    script = f"import sys, tutti; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=50)
+    assert found.stdout == "[]\n"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.cluster import Cluster
 from tutti.replica.left_behind import LeftBehind
@@ -78,6 +77,8 @@ def _count(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
     """Operations of each module, by its path from the model's class name on, and of all as "Global"."""
+    from torch.utils.flop_counter import FlopCounterMode  # Costs a compiler's import.
+
     values = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {id(value): stand_in(value) for value in values}
     bare = copy.deepcopy(model, memo).eval()
@@ -184,9 +185,8 @@ class _Began(LeftBehind):
     def __init__(self, pace: Pace) -> None:
         self._pace = ref(pace)
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (pace := self._pace()) is not None:
+        if not torch.compiler.is_compiling() and (pace := self._pace()) is not None:
             pace.meet(module, args, kwargs)
 
 
@@ -196,9 +196,8 @@ class _Ended(LeftBehind):
     def __init__(self, pace: Pace) -> None:
         self._pace = ref(pace)
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if (pace := self._pace()) is None:
+        if torch.compiler.is_compiling() or (pace := self._pace()) is None:
             return
         backward_s = pace.forward(num_rows(args or kwargs))
         for value in tree_leaves(output):
