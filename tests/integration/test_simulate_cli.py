@@ -226,7 +226,7 @@ def test_ctrl_c(workers: int, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         sent_s = time.monotonic()
         output, _ = process.communicate(timeout=15)
-        assert time.monotonic() - sent_s < 3
+        assert time.monotonic() - sent_s < 8, "not after the grace that threads get"
     finally:
         process.kill()
         process.communicate()
