@@ -44,6 +44,7 @@ def test_scaling_of_one_number_within_80_columns(call: Call, tmp_path: Path, mon
         (["--accelerator", "v1000"], "unknown accelerator 'v1000'. Did you mean 'v100'?"),
         (["--model", "googlenet", "--accelerator", "k80"], "no published speed of model 'googlenet' on 'k80'"),
         (["--accelerator", "p100", "--sample", "1ms"], "give --accelerator or --sample, not both"),
+        (["--sample", "0ms"], "a sample's time must be above 0, got 0.0"),
         (["--sample", "soon"], "'soon' is not a time"),
         (["--cluster", "ethernet-1G"], "unknown preset or file 'ethernet-1G'"),
         (["--strategy", "rong"], "unknown strategy 'rong'"),

@@ -18,7 +18,7 @@ from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cli.place import check_one_place, described, lab_if_any
+from tutti.cli.place import check_one_place, described, lab_if_any, numbers_of_workers
 from tutti.cluster import Link, format_size, parse_size
 from tutti.errors import ConfigError, UnknownName
 from tutti.report.plots import check_plot, label, plot_collectives
@@ -49,7 +49,7 @@ def step(
             raise UnknownName("benchmark case", name, step_bench.CASES)
     console = Console()
     rows: list[dict[str, Any]] = []
-    for number in _numbers(workers):
+    for number in numbers_of_workers(workers, 2, "2,4"):
         rows += _with_progress(f"step, {number} workers", step_bench.measure, names, rounds, workers=number)
     console.print(_step_table(rows))
     _note_mpi(console)
@@ -62,7 +62,7 @@ def allreduce(workers: Workers = "2", rounds: Rounds = 15, json_file: JsonFile =
     check_writable(json_file)
     console = Console()
     rows: list[dict[str, Any]] = []
-    for number in _numbers(workers):
+    for number in numbers_of_workers(workers, 2, "2,4"):
         rows += _with_progress(f"all-reduce, {number} workers", allreduce_bench.measure, rounds, workers=number)
     console.print(_allreduce_table(rows))
     _note_mpi(console)
@@ -165,16 +165,6 @@ def _fidelity_table(rows: list[fidelity_bench.Row]) -> Table:
         times = _ms(row.real_s), _ms(row.simulated_s), f"{row.error:+.1%}"
         table.add_row(*where, *times, "same" if row.same_bits else "differ")
     return table
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 2:
-        raise ConfigError(f"--workers takes numbers of 2 or more with commas between, such as 2,4; got '{text}'.")
-    return numbers
 
 
 def _with_progress(label: str, function: Any, *args: Any, workers: int) -> list[dict[str, Any]]:

@@ -23,3 +23,16 @@ def check_one_place(workers: int | None, lab: str | None) -> None:
         raise ConfigError("give --workers or --lab, not both: a lab has hosts times ranks workers.")
     if (spec := LabSpec.parse(lab)).num_workers < 2:
         raise ConfigError(f"a lab of '{spec}' has one rank, and links are between two. Ask for more hosts or ranks.")
+
+
+def numbers_of_workers(text: str, least: int, such_as: str) -> list[int]:
+    """From a text with commas between them."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise ConfigError(
+            f"--workers takes numbers of {least} or more with commas between, such as {such_as}; got '{text}'."
+        )
+    return numbers

@@ -122,6 +122,27 @@ class Transport(ABC):
         self.close()
 
 
+class Added(Transport):
+    """A transport that adds to another: messages, steps and time are those of `inner`."""
+
+    inner: Transport
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        return self.inner.isend(tensor, dst, tag)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        return self.inner.irecv(tensor, src, tag)
+
+    def start(self, steps: Steps) -> Work:
+        return self.inner.start(steps)
+
+    def now(self) -> float:
+        return self.inner.now()
+
+    def elapse(self, seconds: float) -> None:
+        self.inner.elapse(seconds)
+
+
 @runtime_checkable
 class AllReduces(Protocol):
     """A transport that sums across ranks better than sends and receives could."""

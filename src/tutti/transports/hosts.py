@@ -6,7 +6,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from tutti.transports.base import Beats, CanShare, SharesMemory, Steps, Transport, Work
+from tutti.transports.base import Added, Beats, CanShare, SharesMemory, Transport
 from tutti.transports.process_group import ProcessGroupTransport
 
 
@@ -26,7 +26,7 @@ def levelled(transport: Transport) -> Transport:
     return HostsTransport(transport) if hosts_are_shared(transport) else shared_where_possible(transport)
 
 
-class HostsTransport(Transport):
+class HostsTransport(Added):
     """Messages go through `inner`; `within` joins the ranks of this host, `across` the first rank of every host."""
 
     def __init__(self, inner: Transport) -> None:
@@ -47,25 +47,10 @@ class HostsTransport(Transport):
         """Over the network: what stays on this host is not counted."""
         return self.inner.bytes_sent + (self.across.bytes_sent if self.across is not None else 0)
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        return self.inner.isend(tensor, dst, tag)
-
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
-        return self.inner.irecv(tensor, src, tag)
-
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> Transport:
         made = levelled(self.inner.channel(name, ranks))
         self._channels.add(made)
         return made
-
-    def start(self, steps: Steps) -> Work:
-        return self.inner.start(steps)
-
-    def now(self) -> float:
-        return self.inner.now()
-
-    def elapse(self, seconds: float) -> None:
-        self.inner.elapse(seconds)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat CPU tensor that the ranks of this host can reach, where they can share memory."""

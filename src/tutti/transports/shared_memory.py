@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
-from tutti.transports.base import Finished, Steps, Transport, Work
+from tutti.transports.base import Added, Finished, Work
 from tutti.transports.flags import Flags, spins_for
 from tutti.transports.process_group import ProcessGroupTransport
 from tutti.transports.reduction import KERNELS, combine
@@ -113,8 +113,10 @@ class _Reduction(Work):
         self._transport._finish(self.index)
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(Added):
     """Ranks of one host. Sums in place in shared memory; messages and CUDA tensors go through `inner`."""
+
+    inner: ProcessGroupTransport
 
     def __init__(self, inner: ProcessGroupTransport) -> None:
         self.inner = inner
@@ -145,19 +147,10 @@ class SharedMemoryTransport(Transport):
     def bytes_sent(self) -> int:  # type: ignore[override]
         return self.inner.bytes_sent + self._reduced_bytes
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        return self.inner.isend(tensor, dst, tag)
-
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
-        return self.inner.irecv(tensor, src, tag)
-
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SharedMemoryTransport":
         made = SharedMemoryTransport(self.inner.channel(name, ranks))
         self._channels.add(made)
         return made
-
-    def start(self, steps: Steps) -> Work:
-        return self.inner.start(steps)
 
     def interrupt(self) -> None:
         if not self._closed:

@@ -12,6 +12,7 @@ from rich.table import Table
 from tutti.bench.scaling import Case, Row
 from tutti.bench.scaling import scaling as simulate_scaling
 from tutti.cli.json_file import check_writable, write_json
+from tutti.cli.place import numbers_of_workers
 from tutti.cli.simulate.place import ClusterText
 from tutti.cluster import Cluster, Compute, format_size, format_time, parse_time
 from tutti.errors import ConfigError, UnknownName
@@ -50,7 +51,7 @@ def scaling(
     if model not in LARGE:
         raise UnknownName("model", model, LARGE)
     place = _paced(Cluster.load(cluster_text), model, accelerator, sample)
-    numbers = _numbers(workers)
+    numbers = numbers_of_workers(workers, 1, "8,64,512")
     for number in numbers:
         place.place(number)  # Better said now than after the others.
     strategies = {text: parse(text) for text in _split(strategy)}
@@ -88,16 +89,6 @@ def _paced(cluster: Cluster, model: str, accelerator: str | None, sample: str | 
         return cluster
     seconds = parse_time(sample) if sample is not None else seconds_per_sample(accelerator or "p100", model)
     return replace(cluster, compute=Compute(sample_s=seconds, step_s=cluster.compute.step_s))
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(f"--workers takes numbers of 1 or more with commas between, such as 8,64,512; got '{text}'.")
-    return numbers
 
 
 def _simulated(case: Case, numbers: list[int], console: Console) -> list[Row]:

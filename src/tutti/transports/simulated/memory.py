@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
-from tutti.transports.base import Steps, Transport, Work
+from tutti.transports.base import Added, Work
 from tutti.transports.simulated.conversation import Conversation
 from tutti.transports.simulated.rank import Rank
 from tutti.transports.simulated.transport import SimulatedTransport
@@ -96,8 +96,10 @@ def _add_up(parts: list[_Part]) -> None:
             tensor.copy_(flat.view(tensor.shape))
 
 
-class SimulatedMemory(Transport):
+class SimulatedMemory(Added):
     """Ranks of one host. Sums and means are made in memory; messages go through `inner`."""
+
+    inner: SimulatedTransport
 
     def __init__(self, inner: SimulatedTransport) -> None:
         self.inner = inner
@@ -114,23 +116,8 @@ class SimulatedMemory(Transport):
     def bytes_sent(self) -> int:  # type: ignore[override]
         return self.inner.bytes_sent + self._reduced_bytes
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        return self.inner.isend(tensor, dst, tag)
-
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
-        return self.inner.irecv(tensor, src, tag)
-
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedMemory":
         return SimulatedMemory(self.inner.channel(name, ranks))
-
-    def start(self, steps: Steps) -> Work:
-        return self.inner.start(steps)
-
-    def now(self) -> float:
-        return self.inner.now()
-
-    def elapse(self, seconds: float) -> None:
-        self.inner.elapse(seconds)
 
     def interrupt(self) -> None:
         self.inner.interrupt()
