@@ -1,6 +1,11 @@
-"""What the `call` fixture gives."""
+"""Commands in tests: what the `call` fixture gives, and one that is stopped in the middle."""
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -13,3 +18,34 @@ class Ended(NamedTuple):
 
 
 Call = Callable[..., Ended]
+
+
+def stop_in_the_middle(words: list[str], sign: signal.Signals, folder: Path) -> float:
+    """Start a run called "long" that would never end, and send it a signal once it has reported.
+
+    It must end as asked, without a traceback, and say where its record is. Returns how long that took.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from tutti.cli import main; main()", *words, "--epochs", "1000000", "--name", "long"],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    record = folder / "runs" / "long" / "metrics.jsonl"
+    try:
+        while not (record.exists() and record.stat().st_size):
+            assert process.poll() is None, "it ended early"
+            time.sleep(0.02)
+        process.send_signal(sign)
+        sent_s = time.monotonic()
+        output, _ = process.communicate(timeout=15)
+        took_s = time.monotonic() - sent_s
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert output.endswith("stopped; what there is of the run is in runs/long\n")
+    return took_s

@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from command import Call
+from command import Call, stop_in_the_middle
 from tutti.bench import under_mpi
 from tutti.cli import app
 from tutti.collectives import ALGORITHMS
@@ -247,28 +245,8 @@ def test_train_check(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_train_is_stopped(sign: signal.Signals, tmp_path: Path) -> None:
     """In the middle of training; the fixture looks for what is left."""
-    words = ["train", "digits", "--epochs", "1000000", "--name", "long"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from tutti.cli import main; main()", *words],
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    stop_in_the_middle(["train", "digits"], sign, tmp_path)
     record = tmp_path / "runs" / "long" / "metrics.jsonl"
-    try:
-        while not (record.exists() and record.stat().st_size):
-            assert process.poll() is None, "it ended early"
-            time.sleep(0.02)
-        process.send_signal(sign)
-        output, _ = process.communicate(timeout=15)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 130, output
-    assert "Traceback" not in output
-    assert output.endswith("stopped; what there is of the run is in runs/long\n")
     assert all(json.loads(line) for line in record.read_text().splitlines()), "whole lines"
 
 
