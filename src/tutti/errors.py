@@ -10,6 +10,7 @@
     ├── RankLost               a peer died, failed or left while this rank needed it
     ├── DeadlineExceeded       (also a TimeoutError) nobody died, but nobody answered either
     ├── Deadlock               every simulated rank waits for another
+    ├── PacketError            bytes that no codec of that kind could have made for such a tensor
     ├── WeightRefused          a rank gave NaN as its weight, which asks every rank to stop
     ├── NonFiniteLoss          the loss became NaN or infinite
     └── WorkerFailed           seen from the launcher: the first worker that failed
@@ -66,6 +67,10 @@ class DeadlineExceeded(TuttiError, TimeoutError):
 
 class Deadlock(TuttiError):
     """Every simulated rank that has not ended waits for another."""
+
+
+class PacketError(TuttiError):
+    """Bytes that cannot be decoded: truncated, of another version or codec, or contradicting themselves."""
 
 
 class WeightRefused(TuttiError):

@@ -1,0 +1,34 @@
+"""Ways to say a tensor in fewer bytes, and to sum what was said."""
+
+from tutti.codecs.base import Codec, Linear, Packet, State
+from tutti.codecs.cast import Cast
+from tutti.codecs.chain import Chain
+from tutti.codecs.feedback import ErrorFeedback
+from tutti.codecs.lowrank import LowRank
+from tutti.codecs.onebit import OneBit
+from tutti.codecs.parse import CODECS, parse_codec, print_codec
+from tutti.codecs.quantize import Quantize
+from tutti.codecs.randomk import RandomK
+from tutti.codecs.runs import Runs
+from tutti.codecs.threshold import Threshold
+from tutti.codecs.topk import TopK
+
+__all__ = [
+    "CODECS",
+    "Cast",
+    "Chain",
+    "Codec",
+    "ErrorFeedback",
+    "Linear",
+    "LowRank",
+    "OneBit",
+    "Packet",
+    "Quantize",
+    "RandomK",
+    "Runs",
+    "State",
+    "Threshold",
+    "TopK",
+    "parse_codec",
+    "print_codec",
+]

@@ -1,0 +1,105 @@
+"""What a codec is: a tensor to a packet and back, with what it remembers handed in and out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.runs import Runs
+from tutti.errors import ConfigError
+
+Packet = Tensor
+"""Bytes, in the layout of `tutti.codecs.packet`, on the device of what they encode."""
+
+State = dict[str, Any]
+"""What a codec remembers from one call to the next, by name. The call that takes it uses it up and hands one back."""
+
+
+class Codec(ABC):
+    """A way to say a tensor in fewer bytes: frozen, comparable, printed as the text that makes it."""
+
+    name: ClassVar[str]
+    """At the command line."""
+    linear: ClassVar[bool] = False
+    """Whether what several ranks send may be summed before it is decoded; then it has `rounds` (`Linear`)."""
+    sparse: ClassVar[bool] = False
+    """Whether it sends some values and says nothing of the others, in as many bytes as that takes."""
+
+    def start(self, numel: int, seed: int = 0) -> State:
+        """The state before the first call, for tensors of `numel` elements; what is drawn depends on the seed."""
+        return {}
+
+    @abstractmethod
+    def encode(
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+    ) -> tuple[Packet, State]:
+        """Say `tensor`, which stays as it is.
+
+        Args:
+            state: from `start`, or from the call before.
+            residual: what earlier calls left out, flat, in float32. It is added to `tensor` first, and what this call
+                leaves out is in it afterwards. Where NaN or infinity is sent, it stays as it was.
+            runs: which values share a scale, where a codec has scales; the rows of `tensor` by default.
+        """
+
+    @abstractmethod
+    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+        """Overwrite `out` with what `packet` says, or add it.
+
+        Raises `PacketError`, and leaves `out` alone, if the packet is not one that this codec makes for such a tensor.
+        """
+
+    @abstractmethod
+    def packet_bytes(self, numel: int) -> int:
+        """Bytes of a packet for so many elements; an estimate where it depends on them."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+def flat_float32(tensor: Tensor, what: str) -> Tensor:
+    """The elements of `tensor` as codecs work on them; its own memory if that is possible."""
+    if not tensor.is_floating_point():
+        raise ConfigError(f"{what} encodes floating-point tensors, got {tensor.dtype}. Convert it first.")
+    return tensor.detach().reshape(-1).to(torch.float32).contiguous()
+
+
+def flat_view(out: Tensor) -> Tensor:
+    """`out` as one dimension of float32, to decode into: its own memory, or new memory if that is impossible."""
+    flat = out.detach()
+    if flat.dtype == torch.float32 and flat.is_contiguous():
+        return flat.view(-1)
+    return flat.reshape(-1).to(torch.float32).clone()
+
+
+def give_back(flat: Tensor, out: Tensor) -> None:
+    """Let `out` hold what was decoded into `flat_view` of it."""
+    if flat.data_ptr() != out.data_ptr():
+        out.detach().copy_(flat.view(out.shape))
+
+
+def of_rows(tensor: Tensor, runs: Runs | None) -> Runs:
+    """`runs`, or the rows of `tensor`."""
+    return Runs.of(tuple(tensor.shape)) if runs is None else runs
+
+
+Places = tuple[tuple[int, tuple[int, ...]], ...]
+"""Tensors that lie in a flat one: where each begins, and its shape."""
+
+Rounds = Generator[Tensor, None, State]
+"""Tensors to be summed over ranks, in place, each before the next is asked for; then the state to go on with."""
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """A codec whose sums over ranks need no decoding between."""
+
+    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None) -> Rounds:
+        """Replace flat `values` by about their sum over ranks, in rounds of small sums; float32, as the rounds are."""
+        ...
+
+    def round_sizes(self, places: Places) -> list[int]:
+        """How many numbers each round sums."""
+        ...

@@ -1,0 +1,82 @@
+"""Fewer bits for every value, as floating-point numbers of another kind."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tutti.codecs import kernels
+from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back, of_rows
+from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
+from tutti.codecs.runs import SHORTEST, Runs
+from tutti.errors import ConfigError
+
+_KIND = 3
+
+Number = Literal["fp16", "bf16", "fp8"]
+_NAMES: tuple[Number, ...] = get_args(Number)
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Every value as a shorter floating-point number; what is finite stays finite.
+
+    Args:
+        to: "fp16" (11 bits of precision, up to 65,504), "bf16" (8 bits, float32's range), or "fp8" (4 bits, e4m3,
+            scaled so that the largest of each run just fits).
+    """
+
+    to: Number = "fp16"
+    name = "cast"
+
+    def __post_init__(self) -> None:
+        if self.to not in _NAMES:
+            raise ConfigError(f"Cast: to must be one of {', '.join(_NAMES)}, got {self.to!r}.")
+
+    def encode(
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+    ) -> tuple[Packet, State]:
+        values = flat_float32(tensor, "Cast")
+        scaled = of_rows(tensor, runs) if self.to == "fp8" else None
+        count = len(scaled) if scaled is not None else 0
+        header = Header(_KIND, count, values.numel(), _NAMES.index(self.to))
+        packet, payload = new_packet(header, self._payload_bytes(values.numel(), count), values.device)
+        if scaled is None:
+            codes = payload.view(_DTYPES[self.to])
+            kernels.of(values.device).cast_encode(values, residual, codes)
+        else:
+            table = scaled.table(8, values.device)
+            scales, codes = payload[: 4 * count].view(torch.float32), payload[4 * count :]
+            kernels.of(values.device).fp8_encode(values, residual, table, scales, codes)
+        return packet, state
+
+    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+        scaled = of_rows(out, runs) if self.to == "fp8" else None
+        count = len(scaled) if scaled is not None else 0
+        header, payload = read(packet, _KIND, out.numel())
+        expect("number format", header.parameter, _NAMES.index(self.to))
+        expect("runs", header.count, count)
+        expect("payload bytes", payload.numel(), self._payload_bytes(out.numel(), count))
+        flat = flat_view(out)
+        if scaled is None:
+            aligned = payload.clone() if payload.storage_offset() % 2 else payload
+            numbers = aligned.view(_DTYPES[self.to])
+            if add:
+                flat.add_(numbers)
+            else:
+                flat.copy_(numbers)
+        else:
+            table = scaled.table(8, out.device)
+            kernels.of(flat.device).fp8_decode(payload[4 * count :], floats(payload, count), table, flat, add)
+        give_back(flat, out)
+
+    def packet_bytes(self, numel: int) -> int:
+        return HEADER.size + self._payload_bytes(numel, -(-numel // (2 * SHORTEST)) if self.to == "fp8" else 0)
+
+    def _payload_bytes(self, numel: int, num_scales: int) -> int:
+        return (numel if self.to == "fp8" else 2 * numel) + 4 * num_scales
+
+    def __str__(self) -> str:
+        return self.to

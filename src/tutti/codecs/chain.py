@@ -1,0 +1,61 @@
+"""One codec after another: the largest values, and those in few bits."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.base import Codec, Packet, State
+from tutti.codecs.packet import HEADER
+from tutti.codecs.places import coded_bytes
+from tutti.codecs.runs import Runs
+from tutti.codecs.topk import TopK, pack, put, unpack
+from tutti.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Chain(Codec):
+    """`first` selects values, `second` says them: `Chain(TopK(0.01), Quantize(8))`.
+
+    What `second` leaves out of the selected values stays in the residual, as what `first` leaves out does.
+    """
+
+    first: TopK
+    second: Codec
+    name = "chain"
+    sparse = True
+
+    def __post_init__(self) -> None:
+        dense = isinstance(self.second, Codec) and not (self.second.sparse or self.second.linear)
+        if not isinstance(self.first, TopK) or not dense or hasattr(self.second, "inner"):
+            raise ConfigError(
+                "Chain joins one that selects values and one that says values in fewer bits, such as "
+                f"Chain(TopK(), Quantize()); got Chain({self.first!r}, {self.second!r})."
+            )
+
+    def start(self, numel: int, seed: int = 0) -> State:
+        return {**self.first.start(numel, seed), **{f"second.{k}": v for k, v in self.second.start(0, seed).items()}}
+
+    def encode(
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+    ) -> tuple[Packet, State]:
+        places, found, state = self.first.select(tensor, state, residual)
+        rest = torch.zeros_like(found) if residual is not None else None
+        own = {key.removeprefix("second."): value for key, value in state.items() if key.startswith("second.")}
+        inner, own = self.second.encode(found, own, residual=rest)
+        if residual is not None and rest is not None:
+            residual[places.long()] = rest
+        return pack(places, inner, tensor.numel()), {**state, **{f"second.{k}": v for k, v in own.items()}}
+
+    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+        places, inner = unpack(packet, out.numel())
+        found = torch.empty(len(places), device=out.device)
+        self.second.decode(inner, found)
+        put(places, found, out, add)
+
+    def packet_bytes(self, numel: int) -> int:
+        count = round(self.first.density * numel)
+        return HEADER.size + 8 + self.second.packet_bytes(count) + coded_bytes(numel, self.first.density)
+
+    def __str__(self) -> str:
+        return f"{self.first}+{self.second}"

@@ -1,0 +1,51 @@
+"""Error feedback: what was left out now is said later."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.base import Codec, Packet, State
+from tutti.codecs.runs import Runs
+from tutti.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Codec):
+    """Add what `inner` left out last time to what it is given now (Seide et al. 2014)."""
+
+    inner: Codec
+    name = "feedback"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Codec) or isinstance(self.inner, ErrorFeedback):
+            raise ConfigError(f"ErrorFeedback wraps a codec such as OneBit(), got {self.inner!r}.")
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.inner.linear
+
+    @property
+    def sparse(self) -> bool:  # type: ignore[override]
+        return self.inner.sparse
+
+    def start(self, numel: int, seed: int = 0) -> State:
+        return {**self.inner.start(numel, seed), "residual": torch.zeros(numel)}
+
+    def encode(
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+    ) -> tuple[Packet, State]:
+        if residual is not None:
+            raise ConfigError("ErrorFeedback keeps its own residual, in its state.")
+        kept = state["residual"].to(tensor.device)
+        packet, inner = self.inner.encode(tensor, state, residual=kept, runs=runs)
+        return packet, {**inner, "residual": kept}
+
+    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+        self.inner.decode(packet, out, runs=runs, add=add)
+
+    def packet_bytes(self, numel: int) -> int:
+        return self.inner.packet_bytes(numel)
+
+    def __str__(self) -> str:
+        return str(self.inner)

@@ -1,0 +1,80 @@
+"""The kernels for CPU tensors: what is compiled, called with the memory of tensors."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tutti.codecs.kernels import loops, sparse_loops
+from tutti.codecs.packet import as_array
+from tutti.codecs.runs import Table
+
+_NOTHING = np.empty(0, np.float32)
+_CHUNK = 2**15
+"""Where torch converts: so much at a time that it stays in the second-level cache."""
+
+
+def onebit_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+    loops.onebit_encode(residual is not None)(
+        as_array(values), _or_nothing(residual), *_arrays(table), as_array(scales), as_array(codes)
+    )
+
+
+def onebit_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+    loops.onebit_decode(add)(as_array(codes), as_array(scales), *_arrays(table), as_array(out))
+
+
+def quantize_encode(
+    values: Tensor, residual: Tensor | None, table: Table, bits: int, seed: int, scales: Tensor, codes: Tensor
+) -> None:
+    loops.quantize_encode(bits, residual is not None)(
+        as_array(values), _or_nothing(residual), *_arrays(table), np.uint32(seed), as_array(scales), as_array(codes)
+    )
+
+
+def quantize_decode(codes: Tensor, scales: Tensor, table: Table, bits: int, out: Tensor, add: bool) -> None:
+    loops.quantize_decode(bits, add)(as_array(codes), as_array(scales), *_arrays(table), as_array(out))
+
+
+def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
+    limit = np.float32(torch.finfo(codes.dtype).max)
+    room = torch.empty(2, min(_CHUNK, values.numel()), dtype=torch.float32)
+    for begin in range(0, values.numel(), _CHUNK):
+        source, target = values[begin : begin + _CHUNK], codes[begin : begin + _CHUNK]
+        wanted, said = room[:, : target.numel()]
+        rest = as_array(residual[begin : begin + _CHUNK]) if residual is not None else None
+        if rest is None:
+            wanted = source
+        else:
+            loops.total(as_array(source), rest, as_array(wanted))
+        beyond = loops.bring_back(limit, as_array(wanted), as_array(said))
+        target.copy_(said if beyond else wanted)
+        if rest is not None:
+            said.copy_(target)
+            loops.leave(as_array(wanted), as_array(said), rest)
+
+
+def fp8_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+    loops.fp8_encode(residual is not None)(
+        as_array(values), _or_nothing(residual), *_arrays(table), as_array(scales), as_array(codes)
+    )
+
+
+def fp8_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+    loops.fp8_decode(add)(as_array(codes), as_array(scales), *_arrays(table), as_array(out))
+
+
+def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tensor, Tensor]:
+    # Room for all: what is not needed is never touched, and so never there.
+    places, found = np.empty(values.numel() + 1, np.int32), np.empty(values.numel() + 1, np.float32)
+    count = sparse_loops.pick(residual is not None)(
+        as_array(values), _or_nothing(residual), np.float32(at_least), places, found
+    )
+    return torch.from_numpy(places[:count].copy()), torch.from_numpy(found[:count].copy())
+
+
+def _or_nothing(residual: Tensor | None) -> np.ndarray:
+    return _NOTHING if residual is None else as_array(residual)
+
+
+def _arrays(table: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return as_array(table.starts), as_array(table.stops), as_array(table.offsets)

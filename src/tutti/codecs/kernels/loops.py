@@ -1,0 +1,284 @@
+"""One-bit and few-bit codes on the CPU: a run of values at a time, so that each is read from memory once.
+
+Loops over a run have no branches and one output each, which is what lets them vectorise; what lies between two of them
+stays in the first-level cache. Sums may be taken in any order, but NaN and infinity are what they are: a run that has
+any gets a scale that is not finite, and leaves its residual alone.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+
+from tutti.codecs.kernels.compiled import compiled
+from tutti.codecs.runs import LONGEST
+
+_BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_FLAGS_OF_BYTE = np.ascontiguousarray(_BITS_OF_BYTE).view(np.uint64).reshape(-1)
+"""Eight bytes of 0 or 1 for every byte, its lowest bit first."""
+
+_FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+_GATHER_BITS = np.uint64(0x0102040810204080)
+"""Times eight bytes of 0 or 1, these bits are in the highest byte."""
+
+
+@cache
+def onebit_encode(feedback: bool) -> Callable[..., None]:
+    """The kernel; with `feedback` it adds the residual and leaves a new one."""
+
+    def kernel(values, residual, starts, stops, offsets, scales, payload):  # type: ignore[no-untyped-def]
+        wanted = np.empty(LONGEST, np.float32)
+        flags64 = np.zeros(LONGEST // 8, np.uint64)
+        flags = flags64.view(np.uint8)
+        for run in range(len(starts)):
+            start, size = starts[run], stops[run] - starts[run]
+            source = values[start : start + size]
+            if feedback:
+                rest = residual[start : start + size]
+                for i in range(size):
+                    wanted[i] = source[i] + rest[i]
+            else:
+                for i in range(size):
+                    wanted[i] = source[i]
+            above, below, count = np.float32(0), np.float32(0), np.int32(0)
+            for i in range(size):
+                above += wanted[i] if wanted[i] > 0 else np.float32(0)
+            for i in range(size):
+                below += np.float32(0) if wanted[i] > 0 else wanted[i]
+            for i in range(size):
+                count += np.int32(1) if wanted[i] > 0 else np.int32(0)
+            high = above / np.float32(count) if count else np.float32(0)
+            low = below / np.float32(size - count) if count < size else np.float32(0)
+            scales[2 * run] = low
+            scales[2 * run + 1] = high
+            for i in range(size):
+                flags[i] = wanted[i] > 0
+            for i in range(size, (size + 7) // 8 * 8):
+                flags[i] = 0
+            if feedback and np.isfinite(low) and np.isfinite(high):
+                for i in range(size):
+                    rest[i] = wanted[i] - (high if wanted[i] > 0 else low)
+            target = payload[offsets[run] : offsets[run + 1]]
+            for i in range(len(target)):
+                target[i] = (flags64[i] * _GATHER_BITS) >> np.uint64(56)
+
+    return compiled(kernel)
+
+
+@cache
+def onebit_decode(add: bool) -> Callable[..., None]:
+    def kernel(payload, scales, starts, stops, offsets, out):  # type: ignore[no-untyped-def]
+        flags64 = np.zeros(LONGEST // 8, np.uint64)
+        flags = flags64.view(np.uint8)
+        for run in range(len(starts)):
+            start, size = starts[run], stops[run] - starts[run]
+            source = payload[offsets[run] : offsets[run + 1]]
+            for i in range(len(source)):
+                flags64[i] = _FLAGS_OF_BYTE[source[i]]
+            low, high = scales[2 * run], scales[2 * run + 1]
+            target = out[start : start + size]
+            if add:
+                for i in range(size):
+                    target[i] += high if flags[i] else low
+            else:
+                for i in range(size):
+                    target[i] = high if flags[i] else low
+
+    return compiled(kernel)
+
+
+@compiled
+def _noise(seed, number):  # type: ignore[no-untyped-def]
+    """A number in [0, 1) that depends on the seed and the place alone: a hash of 32 bits, its upper 24 used."""
+    x = np.uint32(np.uint32(number) * np.uint32(0x9E3779B1) + seed)
+    x = np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD))
+    x = np.uint32(np.uint32(x ^ (x >> np.uint32(15))) * np.uint32(0x735A2D97))
+    return np.float32(np.int32(np.uint32(x >> np.uint32(8)))) * np.float32(2.0**-24)
+
+
+@cache
+def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
+    levels = 2 ** (bits - 1) - 1
+    most = np.int32(2 * levels)
+    middle, per_byte = np.float32(levels), 8 // bits
+
+    def kernel(values, residual, starts, stops, offsets, seed, scales, payload):  # type: ignore[no-untyped-def]
+        wanted = np.empty(LONGEST, np.float32)
+        codes32 = np.zeros(LONGEST, np.int32)
+        seed = np.uint32(seed)
+        for run in range(len(starts)):
+            start, size = starts[run], stops[run] - starts[run]
+            source = values[start : start + size]
+            if feedback:
+                rest = residual[start : start + size]
+                for i in range(size):
+                    wanted[i] = source[i] + rest[i]
+            else:
+                for i in range(size):
+                    wanted[i] = source[i]
+            keys = wanted.view(np.int32)
+            largest = np.int32(0)
+            for i in range(size):
+                largest = max(largest, keys[i] & np.int32(0x7FFFFFFF))  # NaN is above infinity, and that above all.
+            codes32[0] = largest
+            scale = codes32.view(np.float32)[0]
+            scales[run] = scale
+            usable = np.isfinite(scale) and scale > np.float32(1e-36)
+            up = middle / scale if usable else np.float32(0)
+            down = scale / middle if usable else np.float32(0)
+            for i in range(size):
+                chance = np.float32(0.5) if feedback else _noise(seed, start + i)
+                code = np.int32(wanted[i] * up + (middle + chance))
+                codes32[i] = min(max(code, np.int32(0)), most)
+            if feedback and np.isfinite(scale):
+                for i in range(size):
+                    rest[i] = wanted[i] - (np.float32(codes32[i]) - middle) * down
+            for i in range(size, (size + per_byte - 1) // per_byte * per_byte):
+                codes32[i] = 0
+            target = payload[offsets[run] : offsets[run + 1]]
+            for i in range(len(target)):
+                if bits == 8:
+                    target[i] = codes32[i]
+                elif bits == 4:
+                    target[i] = codes32[2 * i] | (codes32[2 * i + 1] << 4)
+                else:
+                    target[i] = (
+                        codes32[4 * i]
+                        | (codes32[4 * i + 1] << 2)
+                        | (codes32[4 * i + 2] << 4)
+                        | (codes32[4 * i + 3] << 6)
+                    )
+
+    return compiled(kernel)
+
+
+@cache
+def quantize_decode(bits: int, add: bool) -> Callable[..., None]:
+    levels = 2 ** (bits - 1) - 1
+    middle, per_byte, mask = np.float32(levels), 8 // bits, np.uint8(2**bits - 1)
+
+    def kernel(payload, scales, starts, stops, offsets, out):  # type: ignore[no-untyped-def]
+        codes = np.zeros(LONGEST, np.uint8)
+        for run in range(len(starts)):
+            start, size = starts[run], stops[run] - starts[run]
+            source = payload[offsets[run] : offsets[run + 1]]
+            down = scales[run] / middle
+            if bits == 8:
+                for i in range(size):
+                    codes[i] = source[i]
+            else:
+                for i in range(len(source)):
+                    for part in range(per_byte):
+                        codes[per_byte * i + part] = (source[i] >> np.uint8(bits * part)) & mask
+            target = out[start : start + size]
+            if add:
+                for i in range(size):
+                    target[i] += (np.float32(codes[i]) - middle) * down
+            else:
+                for i in range(size):
+                    target[i] = (np.float32(codes[i]) - middle) * down
+
+    return compiled(kernel)
+
+
+@compiled
+def total(values, residual, out):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = values[i] + residual[i]
+
+
+@compiled
+def bring_back(limit, values, out):  # type: ignore[no-untyped-def]
+    """Bring what is finite and beyond the limit back to it; whether there was any, else `out` is not written."""
+    keys = values.view(np.int32)
+    largest = np.int32(0)
+    for i in range(len(keys)):
+        key = keys[i] & np.int32(0x7FFFFFFF)
+        largest = max(largest, key if key < np.int32(0x7F800000) else np.int32(0))
+    one = np.empty(1, np.int32)
+    one[0] = largest
+    if one.view(np.float32)[0] <= limit:
+        return False
+    for i in range(len(out)):
+        beyond = abs(values[i]) > limit and np.isfinite(values[i])
+        out[i] = np.copysign(limit, values[i]) if beyond else values[i]
+    return True
+
+
+@compiled
+def leave(wanted, said, residual):  # type: ignore[no-untyped-def]
+    """The difference as the new residual, where it is finite."""
+    for i in range(len(wanted)):
+        wanted[i] -= said[i]
+    keys, residual_keys = wanted.view(np.int32), residual.view(np.int32)
+    for i in range(len(wanted)):
+        residual_keys[i] = keys[i] if (keys[i] & np.int32(0x7FFFFFFF)) < np.int32(0x7F800000) else residual_keys[i]
+
+
+_FP8_LARGEST = np.float32(448)
+
+
+@cache
+def fp8_encode(feedback: bool) -> Callable[..., None]:
+    """e4m3, rounded to even, scaled by the largest of each run."""
+
+    def kernel(values, residual, starts, stops, offsets, scales, payload):  # type: ignore[no-untyped-def]
+        wanted = np.empty(LONGEST, np.float32)
+        scaled = np.empty(LONGEST, np.float32)
+        codes = np.empty(LONGEST, np.int32)
+        one = np.empty(1, np.int32)
+        keys, scaled_keys = wanted.view(np.int32), scaled.view(np.int32)
+        for run in range(len(starts)):
+            start, size = starts[run], stops[run] - starts[run]
+            source = values[start : start + size]
+            if feedback:
+                rest = residual[start : start + size]
+                for i in range(size):
+                    wanted[i] = source[i] + rest[i]
+            else:
+                for i in range(size):
+                    wanted[i] = source[i]
+            largest = np.int32(0)
+            for i in range(size):
+                largest = max(largest, keys[i] & np.int32(0x7FFFFFFF))
+            one[0] = largest
+            scale = one.view(np.float32)[0]
+            scales[run] = scale
+            usable = np.isfinite(scale) and scale > np.float32(1e-36)
+            up = _FP8_LARGEST / scale if usable else np.float32(0)
+            for i in range(size):
+                scaled[i] = abs(wanted[i] * up)
+            for i in range(size):
+                key = scaled_keys[i]
+                normal = ((key + np.int32(0x7FFFF) + ((key >> 20) & 1)) >> 20) - np.int32(120 << 3)
+                tiny = np.int32(np.rint(scaled[i] * np.float32(512)))
+                codes[i] = tiny if scaled[i] < np.float32(0.015625) else min(normal, np.int32(0x7E))
+            target = payload[offsets[run] : offsets[run + 1]]
+            for i in range(size):
+                target[i] = codes[i] | (np.int32(0x80) if wanted[i] < 0 else np.int32(0))
+            if feedback and usable:
+                down = scale / _FP8_LARGEST
+                for i in range(size):
+                    rest[i] = wanted[i] - _FP8_VALUES[target[i]] * down
+
+    return compiled(kernel)
+
+
+@cache
+def fp8_decode(add: bool) -> Callable[..., None]:
+    def kernel(payload, scales, starts, stops, offsets, out):  # type: ignore[no-untyped-def]
+        for run in range(len(starts)):
+            start, size = starts[run], stops[run] - starts[run]
+            source = payload[offsets[run] : offsets[run + 1]]
+            down = scales[run] / _FP8_LARGEST
+            target = out[start : start + size]
+            if add:
+                for i in range(size):
+                    target[i] += _FP8_VALUES[source[i]] * down
+            else:
+                for i in range(size):
+                    target[i] = _FP8_VALUES[source[i]] * down
+
+    return compiled(kernel)

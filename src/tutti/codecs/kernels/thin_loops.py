@@ -1,0 +1,48 @@
+"""What `thin` does on the CPU, compiled."""
+
+import numpy as np
+from numba import njit
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gram_schmidt(columns, least):  # type: ignore[no-untyped-def]
+    """Make the rows of `columns` orthonormal in turn; twice, because once leaves rounding errors."""
+    for number in range(len(columns)):
+        column = columns[number]
+        before_all = 0.0
+        for i in range(len(column)):
+            before_all += column[i] * column[i]
+        for _ in range(2):
+            for other in range(number):
+                before = columns[other]
+                overlap = 0.0
+                for i in range(len(column)):
+                    overlap += before[i] * column[i]
+                for i in range(len(column)):
+                    column[i] -= overlap * before[i]
+        square = 0.0
+        for i in range(len(column)):
+            square += column[i] * column[i]
+        # What is left of a column that the others span is rounding alone.
+        norm = np.sqrt(square)
+        factor = 0.0 if norm <= max(least, 1e-7 * np.sqrt(before_all)) else 1.0 / norm
+        for i in range(len(column)):
+            column[i] *= factor
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def product(p, q, out):  # type: ignore[no-untyped-def]
+    """`out` = p @ q, each element's terms in order."""
+    rows, rank = p.shape
+    columns = q.shape[1]
+    for row in range(rows):
+        target = out[row]
+        weight = p[row, 0]
+        first = q[0]
+        for i in range(columns):
+            target[i] = weight * first[i]
+        for number in range(1, rank):
+            weight = p[row, number]
+            other = q[number]
+            for i in range(columns):
+                target[i] += weight * other[i]

@@ -1,0 +1,53 @@
+"""One bit for every value: which side of zero it is on."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.codecs import kernels
+from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back, of_rows
+from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
+from tutti.codecs.runs import SHORTEST, Runs
+
+_KIND = 1
+
+
+@dataclass(frozen=True)
+class OneBit(Codec):
+    """Values above zero become their mean, the others theirs, one pair of means for every run (Seide et al. 2014).
+
+    A run is a row of a weight as torch has it: a column as the paper writes it.
+    """
+
+    name = "onebit"
+
+    def encode(
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+    ) -> tuple[Packet, State]:
+        values, runs = flat_float32(tensor, "OneBit"), of_rows(tensor, runs)
+        table = runs.table(1, values.device)
+        packet, payload = new_packet(
+            Header(_KIND, len(runs), values.numel()), 8 * len(runs) + table.num_bytes, values.device
+        )
+        scales, codes = payload[: 8 * len(runs)].view(torch.float32), payload[8 * len(runs) :]
+        kernels.of(values.device).onebit_encode(values, residual, table, scales, codes)
+        return packet, state
+
+    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+        runs = of_rows(out, runs)
+        header, payload = read(packet, _KIND, out.numel())
+        table = runs.table(1, out.device)
+        expect("runs", header.count, len(runs))
+        expect("payload bytes", payload.numel(), 8 * len(runs) + table.num_bytes)
+        flat = flat_view(out)
+        kernels.of(flat.device).onebit_decode(
+            payload[8 * len(runs) :], floats(payload, 2 * len(runs)), table, flat, add
+        )
+        give_back(flat, out)
+
+    def packet_bytes(self, numel: int) -> int:
+        return HEADER.size + numel // 8 + 8 * -(-numel // (2 * SHORTEST))
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,78 @@
+"""A few bits for every value, rounded at random so that nothing is lost on average."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tutti.codecs import kernels
+from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back, of_rows
+from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
+from tutti.codecs.runs import Runs
+from tutti.errors import ConfigError
+
+_KIND = 2
+_BITS = (8, 4, 2)
+
+
+@dataclass(frozen=True)
+class Quantize(Codec):
+    """Every value as one of 2^bits - 1 evenly spaced ones, up to the largest of its block (Alistarh et al. 2017).
+
+    It is rounded up or down at random, so that what is expected is the value itself; under `ErrorFeedback`, which
+    repairs what is wrong on average, to the nearest.
+
+    Args:
+        bits: 8, 4 or 2 for every value; with 2 they are -1, 0 and 1 times the largest (Wen et al. 2017).
+        block: values that share a scale.
+    """
+
+    bits: Literal[8, 4, 2] = 8
+    block: int = 512
+    name = "quantize"
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        if self.bits not in _BITS:
+            mistakes.append(f"bits must be one of {', '.join(map(str, _BITS))}, got {self.bits!r}")
+        if not 16 <= self.block <= 4096:
+            mistakes.append(f"block must be between 16 and 4096 values, got {self.block!r}")
+        if mistakes:
+            raise ConfigError(f"Quantize: {'; '.join(mistakes)}.")
+
+    def start(self, numel: int, seed: int = 0) -> State:
+        return {"seed": seed, "step": 0}
+
+    def encode(
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+    ) -> tuple[Packet, State]:
+        values, runs = flat_float32(tensor, "Quantize"), of_rows(tensor, runs).blocks(self.block)
+        table = runs.table(self.bits, values.device)
+        packet, payload = new_packet(
+            Header(_KIND, len(runs), values.numel(), self.bits), 4 * len(runs) + table.num_bytes, values.device
+        )
+        scales, codes = payload[: 4 * len(runs)].view(torch.float32), payload[4 * len(runs) :]
+        seed = (state["seed"] * 0x85EBCA6B + state["step"] * 0xC2B2AE35) % 2**32
+        kernels.of(values.device).quantize_encode(values, residual, table, self.bits, seed, scales, codes)
+        return packet, {**state, "step": state["step"] + 1}
+
+    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+        runs = of_rows(out, runs).blocks(self.block)
+        header, payload = read(packet, _KIND, out.numel())
+        table = runs.table(self.bits, out.device)
+        expect("bits", header.parameter, self.bits)
+        expect("blocks", header.count, len(runs))
+        expect("payload bytes", payload.numel(), 4 * len(runs) + table.num_bytes)
+        flat = flat_view(out)
+        kernels.of(flat.device).quantize_decode(
+            payload[4 * len(runs) :], floats(payload, len(runs)), table, self.bits, flat, add
+        )
+        give_back(flat, out)
+
+    def packet_bytes(self, numel: int) -> int:
+        return HEADER.size + -(-numel * self.bits // 8) + 4 * -(-numel // self.block)
+
+    def __str__(self) -> str:
+        block = "" if self.block == type(self)().block else f",block={self.block}"
+        return f"{self.name}:{self.bits}{block}"

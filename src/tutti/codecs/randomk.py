@@ -1,0 +1,103 @@
+"""A few values, chosen at random, the same ones on every rank."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.base import Codec, Packet, Places, Rounds, State, flat_float32
+from tutti.codecs.kernels.reference import noise
+from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
+from tutti.codecs.runs import Runs
+from tutti.codecs.topk import put
+from tutti.errors import ConfigError
+
+_KIND = 6
+
+
+@dataclass(frozen=True)
+class RandomK(Codec):
+    """One value out of every stretch of 1/density, at random (Stich, Cordonnier & Jaggi 2018).
+
+    Ranks choose the same places, so that sums of what they send are what sums would send; places need not be said.
+
+    Args:
+        density: the share of values to send.
+    """
+
+    density: float = 0.1
+    name = "randomk"
+    linear = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise ConfigError(f"RandomK: density must be above 0 and at most 1, got {self.density!r}.")
+
+    def start(self, numel: int, seed: int = 0) -> State:
+        return {"step": 0}  # Whatever the seed: ranks must choose alike.
+
+    def encode(
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+    ) -> tuple[Packet, State]:
+        values = flat_float32(tensor, "RandomK")
+        chosen = self._choose(state["step"], values)
+        found = _take(values, residual, chosen)
+        header = Header(_KIND, len(chosen), values.numel(), state["step"])
+        packet, payload = new_packet(header, 4 * len(chosen), values.device)
+        payload.view(torch.float32).copy_(found)
+        return packet, {"step": state["step"] + 1}
+
+    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+        header, payload = read(packet, _KIND, out.numel())
+        count = self._count(out.numel())
+        expect("values", header.count, count)
+        expect("payload bytes", payload.numel(), 4 * count)
+        put(self._choose(header.parameter, out), floats(payload, count), out, add)
+
+    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None) -> Rounds:
+        chosen = self._choose(state["step"], values)
+        found = _take(values, residual, chosen)
+        yield found
+        put(chosen, found, values, add=False)
+        return {**state, "step": state["step"] + 1}
+
+    def round_sizes(self, places: Places) -> list[int]:
+        return [self._count(max((start + math.prod(shape) for start, shape in places), default=0))]
+
+    def packet_bytes(self, numel: int) -> int:
+        return HEADER.size + 4 * self._count(numel)
+
+    def _count(self, numel: int) -> int:
+        return math.ceil(self.density * numel)
+
+    def _choose(self, step: int, like: Tensor) -> Tensor:
+        count = self._count(like.numel())
+        edges = _edges(like.numel(), count, like.device)
+        sizes = edges[1:] - edges[:-1]
+        seed = step * 0x9E3779B1 % 2**32
+        drawn = noise(seed, torch.arange(count, device=like.device)) * sizes
+        return edges[:-1] + torch.minimum(drawn.long(), sizes - 1)
+
+    def __str__(self) -> str:
+        return self.name if self == type(self)() else f"{self.name}:{self.density!r}"
+
+
+def _edges(numel: int, count: int, device: torch.device) -> Tensor:
+    """`numel` elements in `count` stretches of nearly equal length."""
+    return torch.arange(count + 1, device=device) * numel // max(1, count)
+
+
+def _take(values: Tensor, residual: Tensor | None, chosen: Tensor) -> Tensor:
+    """The chosen values, taken out of the residual; what is not finite takes the place of what was chosen beside it."""
+    wanted = values if residual is None else residual.add_(values)
+    found = wanted[chosen]
+    if residual is not None:
+        residual[chosen] = 0.0
+    if not bool(torch.isfinite(wanted.sum())):
+        odd = (~values.isfinite()).nonzero().flatten()
+        edges = _edges(values.numel(), len(chosen), values.device)
+        found[torch.searchsorted(edges, odd, right=True) - 1] = values[odd]
+        if residual is not None:
+            residual[odd] = 0.0
+    return found

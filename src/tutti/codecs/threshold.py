@@ -1,0 +1,105 @@
+"""Only values beyond a threshold, and of them only the sign."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.codecs import kernels
+from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back
+from tutti.codecs.packet import HEADER, Header, floats, new_packet, read
+from tutti.codecs.places import coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, width_for
+from tutti.codecs.runs import Runs
+from tutti.codecs.selection import about_largest
+from tutti.errors import ConfigError, PacketError
+
+_KIND = 4
+_FIXED = 8
+"""Bytes of a payload before the symbols: the threshold, and how many values are not finite."""
+
+
+@dataclass(frozen=True)
+class Threshold(Codec):
+    """Values beyond ±τ are sent as ±τ, with their places, and nothing is said of the others (Strom 2015).
+
+    What is not finite is sent as it is.
+
+    Args:
+        tau: the threshold; by default it is chosen anew each time so that about `density` of the values are beyond it.
+        density: the share of values to send.
+    """
+
+    tau: float | None = None
+    density: float = 0.01
+    name = "threshold"
+    sparse = True
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        if self.tau is not None and not 0 < self.tau < math.inf:
+            mistakes.append(f"tau must be above 0, got {self.tau!r}; leave it out to have it chosen")
+        if not 0 < self.density <= 1:
+            mistakes.append(f"density must be above 0 and at most 1, got {self.density!r}")
+        if mistakes:
+            raise ConfigError(f"Threshold: {'; '.join(mistakes)}.")
+
+    def encode(
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+    ) -> tuple[Packet, State]:
+        values = flat_float32(tensor, "Threshold")
+        tau = self.tau or about_largest(values, residual, self.density)
+        places, found = kernels.of(values.device).pick(values, residual, tau)
+        finite = found.isfinite()
+        if residual is not None:
+            residual[places.long()] -= torch.where(finite, tau * torch.sign(found), 0.0)
+        return _packet(places, found, finite, tau, values), state
+
+    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+        header, payload = read(packet, _KIND, out.numel())
+        if payload.numel() < _FIXED:
+            raise PacketError(f"a packet with {payload.numel()} bytes of payload, wanted {_FIXED} or more")
+        tau = floats(payload, 1)
+        num_odd = int(payload[4:8].cpu().view(torch.int32))
+        fixed = _FIXED + 8 * num_odd
+        if num_odd < 0 or payload.numel() < fixed:
+            raise PacketError(f"a packet that says {num_odd} values in {payload.numel()} bytes")
+        odd_places = payload[_FIXED : _FIXED + 4 * num_odd].cpu().clone().view(torch.int32).long()
+        odd = payload[_FIXED + 4 * num_odd : fixed].clone().view(torch.float32)
+        if ((odd_places < 0) | (odd_places >= out.numel())).any():
+            raise PacketError(f"a packet that says a place beyond {out.numel()} elements")
+        symbols = decode_symbols(payload[fixed:], header.count, header.parameter, 2 * out.numel() + 1)
+        places = from_gaps(symbols >> 1, out.numel()).to(out.device)
+        signs = torch.from_numpy(1.0 - 2.0 * (symbols & 1)).to(out.device, torch.float32)
+        flat = flat_view(out)
+        if not add:
+            flat.zero_()
+        flat[places] += tau * signs
+        flat[odd_places.to(out.device)] += odd
+        give_back(flat, out)
+
+    def packet_bytes(self, numel: int) -> int:
+        return HEADER.size + _FIXED + coded_bytes(numel, self.density) + math.ceil(self.density * numel / 8)
+
+    def __str__(self) -> str:
+        if self.tau is not None:
+            return f"{self.name}:{self.tau!r}"
+        return self.name if self.density == type(self)().density else f"{self.name}:density={self.density!r}"
+
+
+def _packet(places: Tensor, found: Tensor, finite: Tensor, tau: float, values: Tensor) -> Packet:
+    odd_places, odd = places[~finite].to(torch.int32), found[~finite]
+    sent, negative = places[finite].cpu().numpy(), (found[finite] < 0).cpu().numpy()
+    symbols = 2 * gaps(sent) + negative
+    width = width_for(values.numel(), len(sent)) + 1
+    coded = torch.from_numpy(encode_symbols(symbols, width))
+    fixed = _FIXED + 8 * len(odd)
+    packet, payload = new_packet(
+        Header(_KIND, len(symbols), values.numel(), width), fixed + coded.numel(), values.device
+    )
+    payload[:4].view(torch.float32).fill_(tau)
+    payload[4:8].view(torch.int32).fill_(len(odd))
+    payload[_FIXED : _FIXED + 4 * len(odd)].view(torch.int32).copy_(odd_places)
+    payload[_FIXED + 4 * len(odd) : fixed].view(torch.float32).copy_(odd)
+    payload[fixed:].copy_(coded)
+    return packet

@@ -1,0 +1,135 @@
+"""Only the largest values."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back
+from tutti.codecs.packet import HEADER, Header, floats, new_packet, read
+from tutti.codecs.places import coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, width_for
+from tutti.codecs.runs import Runs
+from tutti.codecs.selection import largest
+from tutti.errors import ConfigError, PacketError
+
+_KIND = 5
+_WARM_DENSITY = 0.25
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The values of largest magnitude as they are, with their places; nothing is said of the others (Lin et al. 2018).
+
+    Args:
+        density: the share of values to send.
+        warmup_steps: at first a quarter is sent, then less and less until after so many steps it is `density`.
+        momentum: add up velocities instead of gradients, and forget that of what is sent: the momentum correction and
+            masking of Lin et al. 2018, for an optimiser that has no momentum of its own. Needs `ErrorFeedback`.
+    """
+
+    density: float = 0.01
+    warmup_steps: int = 0
+    momentum: float = 0.0
+    name = "topk"
+    sparse = True
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        if not 0 < self.density <= 1:
+            mistakes.append(f"density must be above 0 and at most 1, got {self.density!r}")
+        if not (isinstance(self.warmup_steps, int) and self.warmup_steps >= 0):
+            mistakes.append(f"warmup_steps must be 0 or more, got {self.warmup_steps!r}")
+        if not 0 <= self.momentum < 1:
+            mistakes.append(f"momentum must be at least 0 and below 1, got {self.momentum!r}")
+        if mistakes:
+            raise ConfigError(f"TopK: {'; '.join(mistakes)}.")
+
+    def start(self, numel: int, seed: int = 0) -> State:
+        state: State = {"step": 0} if self.warmup_steps else {}
+        return {**state, "velocity": torch.zeros(numel)} if self.momentum else state
+
+    def select(self, tensor: Tensor, state: State, residual: Tensor | None) -> tuple[Tensor, Tensor, State]:
+        """The places and values to send, taken out of the residual, and the state to go on with."""
+        values = flat_float32(tensor, "TopK")
+        if self.momentum:
+            if residual is None:
+                raise ConfigError("TopK: momentum needs somewhere to add up: use ErrorFeedback(TopK(momentum=...)).")
+            values = state["velocity"] = state["velocity"].to(values.device).mul_(self.momentum).add_(values)
+        count = math.ceil(self._density_at(state.get("step", 0)) * values.numel())
+        places, found = largest(values, residual, count)
+        if residual is not None:
+            residual[places.long()] = 0.0
+        if self.momentum:
+            state["velocity"][places.long()] = 0.0
+        return places, found, {**state, "step": state["step"] + 1} if self.warmup_steps else state
+
+    def encode(
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+    ) -> tuple[Packet, State]:
+        places, found, state = self.select(tensor, state, residual)
+        return pack(places, found.view(torch.uint8), tensor.numel()), state
+
+    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+        places, rest = unpack(packet, out.numel())
+        if rest.numel() != 4 * len(places):
+            raise PacketError(f"a packet of {len(places)} places with {rest.numel()} bytes of values")
+        put(places, floats(rest, len(places)), out, add)
+
+    def packet_bytes(self, numel: int) -> int:
+        return HEADER.size + 8 + 4 * math.ceil(self.density * numel) + coded_bytes(numel, self.density)
+
+    def _density_at(self, step: int) -> float:
+        if step >= self.warmup_steps:
+            return self.density
+        share = step / self.warmup_steps
+        return max(self.density, _WARM_DENSITY ** (1 - share) * self.density**share)
+
+    def __str__(self) -> str:
+        default = type(self)()
+        more = [
+            f"{key}={getattr(self, key)!r}"
+            for key in ("warmup_steps", "momentum")
+            if getattr(self, key) != getattr(default, key)
+        ]
+        if self.density == default.density and not more:
+            return self.name
+        return f"{self.name}:{','.join([repr(self.density), *more])}"
+
+
+def pack(places: Tensor, values: Tensor, numel: int) -> Packet:
+    """A packet of places and of bytes that say what is there."""
+    width = width_for(numel, len(places))
+    coded = torch.from_numpy(encode_symbols(gaps(places.cpu().numpy()), width))
+    room = -(-values.numel() // 8) * 8  # The places follow, aligned.
+    packet, payload = new_packet(Header(_KIND, len(places), numel, width), 8 + room + coded.numel(), values.device)
+    payload[:8].view(torch.int64).fill_(values.numel())
+    payload[8 : 8 + values.numel()] = values
+    payload[8 + values.numel() : 8 + room] = 0
+    payload[8 + room :] = coded.to(values.device)
+    return packet
+
+
+def unpack(packet: Packet, numel: int) -> tuple[Tensor, Tensor]:
+    """The places, and the bytes that say what is there. Raises `PacketError`."""
+    header, payload = read(packet, _KIND, numel)
+    if payload.numel() < 8:
+        raise PacketError(f"a packet with {payload.numel()} bytes of payload, wanted 8 or more")
+    num_bytes = int(payload[:8].cpu().clone().view(torch.int64))
+    room = -(-num_bytes // 8) * 8
+    if num_bytes < 0 or 8 + room > payload.numel():
+        raise PacketError(f"a packet that says {num_bytes} bytes of values, and has {payload.numel() - 8}")
+    steps = decode_symbols(payload[8 + room :], header.count, header.parameter, numel)
+    return from_gaps(steps, numel), payload[8 : 8 + num_bytes]
+
+
+def put(places: Tensor, found: Tensor, out: Tensor, add: bool) -> None:
+    """Overwrite `out` with these values at these places and zeros elsewhere, or add them."""
+    flat = flat_view(out)
+    places = places.to(flat.device)
+    if add:
+        flat[places] += found
+    else:
+        flat.zero_()
+        flat[places] = found
+    give_back(flat, out)
