@@ -98,7 +98,10 @@ class Job:
         return self._exchange.events
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved beside the model's and the optimiser's own state to go on exactly."""
+        """What must be saved beside the model's and the optimiser's own state to go on exactly, alike on every rank.
+
+        Collective: every rank calls it, and one may save it for all.
+        """
         return {
             "strategy": str(self.strategy),
             "steps": self._replica.steps,

@@ -10,6 +10,8 @@ from torch import Tensor
 from tutti.codecs.runs import Runs
 from tutti.errors import ConfigError
 
+CPU = torch.device("cpu")
+
 Packet = Tensor
 """Bytes, in the layout of `tutti.codecs.packet`, on the device of what they encode."""
 
@@ -27,8 +29,11 @@ class Codec(ABC):
     sparse: ClassVar[bool] = False
     """Whether it sends some values and says nothing of the others, in as many bytes as that takes."""
 
-    def start(self, numel: int, seed: int = 0) -> State:
-        """The state before the first call, for tensors of `numel` elements; what is drawn depends on the seed."""
+    def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
+        """The state before the first call, for tensors of `numel` elements; what is drawn depends on the seed.
+
+        Tensors in it have an element for each of those, flat, in float32.
+        """
         return {}
 
     @abstractmethod
@@ -52,8 +57,8 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def packet_bytes(self, numel: int) -> int:
-        """Bytes of a packet for so many elements; an estimate where it depends on them."""
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
+        """Bytes of a packet for so many elements with these runs; an estimate where it depends on the elements."""
 
     @abstractmethod
     def __str__(self) -> str: ...
@@ -96,7 +101,7 @@ Rounds = Generator[Tensor, None, State]
 class Linear(Protocol):
     """A codec whose sums over ranks need no decoding between."""
 
-    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None) -> Rounds:
+    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None = None) -> Rounds:
         """Replace flat `values` by about their sum over ranks, in rounds of small sums; float32, as the rounds are."""
         ...
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tutti.codecs import kernels
 from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back, of_rows
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
-from tutti.codecs.runs import SHORTEST, Runs
+from tutti.codecs.runs import Runs
 from tutti.errors import ConfigError
 
 _KIND = 3
@@ -42,7 +42,7 @@ class Cast(Codec):
         scaled = of_rows(tensor, runs) if self.to == "fp8" else None
         count = len(scaled) if scaled is not None else 0
         header = Header(_KIND, count, values.numel(), _NAMES.index(self.to))
-        packet, payload = new_packet(header, self._payload_bytes(values.numel(), count), values.device)
+        packet, payload = new_packet(header, self._payload_bytes(values.numel(), scaled), values.device)
         if scaled is None:
             codes = payload.view(_DTYPES[self.to])
             kernels.of(values.device).cast_encode(values, residual, codes)
@@ -58,7 +58,7 @@ class Cast(Codec):
         header, payload = read(packet, _KIND, out.numel())
         expect("number format", header.parameter, _NAMES.index(self.to))
         expect("runs", header.count, count)
-        expect("payload bytes", payload.numel(), self._payload_bytes(out.numel(), count))
+        expect("payload bytes", payload.numel(), self._payload_bytes(out.numel(), scaled))
         flat = flat_view(out)
         if scaled is None:
             aligned = payload.clone() if payload.storage_offset() % 2 else payload
@@ -72,11 +72,12 @@ class Cast(Codec):
             kernels.of(flat.device).fp8_decode(payload[4 * count :], floats(payload, count), table, flat, add)
         give_back(flat, out)
 
-    def packet_bytes(self, numel: int) -> int:
-        return HEADER.size + self._payload_bytes(numel, -(-numel // (2 * SHORTEST)) if self.to == "fp8" else 0)
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
+        scaled = Runs.of((numel,)) if runs is None else runs
+        return HEADER.size + self._payload_bytes(numel, scaled if self.to == "fp8" else None)
 
-    def _payload_bytes(self, numel: int, num_scales: int) -> int:
-        return (numel if self.to == "fp8" else 2 * numel) + 4 * num_scales
+    def _payload_bytes(self, numel: int, scaled: Runs | None) -> int:
+        return 2 * numel if scaled is None else 4 * len(scaled) + scaled.num_bytes(8)
 
     def __str__(self) -> str:
         return self.to

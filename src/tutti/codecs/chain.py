@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import Codec, Packet, State
+from tutti.codecs.base import CPU, Codec, Packet, State
 from tutti.codecs.packet import HEADER
 from tutti.codecs.places import coded_bytes
 from tutti.codecs.runs import Runs
@@ -33,8 +33,9 @@ class Chain(Codec):
                 f"Chain(TopK(), Quantize()); got Chain({self.first!r}, {self.second!r})."
             )
 
-    def start(self, numel: int, seed: int = 0) -> State:
-        return {**self.first.start(numel, seed), **{f"second.{k}": v for k, v in self.second.start(0, seed).items()}}
+    def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
+        second = self.second.start(0, seed, device)
+        return {**self.first.start(numel, seed, device), **{f"second.{key}": value for key, value in second.items()}}
 
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
@@ -53,7 +54,7 @@ class Chain(Codec):
         self.second.decode(inner, found)
         put(places, found, out, add)
 
-    def packet_bytes(self, numel: int) -> int:
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
         count = round(self.first.density * numel)
         return HEADER.size + 8 + self.second.packet_bytes(count) + coded_bytes(numel, self.first.density)
 

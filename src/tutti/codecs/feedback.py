@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import Codec, Packet, State
+from tutti.codecs.base import CPU, Codec, Linear, Packet, Places, Rounds, State
 from tutti.codecs.runs import Runs
 from tutti.errors import ConfigError
 
@@ -29,23 +29,34 @@ class ErrorFeedback(Codec):
     def sparse(self) -> bool:  # type: ignore[override]
         return self.inner.sparse
 
-    def start(self, numel: int, seed: int = 0) -> State:
-        return {**self.inner.start(numel, seed), "residual": torch.zeros(numel)}
+    def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
+        return {**self.inner.start(numel, seed, device), "residual": torch.zeros(numel, device=device)}
 
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
     ) -> tuple[Packet, State]:
         if residual is not None:
             raise ConfigError("ErrorFeedback keeps its own residual, in its state.")
-        kept = state["residual"].to(tensor.device)
+        kept = state["residual"]
         packet, inner = self.inner.encode(tensor, state, residual=kept, runs=runs)
         return packet, {**inner, "residual": kept}
 
     def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
         self.inner.decode(packet, out, runs=runs, add=add)
 
-    def packet_bytes(self, numel: int) -> int:
-        return self.inner.packet_bytes(numel)
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
+        return self.inner.packet_bytes(numel, runs)
+
+    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None = None) -> Rounds:
+        assert isinstance(self.inner, Linear)
+        assert residual is None
+        kept = state["residual"]
+        inner = yield from self.inner.rounds(values, places, state, kept)
+        return {**inner, "residual": kept}
+
+    def round_sizes(self, places: Places) -> list[int]:
+        assert isinstance(self.inner, Linear)
+        return self.inner.round_sizes(places)
 
     def __str__(self) -> str:
         return str(self.inner)

@@ -52,9 +52,6 @@ class LowRank(Codec):
         if not (isinstance(self.rank, int) and self.rank >= 1):
             raise ConfigError(f"LowRank: rank must be a whole number of 1 or more, got {self.rank!r}.")
 
-    def start(self, numel: int, seed: int = 0) -> State:
-        return {}
-
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
     ) -> tuple[Packet, State]:
@@ -96,7 +93,7 @@ class LowRank(Codec):
             flat.copy_(numbers)
         give_back(flat, out)
 
-    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None) -> Rounds:
+    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None = None) -> Rounds:
         wanted = values if residual is None else values + residual
         parts = list(self._parts(places))
         thin, plain = [part for part in parts if part.rank], [part for part in parts if not part.rank]
@@ -127,7 +124,7 @@ class LowRank(Codec):
                 torch.addmm(part.of(wanted), p, told.T, alpha=-1, out=part.of(residual))
             multiply(p, new, part.of(values))
             alive = torch.isfinite(new).all(0) & (new != 0).any(0)
-            news[f"q{part.start}"] = torch.where(alive, new, before)
+            news[f"q@{part.start}"] = torch.where(alive, new, before)
         return {**state, **news}
 
     def round_sizes(self, places: Places) -> list[int]:
@@ -137,7 +134,7 @@ class LowRank(Codec):
         sizes = [plain + sum(part.rows * part.rank for part in thin)]
         return [*sizes, sum(part.columns * part.rank for part in thin)] if thin else sizes
 
-    def packet_bytes(self, numel: int) -> int:
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
         """As if it were square."""
         return HEADER.size + 4 * self.round_sizes(((0, (math.isqrt(numel), math.isqrt(numel))),))[0] * 2
 
@@ -152,7 +149,7 @@ class LowRank(Codec):
 
     def _factor(self, part: _Part, state: State, device: torch.device) -> Tensor:
         """The last Q, or the first: drawn from where the matrix lies and its shape, so alike on all ranks."""
-        if (kept := state.get(f"q{part.start}")) is not None:
+        if (kept := state.get(f"q@{part.start}")) is not None:
             return kept.to(device)
         generator = torch.Generator(device="cpu").manual_seed(part.start * 31 + part.columns)
         return torch.randn(part.columns, part.rank, generator=generator, device="cpu").to(device)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tutti.codecs import kernels
 from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back, of_rows
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
-from tutti.codecs.runs import SHORTEST, Runs
+from tutti.codecs.runs import Runs
 
 _KIND = 1
 
@@ -46,8 +46,9 @@ class OneBit(Codec):
         )
         give_back(flat, out)
 
-    def packet_bytes(self, numel: int) -> int:
-        return HEADER.size + numel // 8 + 8 * -(-numel // (2 * SHORTEST))
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
+        runs = Runs.of((numel,)) if runs is None else runs
+        return HEADER.size + 8 * len(runs) + runs.num_bytes(1)
 
     def __str__(self) -> str:
         return self.name

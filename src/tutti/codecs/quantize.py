@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import kernels
-from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back, of_rows
+from tutti.codecs.base import CPU, Codec, Packet, State, flat_float32, flat_view, give_back, of_rows
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.runs import Runs
 from tutti.errors import ConfigError
@@ -41,7 +41,7 @@ class Quantize(Codec):
         if mistakes:
             raise ConfigError(f"Quantize: {'; '.join(mistakes)}.")
 
-    def start(self, numel: int, seed: int = 0) -> State:
+    def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
         return {"seed": seed, "step": 0}
 
     def encode(
@@ -70,8 +70,9 @@ class Quantize(Codec):
         )
         give_back(flat, out)
 
-    def packet_bytes(self, numel: int) -> int:
-        return HEADER.size + -(-numel * self.bits // 8) + 4 * -(-numel // self.block)
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
+        blocks = (Runs.of((numel,)) if runs is None else runs).blocks(self.block)
+        return HEADER.size + 4 * len(blocks) + blocks.num_bytes(self.bits)
 
     def __str__(self) -> str:
         block = "" if self.block == type(self)().block else f",block={self.block}"

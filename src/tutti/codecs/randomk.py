@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import Codec, Packet, Places, Rounds, State, flat_float32
+from tutti.codecs.base import CPU, Codec, Packet, Places, Rounds, State, flat_float32
 from tutti.codecs.kernels.reference import noise
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.runs import Runs
@@ -34,7 +34,7 @@ class RandomK(Codec):
         if not 0 < self.density <= 1:
             raise ConfigError(f"RandomK: density must be above 0 and at most 1, got {self.density!r}.")
 
-    def start(self, numel: int, seed: int = 0) -> State:
+    def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
         return {"step": 0}  # Whatever the seed: ranks must choose alike.
 
     def encode(
@@ -55,7 +55,7 @@ class RandomK(Codec):
         expect("payload bytes", payload.numel(), 4 * count)
         put(self._choose(header.parameter, out), floats(payload, count), out, add)
 
-    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None) -> Rounds:
+    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None = None) -> Rounds:
         chosen = self._choose(state["step"], values)
         found = _take(values, residual, chosen)
         yield found
@@ -65,7 +65,7 @@ class RandomK(Codec):
     def round_sizes(self, places: Places) -> list[int]:
         return [self._count(max((start + math.prod(shape) for start, shape in places), default=0))]
 
-    def packet_bytes(self, numel: int) -> int:
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
         return HEADER.size + 4 * self._count(numel)
 
     def _count(self, numel: int) -> int:

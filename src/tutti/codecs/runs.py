@@ -87,6 +87,10 @@ class Runs:
             self._tables[key] = Table(starts, stops, places, int(offsets[-1]))
         return self._tables[key]
 
+    def num_bytes(self, bits: int) -> int:
+        """Of all codes of so many bits."""
+        return int((((self.stops - self.starts) * bits + 7) // 8).sum())
+
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 

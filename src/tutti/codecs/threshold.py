@@ -78,7 +78,7 @@ class Threshold(Codec):
         flat[odd_places.to(out.device)] += odd
         give_back(flat, out)
 
-    def packet_bytes(self, numel: int) -> int:
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
         return HEADER.size + _FIXED + coded_bytes(numel, self.density) + math.ceil(self.density * numel / 8)
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back
+from tutti.codecs.base import CPU, Codec, Packet, State, flat_float32, flat_view, give_back
 from tutti.codecs.packet import HEADER, Header, floats, new_packet, read
 from tutti.codecs.places import coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, width_for
 from tutti.codecs.runs import Runs
@@ -45,9 +45,9 @@ class TopK(Codec):
         if mistakes:
             raise ConfigError(f"TopK: {'; '.join(mistakes)}.")
 
-    def start(self, numel: int, seed: int = 0) -> State:
+    def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
         state: State = {"step": 0} if self.warmup_steps else {}
-        return {**state, "velocity": torch.zeros(numel)} if self.momentum else state
+        return {**state, "velocity": torch.zeros(numel, device=device)} if self.momentum else state
 
     def select(self, tensor: Tensor, state: State, residual: Tensor | None) -> tuple[Tensor, Tensor, State]:
         """The places and values to send, taken out of the residual, and the state to go on with."""
@@ -55,7 +55,7 @@ class TopK(Codec):
         if self.momentum:
             if residual is None:
                 raise ConfigError("TopK: momentum needs somewhere to add up: use ErrorFeedback(TopK(momentum=...)).")
-            values = state["velocity"] = state["velocity"].to(values.device).mul_(self.momentum).add_(values)
+            values = state["velocity"].mul_(self.momentum).add_(values)
         count = math.ceil(self._density_at(state.get("step", 0)) * values.numel())
         places, found = largest(values, residual, count)
         if residual is not None:
@@ -76,7 +76,7 @@ class TopK(Codec):
             raise PacketError(f"a packet of {len(places)} places with {rest.numel()} bytes of values")
         put(places, floats(rest, len(places)), out, add)
 
-    def packet_bytes(self, numel: int) -> int:
+    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
         return HEADER.size + 8 + 4 * math.ceil(self.density * numel) + coded_bytes(numel, self.density)
 
     def _density_at(self, step: int) -> float:

@@ -26,11 +26,11 @@ def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK
     else:
         within, across = transport.within, transport.across
     if within is not None:
-        yield from _sum_within(tensor, within)
+        yield from sum_within(tensor, within)
     if across is not None:
         yield from on_flat(_cheapest(across.size, tensor.nbytes, link))(tensor, across)
     if within is not None and within is not transport:
-        yield from _hand_out(tensor, within)
+        yield from hand_out(tensor, within)
 
 
 def hierarchical_cost(num_hosts: int, num_bytes: float, link: Link) -> float:
@@ -45,14 +45,16 @@ def _cheapest(num_ranks: int, num_bytes: int, link: Link) -> FlatSteps:
     return min(_ACROSS, key=lambda pair: pair[1](num_ranks, num_bytes, link))[0]
 
 
-def _sum_within(tensor: Tensor, within: Transport) -> Steps:
+def sum_within(tensor: Tensor, within: Transport) -> Steps:
+    """Sum over the ranks of a host, in place."""
     if isinstance(within, AllReduces):
         yield within.all_reduce(tensor)
     else:
         yield from on_flat(butterfly)(tensor, within)
 
 
-def _hand_out(tensor: Tensor, within: Transport) -> Steps:
+def hand_out(tensor: Tensor, within: Transport) -> Steps:
+    """Give the ranks of a host what its first has."""
     if isinstance(within, Broadcasts):
         yield within.broadcast(tensor)
     else:

@@ -44,8 +44,12 @@ class Bucket:
     flat: Tensor
     """All of it: what travels."""
     values: Tensor
-    """The gradients alone; the one part of `flat` that may be sent in a lossy way."""
+    """Gradients that may be sent in a lossy way: the first part of `flat`."""
+    exact: Tensor
+    """The rest: small gradients, and marks."""
     marks: Tensor
+    starts: list[int]
+    """Where in `flat` each slot begins."""
     of_parameters: bool
 
     def __post_init__(self) -> None:
@@ -102,8 +106,11 @@ def _refuse_sparse(slot: Slot, grad: Tensor) -> None:
 class Memory:
     """All bucket memory of one device and dtype, allocated once and cut again as buckets change."""
 
-    def __init__(self, slots: Sequence[Slot], transport: Transport, sizes_only: bool = False) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], transport: Transport, sizes_only: bool = False, exact_below: int = 0
+    ) -> None:
         tensor = slots[0].tensor
+        self._exact_below = exact_below
         # Room for every way of cutting: per slot its elements, a mark, and padding for both.
         self._line = max(1, _LINE_BYTES // tensor.itemsize)
         numel = sum(self._aligned(slot.tensor.numel()) + 2 * self._line for slot in slots)
@@ -121,17 +128,25 @@ class Memory:
         self._used = 0
 
     def take(self, index: int, slots: list[Slot], of_parameters: bool) -> Bucket:
-        """Cut the next bucket, for `slots`."""
-        start = self._used
+        """Cut the next bucket, for `slots`, small ones last."""
+        start = lossy = self._used
+        slots = sorted(slots, key=self._is_small)
+        starts = []
         for slot in slots:
+            starts.append(self._used - start)
             if not self._sizes_only:
                 slot.view = _like(self.flat[self._used : self._used + slot.tensor.numel()], slot.tensor)
             self._used += self._aligned(slot.tensor.numel())
-        values = self.flat[start : self._used]
+            if of_parameters and not self._is_small(slot):
+                lossy = self._used
         marks = self.flat[self._used : self._used + len(slots)]
-        flat = self.flat[start : self._used + len(slots)]
+        stop = self._used + len(slots)
+        flat, values, exact = self.flat[start:stop], self.flat[start:lossy], self.flat[lossy:stop]
         self._used += self._aligned(len(slots))
-        return Bucket(index, slots, flat, values, marks, of_parameters)
+        return Bucket(index, slots, flat, values, exact, marks, starts, of_parameters)
+
+    def _is_small(self, slot: Slot) -> bool:
+        return slot.tensor.numel() < self._exact_below or not slot.tensor.is_floating_point()
 
     def _aligned(self, numel: int) -> int:
         return -(-numel // self._line) * self._line

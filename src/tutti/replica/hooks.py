@@ -1,6 +1,6 @@
 """A replica that trains: its buckets fill during backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -182,9 +182,12 @@ class HookedReplica(Replica):
         numbers = {slot: number for number, slot in enumerate(self.slots)}
         seen = share_json([numbers[slot] for slot in order], self._transport)
         unseen = sorted(set(numbers.values()) - set(seen))
+        self.arrange([self.slots[number].name for number in [*seen, *unseen]])
+
+    def arrange(self, names: Sequence[str]) -> None:
         grads = [(slot, slot.view.clone()) for slot in self.slots if slot.tensor.grad is slot.view]
-        self.slots = [self.slots[number] for number in [*seen, *unseen]]
-        self._cut()
+        super().arrange(names)
+        self._order = None
         for slot, grad in grads:
             slot.view.copy_(grad)
             slot.tensor.grad = slot.view

@@ -1,12 +1,13 @@
 """What strategies see of a replica: the user's model and optimiser, as buckets."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.errors import ConfigError
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
 from tutti.transports import Transport
@@ -42,19 +43,33 @@ class Replica(ABC):
     def device_types(self) -> set[str]:
         return {slot.tensor.device.type for slot in self.slots}
 
-    def allocate(self, transport: Transport, bucket_bytes: int) -> None:
-        """Make buckets, in memory of the transport where it has some. Collective."""
+    def allocate(self, transport: Transport, bucket_bytes: int, exact_below: int = 0) -> None:
+        """Make buckets, in memory of the transport where it has some. Collective.
+
+        Gradients of fewer elements than `exact_below`, and what is not a gradient, are in their exact part.
+        """
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         kinds: dict[Kind, list[Slot]] = {}
         for slot in [*self.slots, *self.statistics]:
             kinds.setdefault(kind_of(slot.tensor), []).append(slot)
-        self._memories = {kind: Memory(slots, transport, self.sizes_only) for kind, slots in kinds.items()}
+        self._memories = {kind: Memory(slots, transport, self.sizes_only, exact_below) for kind, slots in kinds.items()}
         self._cut()
 
     @abstractmethod
     def listen(self, listener: Listener, gradients: bool) -> None:
         """Tell `listener` what happens from now on: steps and, if it wants them, gradients."""
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Cut buckets anew, parameters in the order of these names, as all ranks give them."""
+        by_name = {slot.name: slot for slot in self.slots}
+        if sorted(names) != sorted(by_name):
+            raise ConfigError(
+                f"this state was saved for a model with {len(names)} trained parameters; this one has {len(by_name)}, "
+                "or others."
+            )
+        self.slots = [by_name[name] for name in names]
+        self._cut()
 
     def _cut(self) -> None:
         self.buckets = cut((self.slots, self.statistics), self._memories, self._bucket_bytes)

@@ -1,22 +1,20 @@
 """All-reduce of gradients, bucket by bucket, while backward still runs."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from tutti.collectives import ALGORITHMS, Collective, choices
-from tutti.collectives.mean import own_weight, share_weights, weigh
+from tutti.codecs import Codec, print_codec
+from tutti.collectives import ALGORITHMS, choices
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.state import share_buffers
 from tutti.strategies.base import Exchange, Strategy
-from tutti.transports import AllReduces, Averages, HostsTransport, Transport, Work
-from tutti.transports.base import Finished, Steps
+from tutti.strategies.coded import CodedMean
+from tutti.strategies.means import CountedMean, DirectMean, Mean, SteppedMean
+from tutti.transports import AllReduces, Averages, HostsTransport, SharesMemory, Transport, Work
+from tutti.transports.base import Finished
 from tutti.transports.hosts import hosts_are_shared
 
 Algorithm = Literal[
@@ -35,10 +33,14 @@ class AllReduce(Strategy):
             cheapest for each bucket, and the others are those of `tutti.collectives`.
         bucket_bytes: gradients that travel together. More start sooner if it is smaller, and each
             costs less if it is larger.
+        codec: how gradients are said in fewer bytes, such as `ErrorFeedback(OneBit())`; None says them exactly.
+        exact_below: with a codec, gradients of fewer elements (biases, norms) are exact all the same.
     """
 
     algorithm: Algorithm = "native"
     bucket_bytes: int = 4 * 2**20
+    codec: Codec | None = None
+    exact_below: int = 1024
 
     def __post_init__(self) -> None:
         mistakes = []
@@ -46,114 +48,44 @@ class AllReduce(Strategy):
             mistakes.append(f"algorithm '{self.algorithm}' is not one of {', '.join(NAMES)}")
         if self.bucket_bytes < 1:
             mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
+        if self.exact_below < 0:
+            mistakes.append(f"exact_below must be 0 or more, got {self.exact_below}")
         if mistakes:
             raise ConfigError(f"AllReduce: {'; '.join(mistakes)}.")
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
             transport = transport if isinstance(transport, HostsTransport) else HostsTransport(transport)
-        return AllReduceExchange(replica, transport, self.algorithm, self.bucket_bytes)
+        return AllReduceExchange(replica, transport, self)
 
     def __str__(self) -> str:
         default = type(self)(self.algorithm)
-        return self.algorithm + ("" if self == default else f":bucket_bytes={self.bucket_bytes}")
-
-
-class _Mean(Protocol):
-    """Weighted means over ranks, of all buckets of one backward pass."""
-
-    def begin(self, weight: float) -> Work:
-        """Tell the other ranks this rank's weight; `start` may follow when the work is done."""
-        ...
-
-    def start(self, tensor: Tensor) -> Work: ...
-
-    def finish(self, tensor: Tensor) -> None:
-        """Do what is left once the work that `start` gave is done."""
-        ...
-
-
-class _DirectMean:
-    """The transport weighs by itself."""
-
-    def __init__(self, transport: Averages) -> None:
-        self._transport = transport
-
-    def begin(self, weight: float) -> Work:
-        self._weight = weight
-        return Finished()
-
-    def start(self, tensor: Tensor) -> Work:
-        return self._transport.average(tensor, self._weight)
-
-    def finish(self, tensor: Tensor) -> None:
-        return None
-
-
-class _CountedMean:
-    """The transport sums: ranks tell each other their weights first, while backward goes on."""
-
-    def __init__(self, transport: Transport, all_reduce: Callable[[Tensor], Work]) -> None:
-        self._transport = transport
-        self._all_reduce = all_reduce
-
-    def begin(self, weight: float) -> Work:
-        self._weights = own_weight(weight, self._transport)
-        return self._all_reduce(self._weights)
-
-    def start(self, tensor: Tensor) -> Work:
-        weigh(tensor, self._weights, self._transport.rank)
-        return self._all_reduce(tensor)
-
-    def finish(self, tensor: Tensor) -> None:
-        tensor.div_(self._transport.size)
-
-
-class _SteppedMean:
-    """A collective sums, step by step, beside backward: the weights first, then bucket after bucket."""
-
-    def __init__(self, transport: Transport, choose: Callable[[int], Collective]) -> None:
-        self._transport = transport
-        self._choose = choose
-
-    def begin(self, weight: float) -> Work:
-        self._weights = own_weight(weight, self._transport)
-        self._transport.start(share_weights(self._weights, self._transport))
-        return Finished()  # Steps are taken in order: nobody has to wait for these.
-
-    def start(self, tensor: Tensor) -> Work:
-        filled = torch.cuda.Event() if tensor.is_cuda else None
-        if filled is not None:
-            filled.record()
-        return self._transport.start(self._steps(tensor, self._weights, filled))
-
-    def finish(self, tensor: Tensor) -> None:
-        return None
-
-    def _steps(self, tensor: Tensor, weights: Tensor, filled: torch.cuda.Event | None) -> Steps:
-        if filled is not None:
-            filled.synchronize()  # This is another thread than the one that fills buckets.
-        weigh(tensor, weights, self._transport.rank)
-        yield from self._choose(tensor.nbytes).steps(tensor, self._transport)
-        tensor.div_(self._transport.size)
-        if filled is not None:
-            torch.cuda.synchronize(tensor.device)
+        options = [
+            f"{key}={getattr(self, key)}"
+            for key in ("bucket_bytes", "exact_below")
+            if getattr(self, key) != getattr(default, key)
+        ]
+        codec = "" if self.codec is None else f"+{print_codec(self.codec)}"
+        return self.algorithm + (f":{','.join(options)}" if options else "") + codec
 
 
 class AllReduceExchange(Exchange):
     """Starts a bucket's reduction as soon as the bucket is full, and waits for all at the end of backward."""
 
-    def __init__(self, replica: Replica, transport: Transport, algorithm: Algorithm, bucket_bytes: int) -> None:
+    def __init__(self, replica: Replica, transport: Transport, strategy: AllReduce) -> None:
         super().__init__(replica, transport)
         alone = transport.size == 1
-        # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
-        on_gpu = algorithm == "auto" and not replica.device_types <= {"cpu", "meta"}
-        self._mean = _mean_over(transport, "native" if on_gpu else algorithm)
+        codec = None if alone else strategy.codec
+        if codec is not None and isinstance(transport, SharesMemory) and not isinstance(transport, HostsTransport):
+            transport = transport.inner  # What is encoded travels in messages.
+        self._mean = _mean_over(replica, transport, strategy, codec)
         self._weights_known: Work = Finished()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []
         if not alone:
-            replica.allocate(transport, bucket_bytes)
+            replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
         replica.listen(self, gradients=not alone)
 
     def backward_started(self, weight: float) -> None:
@@ -174,7 +106,7 @@ class AllReduceExchange(Exchange):
                 work.wait()
             except WeightRefused as refusal:
                 raise self._stopped(refusal) from None
-            self._mean.finish(bucket.flat)
+            self._mean.finish(bucket)
         self._under_way.clear()
         num_bytes = self.transport.bytes_sent - self._sent_before
         self.events.record(Event(EXCHANGE, start_s, self.transport.now(), num_bytes))
@@ -194,11 +126,20 @@ class AllReduceExchange(Exchange):
     def finish(self) -> None:
         self.consensus()
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._mean.state_dict() if isinstance(self._mean, CodedMean) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self._mean, CodedMean):
+            self._mean.load_state_dict(state)
+        else:
+            super().load_state_dict(state)
+
     def _start_waiting(self) -> None:
         while self._waiting:
             bucket = self._waiting.popleft()
             try:
-                self._under_way.append((bucket, self._mean.start(bucket.flat)))
+                self._under_way.append((bucket, self._mean.start(bucket)))
             except WeightRefused as refusal:
                 raise self._stopped(refusal) from None
 
@@ -206,11 +147,17 @@ class AllReduceExchange(Exchange):
         return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
 
 
-def _mean_over(transport: Transport, algorithm: Algorithm) -> _Mean:
+def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, codec: Codec | None) -> Mean:
+    algorithm = strategy.algorithm
+    if codec is not None:
+        return CodedMean(replica, transport, codec, algorithm)
+    # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
+    if algorithm == "auto" and not replica.device_types <= {"cpu", "meta"}:
+        algorithm = "native"
     if algorithm == "auto":
-        return _SteppedMean(transport, choices(transport).best)
+        return SteppedMean(transport, choices(transport).best)
     if algorithm == "native" and isinstance(transport, Averages):
-        return _DirectMean(transport)
+        return DirectMean(transport)
     if algorithm == "native" and isinstance(transport, AllReduces):
-        return _CountedMean(transport, transport.all_reduce)
-    return _SteppedMean(transport, lambda num_bytes: ALGORITHMS[algorithm])
+        return CountedMean(transport, transport.all_reduce)
+    return SteppedMean(transport, lambda num_bytes: ALGORITHMS[algorithm])

@@ -1,8 +1,9 @@
-"""The grammar of strategies at the command line: `name` or `name:key=number,key=number`."""
+"""The grammar of strategies at the command line: `name` or `name:key=number,key=number`, then `+codec` if any."""
 
 from collections.abc import Callable
 from functools import partial
 
+from tutti.codecs import parse_codec
 from tutti.errors import ConfigError, UnknownName
 from tutti.strategies.allreduce import NAMES, AllReduce
 from tutti.strategies.base import Strategy
@@ -12,16 +13,17 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {name: partial(AllReduce, name)
 
 def parse(text: str) -> Strategy:
     """The strategy that `text` names; `str` of a strategy gives the text back."""
-    name, _, rest = text.partition(":")
+    own, plus, codec = text.partition("+")
+    name, _, rest = own.partition(":")
     if name not in STRATEGIES:
         raise UnknownName("strategy", name, STRATEGIES)
     try:
         options = {key: int(number) for key, number in (part.split("=") for part in rest.split(",") if part)}
-        return STRATEGIES[name](**options)
+        return STRATEGIES[name](**options, **({"codec": parse_codec(codec)} if plus else {}))
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"strategy '{text}' is not of the form name:key=number, such as native:bucket_bytes=1000000, or it has no "
-            "such key."
+            f"strategy '{text}' is not of the form name:key=number+codec, such as ring:bucket_bytes=1000000 or "
+            "ring+onebit, or it has no such key."
         ) from None

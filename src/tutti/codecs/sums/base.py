@@ -1,0 +1,71 @@
+"""What all coded sums have: steps to take, and a memory that can be saved and moved."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.base import CPU, Codec, Places, State
+from tutti.transports import Transport
+from tutti.transports.base import Steps
+
+
+@dataclass(frozen=True)
+class Party:
+    """One rank among those that sum: which it is, of how many, and how they sum what is not coded."""
+
+    rank: int
+    size: int
+    plain: Callable[[Tensor, Transport], Steps]
+    device: torch.device = CPU
+    seed: int = 0
+    """Of what is drawn: another for every tensor."""
+
+
+class CodedSum(ABC):
+    """A codec at work on one flat tensor: every rank ends with the same bits, close to the sum over ranks.
+
+    What it remembers belongs to places in the tensor (`by_place`), so that it can move with them when tensors are put
+    together differently or ranks come and go: the sum over ranks of what is remembered is what matters.
+    """
+
+    def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
+        self.codec = codec
+        self.places = places
+        self.numel = numel
+        self.party = party
+        self.by_place: dict[str, Tensor] = {}
+        """What is remembered of every element: residual, velocity."""
+
+    @abstractmethod
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
+        """Replace flat `values` by about their sum over ranks, and flat `exact` by precisely that.
+
+        `values` are float32, or have sizes alone.
+        """
+
+    @abstractmethod
+    def states(self) -> list[State]:
+        """What is remembered beside `by_place`, of every tensor that is encoded by itself."""
+
+    def save(self) -> dict[str, Any]:
+        """What is remembered beside that, alike on all ranks: the number of steps, and factors as "what@place"."""
+        state = self.states()[0]
+        return {key: value for key, value in state.items() if key not in self.by_place and not key.endswith("seed")}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        for state in self.states():
+            state.update(saved)
+
+    def _start(self, numel: int, seed: int, part: slice) -> State:
+        """A fresh state for a part of the tensor, what belongs to places being a view of the whole."""
+        state = self.codec.start(numel, seed, torch.device("meta"))
+        for key, value in state.items():
+            if isinstance(value, Tensor) and self.party.device.type != "meta":
+                if key not in self.by_place:
+                    self.by_place[key] = torch.zeros(self.numel, device=self.party.device)
+                state[key] = self.by_place[key][part]
+        return state

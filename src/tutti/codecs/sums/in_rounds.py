@@ -1,0 +1,48 @@
+"""The sum of what is linear: small tensors, summed as they are."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.base import Codec, Linear, Places, State
+from tutti.codecs.sums.base import CodedSum, Party
+from tutti.transports import Transport
+from tutti.transports.base import Steps
+from tutti.transports.extent import Extent
+
+
+class SumInRounds(CodedSum):
+    """What the codec makes of the tensor is summed by a plain all-reduce, as often as the codec asks for one."""
+
+    def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
+        super().__init__(codec, places, numel, party)
+        self._state = self._start(numel, 0, slice(None))  # One seed for all ranks: they draw alike.
+
+    def states(self) -> list[State]:
+        return [self._state]
+
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
+        plain = self.party.plain
+        linear = cast(Linear, self.codec)
+        if values.is_meta:
+            sizes = linear.round_sizes(self.places)
+            for size in [sizes[0] + exact.numel(), *sizes[1:]]:
+                yield from plain(cast(Tensor, Extent(size, torch.float32, 4)), transport)
+            return
+        rounds = linear.rounds(values, self.places, self._state)
+        first = True
+        while True:
+            try:
+                summands = next(rounds)
+            except StopIteration as end:
+                self._state = end.value
+                return
+            if first and exact.dtype == summands.dtype:  # In one sum, to wait once.
+                joined = torch.cat([summands, exact])
+                yield from plain(joined, transport)
+                summands.copy_(joined[: summands.numel()])
+                exact.copy_(joined[summands.numel() :])
+            else:
+                yield from plain(summands, transport)
+            first = False

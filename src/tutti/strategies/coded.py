@@ -1,0 +1,222 @@
+"""Means over ranks of buckets whose gradients are said in fewer bytes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.codecs import Codec
+from tutti.codecs.sums import CodedSum, Party, coded_sum
+from tutti.collectives import ALGORITHMS, Collective, all_gather, broadcast_all, butterfly, choices, run, share_json
+from tutti.collectives.hierarchical import hand_out, sum_within
+from tutti.collectives.mean import own_weight, share_weights, weigh
+from tutti.errors import ConfigError
+from tutti.replica import Bucket, Replica
+from tutti.replica.buckets import Slot
+from tutti.strategies.means import when_filled
+from tutti.transports import HostsTransport, Transport, Work
+from tutti.transports.base import Finished, Steps
+
+
+class CodedMean:
+    """Sums bucket after bucket, step by step, beside backward; between hosts only, where ranks share them.
+
+    Residuals are in units of the mean: each rank's gradient counts by its share before it is encoded. So what is left
+    out can be handed to other ranks, or to more or fewer of them, and counts the same.
+    """
+
+    def __init__(self, replica: Replica, transport: Transport, codec: Codec, algorithm: str) -> None:
+        self._replica = replica
+        self._transport = transport
+        self._codec = codec
+        two_levels = isinstance(transport, HostsTransport) and algorithm in ("native", "auto", "hierarchical")
+        self._within = transport.within if two_levels and isinstance(transport, HostsTransport) else None
+        self._across = transport.across if two_levels and isinstance(transport, HostsTransport) else transport
+        self._exactly = _chosen(transport, algorithm)
+        self._sums: dict[Bucket, CodedSum] = {}
+
+    def begin(self, weight: float) -> Work:
+        self._weights = own_weight(weight, self._transport)
+        self._transport.start(share_weights(self._weights, self._transport))
+        return Finished()  # Steps are taken in order: nobody has to wait for these.
+
+    def start(self, bucket: Bucket) -> Work:
+        self._follow_buckets()
+        return self._transport.start(when_filled(bucket.flat, self._steps(bucket, self._weights)))
+
+    def finish(self, bucket: Bucket) -> None:
+        return None
+
+    def _steps(self, bucket: Bucket, weights: Tensor) -> Steps:
+        flat, size = bucket.flat, self._transport.size
+        weigh(flat, weights, self._transport.rank)
+        if not bucket.values.numel():
+            yield from self._exactly(flat.nbytes).steps(flat, self._transport)
+            flat.div_(size)
+            return
+        bucket.values.div_(size)
+        if self._within is not None:
+            yield from sum_within(flat, self._within)
+        if self._across is not None:
+            yield from self._coded(bucket, self._across)
+        if self._within is not None:
+            yield from hand_out(flat, self._within)
+        bucket.exact.div_(size)
+
+    def _coded(self, bucket: Bucket, across: Transport) -> Steps:
+        values = bucket.values
+        if values.is_meta or values.dtype == torch.float32:
+            yield from self._sums[bucket].steps(values, bucket.exact, across)
+            return
+        wide = values.to(torch.float32)
+        yield from self._sums[bucket].steps(wide, bucket.exact, across)
+        values.copy_(wide)
+
+    def _follow_buckets(self) -> None:
+        """Have a sum for every bucket; when buckets are cut anew, what was remembered goes with the parameters."""
+        buckets = [bucket for bucket in self._replica.buckets if bucket.values.numel()]
+        if self._across is None or all(bucket in self._sums for bucket in buckets):
+            return
+        kept = self._remembered()
+        self._sums = {bucket: self._new_sum(bucket, self._across) for bucket in buckets}
+        self._remember(kept)
+
+    def _new_sum(self, bucket: Bucket, across: Transport) -> CodedSum:
+        places = tuple((start, tuple(slot.tensor.shape)) for start, slot in _coded_slots(bucket))
+        plain = self._exactly if across is self._transport else lambda num_bytes: butterfly
+        party = Party(
+            across.rank,
+            across.size,
+            lambda tensor, transport: plain(tensor.nbytes).steps(tensor, transport),
+            bucket.values.device,
+            bucket.index,
+        )
+        return coded_sum(self._codec, places, bucket.values.numel(), party)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left out on every rank, by parameter, the same on all ranks. Collective."""
+        self._follow_buckets()
+        names = self._names()
+        mine = self._remembered()
+        elements = {}
+        for key in _element_keys(self._codec):
+            rows = torch.zeros(self._transport.size, sum(names.values()), device="cpu")
+            parts = rows[self._transport.rank].split(list(names.values()))
+            for name, part in zip(names, parts, strict=True):
+                if key in mine.elements:
+                    part.copy_(mine.elements[key][name])
+            run(all_gather.steps(rows.view(-1), self._transport))
+            elements[key] = rows
+        common, factors = share_state(mine.common, mine.factors, self._transport)
+        order = [slot.name for slot in self._replica.slots]
+        return {"order": order, "names": names, "elements": elements, "common": common, "factors": factors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` said, if need be with another number of ranks."""
+        self._replica.arrange(state["order"])
+        self._follow_buckets()
+        names = self._names()
+        if state["names"] != names:
+            raise ConfigError(
+                f"this state was saved for other parameters, or another exact_below: it is of {len(state['names'])} "
+                f"coded tensors with {sum(state['names'].values())} elements, this model has {len(names)} with "
+                f"{sum(names.values())}."
+            )
+        kept = Remembered(common=dict(state["common"]), factors=dict(state["factors"]))
+        for key, rows in state["elements"].items():
+            row = self._share_of(rows)
+            kept.elements[key] = dict(zip(names, row.split(list(names.values())), strict=True))
+        self._remember(kept)
+
+    def _share_of(self, rows: Tensor) -> Tensor:
+        """What this rank takes over: its own row, and some of those whose ranks are gone or no longer send."""
+        senders = _senders(self._transport, self._within is not None)
+        heirs = [rank if rank in senders else senders[rank % len(senders)] for rank in range(len(rows))]
+        inherited = [row for row, heir in zip(rows, heirs, strict=True) if heir == self._transport.rank]
+        return torch.stack(inherited).sum(0) if len(inherited) > 1 else (inherited or [torch.zeros_like(rows[0])])[0]
+
+    def _names(self) -> dict[str, int]:
+        """Coded parameters, in the order of names, and their numbers of elements."""
+        slots = [slot for bucket in self._replica.buckets for _, slot in _coded_slots(bucket)]
+        return {slot.name: slot.tensor.numel() for slot in sorted(slots, key=lambda slot: slot.name)}
+
+    def _remembered(self) -> "Remembered":
+        kept = Remembered()
+        for bucket, coded in self._sums.items():
+            slots = dict(_coded_slots(bucket))
+            for key, flat in coded.by_place.items():
+                of_key = kept.elements.setdefault(key, {})
+                of_key |= {slot.name: flat[start : start + slot.tensor.numel()] for start, slot in slots.items()}
+            for key, value in coded.save().items():
+                what, _, start = key.partition("@")
+                if start:
+                    kept.factors[f"{what}@{slots[int(start)].name}"] = value
+                else:
+                    kept.common[key] = value
+        return kept
+
+    def _remember(self, kept: "Remembered") -> None:
+        for bucket, coded in self._sums.items():
+            saved = dict(kept.common)
+            for start, slot in _coded_slots(bucket):
+                for key, flat in coded.by_place.items():
+                    if key in kept.elements:
+                        flat[start : start + slot.tensor.numel()] = kept.elements[key][slot.name]
+                for key, factor in kept.factors.items():
+                    what, _, name = key.partition("@")
+                    if name == slot.name:
+                        saved[f"{what}@{start}"] = factor.clone()
+            coded.load(saved)
+
+
+@dataclass
+class Remembered:
+    """What codecs remember, by the parameters that it is about."""
+
+    elements: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Of every element: residuals, say, by parameter."""
+    factors: dict[str, Tensor] = field(default_factory=dict)
+    """Of a parameter as a whole, the same on all ranks, by "what@parameter"."""
+    common: dict[str, Any] = field(default_factory=dict)
+    """Of the run: the number of steps."""
+
+
+def share_state(
+    common: dict[str, Any], factors: dict[str, Tensor], transport: Transport
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Rank 0's, on every rank."""
+    common, shapes = share_json([common, {name: list(factor.shape) for name, factor in factors.items()}], transport)
+    own = transport.rank == 0
+    tensors = {name: factors[name].cpu() if own else torch.empty(shape) for name, shape in shapes.items()}
+    broadcast_all(tensors.values(), transport)
+    return common, tensors
+
+
+def _coded_slots(bucket: Bucket) -> Iterator[tuple[int, Slot]]:
+    """Slots in the lossy part of a bucket, and where they begin."""
+    for start, slot in zip(bucket.starts, bucket.slots, strict=True):
+        if start < bucket.values.numel():
+            yield start, slot
+
+
+def _element_keys(codec: Codec) -> list[str]:
+    state = codec.start(0, 0, torch.device("meta"))
+    return [key for key, value in state.items() if isinstance(value, Tensor)]
+
+
+def _senders(transport: Transport, two_levels: bool) -> list[int]:
+    """The ranks that encode: all, or the first of every host."""
+    if not two_levels:
+        return list(range(transport.size))
+    return sorted(transport.hosts.index(host) for host in set(transport.hosts))
+
+
+def _chosen(transport: Transport, algorithm: str) -> Callable[[int], Collective]:
+    """The plain sum for so many bytes."""
+    if algorithm == "auto":
+        return choices(transport).best
+    if algorithm == "native" and not isinstance(transport, HostsTransport):
+        return lambda num_bytes: butterfly  # Few rounds, and few bytes.
+    return lambda num_bytes: ALGORITHMS[algorithm]

@@ -1,0 +1,102 @@
+"""Means over ranks of the buckets of one backward pass, exact ones."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tutti.collectives import Collective
+from tutti.collectives.mean import own_weight, share_weights, weigh
+from tutti.replica import Bucket
+from tutti.transports import Averages, Transport, Work
+from tutti.transports.base import Finished, Steps
+
+
+class Mean(Protocol):
+    """Weighted means over ranks, of all buckets of one backward pass."""
+
+    def begin(self, weight: float) -> Work:
+        """Tell the other ranks this rank's weight; `start` may follow when the work is done."""
+        ...
+
+    def start(self, bucket: Bucket) -> Work: ...
+
+    def finish(self, bucket: Bucket) -> None:
+        """Do what is left once the work that `start` gave is done."""
+        ...
+
+
+class DirectMean:
+    """The transport weighs by itself."""
+
+    def __init__(self, transport: Averages) -> None:
+        self._transport = transport
+
+    def begin(self, weight: float) -> Work:
+        self._weight = weight
+        return Finished()
+
+    def start(self, bucket: Bucket) -> Work:
+        return self._transport.average(bucket.flat, self._weight)
+
+    def finish(self, bucket: Bucket) -> None:
+        return None
+
+
+class CountedMean:
+    """The transport sums: ranks tell each other their weights first, while backward goes on."""
+
+    def __init__(self, transport: Transport, all_reduce: Callable[[Tensor], Work]) -> None:
+        self._transport = transport
+        self._all_reduce = all_reduce
+
+    def begin(self, weight: float) -> Work:
+        self._weights = own_weight(weight, self._transport)
+        return self._all_reduce(self._weights)
+
+    def start(self, bucket: Bucket) -> Work:
+        weigh(bucket.flat, self._weights, self._transport.rank)
+        return self._all_reduce(bucket.flat)
+
+    def finish(self, bucket: Bucket) -> None:
+        bucket.flat.div_(self._transport.size)
+
+
+class SteppedMean:
+    """A collective sums, step by step, beside backward: the weights first, then bucket after bucket."""
+
+    def __init__(self, transport: Transport, choose: Callable[[int], Collective]) -> None:
+        self._transport = transport
+        self._choose = choose
+
+    def begin(self, weight: float) -> Work:
+        self._weights = own_weight(weight, self._transport)
+        self._transport.start(share_weights(self._weights, self._transport))
+        return Finished()  # Steps are taken in order: nobody has to wait for these.
+
+    def start(self, bucket: Bucket) -> Work:
+        return self._transport.start(when_filled(bucket.flat, self._steps(bucket.flat, self._weights)))
+
+    def finish(self, bucket: Bucket) -> None:
+        return None
+
+    def _steps(self, tensor: Tensor, weights: Tensor) -> Steps:
+        weigh(tensor, weights, self._transport.rank)
+        yield from self._choose(tensor.nbytes).steps(tensor, self._transport)
+        tensor.div_(self._transport.size)
+
+
+def when_filled(tensor: Tensor, steps: Steps) -> Steps:
+    """The same steps, for another thread than the one that fills `tensor`: on a GPU each waits for the other."""
+    if not tensor.is_cuda:
+        return steps
+    filled = torch.cuda.Event()
+    filled.record()
+
+    def waiting() -> Steps:
+        filled.synchronize()
+        yield from steps
+        torch.cuda.synchronize(tensor.device)
+
+    return waiting()
