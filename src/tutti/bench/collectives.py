@@ -1,12 +1,11 @@
 """Every all-reduce beside Gloo's and Open MPI's own and beside what its formula predicts, over message sizes."""
 
-import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+from tutti.bench.rounds import Rounds, Ways
 from tutti.bench.under_mpi import communicator
 from tutti.cluster import Link
 from tutti.collectives import (
@@ -15,22 +14,14 @@ from tutti.collectives import (
     Collective,
     as_seen_by,
     choices,
-    gather_json,
     measure_links,
-    recursive_doubling,
     run,
 )
 from tutti.launch import init
 from tutti.launch.link import Link as Reporter
 from tutti.transports import AllReduces, HostsTransport, SharesMemory, Transport
 
-ROUND_S, MAX_PER_ROUND = 0.02, 20
-"""A round repeats a way for about so long, and not more often than that."""
-
-SIZE_S, MIN_ROUNDS = 40.0, 3
-"""One size takes no longer than about this, as far as a few rounds allow."""
-
-Ways = dict[str, Callable[[], Any]]
+_ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0
 
 
 def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
@@ -43,7 +34,7 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     for number, num_bytes in enumerate(sizes):
         reporter.progress(done=number, total=len(sizes))
         ways = _ways(torch.zeros(num_bytes // 4), transport, choice)
-        seconds = _interleaved(ways, transport, rounds)
+        seconds = Rounds(rounds, _ROUND_S, _MOST_REPEATS, _SIZE_S).medians(ways, transport)
         best = choice.best(num_bytes).name
         rows.append(
             {
@@ -91,35 +82,3 @@ def _predicted(name: str, num_bytes: int, transport: Transport, link: Link) -> f
     two_levels = name == "hierarchical" or (name == "native" and isinstance(transport, HostsTransport))
     num_ranks = len(set(transport.hosts)) if two_levels else transport.size
     return ALGORITHMS["hierarchical" if two_levels else name].cost(num_ranks, num_bytes, link)
-
-
-def _interleaved(ways: Ways, transport: Transport, rounds: int) -> dict[str, float]:
-    """Median over rounds of the slowest rank's seconds; all ways in turn, so that noise is noise to all of them."""
-    first = _times(ways, transport, dict.fromkeys(ways, 1))
-    guess = {name: max(seconds) for name, seconds in _by_way(first, ways, transport).items()}
-    repeats = {name: max(1, min(MAX_PER_ROUND, int(ROUND_S / guess[name]))) for name in ways}
-    per_round = sum(guess[name] * repeats[name] for name in ways)
-    rounds = max(MIN_ROUNDS, min(rounds, int(SIZE_S / per_round)))
-    samples = []
-    for number in range(rounds):  # Each time another begins: what follows a certain one may suffer from it.
-        names = list(ways)
-        turned = {name: ways[name] for name in names[number % len(names) :] + names[: number % len(names)]}
-        samples.append(_by_way(_times(turned, transport, repeats), turned, transport))
-    return {name: statistics.median(max(sample[name]) for sample in samples) for name in ways}
-
-
-def _times(ways: Ways, transport: Transport, repeats: dict[str, int]) -> list[float]:
-    times = []
-    for name, way in ways.items():
-        run(recursive_doubling.steps(torch.zeros(1), transport))  # All start together.
-        start = transport.now()
-        for _ in range(repeats[name]):
-            way()
-        times.append((transport.now() - start) / repeats[name])
-    return times
-
-
-def _by_way(times: list[float], ways: Ways, transport: Transport) -> dict[str, list[float]]:
-    """Every rank's seconds, the same on all ranks."""
-    everyones = gather_json(times, transport)
-    return {name: [mine[number] for mine in everyones] for number, name in enumerate(ways)}

@@ -21,6 +21,7 @@ from tutti.launch import init
 from tutti.launch.link import Link
 from tutti.recipes import RECIPES, recipe
 from tutti.recipes.models import mlp
+from tutti.transports import HostsTransport
 from tutti.world import World
 
 ROUND_SECONDS = 0.1
@@ -87,7 +88,7 @@ def measure(cases: list[str], rounds: int) -> list[dict[str, Any]]:
     world, link = init(), Link()
     torch.manual_seed(0)
     rows = []
-    with _torch_group(world):
+    with torch_group(world):
         for number, name in enumerate(cases):
             link.progress(done=number, total=len(cases), case=name)
             rows.append(_measure_case(name, world, rounds).as_dict())
@@ -95,9 +96,10 @@ def measure(cases: list[str], rounds: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _torch_group(world: World) -> Iterator[None]:
+def torch_group(world: World) -> Iterator[None]:
     """torch's default group, for DDP, between the same processes."""
-    roster = getattr(world.transport, "roster", None)
+    transport = world.transport.inner if isinstance(world.transport, HostsTransport) else world.transport
+    roster = getattr(transport, "roster", None)
     store = dist.PrefixStore("ddp", roster.store) if roster is not None else dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     try:
@@ -109,7 +111,7 @@ def _torch_group(world: World) -> Iterator[None]:
 def _measure_case(name: str, world: World, rounds: int) -> Row:
     case = make_case(name, world.size)
     num_parameters = sum(p.numel() for p in case.model.parameters())
-    ways: dict[str, Callable[[], Any]] = {"solo": _solo(case), "ddp": _ddp(case)}
+    ways: dict[str, Callable[[], Any]] = {"solo": solo(case), "ddp": ddp(case)}
     ways["tutti"], job = _tutti(case, world)
     if world.size > 1 and (everyone := communicator()) is not None:
         ways["mpi"] = _mpi(case, everyone)
@@ -143,9 +145,7 @@ def _slowest(seconds: float, world: World) -> float:
     return max(gather_json(seconds, world.transport))
 
 
-def _stepper(
-    model: nn.Module, case: Case, between: Callable[[], None] = lambda: None
-) -> tuple[Callable[[], None], Any]:
+def stepper(model: nn.Module, case: Case, between: Callable[[], None] = lambda: None) -> tuple[Callable[[], None], Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     x, y = case.batch
 
@@ -158,17 +158,17 @@ def _stepper(
     return step, optimizer
 
 
-def _solo(case: Case) -> Callable[[], None]:
-    return _stepper(copy.deepcopy(case.model), case)[0]
+def solo(case: Case) -> Callable[[], None]:
+    return stepper(copy.deepcopy(case.model), case)[0]
 
 
-def _ddp(case: Case) -> Callable[[], None]:
-    return _stepper(DistributedDataParallel(copy.deepcopy(case.model), gradient_as_bucket_view=True), case)[0]
+def ddp(case: Case) -> Callable[[], None]:
+    return stepper(DistributedDataParallel(copy.deepcopy(case.model), gradient_as_bucket_view=True), case)[0]
 
 
 def _tutti(case: Case, world: World) -> tuple[Callable[[], None], Any]:
     model = copy.deepcopy(case.model)
-    step, optimizer = _stepper(model, case)
+    step, optimizer = stepper(model, case)
     return step, distribute(model, optimizer, world=world)
 
 
@@ -190,4 +190,4 @@ def _mpi(case: Case, everyone: Any) -> Callable[[], None]:
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
 
-    return _stepper(model, case, exchange)[0]
+    return stepper(model, case, exchange)[0]

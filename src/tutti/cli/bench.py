@@ -19,6 +19,7 @@ from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, described, lab_if_any, numbers_of_workers
+from tutti.cli.worth import worth
 from tutti.cluster import Link, format_size, parse_size
 from tutti.errors import ConfigError, UnknownName
 from tutti.report.plots import check_plot, label, plot_collectives
@@ -32,6 +33,9 @@ LabSpecText = Annotated[
 ]
 _SIZES = "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; the median counts.")]
+
+
+app.command("worth")(worth)
 
 
 @app.command("step")

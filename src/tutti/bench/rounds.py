@@ -1,0 +1,57 @@
+"""Time several ways of doing the same, in turn, so that noise is noise to all of them."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tutti.collectives import gather_json, recursive_doubling, run
+from tutti.transports import Transport
+
+Ways = dict[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often to do what."""
+
+    rounds: int
+    round_s: float
+    """A round repeats a way for about so long."""
+    most_repeats: int
+    total_s: float
+    """All of it takes no longer than about this, as far as the fewest rounds allow."""
+    fewest: int = 3
+
+    def medians(self, ways: Ways, transport: Transport) -> dict[str, float]:
+        """Median over rounds of the slowest rank's seconds, of every way; the same on all ranks."""
+        first = _times(ways, transport, dict.fromkeys(ways, 1))
+        guess = {name: max(seconds) for name, seconds in _by_way(first, ways, transport).items()}
+        repeats = {name: max(1, min(self.most_repeats, int(self.round_s / guess[name]))) for name in ways}
+        per_round = sum(guess[name] * repeats[name] for name in ways)
+        rounds = max(self.fewest, min(self.rounds, int(self.total_s / per_round)))
+        samples = []
+        for number in range(rounds):  # Each time another begins: what follows a certain one may suffer from it.
+            names = list(ways)
+            turned = {name: ways[name] for name in names[number % len(names) :] + names[: number % len(names)]}
+            samples.append(_by_way(_times(turned, transport, repeats), turned, transport))
+        return {name: statistics.median(max(sample[name]) for sample in samples) for name in ways}
+
+
+def _times(ways: Ways, transport: Transport, repeats: dict[str, int]) -> list[float]:
+    times = []
+    for name, way in ways.items():
+        run(recursive_doubling.steps(torch.zeros(1), transport))  # All start together.
+        start = transport.now()
+        for _ in range(repeats[name]):
+            way()
+        times.append((transport.now() - start) / repeats[name])
+    return times
+
+
+def _by_way(times: list[float], ways: Ways, transport: Transport) -> dict[str, list[float]]:
+    """Every rank's seconds, the same on all ranks."""
+    everyones = gather_json(times, transport)
+    return {name: [mine[number] for mine in everyones] for number, name in enumerate(ways)}
