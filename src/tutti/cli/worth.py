@@ -72,12 +72,6 @@ def _table(result: worth_bench.Worth, where: str) -> Table:
     ddp_s, exact_s = result.seconds["ddp"], result.seconds[result.exact]
     for way, seconds in result.seconds.items():
         sent = format_size(round(result.bytes_sent[way])) if way in result.bytes_sent else ""
-        label = {
-            "solo": "no exchange",
-            "ddp": "DDP",
-            "ddp fp16": "DDP, fp16 hook",
-            "ddp powersgd": "DDP, PowerSGD hook",
-        }
         ratios = f"{ddp_s / seconds:.2f}", f"{exact_s / seconds:.2f}"
         table.add_row(_LABELS.get(way, way), f"{seconds * 1e3:.2f}", *ratios, sent)
     return table
