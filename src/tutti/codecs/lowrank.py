@@ -35,13 +35,13 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank(Codec):
-    """Each matrix M as P Qᵀ with few columns: one step of power iteration from the last Q (Vogels et al. 2019).
+    """Each matrix M as P Q, few columns and few rows: a step of power iteration from the last Q (Vogels et al. 2019).
 
-    P = M Q is summed over ranks and made orthogonal, Q = Mᵀ P is summed: any number of ranks and buckets. Tensors
+    P = M Qᵀ is summed over ranks and made orthogonal, Q = Pᵀ M is summed: any number of ranks and buckets. Tensors
     with one dimension, and matrices so small that it would not pay, are sent as they are.
 
     Args:
-        rank: columns of P and Q.
+        rank: columns of P and rows of Q.
     """
 
     rank: int = 4
@@ -84,7 +84,7 @@ class LowRank(Codec):
             part = next(self._parts(((0, tuple(out.shape)),)))
             p, q = numbers.split(sizes)
             said = torch.empty(part.rows, part.columns, device=out.device)
-            multiply(p.view(part.rows, part.rank), q.view(part.columns, part.rank), said)
+            multiply(p.view(part.rows, part.rank), q.view(part.rank, part.columns), said)
             numbers = said.view(-1)
         flat = flat_view(out)
         if add:
@@ -102,7 +102,7 @@ class LowRank(Codec):
         first = torch.empty(sum(sizes), device=values.device)
         pieces = first.split(sizes)
         for part, q, piece in zip(thin, old, pieces, strict=False):
-            torch.mm(part.of(wanted), q, out=piece.view(part.rows, part.rank))
+            torch.mm(part.of(wanted), q.T, out=piece.view(part.rows, part.rank))
         for part, piece in zip(plain, pieces[len(thin) :], strict=True):
             piece.copy_(wanted[part.start : part.stop])
         yield first
@@ -113,17 +113,17 @@ class LowRank(Codec):
         if not thin:
             return state
         ps = [orthogonalize(piece.view(part.rows, part.rank)) for part, piece in zip(thin, pieces, strict=False)]
-        second = torch.cat([(part.of(wanted).T @ p).view(-1) for part, p in zip(thin, ps, strict=True)])
+        second = torch.cat([(p.T @ part.of(wanted)).view(-1) for part, p in zip(thin, ps, strict=True)])
         own = second.clone()
         yield second
         shares = [part.columns * part.rank for part in thin]
         news = {}
         for part, p, q, mine, before in zip(thin, ps, second.split(shares), own.split(shares), old, strict=True):
-            new, told = q.view(part.columns, part.rank), mine.view(part.columns, part.rank)
+            new, told = q.view(part.rank, part.columns), mine.view(part.rank, part.columns)
             if residual is not None and bool(torch.isfinite(told).all()):
-                torch.addmm(part.of(wanted), p, told.T, alpha=-1, out=part.of(residual))
+                torch.addmm(part.of(wanted), p, told, alpha=-1, out=part.of(residual))
             multiply(p, new, part.of(values))
-            alive = torch.isfinite(new).all(0) & (new != 0).any(0)
+            alive = (torch.isfinite(new).all(1) & (new != 0).any(1))[:, None]
             news[f"q@{part.start}"] = torch.where(alive, new, before)
         return {**state, **news}
 
@@ -152,7 +152,7 @@ class LowRank(Codec):
         if (kept := state.get(f"q@{part.start}")) is not None:
             return kept.to(device)
         generator = torch.Generator(device="cpu").manual_seed(part.start * 31 + part.columns)
-        return torch.randn(part.columns, part.rank, generator=generator, device="cpu").to(device)
+        return torch.randn(part.rank, part.columns, generator=generator, device="cpu").to(device)
 
     def __str__(self) -> str:
         return self.name if self == type(self)() else f"{self.name}:{self.rank}"

@@ -3,6 +3,7 @@
 from tutti.collectives.broadcast import broadcast_all
 from tutti.collectives.choose import Choice, as_seen_by, choices
 from tutti.collectives.collective import Collective
+from tutti.collectives.hierarchical import cheapest
 from tutti.collectives.links import Fit, LinkMeasurement, measure_links
 from tutti.collectives.mean import mean
 from tutti.collectives.messages import gather_json, share_json
@@ -32,6 +33,7 @@ __all__ = [
     "broadcast",
     "broadcast_all",
     "butterfly",
+    "cheapest",
     "choices",
     "gather_json",
     "hierarchical",

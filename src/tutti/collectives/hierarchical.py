@@ -28,7 +28,7 @@ def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK
     if within is not None:
         yield from sum_within(tensor, within)
     if across is not None:
-        yield from on_flat(_cheapest(across.size, tensor.nbytes, link))(tensor, across)
+        yield from cheapest(across.size, tensor.nbytes, link)(tensor, across)
     if within is not None and within is not transport:
         yield from hand_out(tensor, within)
 
@@ -41,8 +41,9 @@ def hierarchical_cost(num_hosts: int, num_bytes: float, link: Link) -> float:
 _ACROSS = ((ring, ring_cost), (butterfly, butterfly_cost), (recursive_doubling, recursive_doubling_cost))
 
 
-def _cheapest(num_ranks: int, num_bytes: int, link: Link) -> FlatSteps:
-    return min(_ACROSS, key=lambda pair: pair[1](num_ranks, num_bytes, link))[0]
+def cheapest(num_ranks: int, num_bytes: int, link: Link = TYPICAL_LINK) -> FlatSteps:
+    """The sum over ranks that costs least between hosts of their own."""
+    return on_flat(min(_ACROSS, key=lambda pair: pair[1](num_ranks, num_bytes, link))[0])
 
 
 def sum_within(tensor: Tensor, within: Transport) -> Steps:

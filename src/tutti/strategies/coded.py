@@ -85,14 +85,7 @@ class CodedMean:
 
     def _new_sum(self, bucket: Bucket, across: Transport) -> CodedSum:
         places = tuple((start, tuple(slot.tensor.shape)) for start, slot in _coded_slots(bucket))
-        plain = self._exactly if across is self._transport else lambda num_bytes: butterfly
-        party = Party(
-            across.rank,
-            across.size,
-            lambda tensor, transport: plain(tensor.nbytes).steps(tensor, transport),
-            bucket.values.device,
-            bucket.index,
-        )
+        party = Party(across.rank, across.size, bucket.values.device, seed=bucket.index)
         return coded_sum(self._codec, places, bucket.values.numel(), party)
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,13 +23,13 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def multiply(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """`out` = P Qᵀ."""
+    """`out` = P Q."""
     if out.device.type != "cpu":
-        torch.mm(p, q.T, out=out)
+        torch.mm(p, q, out=out)
         return
     from tutti.codecs.kernels.thin_loops import product
 
-    product(p.contiguous().numpy(), q.T.contiguous().numpy(), out.numpy())
+    product(p.contiguous().numpy(), q.contiguous().numpy(), out.numpy())
 
 
 def _gram_schmidt(matrix: Tensor) -> Tensor:

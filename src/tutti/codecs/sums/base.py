@@ -1,7 +1,6 @@
 """What all coded sums have: steps to take, and a memory that can be saved and moved."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,10 @@ from tutti.transports.base import Steps
 
 @dataclass(frozen=True)
 class Party:
-    """One rank among those that sum: which it is, of how many, and how they sum what is not coded."""
+    """One rank among those that sum: which it is, of how many, and where its tensors are."""
 
     rank: int
     size: int
-    plain: Callable[[Tensor, Transport], Steps]
     device: torch.device = CPU
     seed: int = 0
     """Of what is drawn: another for every tensor."""

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from tutti.codecs.base import Codec, Linear, Places, State
 from tutti.codecs.sums.base import CodedSum, Party
+from tutti.collectives import cheapest
 from tutti.transports import Transport
 from tutti.transports.base import Steps
 from tutti.transports.extent import Extent
 
 
 class SumInRounds(CodedSum):
-    """What the codec makes of the tensor is summed by a plain all-reduce, as often as the codec asks for one."""
+    """What the codec makes of the tensor is summed by the cheapest all-reduce, as often as the codec asks for one."""
 
     def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
         super().__init__(codec, places, numel, party)
@@ -23,12 +24,11 @@ class SumInRounds(CodedSum):
         return [self._state]
 
     def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
-        plain = self.party.plain
         linear = cast(Linear, self.codec)
         if values.is_meta:
             sizes = linear.round_sizes(self.places)
             for size in [sizes[0] + exact.numel(), *sizes[1:]]:
-                yield from plain(cast(Tensor, Extent(size, torch.float32, 4)), transport)
+                yield from _sum(cast(Tensor, Extent(size, torch.float32, 4)), transport)
             return
         rounds = linear.rounds(values, self.places, self._state)
         first = True
@@ -40,9 +40,13 @@ class SumInRounds(CodedSum):
                 return
             if first and exact.dtype == summands.dtype:  # In one sum, to wait once.
                 joined = torch.cat([summands, exact])
-                yield from plain(joined, transport)
+                yield from _sum(joined, transport)
                 summands.copy_(joined[: summands.numel()])
                 exact.copy_(joined[summands.numel() :])
             else:
-                yield from plain(summands, transport)
+                yield from _sum(summands, transport)
             first = False
+
+
+def _sum(summands: Tensor, transport: Transport) -> Steps:
+    return cheapest(transport.size, summands.nbytes)(summands, transport)
