@@ -81,6 +81,7 @@ class AllReduceExchange(Exchange):
         if codec is not None and isinstance(transport, SharesMemory) and not isinstance(transport, HostsTransport):
             transport = transport.inner  # What is encoded travels in messages.
         self._mean = _mean_over(replica, transport, strategy, codec)
+        self._owed: dict[str, Any] = {}  # Alone: what ranks before it had left out, kept for those that come.
         self._weights_known: Work = Finished()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []
@@ -127,13 +128,13 @@ class AllReduceExchange(Exchange):
         self.consensus()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._mean.state_dict() if isinstance(self._mean, CodedMean) else {}
+        return self._mean.state_dict() if isinstance(self._mean, CodedMean) else self._owed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if isinstance(self._mean, CodedMean):
+        if isinstance(self._mean, CodedMean) and state:
             self._mean.load_state_dict(state)
         else:
-            super().load_state_dict(state)
+            self._owed = state
 
     def _start_waiting(self) -> None:
         while self._waiting:

@@ -67,12 +67,25 @@ class CodedMean:
 
     def _coded(self, bucket: Bucket, across: Transport) -> Steps:
         values = bucket.values
-        if values.is_meta or values.dtype == torch.float32:
+        if values.is_meta:
+            yield from self._sums[bucket].steps(values, bucket.exact, across)
+            return
+        self._mark_what_is_owed(bucket)
+        if values.dtype == torch.float32:
             yield from self._sums[bucket].steps(values, bucket.exact, across)
             return
         wide = values.to(torch.float32)
         yield from self._sums[bucket].steps(wide, bucket.exact, across)
         values.copy_(wide)
+
+    def _mark_what_is_owed(self, bucket: Bucket) -> None:
+        """A parameter without a gradient has one all the same if something of earlier ones is still to be said."""
+        if (bucket.marks != 0).all():
+            return
+        for number, (start, slot) in enumerate(_coded_slots(bucket)):
+            whole = slice(start, start + slot.tensor.numel())
+            if not bucket.marks[number] and any(kept[whole].any() for kept in self._sums[bucket].by_place.values()):
+                bucket.marks[number] = 1
 
     def _follow_buckets(self) -> None:
         """Have a sum for every bucket; when buckets are cut anew, what was remembered goes with the parameters."""

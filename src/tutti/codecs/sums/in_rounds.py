@@ -30,22 +30,24 @@ class SumInRounds(CodedSum):
             for size in [sizes[0] + exact.numel(), *sizes[1:]]:
                 yield from _sum(cast(Tensor, Extent(size, torch.float32, 4)), transport)
             return
+        with_first = exact.dtype == torch.float32  # In one sum, to wait once.
+        if not with_first:
+            yield from _sum(exact, transport)
         rounds = linear.rounds(values, self.places, self._state)
-        first = True
         while True:
             try:
                 summands = next(rounds)
             except StopIteration as end:
                 self._state = end.value
                 return
-            if first and exact.dtype == summands.dtype:  # In one sum, to wait once.
+            if with_first:
                 joined = torch.cat([summands, exact])
                 yield from _sum(joined, transport)
                 summands.copy_(joined[: summands.numel()])
                 exact.copy_(joined[summands.numel() :])
+                with_first = False
             else:
                 yield from _sum(summands, transport)
-            first = False
 
 
 def _sum(summands: Tensor, transport: Transport) -> Steps:
