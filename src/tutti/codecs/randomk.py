@@ -92,12 +92,12 @@ def _take(values: Tensor, residual: Tensor | None, chosen: Tensor) -> Tensor:
     """The chosen values, taken out of the residual; what is not finite takes the place of what was chosen beside it."""
     wanted = values if residual is None else residual.add_(values)
     found = wanted[chosen]
-    if residual is not None:
-        residual[chosen] = 0.0
     if not bool(torch.isfinite(wanted.sum())):
-        odd = (~values.isfinite()).nonzero().flatten()
+        odd = (~wanted.isfinite()).nonzero().flatten()
         edges = _edges(values.numel(), len(chosen), values.device)
-        found[torch.searchsorted(edges, odd, right=True) - 1] = values[odd]
+        found[torch.searchsorted(edges, odd, right=True) - 1] = wanted[odd]
         if residual is not None:
             residual[odd] = 0.0
+    if residual is not None:
+        residual[chosen] = 0.0
     return found

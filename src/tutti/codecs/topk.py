@@ -62,13 +62,15 @@ class TopK(Codec):
             residual[places.long()] = 0.0
         if self.momentum:
             state["velocity"][places.long()] = 0.0
+            state["velocity"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # There may be more than are sent.
         return places, found, {**state, "step": state["step"] + 1} if self.warmup_steps else state
 
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
     ) -> tuple[Packet, State]:
         places, found, state = self.select(tensor, state, residual)
-        return pack(places, found.view(torch.uint8), tensor.numel()), state
+        said = found.view(torch.uint8) if len(found) else found.to(torch.uint8)  # Nothing at all has no strides.
+        return pack(places, said, tensor.numel()), state
 
     def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
         places, rest = unpack(packet, out.numel())
