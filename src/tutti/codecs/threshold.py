@@ -15,6 +15,7 @@ from tutti.codecs.selection import about_largest
 from tutti.errors import ConfigError, PacketError
 
 _KIND = 4
+_LARGEST = torch.finfo(torch.float32).max
 _FIXED = 8
 """Bytes of a payload before the symbols: the threshold, and how many values are not finite."""
 
@@ -37,8 +38,10 @@ class Threshold(Codec):
 
     def __post_init__(self) -> None:
         mistakes = []
-        if self.tau is not None and not 0 < self.tau < math.inf:
-            mistakes.append(f"tau must be above 0, got {self.tau!r}; leave it out to have it chosen")
+        if self.tau is not None and not 0 < self.tau <= _LARGEST:
+            mistakes.append(
+                f"tau must be above 0 and at most {_LARGEST:.2g}, got {self.tau!r}; leave it out to have it chosen"
+            )
         if not 0 < self.density <= 1:
             mistakes.append(f"density must be above 0 and at most 1, got {self.density!r}")
         if mistakes:
@@ -48,7 +51,7 @@ class Threshold(Codec):
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
     ) -> tuple[Packet, State]:
         values = flat_float32(tensor, "Threshold")
-        tau = self.tau or about_largest(values, residual, self.density)
+        tau = self.tau or about_largest(values, residual, self.density) or _mean_magnitude(values, residual)
         places, found = kernels.of(values.device).pick(values, residual, tau)
         finite = found.isfinite()
         if residual is not None:
@@ -60,7 +63,7 @@ class Threshold(Codec):
         if payload.numel() < _FIXED:
             raise PacketError(f"a packet with {payload.numel()} bytes of payload, wanted {_FIXED} or more")
         tau = floats(payload, 1)
-        num_odd = int(payload[4:8].cpu().view(torch.int32))
+        num_odd = int(payload[4:8].cpu().clone().view(torch.int32))
         fixed = _FIXED + 8 * num_odd
         if num_odd < 0 or payload.numel() < fixed:
             raise PacketError(f"a packet that says {num_odd} values in {payload.numel()} bytes")
@@ -68,6 +71,8 @@ class Threshold(Codec):
         odd = payload[_FIXED + 4 * num_odd : fixed].clone().view(torch.float32)
         if ((odd_places < 0) | (odd_places >= out.numel())).any():
             raise PacketError(f"a packet that says a place beyond {out.numel()} elements")
+        if (odd_places.diff() <= 0).any():
+            raise PacketError("a packet that says places in no order")
         symbols = decode_symbols(payload[fixed:], header.count, header.parameter, 2 * out.numel() + 1)
         places = from_gaps(symbols >> 1, out.numel()).to(out.device)
         signs = torch.from_numpy(1.0 - 2.0 * (symbols & 1)).to(out.device, torch.float32)
@@ -82,9 +87,16 @@ class Threshold(Codec):
         return HEADER.size + _FIXED + coded_bytes(numel, self.density) + math.ceil(self.density * numel / 8)
 
     def __str__(self) -> str:
-        if self.tau is not None:
-            return f"{self.name}:{self.tau!r}"
-        return self.name if self.density == type(self)().density else f"{self.name}:density={self.density!r}"
+        tau = [] if self.tau is None else [repr(self.tau)]
+        density = [] if self.density == type(self)().density else [f"density={self.density!r}"]
+        return f"{self.name}:{','.join([*tau, *density])}".rstrip(":")
+
+
+def _mean_magnitude(values: Tensor, residual: Tensor | None) -> float:
+    """Of those that are not zero, where they are fewer than would be sent; 0 if there are none."""
+    wanted = values if residual is None else values + residual
+    some = wanted[(wanted != 0) & wanted.isfinite()].abs()
+    return min(float(some.double().mean()), _LARGEST) if some.numel() else 0.0
 
 
 def _packet(places: Tensor, found: Tensor, finite: Tensor, tau: float, values: Tensor) -> Packet:
