@@ -39,6 +39,7 @@ class OneBit(Codec):
         header, payload = read(packet, _KIND, out.numel())
         table = runs.table(1, out.device)
         expect("runs", header.count, len(runs))
+        expect("parameter", header.parameter, 0)
         expect("payload bytes", payload.numel(), 8 * len(runs) + table.num_bytes)
         flat = flat_view(out)
         kernels.of(flat.device).onebit_decode(

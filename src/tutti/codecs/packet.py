@@ -68,7 +68,7 @@ def read(packet: Tensor, kind: int, numel: int) -> tuple[Header, Tensor]:
         raise PacketError(f"a packet of {got_numel} elements, wanted {numel}")
     if num_bytes != packet.numel():
         raise PacketError(f"a packet says that it has {num_bytes} bytes, and has {packet.numel()}")
-    return Header(kind, count, numel, parameter), packet[HEADER.size :]
+    return Header(kind, count, numel, parameter), packet.contiguous()[HEADER.size :]
 
 
 def expect(what: str, got: int, wanted: int) -> None:

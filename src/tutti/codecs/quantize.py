@@ -34,9 +34,9 @@ class Quantize(Codec):
 
     def __post_init__(self) -> None:
         mistakes = []
-        if self.bits not in _BITS:
+        if not (isinstance(self.bits, int) and self.bits in _BITS):
             mistakes.append(f"bits must be one of {', '.join(map(str, _BITS))}, got {self.bits!r}")
-        if not 16 <= self.block <= 4096:
+        if not (isinstance(self.block, int) and 16 <= self.block <= 4096):
             mistakes.append(f"block must be between 16 and 4096 values, got {self.block!r}")
         if mistakes:
             raise ConfigError(f"Quantize: {'; '.join(mistakes)}.")
