@@ -3,6 +3,7 @@
 A codec named there has error feedback, unless it says `feedback=0`; two with a plus between them are a chain.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -31,12 +32,14 @@ CODECS: dict[str, Callable[..., Codec]] = {
 }
 
 _NO_FEEDBACK = "feedback=0"
+_PLUS = re.compile(r"\+(?!\d)")
+"""Between two codecs, not within a number such as 1e+16."""
 
 
 def parse_codec(text: str) -> Codec:
     """The codec that `text` names; `print_codec` gives the text back."""
-    forgetful = text.endswith(_NO_FEEDBACK)
-    parts = text.removesuffix(_NO_FEEDBACK).rstrip(",:").split("+")
+    forgetful = text.endswith((f":{_NO_FEEDBACK}", f",{_NO_FEEDBACK}"))
+    parts = _PLUS.split(text[: -len(_NO_FEEDBACK) - 1] if forgetful else text)
     codecs = [_one(part, text) for part in parts]
     if len(codecs) > 2:
         raise ConfigError(f"codec '{text}' has {len(codecs)} parts; a chain has two, such as topk:0.01+quantize:8.")
@@ -49,17 +52,17 @@ def print_codec(codec: Codec) -> str:
     if isinstance(codec, ErrorFeedback):
         return str(codec.inner)
     text = str(codec)
-    return f"{text}{',' if ':' in text.rpartition('+')[2] else ':'}{_NO_FEEDBACK}"
+    return f"{text}{',' if ':' in _PLUS.split(text)[-1] else ':'}{_NO_FEEDBACK}"
 
 
 def _one(part: str, text: str) -> Codec:
-    name, _, rest = part.partition(":")
+    name, colon, rest = part.partition(":")
     if name not in CODECS:
         raise UnknownName("codec", name, CODECS)
     numbers: list[float] = []
     options: dict[str, float] = {}
     try:
-        for option in rest.split(",") if rest else []:
+        for option in rest.split(",") if colon else []:
             key, equals, number = option.partition("=")
             if equals:
                 options[key] = _number(number)
