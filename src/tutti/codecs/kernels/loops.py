@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from tutti.codecs.kernels.compiled import compiled
+from tutti.codecs.kernels.compiled import compiled, compiled_in_order
 from tutti.codecs.runs import LONGEST
 
 _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -151,7 +151,7 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
                         | (codes32[4 * i + 3] << 6)
                     )
 
-    return compiled(kernel)
+    return compiled_in_order(kernel)
 
 
 @cache
@@ -180,7 +180,7 @@ def quantize_decode(bits: int, add: bool) -> Callable[..., None]:
                 for i in range(size):
                     target[i] = (np.float32(codes[i]) - middle) * down
 
-    return compiled(kernel)
+    return compiled_in_order(kernel)
 
 
 @compiled
@@ -263,7 +263,7 @@ def fp8_encode(feedback: bool) -> Callable[..., None]:
                 for i in range(size):
                     rest[i] = wanted[i] - _FP8_VALUES[target[i]] * down
 
-    return compiled(kernel)
+    return compiled_in_order(kernel)
 
 
 @cache
@@ -281,4 +281,4 @@ def fp8_decode(add: bool) -> Callable[..., None]:
                 for i in range(size):
                     target[i] = _FP8_VALUES[source[i]] * down
 
-    return compiled(kernel)
+    return compiled_in_order(kernel)
