@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tutti.codecs import (
     CODECS,
-    Cast,
     Chain,
     Codec,
     ErrorFeedback,
@@ -25,8 +24,8 @@ from tutti.codecs import (
 )
 
 _MORE = [
-    Quantize(8), Quantize(4), Quantize(2), Quantize(4, block=100), Chain(TopK(0.1), Quantize(8)),
-    Chain(TopK(0.3), OneBit()), Chain(TopK(0.2), Cast("fp16")), Threshold(0.5), TopK(0.05, warmup_steps=5), LowRank(2),
+    Quantize(8), Quantize(4), Quantize(2), Chain(TopK(0.1), Quantize(8)),
+    Chain(TopK(0.3), OneBit()), Threshold(0.5), TopK(0.05, warmup_steps=5), LowRank(2),
 ]  # fmt: skip
 
 BARE: dict[str, Codec] = {print_codec(codec): codec for codec in [*(make() for make in CODECS.values()), *_MORE]}

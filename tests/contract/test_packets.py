@@ -109,7 +109,7 @@ def test_other_parameters(codec: Codec) -> None:
 
 
 @every_bare
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cut=st.floats(0, 1, exclude_max=True), honest=st.booleans())
 def test_truncated(codec: Codec, cut: float, honest: bool) -> None:
     """Whether or not the header says the new length."""
@@ -126,26 +126,16 @@ def test_too_long(codec: Codec, more: bytes, honest: bool) -> None:
 
 
 @every_bare
-@settings(max_examples=80)
+@settings(max_examples=70)
 @given(data=st.data())
-def test_bits_flipped_anywhere(codec: Codec, data: st.DataObject) -> None:
+def test_bits_flipped(codec: Codec, data: st.DataObject) -> None:
+    """Mostly at the beginning of the payload, and at its end: that is where it has structure."""
     changed = bytearray(valid(codec))
+    size = len(changed)
+    near = st.integers(0, 63)
+    anywhere, first, last = st.integers(0, size - 1), near.map(HEADER.size.__add__), near.map((size - 1).__sub__)
     for _ in range(data.draw(st.integers(1, 8))):
-        changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
-    accepts(codec, bytes(changed))
-
-
-@every_bare
-@settings(max_examples=80)
-@given(data=st.data())
-def test_bits_flipped_in_the_payload(codec: Codec, data: st.DataObject) -> None:
-    """Mostly at its beginning, and at its end: that is where it has structure."""
-    changed = bytearray(valid(codec))
-    size = len(changed) - HEADER.size
-    near = st.integers(0, min(size, 64) - 1)
-    places = st.one_of(near, near.map(lambda it: size - 1 - it), st.integers(0, size - 1))
-    for _ in range(data.draw(st.integers(1, 8))):
-        changed[HEADER.size + data.draw(places)] ^= data.draw(st.integers(1, 255))
+        changed[min(size - 1, data.draw(anywhere | first | last))] ^= data.draw(st.integers(1, 255))
     accepts(codec, bytes(changed))
 
 
@@ -167,13 +157,10 @@ def test_random_places(codec: Codec, count: int, width: int, payload: bytes) -> 
 
 @every_bare
 def test_packets_of_others(codec: Codec) -> None:
+    """A sparse packet does not say how many values there should have been; all else must be the same."""
     for other in BARE.values():
-        data = valid(other)
-        if data[: HEADER.size] != valid(codec)[: HEADER.size]:
-            kinds = {type(codec), type(other)}
-            if accepts(codec, data):
-                assert len(kinds) == 1 or kinds == {TopK, Chain}
-                assert TopK in kinds or kinds == {Threshold} or type(codec.second) is type(other.second)  # type: ignore[attr-defined]
+        same = codec == other or (type(codec) is type(other) and isinstance(codec, TopK | Threshold))
+        assert accepts(codec, valid(other)) == same
 
 
 @every_bare
