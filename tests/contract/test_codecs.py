@@ -167,6 +167,18 @@ def test_feedback_loses_nothing(codec: Codec, shape: tuple[int, ...], seed: int,
     assert_conserved(codec, [gradient(shape, 1000 * seed + step, scale) for step in range(num_steps)])
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e20])
+def test_low_rank_at_any_scale(scale: float) -> None:
+    """One step's factors are multiplied by the next step's gradient: neither may overflow, nor vanish."""
+    codec = ErrorFeedback(LowRank(2))
+    gradients = [gradient((40, 50), step, scale) for step in range(6)]
+    assert_conserved(codec, gradients)
+    state = codec.start(2000)
+    for tensor in gradients:
+        out, state = said(codec, tensor, state)
+        assert 0.1 < float((out.double() / scale).norm() / (tensor.double() / scale).norm()) < 2
+
+
 @every_with_feedback
 def test_constant_gradients(codec: Codec) -> None:
     for value in (0.0, -0.0, 1.0, -3.7, 1e-30, 1e18):

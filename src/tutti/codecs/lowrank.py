@@ -123,8 +123,10 @@ class LowRank(Codec):
             if residual is not None and bool(torch.isfinite(told).all()):
                 torch.addmm(part.of(wanted), p, told, alpha=-1, out=part.of(residual))
             multiply(p, new, part.of(values))
-            alive = (torch.isfinite(new).all(1) & (new != 0).any(1))[:, None]
-            news[f"q@{part.start}"] = torch.where(alive, new, before)
+            # Over a power of two, which changes no bit of what is said: else its products could overflow for ever.
+            power = (new.abs().amax(1, keepdim=True).view(torch.int32) & 0x7F800000).view(torch.float32)
+            alive = torch.isfinite(new).all(1, keepdim=True) & (power > 0)
+            news[f"q@{part.start}"] = torch.where(alive, new / power, before)
         return {**state, **news}
 
     def round_sizes(self, places: Places) -> list[int]:
