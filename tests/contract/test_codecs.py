@@ -36,6 +36,7 @@ from tutti.codecs import (
     OneBit,
     Quantize,
     RandomK,
+    Runs,
     State,
     Threshold,
     TopK,
@@ -351,7 +352,7 @@ def test_lengths_that_are_exact() -> None:
         [Cast("fp16"), Cast("fp8"), OneBit(), Quantize(8), Quantize(2), RandomK()], (0, 1, 3, 40)
     ):
         packet, _ = encoded(codec, gradient((rows, 512)))
-        assert packet.numel() == codec.packet_bytes(rows * 512)
+        assert packet.numel() == codec.packet_bytes(rows * 512, Runs.of((rows, 512)))
 
 
 @pytest.mark.parametrize(
