@@ -75,7 +75,7 @@ class RandomK(Codec):
         count = self._count(like.numel())
         edges = _edges(like.numel(), count, like.device)
         sizes = edges[1:] - edges[:-1]
-        seed = step * 0x9E3779B1 % 2**32
+        seed = step * 0xC2B2AE35 % 2**32
         drawn = noise(seed, torch.arange(count, device=like.device)) * sizes
         return edges[:-1] + torch.minimum(drawn.long(), sizes - 1)
 
