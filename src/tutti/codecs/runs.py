@@ -19,6 +19,10 @@ class Table(NamedTuple):
     stops: Tensor
     offsets: Tensor
     num_bytes: int
+    longest: int
+    """Elements of the longest run."""
+    aligned: bool
+    """Whether every run begins and ends at a multiple of 16."""
 
 
 class Runs:
@@ -84,7 +88,9 @@ class Runs:
             sizes = ((self.stops - self.starts) * bits + 7) // 8
             offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
             starts, stops, places = (torch.from_numpy(each).to(device) for each in (self.starts, self.stops, offsets))
-            self._tables[key] = Table(starts, stops, places, int(offsets[-1]))
+            longest = int((self.stops - self.starts).max(initial=0))
+            aligned = not ((self.starts | self.stops) & 15).any()
+            self._tables[key] = Table(starts, stops, places, int(offsets[-1]), longest, aligned)
         return self._tables[key]
 
     def num_bytes(self, bits: int) -> int:

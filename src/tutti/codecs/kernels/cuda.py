@@ -1,15 +1,15 @@
-"""The kernels for CUDA tensors."""
+"""The kernels for CUDA tensors, in Triton: a program for every run, which reads each of its values once.
 
-from tutti.codecs.kernels.reference import (
-    cast_encode,
-    fp8_decode,
-    fp8_encode,
-    onebit_decode,
-    onebit_encode,
-    pick,
-    quantize_decode,
-    quantize_encode,
-)
+A run stays in registers from the sum that makes its scale to the residual that is left.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tutti.codecs.kernels.reference import pick
+from tutti.codecs.runs import Table
 
 __all__ = [
     "cast_encode",
@@ -21,3 +21,262 @@ __all__ = [
     "quantize_decode",
     "quantize_encode",
 ]
+
+_CAST_BLOCK = 2048
+
+
+def onebit_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+    _run(_onebit_encode, table, values, *_or_unused(residual, values), scales, codes)
+
+
+def onebit_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+    _run(_onebit_decode, table, out, add, scales, codes)
+
+
+def quantize_encode(
+    values: Tensor, residual: Tensor | None, table: Table, bits: int, seed: int, scales: Tensor, codes: Tensor
+) -> None:
+    signed = seed - 2**32 if seed >= 2**31 else seed  # So that it is 32 bits to the compiler, whatever it is.
+    _run(_quantize_encode, table, values, *_or_unused(residual, values), scales, codes, signed, bits)
+
+
+def quantize_decode(codes: Tensor, scales: Tensor, table: Table, bits: int, out: Tensor, add: bool) -> None:
+    _run(_quantize_decode, table, out, add, scales, codes, bits)
+
+
+def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
+    if values.numel():
+        rest, feedback = _or_unused(residual, values)
+        with torch.cuda.device_of(values):
+            _cast_encode[(triton.cdiv(values.numel(), _CAST_BLOCK),)](
+                values, rest, feedback, codes, values.numel(), torch.finfo(codes.dtype).max, _CAST_BLOCK
+            )
+
+
+def fp8_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+    _run(_fp8_encode, table, values, *_or_unused(residual, values), scales, codes)
+
+
+def fp8_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+    _run(_fp8_decode, table, out, add, scales, codes)
+
+
+def _or_unused(residual: Tensor | None, values: Tensor) -> tuple[Tensor, bool]:
+    return (values, False) if residual is None else (residual, True)
+
+
+def _run(kernel, table: Table, flat: Tensor, *args) -> None:  # type: ignore[no-untyped-def]
+    """Start a program for every run; few warps each, so that many runs are on their way from memory at once."""
+    if not len(table.starts):
+        return
+    block = max(16, triton.next_power_of_2(table.longest))
+    with torch.cuda.device_of(flat):
+        kernel[(len(table.starts),)](
+            table.starts,
+            table.stops,
+            table.offsets,
+            flat,
+            *args,
+            ALIGNED=table.aligned,
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 512)),
+        )
+
+
+@triton.jit
+def _span(starts, stops, offsets, BITS: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the run of this program begins, how long it is, and where its codes begin."""
+    run = tl.program_id(0)
+    start = tl.load(starts + run)
+    size = (tl.load(stops + run) - start).to(tl.int32)
+    offset = tl.load(offsets + run)
+    if ALIGNED:  # Else the compiler could not move more than one value at a time.
+        start = tl.multiple_of(start, 16)
+        size = tl.multiple_of(size, 16)
+        offset = tl.multiple_of(offset, 2 * BITS)
+    return run, start, size, offset
+
+
+@triton.jit
+def _is_finite(value):  # type: ignore[no-untyped-def]
+    return (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+
+
+@triton.jit
+def _wanted(values, residual, FEEDBACK: tl.constexpr, start, inside, i):  # type: ignore[no-untyped-def]
+    wanted = tl.load(values + start + i, mask=inside, other=0.0)
+    if FEEDBACK:
+        wanted += tl.load(residual + start + i, mask=inside, other=0.0)
+    return wanted
+
+
+@triton.jit
+def _largest(wanted):  # type: ignore[no-untyped-def]
+    """The largest magnitude, by its bits: NaN is above infinity, and that above all. And if one can divide by it."""
+    scale = tl.max(wanted.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
+    return scale, _is_finite(scale) & (scale > 1e-36)
+
+
+@triton.jit
+def _put(out, said, ADD: tl.constexpr, inside):  # type: ignore[no-untyped-def]
+    if ADD:
+        said += tl.load(out, mask=inside, other=0.0)
+    tl.store(out, said, mask=inside)
+
+
+@triton.jit
+def _put_codes(target, code, size, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As many codes to a byte as fit, the first lowest."""
+    if BITS == 8:
+        i = tl.arange(0, BLOCK)
+        tl.store(target + i, code.to(tl.uint8), mask=i < size)
+    else:
+        PER_BYTE: tl.constexpr = 8 // BITS
+        shifts = BITS * tl.arange(0, PER_BYTE)
+        joined = tl.sum(tl.reshape(code, [BLOCK // PER_BYTE, PER_BYTE]) << shifts[None, :], axis=1)
+        j = tl.arange(0, BLOCK // PER_BYTE)
+        tl.store(target + j, joined.to(tl.uint8), mask=j * PER_BYTE < size)
+
+
+@triton.jit
+def _codes(source, i, inside, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    PER_BYTE: tl.constexpr = 8 // BITS
+    joined = tl.load(source + i // PER_BYTE, mask=inside, other=0).to(tl.int32)
+    return (joined >> (BITS * (i % PER_BYTE))) & (2**BITS - 1)
+
+
+@triton.jit
+def _onebit_encode(  # type: ignore[no-untyped-def]
+    starts, stops, offsets, values, residual, FEEDBACK: tl.constexpr, scales, codes,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    run, start, size, offset = _span(starts, stops, offsets, 1, ALIGNED)
+    i = tl.arange(0, BLOCK)
+    wanted = _wanted(values, residual, FEEDBACK, start, i < size, i)
+    is_high = wanted > 0
+    count = tl.sum(is_high.to(tl.int32), axis=0)
+    above = tl.sum(tl.where(is_high, wanted, 0.0), axis=0)
+    below = tl.sum(tl.where(is_high, 0.0, wanted), axis=0)
+    high = above / tl.maximum(count, 1).to(tl.float32)
+    low = below / tl.maximum(size - count, 1).to(tl.float32)
+    tl.store(scales + 2 * run, low)
+    tl.store(scales + 2 * run + 1, high)
+    if FEEDBACK:
+        kept = tl.where(_is_finite(low) & _is_finite(high), size, 0)
+        tl.store(residual + start + i, wanted - tl.where(is_high, high, low), mask=i < kept)
+    _put_codes(codes + offset, is_high.to(tl.int32), size, 1, BLOCK)
+
+
+@triton.jit
+def _onebit_decode(  # type: ignore[no-untyped-def]
+    starts, stops, offsets, out, ADD: tl.constexpr, scales, codes, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    run, start, size, offset = _span(starts, stops, offsets, 1, ALIGNED)
+    i = tl.arange(0, BLOCK)
+    low, high = tl.load(scales + 2 * run), tl.load(scales + 2 * run + 1)
+    said = tl.where(_codes(codes + offset, i, i < size, 1) > 0, high, low)
+    _put(out + start + i, said, ADD, i < size)
+
+
+@triton.jit
+def _noise(seed, place):  # type: ignore[no-untyped-def]
+    """Numbers in [0, 1) that depend on the seed and the place alone: a hash of 32 bits, its upper 24 used."""
+    x = place.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return (x >> 8).to(tl.float32) * (1.0 / 16777216)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _quantize_encode(  # type: ignore[no-untyped-def]
+    starts, stops, offsets, values, residual, FEEDBACK: tl.constexpr, scales, codes, seed, BITS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    MIDDLE: tl.constexpr = 2 ** (BITS - 1) - 1
+    run, start, size, offset = _span(starts, stops, offsets, BITS, ALIGNED)
+    i = tl.arange(0, BLOCK)
+    wanted = _wanted(values, residual, FEEDBACK, start, i < size, i)
+    scale, usable = _largest(wanted)
+    tl.store(scales + run, scale)
+    scaled = tl.where(usable, wanted * (MIDDLE / scale), 0.0)
+    chance = 0.5 if FEEDBACK else _noise(seed, start + i)
+    code = tl.minimum(tl.maximum((scaled + (MIDDLE + chance)).to(tl.int32), 0), 2 * MIDDLE)
+    if FEEDBACK:
+        down = tl.where(usable, scale / MIDDLE, 0.0)
+        rest = wanted - (code - MIDDLE).to(tl.float32) * down
+        tl.store(residual + start + i, rest, mask=i < tl.where(_is_finite(scale), size, 0))
+    _put_codes(codes + offset, tl.where(i < size, code, 0), size, BITS, BLOCK)
+
+
+@triton.jit
+def _quantize_decode(  # type: ignore[no-untyped-def]
+    starts, stops, offsets, out, ADD: tl.constexpr, scales, codes, BITS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    MIDDLE: tl.constexpr = 2 ** (BITS - 1) - 1
+    run, start, size, offset = _span(starts, stops, offsets, BITS, ALIGNED)
+    i = tl.arange(0, BLOCK)
+    code = _codes(codes + offset, i, i < size, BITS)
+    said = (code - MIDDLE).to(tl.float32) * (tl.load(scales + run) / MIDDLE)
+    _put(out + start + i, said, ADD, i < size)
+
+
+@triton.jit
+def _cast_encode(values, residual, FEEDBACK: tl.constexpr, codes, numel, limit, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    inside = start + i < numel
+    wanted = _wanted(values, residual, FEEDBACK, start, inside, i)
+    near = tl.minimum(tl.maximum(wanted, -limit), limit)
+    said = tl.where(_is_finite(wanted), near, wanted).to(codes.dtype.element_ty)
+    tl.store(codes + start + i, said, mask=inside)
+    if FEEDBACK:
+        rest = wanted - said.to(tl.float32)
+        tl.store(residual + start + i, rest, mask=inside & _is_finite(rest))
+
+
+@triton.jit
+def _to_fp8(scaled):  # type: ignore[no-untyped-def]
+    """e4m3, rounded to even, of magnitudes up to 448: in integers, because not every GPU has it."""
+    bits = scaled.to(tl.int32, bitcast=True)
+    key = bits & 0x7FFFFFFF
+    normal = tl.minimum(((key + 0x7FFFF + ((key >> 20) & 1)) >> 20) - 960, 0x7E)
+    # Beside 2^14 a float32 has steps of 2^-9, as e4m3 has below 2^-6.
+    tiny = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(key < 0x3C800000, tiny, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _from_fp8(code):  # type: ignore[no-untyped-def]
+    magnitude = code & 0x7F
+    normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * (1.0 / 512), normal)
+    value = tl.where(magnitude == 0x7F, float("nan"), value)
+    return tl.where(code >= 0x80, -value, value)
+
+
+@triton.jit
+def _fp8_encode(  # type: ignore[no-untyped-def]
+    starts, stops, offsets, values, residual, FEEDBACK: tl.constexpr, scales, codes,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    run, start, size, offset = _span(starts, stops, offsets, 8, ALIGNED)
+    i = tl.arange(0, BLOCK)
+    wanted = _wanted(values, residual, FEEDBACK, start, i < size, i)
+    scale, usable = _largest(wanted)
+    tl.store(scales + run, scale)
+    code = _to_fp8(tl.where(usable, wanted * (448.0 / scale), 0.0))
+    if FEEDBACK:
+        rest = wanted - _from_fp8(code) * (scale / 448.0)
+        tl.store(residual + start + i, rest, mask=i < tl.where(usable, size, 0))
+    _put_codes(codes + offset, code, size, 8, BLOCK)
+
+
+@triton.jit
+def _fp8_decode(  # type: ignore[no-untyped-def]
+    starts, stops, offsets, out, ADD: tl.constexpr, scales, codes, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    run, start, size, offset = _span(starts, stops, offsets, 8, ALIGNED)
+    i = tl.arange(0, BLOCK)
+    said = _from_fp8(_codes(codes + offset, i, i < size, 8)) * (tl.load(scales + run) / 448.0)
+    _put(out + start + i, said, ADD, i < size)
