@@ -5,6 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tutti.bench import allreduce as allreduce_bench
+from tutti.bench import codecs as codecs_bench
 from tutti.bench import collectives as collectives_bench
 from tutti.bench import fidelity as fidelity_bench
 from tutti.bench import overhead as overhead_bench
@@ -134,6 +136,25 @@ def overhead(
     write_json(json_file, rows)
 
 
+@app.command("codecs")
+def codecs(
+    size: Annotated[str, typer.Option(help="Of the tensor in float32, such as 16MiB.")] = "16MiB",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Rounds = 15,
+    json_file: JsonFile = None,
+) -> None:
+    """Codecs alone, bare and with error feedback, beside a copy of the same tensor: one core, or one GPU."""
+    check_writable(json_file)
+    console = Console()
+    with console.status("starting") as status:
+        result = codecs_bench.measure(device, parse_size(size), rounds, status.update)
+    console.print(_codecs_table(result["rows"]))
+    copied = result["num_bytes"] / result["copy_s"] / 1e9
+    where = "one thread of the CPU" if device == "cpu" else torch.cuda.get_device_name()
+    console.print(f"{format_size(result['num_bytes'])} of float32 on {where}; copy_ of it: {copied:.1f} GB/s")
+    write_json(json_file, result)
+
+
 @app.command("fidelity")
 def fidelity(
     models: Annotated[str, typer.Option(help="Recipes, with commas between.")] = ",".join(fidelity_bench.MODELS),
@@ -158,6 +179,18 @@ def fidelity(
         f"the bit in {same} of {len(rows)}"
     )
     write_json(json_file, [row.as_dict() for row in rows])
+
+
+def _codecs_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="GB of float32 a second; error: squared, of one call", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("codec", "feedback", "encode", "decode", "both", "of copy", "bytes", "smaller", "error"):
+        table.add_column(heading, justify="left" if heading in ("codec", "feedback") else "right", no_wrap=True)
+    for row in rows:
+        speeds = [f"{row['gb_per_s'][name]:.2f}" for name in ("encode", "decode", "both")]
+        size = f"{row['packet_bytes']:,}", _times(row["ratio"])
+        feedback = "yes" if row["feedback"] else "no"
+        table.add_row(row["codec"], feedback, *speeds, f"{row['of_copy']:.0%}", *size, f"{row['error']:.2g}")
+    return table
 
 
 def _fidelity_table(rows: list[fidelity_bench.Row]) -> Table:
