@@ -4,13 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.codecs.kernels import loops, sparse_loops
+from tutti.codecs.kernels import cast_loops, loops, sparse_loops
 from tutti.codecs.packet import as_array
 from tutti.codecs.runs import Table
 
 _NOTHING = np.empty(0, np.float32)
-_CHUNK = 2**15
-"""Where torch converts: so much at a time that it stays in the second-level cache."""
 
 
 def onebit_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
@@ -36,31 +34,19 @@ def quantize_decode(codes: Tensor, scales: Tensor, table: Table, bits: int, out:
 
 
 def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
-    limit = np.float32(torch.finfo(codes.dtype).max)
-    room = torch.empty(2, min(_CHUNK, values.numel()), dtype=torch.float32)
-    for begin in range(0, values.numel(), _CHUNK):
-        source, target = values[begin : begin + _CHUNK], codes[begin : begin + _CHUNK]
-        wanted, said = room[:, : target.numel()]
-        rest = as_array(residual[begin : begin + _CHUNK]) if residual is not None else None
-        if rest is None:
-            wanted = source
-        else:
-            loops.total(as_array(source), rest, as_array(wanted))
-        beyond = loops.bring_back(limit, as_array(wanted), as_array(said))
-        target.copy_(said if beyond else wanted)
-        if rest is not None:
-            said.copy_(target)
-            loops.leave(as_array(wanted), as_array(said), rest)
+    cast_loops.cast_encode(codes.dtype == torch.float16, residual is not None)(
+        as_array(values), _or_nothing(residual), as_array(codes.view(torch.int16))
+    )
 
 
 def fp8_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
-    loops.fp8_encode(residual is not None)(
+    cast_loops.fp8_encode(residual is not None)(
         as_array(values), _or_nothing(residual), *_arrays(table), as_array(scales), as_array(codes)
     )
 
 
 def fp8_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
-    loops.fp8_decode(add)(as_array(codes), as_array(scales), *_arrays(table), as_array(out))
+    cast_loops.fp8_decode(add)(as_array(codes), as_array(scales), *_arrays(table), as_array(out))
 
 
 def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-import torch
 
 from tutti.codecs.kernels.compiled import compiled, compiled_in_order
 from tutti.codecs.runs import LONGEST
@@ -17,8 +16,6 @@ from tutti.codecs.runs import LONGEST
 _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _FLAGS_OF_BYTE = np.ascontiguousarray(_BITS_OF_BYTE).view(np.uint64).reshape(-1)
 """Eight bytes of 0 or 1 for every byte, its lowest bit first."""
-
-_FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 _GATHER_BITS = np.uint64(0x0102040810204080)
 """Times eight bytes of 0 or 1, these bits are in the highest byte."""
@@ -179,106 +176,5 @@ def quantize_decode(bits: int, add: bool) -> Callable[..., None]:
             else:
                 for i in range(size):
                     target[i] = (np.float32(codes[i]) - middle) * down
-
-    return compiled_in_order(kernel)
-
-
-@compiled
-def total(values, residual, out):  # type: ignore[no-untyped-def]
-    for i in range(len(out)):
-        out[i] = values[i] + residual[i]
-
-
-@compiled
-def bring_back(limit, values, out):  # type: ignore[no-untyped-def]
-    """Bring what is finite and beyond the limit back to it; whether there was any, else `out` is not written."""
-    keys = values.view(np.int32)
-    largest = np.int32(0)
-    for i in range(len(keys)):
-        key = keys[i] & np.int32(0x7FFFFFFF)
-        largest = max(largest, key if key < np.int32(0x7F800000) else np.int32(0))
-    one = np.empty(1, np.int32)
-    one[0] = largest
-    if one.view(np.float32)[0] <= limit:
-        return False
-    for i in range(len(out)):
-        beyond = abs(values[i]) > limit and np.isfinite(values[i])
-        out[i] = np.copysign(limit, values[i]) if beyond else values[i]
-    return True
-
-
-@compiled
-def leave(wanted, said, residual):  # type: ignore[no-untyped-def]
-    """The difference as the new residual, where it is finite."""
-    for i in range(len(wanted)):
-        wanted[i] -= said[i]
-    keys, residual_keys = wanted.view(np.int32), residual.view(np.int32)
-    for i in range(len(wanted)):
-        residual_keys[i] = keys[i] if (keys[i] & np.int32(0x7FFFFFFF)) < np.int32(0x7F800000) else residual_keys[i]
-
-
-_FP8_LARGEST = np.float32(448)
-
-
-@cache
-def fp8_encode(feedback: bool) -> Callable[..., None]:
-    """e4m3, rounded to even, scaled by the largest of each run."""
-
-    def kernel(values, residual, starts, stops, offsets, scales, payload):  # type: ignore[no-untyped-def]
-        wanted = np.empty(LONGEST, np.float32)
-        scaled = np.empty(LONGEST, np.float32)
-        codes = np.empty(LONGEST, np.int32)
-        one = np.empty(1, np.int32)
-        keys, scaled_keys = wanted.view(np.int32), scaled.view(np.int32)
-        for run in range(len(starts)):
-            start, size = starts[run], stops[run] - starts[run]
-            source = values[start : start + size]
-            if feedback:
-                rest = residual[start : start + size]
-                for i in range(size):
-                    wanted[i] = source[i] + rest[i]
-            else:
-                for i in range(size):
-                    wanted[i] = source[i]
-            largest = np.int32(0)
-            for i in range(size):
-                largest = max(largest, keys[i] & np.int32(0x7FFFFFFF))
-            one[0] = largest
-            scale = one.view(np.float32)[0]
-            scales[run] = scale
-            usable = np.isfinite(scale) and scale > np.float32(1e-36)
-            up = _FP8_LARGEST / scale if usable else np.float32(0)
-            for i in range(size):
-                scaled[i] = abs(wanted[i] * up)
-            for i in range(size):
-                key = scaled_keys[i]
-                normal = ((key + np.int32(0x7FFFF) + ((key >> 20) & 1)) >> 20) - np.int32(120 << 3)
-                tiny = np.int32(np.rint(scaled[i] * np.float32(512)))
-                codes[i] = tiny if scaled[i] < np.float32(0.015625) else min(normal, np.int32(0x7E))
-            target = payload[offsets[run] : offsets[run + 1]]
-            for i in range(size):
-                target[i] = codes[i] | (np.int32(0x80) if wanted[i] < 0 else np.int32(0))
-            if feedback and usable:
-                down = scale / _FP8_LARGEST
-                for i in range(size):
-                    rest[i] = wanted[i] - _FP8_VALUES[target[i]] * down
-
-    return compiled_in_order(kernel)
-
-
-@cache
-def fp8_decode(add: bool) -> Callable[..., None]:
-    def kernel(payload, scales, starts, stops, offsets, out):  # type: ignore[no-untyped-def]
-        for run in range(len(starts)):
-            start, size = starts[run], stops[run] - starts[run]
-            source = payload[offsets[run] : offsets[run + 1]]
-            down = scales[run] / _FP8_LARGEST
-            target = out[start : start + size]
-            if add:
-                for i in range(size):
-                    target[i] += _FP8_VALUES[source[i]] * down
-            else:
-                for i in range(size):
-                    target[i] = _FP8_VALUES[source[i]] * down
 
     return compiled_in_order(kernel)
