@@ -55,7 +55,7 @@ class Threshold(Codec):
         places, found = kernels.of(values.device).pick(values, residual, tau)
         finite = found.isfinite()
         if residual is not None:
-            residual[places.long()] -= torch.where(finite, tau * torch.sign(found), 0.0)
+            residual[places.long()] = torch.where(finite, found - tau * torch.sign(found), 0.0)
         return _packet(places, found, finite, tau, values), state
 
     def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
@@ -75,12 +75,15 @@ class Threshold(Codec):
             raise PacketError("a packet that says places in no order")
         symbols = decode_symbols(payload[fixed:], header.count, header.parameter, 2 * out.numel() + 1)
         places = from_gaps(symbols >> 1, out.numel()).to(out.device)
-        signs = torch.from_numpy(1.0 - 2.0 * (symbols & 1)).to(out.device, torch.float32)
+        said = tau * torch.from_numpy(1 - 2 * (symbols & 1)).to(out.device)
         flat = flat_view(out)
-        if not add:
+        if add:
+            flat[places] += said
+        else:
             flat.zero_()
-        flat[places] += tau * signs
-        flat[odd_places.to(out.device)] += odd
+            flat[places] = said
+        if num_odd:
+            flat[odd_places.to(out.device)] += odd
         give_back(flat, out)
 
     def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
@@ -100,8 +103,11 @@ def _mean_magnitude(values: Tensor, residual: Tensor | None) -> float:
 
 
 def _packet(places: Tensor, found: Tensor, finite: Tensor, tau: float, values: Tensor) -> Packet:
-    odd_places, odd = places[~finite].to(torch.int32), found[~finite]
-    sent, negative = places[finite].cpu().numpy(), (found[finite] < 0).cpu().numpy()
+    rare = (~finite).nonzero().flatten()
+    odd_places, odd = places[rare].to(torch.int32), found[rare]
+    if len(rare):
+        places, found = places[finite], found[finite]
+    sent, negative = places.cpu().numpy(), (found < 0).cpu().numpy()
     symbols = 2 * gaps(sent) + negative
     width = width_for(values.numel(), len(sent)) + 1
     coded = torch.from_numpy(encode_symbols(symbols, width))

@@ -50,12 +50,18 @@ def fp8_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bo
 
 
 def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tensor, Tensor]:
-    # Room for all: what is not needed is never touched, and so never there.
-    places, found = np.empty(values.numel() + 1, np.int32), np.empty(values.numel() + 1, np.float32)
-    count = sparse_loops.pick(residual is not None)(
-        as_array(values), _or_nothing(residual), np.float32(at_least), places, found
-    )
-    return torch.from_numpy(places[:count].copy()), torch.from_numpy(found[:count].copy())
+    kernel = sparse_loops.pick(residual is not None)
+    # Little room at first, because new memory costs more than the search does.
+    room = values.numel() // 32 + 2 * sparse_loops.BLOCK
+    places, found = np.empty(room, np.int32), np.empty(room, np.float32)
+    begin = count = 0
+    while begin < values.numel():
+        if begin:
+            places, found = (np.concatenate([each, np.empty(3 * len(each), each.dtype)]) for each in (places, found))
+        begin, count = kernel(
+            as_array(values), _or_nothing(residual), np.float32(at_least), begin, count, places, found
+        )
+    return torch.from_numpy(places[:count]), torch.from_numpy(found[:count])
 
 
 def _or_nothing(residual: Tensor | None) -> np.ndarray:

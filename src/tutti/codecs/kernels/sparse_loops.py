@@ -7,38 +7,58 @@ import numpy as np
 
 from tutti.codecs.kernels.compiled import compiled
 
-_BLOCK = 1024
+_ONES_OF_BYTE = np.array([next((n for n in range(8) if not byte >> n & 1), 8) for byte in range(256)], np.uint8)
+"""How many of its lowest bits are one, up to the first that is not."""
+
+BLOCK = 1024
+"""Values that are looked at at once."""
+
+
+@compiled
+def _magnitude(value):  # type: ignore[no-untyped-def]
+    """Its bits without the sign, in which NaN is above infinity and that above all numbers."""
+    return np.int32(np.float32(value).view(np.int32) & np.int32(0x7FFFFFFF))
 
 
 @cache
-def pick(feedback: bool) -> Callable[..., int]:
-    """The places of values that are large enough; every place is written down, and kept by moving on."""
+def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
+    """The places of values that are large enough, from `begin` on, while there is room for another block.
 
-    def kernel(values, residual, at_least, places, found):  # type: ignore[no-untyped-def]
-        wanted = np.empty(_BLOCK, np.float32)
-        keys = wanted.view(np.int32)
-        limit = np.empty(1, np.float32)
-        limit[0] = at_least
-        least = max(limit.view(np.int32)[0], np.int32(1))  # Zeros are never sent.
+    First which they are, for a whole block, which vectorises; then which eights have any, and then of those, which
+    are few, each place. All are written down, and kept by moving on: a branch would be guessed wrong too often.
+    """
+
+    def kernel(values, residual, at_least, begin, count, places, found):  # type: ignore[no-untyped-def]
+        wanted = np.zeros(BLOCK, np.float32)
+        flags64, eights = np.zeros(BLOCK // 8, np.uint64), np.zeros(BLOCK // 8 + 1, np.int64)
+        flags = flags64.view(np.uint8)
+        least = max(_magnitude(at_least), np.int32(1))  # Zeros are never sent.
         infinite = np.int32(0x7F800000)
-        count = 0
-        for begin in range(0, len(values), _BLOCK):
-            size = min(_BLOCK, len(values) - begin)
-            source = values[begin : begin + size]
+        while begin < len(values) and count + BLOCK < len(places):
+            source, rest = values[begin : begin + BLOCK], residual[begin : begin + BLOCK]
+            for i in range(len(source)):
+                wanted[i] = source[i] + rest[i] if feedback else source[i]
+            for i in range(len(source)):
+                flags[i] = _magnitude(wanted[i]) >= least
+            flags[len(source) :] = 0
+            num_eights = 0
+            for eight in range(BLOCK // 8):
+                eights[num_eights] = eight
+                num_eights += np.int64(flags64[eight] != 0)
+            first = count
+            for number in range(num_eights):
+                for i in range(8 * eights[number], 8 * eights[number] + 8):
+                    places[count] = begin + i
+                    found[count] = wanted[i]
+                    count += np.int64(flags[i])
             if feedback:
-                rest = residual[begin : begin + size]
-                for i in range(size):
-                    wanted[i] = source[i] + rest[i]
-                for i in range(size):
-                    rest[i] = wanted[i] if keys[i] & np.int32(0x7FFFFFFF) < infinite else np.float32(0)
-            else:
-                for i in range(size):
-                    wanted[i] = source[i]
-            for i in range(size):
-                places[count] = begin + i
-                found[count] = wanted[i]
-                count += np.int64((keys[i] & np.int32(0x7FFFFFFF)) >= least)
-        return count
+                for i in range(len(source)):
+                    rest[i] = wanted[i]
+                for number in range(first, count):
+                    if _magnitude(found[number]) >= infinite:
+                        rest[places[number] - begin] = 0
+            begin += BLOCK
+        return begin, count
 
     return compiled(kernel)
 
@@ -93,15 +113,14 @@ def rice_decode(data, width, most, symbols):  # type: ignore[no-untyped-def]
                 buffer |= np.uint64(data[at]) << np.uint64(filled)
                 filled += 8
                 at += 1
-            if filled == 0:
+            more = np.int64(_ONES_OF_BYTE[buffer & np.uint64(255)])
+            ones += more
+            if more >= filled or ones << np.int64(width) > most:
                 return False
-            if not buffer & np.uint64(1):
+            buffer >>= np.uint64(more)
+            filled -= more
+            if more < 8:
                 break
-            buffer >>= np.uint64(1)
-            filled -= 1
-            ones += 1
-            if ones << np.int64(width) > most:
-                return False
         buffer >>= np.uint64(1)
         filled -= 1
         while filled < width and at < len(data):
