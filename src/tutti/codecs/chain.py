@@ -45,7 +45,7 @@ class Chain(Codec):
         own = {key.removeprefix("second."): value for key, value in state.items() if key.startswith("second.")}
         inner, own = self.second.encode(found, own, residual=rest)
         if residual is not None and rest is not None:
-            residual[places.long()] = rest
+            residual.scatter_(0, places.long(), rest)
         return pack(places, inner, tensor.numel()), {**state, **{f"second.{k}": v for k, v in own.items()}}
 
     def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:

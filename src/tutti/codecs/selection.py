@@ -46,7 +46,8 @@ def largest(values: Tensor, residual: Tensor | None, count: int) -> tuple[Tensor
     if (surplus := int(chosen.sum()) - count) > 0:
         ties = (magnitude == least).nonzero().flatten()
         chosen[ties[-surplus:]] = False
-    return places[chosen], found[chosen]
+    kept = chosen.nonzero().flatten()
+    return places.index_select(0, kept), found.index_select(0, kept)
 
 
 def _least_of_largest(magnitudes: Tensor, count: int) -> float:

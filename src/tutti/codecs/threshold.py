@@ -55,7 +55,7 @@ class Threshold(Codec):
         places, found = kernels.of(values.device).pick(values, residual, tau)
         finite = found.isfinite()
         if residual is not None:
-            residual[places.long()] = torch.where(finite, found - tau * torch.sign(found), 0.0)
+            residual.scatter_(0, places.long(), torch.where(finite, found - tau * torch.sign(found), 0.0))
         return _packet(places, found, finite, tau, values), state
 
     def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
@@ -78,10 +78,10 @@ class Threshold(Codec):
         said = tau * torch.from_numpy(1 - 2 * (symbols & 1)).to(out.device)
         flat = flat_view(out)
         if add:
-            flat[places] += said
+            flat.index_add_(0, places, said)
         else:
             flat.zero_()
-            flat[places] = said
+            flat.scatter_(0, places, said)
         if num_odd:
             flat[odd_places.to(out.device)] += odd
         give_back(flat, out)

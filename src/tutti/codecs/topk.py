@@ -59,9 +59,9 @@ class TopK(Codec):
         count = math.ceil(self._density_at(state.get("step", 0)) * values.numel())
         places, found = largest(values, residual, count)
         if residual is not None:
-            residual[places.long()] = 0.0
+            residual.index_fill_(0, places.long(), 0.0)
         if self.momentum:
-            state["velocity"][places.long()] = 0.0
+            state["velocity"].index_fill_(0, places.long(), 0.0)
             state["velocity"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # There may be more than are sent.
         return places, found, {**state, "step": state["step"] + 1} if self.warmup_steps else state
 
@@ -130,8 +130,8 @@ def put(places: Tensor, found: Tensor, out: Tensor, add: bool) -> None:
     flat = flat_view(out)
     places = places.to(flat.device)
     if add:
-        flat[places] += found
+        flat.index_add_(0, places, found)
     else:
         flat.zero_()
-        flat[places] = found
+        flat.scatter_(0, places, found)
     give_back(flat, out)
