@@ -112,10 +112,21 @@ def cast_encode(half: bool, feedback: bool) -> Callable[..., None]:
 
 @compiled
 def _fp8(magnitude):  # type: ignore[no-untyped-def]
+    """e4m3 of what is at most 448, but for rounding, and so never more."""
     normal = np.int32(np.int32(_rounded(magnitude, np.int32(20)) >> np.int32(20)) - np.int32(120 << 3))
     # Beside 2^14 a float32 has steps of 2^-9, as e4m3 has below 2^-6.
     tiny = np.int32(_bits(_number(magnitude) + np.float32(16384)) - np.int32(0x46800000))
-    return tiny if magnitude < np.int32(0x3C800000) else min(normal, np.int32(0x7E))
+    return tiny if magnitude < np.int32(0x3C800000) else normal
+
+
+@compiled
+def _near_fp8(value):  # type: ignore[no-untyped-def]
+    """The number that `_fp8` and its sign say."""
+    magnitude = _magnitude(value)
+    steps = np.int32(_bits(_number(magnitude) + np.float32(16384)) - np.int32(0x46800000))
+    tiny = np.float32(steps) * np.float32(2.0**-9)
+    near = tiny if magnitude < np.int32(0x3C800000) else _number(_rounded(magnitude, np.int32(20)))
+    return _signed(near, value)
 
 
 @compiled
@@ -148,8 +159,9 @@ def fp8_encode(feedback: bool) -> Callable[..., None]:
                 code = _fp8(_magnitude(wanted[i] * up))
                 sign = np.int32(np.int32(_bits(wanted[i]) >> np.int32(24)) & np.int32(0x80))
                 target[i] = np.uint8(np.int32(code | sign))
-                if feedback:
-                    rest[i] = wanted[i] - _signed(_from_fp8(code), wanted[i]) * down
+            if feedback:
+                for i in range(len(source)):
+                    rest[i] = wanted[i] - _near_fp8(wanted[i] * up) * down
 
     return compiled(kernel)
 
