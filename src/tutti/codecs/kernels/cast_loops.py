@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from tutti.codecs.kernels.compiled import compiled
+from tutti.codecs.kernels.compiled import compiled, compiled_in_order
 from tutti.codecs.runs import LONGEST
 
 _BLOCK = 1024
@@ -163,7 +163,7 @@ def fp8_encode(feedback: bool) -> Callable[..., None]:
                 for i in range(len(source)):
                     rest[i] = wanted[i] - _near_fp8(wanted[i] * up) * down
 
-    return compiled(kernel)
+    return compiled_in_order(kernel)
 
 
 @cache
@@ -180,4 +180,4 @@ def fp8_decode(add: bool) -> Callable[..., None]:
                 said = _signed(said, _number(np.int32(code << np.int32(24)))) * down
                 target[i] = target[i] + said if add else said
 
-    return compiled(kernel)
+    return compiled_in_order(kernel)
