@@ -26,25 +26,21 @@ class OneBit(Codec):
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
     ) -> tuple[Packet, State]:
         values, runs = flat_float32(tensor, "OneBit"), of_rows(tensor, runs)
-        table = runs.table(1, values.device)
-        packet, payload = new_packet(
-            Header(_KIND, len(runs), values.numel()), 8 * len(runs) + table.num_bytes, values.device
-        )
-        scales, codes = payload[: 8 * len(runs)].view(torch.float32), payload[8 * len(runs) :]
+        count, table = len(runs), runs.table(1, values.device)
+        packet, payload = new_packet(Header(_KIND, count, values.numel()), 8 * count + table.num_bytes, values.device)
+        scales, codes = payload[: 8 * count].view(torch.float32), payload[8 * count :]
         kernels.of(values.device).onebit_encode(values, residual, table, scales, codes)
         return packet, state
 
     def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
         runs = of_rows(out, runs)
         header, payload = read(packet, _KIND, out.numel())
-        table = runs.table(1, out.device)
-        expect("runs", header.count, len(runs))
+        count, table = len(runs), runs.table(1, out.device)
+        expect("runs", header.count, count)
         expect("parameter", header.parameter, 0)
-        expect("payload bytes", payload.numel(), 8 * len(runs) + table.num_bytes)
+        expect("payload bytes", payload.numel(), 8 * count + table.num_bytes)
         flat = flat_view(out)
-        kernels.of(flat.device).onebit_decode(
-            payload[8 * len(runs) :], floats(payload, 2 * len(runs)), table, flat, add
-        )
+        kernels.of(flat.device).onebit_decode(payload[8 * count :], floats(payload, 2 * count), table, flat, add)
         give_back(flat, out)
 
     def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:

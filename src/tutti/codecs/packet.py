@@ -39,12 +39,12 @@ class Header:
 def new_packet(header: Header, payload_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Room for a packet, its header filled in; the packet, and its payload to be filled."""
     packet = torch.empty(HEADER.size + payload_bytes, dtype=torch.uint8, device=device)
-    packet[: HEADER.size] = _header(header, packet.numel(), str(device))
+    packet[: HEADER.size] = _header(header, packet.numel(), device)
     return packet, packet[HEADER.size :]
 
 
 @lru_cache(maxsize=1024)
-def _header(header: Header, num_bytes: int, device: str) -> Tensor:
+def _header(header: Header, num_bytes: int, device: torch.device) -> Tensor:
     fields = (header.kind, header.count, header.numel, num_bytes, header.parameter)
     data = HEADER.pack(_MAGIC, VERSION, *fields)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

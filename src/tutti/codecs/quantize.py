@@ -48,11 +48,11 @@ class Quantize(Codec):
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
     ) -> tuple[Packet, State]:
         values, runs = flat_float32(tensor, "Quantize"), of_rows(tensor, runs).blocks(self.block)
-        table = runs.table(self.bits, values.device)
+        count, table = len(runs), runs.table(self.bits, values.device)
         packet, payload = new_packet(
-            Header(_KIND, len(runs), values.numel(), self.bits), 4 * len(runs) + table.num_bytes, values.device
+            Header(_KIND, count, values.numel(), self.bits), 4 * count + table.num_bytes, values.device
         )
-        scales, codes = payload[: 4 * len(runs)].view(torch.float32), payload[4 * len(runs) :]
+        scales, codes = payload[: 4 * count].view(torch.float32), payload[4 * count :]
         seed = (state["seed"] * 0x85EBCA6B + state["step"] * 0xC2B2AE35) % 2**32
         kernels.of(values.device).quantize_encode(values, residual, table, self.bits, seed, scales, codes)
         return packet, {**state, "step": state["step"] + 1}
@@ -60,13 +60,13 @@ class Quantize(Codec):
     def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
         runs = of_rows(out, runs).blocks(self.block)
         header, payload = read(packet, _KIND, out.numel())
-        table = runs.table(self.bits, out.device)
+        count, table = len(runs), runs.table(self.bits, out.device)
         expect("bits", header.parameter, self.bits)
-        expect("blocks", header.count, len(runs))
-        expect("payload bytes", payload.numel(), 4 * len(runs) + table.num_bytes)
+        expect("blocks", header.count, count)
+        expect("payload bytes", payload.numel(), 4 * count + table.num_bytes)
         flat = flat_view(out)
         kernels.of(flat.device).quantize_decode(
-            payload[4 * len(runs) :], floats(payload, len(runs)), table, self.bits, flat, add
+            payload[4 * count :], floats(payload, count), table, self.bits, flat, add
         )
         give_back(flat, out)
 

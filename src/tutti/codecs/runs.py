@@ -18,6 +18,8 @@ class Table(NamedTuple):
     starts: Tensor
     stops: Tensor
     offsets: Tensor
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
+    """The same three in the CPU's memory."""
     num_bytes: int
     longest: int
     """Elements of the longest run."""
@@ -35,7 +37,7 @@ class Runs:
         self.starts = starts
         self.stops = stops
         self.numel = numel
-        self._tables: dict[tuple[int, str], Table] = {}
+        self._tables: dict[tuple[int, torch.device], Table] = {}
         self._blocks: dict[int, Runs] = {}
 
     def __len__(self) -> int:
@@ -83,14 +85,15 @@ class Runs:
 
     def table(self, bits: int, device: torch.device) -> Table:
         """For codes of so many bits, which begin on a byte with every run."""
-        key = (bits, str(device))
+        key = (bits, device)
         if key not in self._tables:
             sizes = ((self.stops - self.starts) * bits + 7) // 8
             offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-            starts, stops, places = (torch.from_numpy(each).to(device) for each in (self.starts, self.stops, offsets))
+            arrays = self.starts, self.stops, offsets
+            starts, stops, places = (torch.from_numpy(each).to(device) for each in arrays)
             longest = int((self.stops - self.starts).max(initial=0))
             aligned = not ((self.starts | self.stops) & 15).any()
-            self._tables[key] = Table(starts, stops, places, int(offsets[-1]), longest, aligned)
+            self._tables[key] = Table(starts, stops, places, arrays, int(offsets[-1]), longest, aligned)
         return self._tables[key]
 
     def num_bytes(self, bits: int) -> int:

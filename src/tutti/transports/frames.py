@@ -27,7 +27,8 @@ def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    flat = tensor.detach().reshape(-1)
+    return memoryview((flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)).numpy())  # type: ignore[arg-type]
 
 
 class Message:

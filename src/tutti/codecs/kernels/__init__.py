@@ -4,6 +4,7 @@ Each module has the same functions. They work on flat float32 tensors, and what 
 in `tutti.codecs.base`.
 """
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -63,6 +64,7 @@ class Kernels(Protocol):
         ...
 
 
+@cache
 def of(device: torch.device) -> Kernels:
     """The functions for tensors of this device."""
     if device.type == "cpu":

@@ -13,24 +13,24 @@ _NOTHING = np.empty(0, np.float32)
 
 def onebit_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
     loops.onebit_encode(residual is not None)(
-        as_array(values), _or_nothing(residual), *_arrays(table), as_array(scales), as_array(codes)
+        as_array(values), _or_nothing(residual), *table.arrays, as_array(scales), as_array(codes)
     )
 
 
 def onebit_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
-    loops.onebit_decode(add)(as_array(codes), as_array(scales), *_arrays(table), as_array(out))
+    loops.onebit_decode(add)(as_array(codes), as_array(scales), *table.arrays, as_array(out))
 
 
 def quantize_encode(
     values: Tensor, residual: Tensor | None, table: Table, bits: int, seed: int, scales: Tensor, codes: Tensor
 ) -> None:
     loops.quantize_encode(bits, residual is not None)(
-        as_array(values), _or_nothing(residual), *_arrays(table), np.uint32(seed), as_array(scales), as_array(codes)
+        as_array(values), _or_nothing(residual), *table.arrays, np.uint32(seed), as_array(scales), as_array(codes)
     )
 
 
 def quantize_decode(codes: Tensor, scales: Tensor, table: Table, bits: int, out: Tensor, add: bool) -> None:
-    loops.quantize_decode(bits, add)(as_array(codes), as_array(scales), *_arrays(table), as_array(out))
+    loops.quantize_decode(bits, add)(as_array(codes), as_array(scales), *table.arrays, as_array(out))
 
 
 def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
@@ -41,12 +41,12 @@ def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
 
 def fp8_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
     cast_loops.fp8_encode(residual is not None)(
-        as_array(values), _or_nothing(residual), *_arrays(table), as_array(scales), as_array(codes)
+        as_array(values), _or_nothing(residual), *table.arrays, as_array(scales), as_array(codes)
     )
 
 
 def fp8_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
-    cast_loops.fp8_decode(add)(as_array(codes), as_array(scales), *_arrays(table), as_array(out))
+    cast_loops.fp8_decode(add)(as_array(codes), as_array(scales), *table.arrays, as_array(out))
 
 
 def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,3 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
 
 def _or_nothing(residual: Tensor | None) -> np.ndarray:
     return _NOTHING if residual is None else as_array(residual)
-
-
-def _arrays(table: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return as_array(table.starts), as_array(table.stops), as_array(table.offsets)

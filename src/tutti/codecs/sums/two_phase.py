@@ -22,6 +22,7 @@ class TwoPhaseSum(CodedSum):
     def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
         super().__init__(codec, places, numel, party)
         self._pieces = Runs.within(places, numel).cut(party.size)
+        self._packet_bytes = [codec.packet_bytes(runs.numel, runs) for _, runs in self._pieces]
         self._states = [
             self._start(runs.numel, (party.seed * party.size + party.rank) * party.size + piece, part)
             for piece, (part, runs) in enumerate(self._pieces)
@@ -59,8 +60,7 @@ class TwoPhaseSum(CodedSum):
         return message, transport.irecv(message, src)
 
     def _num_bytes(self, piece: int, exacts: list[Tensor]) -> int:
-        _, runs = self._pieces[piece]
-        return aligned(exacts[piece].nbytes) + self.codec.packet_bytes(runs.numel, runs)
+        return aligned(exacts[piece].nbytes) + self._packet_bytes[piece]
 
     def _message(self, piece: int, values: Tensor, exacts: list[Tensor]) -> Tensor:
         if values.is_meta:
