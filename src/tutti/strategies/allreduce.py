@@ -102,6 +102,7 @@ class AllReduceExchange(Exchange):
         start_s = self.transport.now()
         self._weights_known.wait()
         self._start_waiting()
+        self._mean.flush()
         for bucket, work in self._under_way:
             try:
                 work.wait()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import Codec
-from tutti.codecs.sums import CodedSum, Party, coded_sum
+from tutti.codecs.sums import PAUSE, CodedSum, Party, way_of
 from tutti.collectives import ALGORITHMS, Collective, all_gather, broadcast_all, butterfly, choices, run, share_json
 from tutti.collectives.hierarchical import hand_out, sum_within
 from tutti.collectives.mean import own_weight, share_weights, weigh
@@ -36,6 +36,8 @@ class CodedMean:
         self._across = transport.across if two_levels and isinstance(transport, HostsTransport) else transport
         self._exactly = _chosen(transport, algorithm)
         self._sums: dict[Bucket, CodedSum] = {}
+        self._open: list[_Opened] = []
+        self._num_pauses = way_of(codec).num_pauses
 
     def begin(self, weight: float) -> Work:
         self._weights = own_weight(weight, self._transport)
@@ -43,8 +45,22 @@ class CodedMean:
         return Finished()  # Steps are taken in order: nobody has to wait for these.
 
     def start(self, bucket: Bucket) -> Work:
+        """Take the first steps of this bucket, and the next of those before it: links are busy while ranks wait."""
         self._follow_buckets()
-        return self._transport.start(when_filled(bucket.flat, self._steps(bucket, self._weights)))
+        steps = when_filled(bucket.flat, self._steps(bucket, self._weights))
+        opened = _Opened(steps, self._num_pauses if bucket.values.numel() else 0)
+        self._open.append(opened)
+        self._advance()
+        return opened
+
+    def flush(self) -> None:
+        while self._open:
+            self._advance()
+
+    def _advance(self) -> None:
+        for opened in reversed(self._open):
+            opened.advance(self._transport)
+        self._open = [opened for opened in self._open if opened.parts_left]
 
     def finish(self, bucket: Bucket) -> None:
         return None
@@ -99,7 +115,7 @@ class CodedMean:
     def _new_sum(self, bucket: Bucket, across: Transport) -> CodedSum:
         places = tuple((start, tuple(slot.tensor.shape)) for start, slot in _coded_slots(bucket))
         party = Party(across.rank, across.size, bucket.values.device, seed=bucket.index)
-        return coded_sum(self._codec, places, bucket.values.numel(), party)
+        return way_of(self._codec)(self._codec, places, bucket.values.numel(), party)
 
     def state_dict(self) -> dict[str, Any]:
         """What is left out on every rank, by parameter, the same on all ranks. Collective."""
@@ -175,6 +191,34 @@ class CodedMean:
                     if name == slot.name:
                         saved[f"{what}@{start}"] = factor.clone()
             coded.load(saved)
+
+
+class _Opened(Work):
+    """Steps that are taken in parts, from pause to pause; done when all parts are."""
+
+    def __init__(self, steps: Steps, num_pauses: int) -> None:
+        self._steps = steps
+        self._parts: list[Work] = []
+        self.parts_left = num_pauses + 1
+
+    def advance(self, transport: Transport) -> None:
+        """Have the next part taken."""
+        self.parts_left -= 1
+        self._parts.append(transport.start(self._up_to_pause() if self.parts_left else self._steps))
+
+    def _up_to_pause(self) -> Steps:
+        for work in self._steps:
+            if work is PAUSE:
+                return
+            yield work
+
+    def done(self) -> bool:
+        return not self.parts_left and all(part.done() for part in self._parts)
+
+    def wait(self) -> None:
+        assert not self.parts_left, "flush comes before wait"
+        for part in self._parts:
+            part.wait()
 
 
 @dataclass

@@ -22,6 +22,10 @@ class Mean(Protocol):
 
     def start(self, bucket: Bucket) -> Work: ...
 
+    def flush(self) -> None:
+        """All buckets of this pass have been started: hold nothing back."""
+        ...
+
     def finish(self, bucket: Bucket) -> None:
         """Do what is left once the work that `start` gave is done."""
         ...
@@ -39,6 +43,9 @@ class DirectMean:
 
     def start(self, bucket: Bucket) -> Work:
         return self._transport.average(bucket.flat, self._weight)
+
+    def flush(self) -> None:
+        return None
 
     def finish(self, bucket: Bucket) -> None:
         return None
@@ -59,6 +66,9 @@ class CountedMean:
         weigh(bucket.flat, self._weights, self._transport.rank)
         return self._all_reduce(bucket.flat)
 
+    def flush(self) -> None:
+        return None
+
     def finish(self, bucket: Bucket) -> None:
         bucket.flat.div_(self._transport.size)
 
@@ -77,6 +87,9 @@ class SteppedMean:
 
     def start(self, bucket: Bucket) -> Work:
         return self._transport.start(when_filled(bucket.flat, self._steps(bucket.flat, self._weights)))
+
+    def flush(self) -> None:
+        return None
 
     def finish(self, bucket: Bucket) -> None:
         return None

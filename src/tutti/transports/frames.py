@@ -52,8 +52,16 @@ class Incoming:
         self.rest = memoryview(self.head)
         self.message: Message | None = None
         self.held = False  # Whether `message` waits in the network until it is asked for.
+        self._wakes_at = 1
+
+    def wake_at(self, num_bytes: int) -> None:
+        """Have the kernel say that there is something to read when there is so much."""
+        if num_bytes != self._wakes_at:
+            self._wakes_at = num_bytes
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def expect_header(self) -> None:
+        self.wake_at(1)
         self.message = None
         self.head = bytearray(HEADER.size)
         self.rest = memoryview(self.head)

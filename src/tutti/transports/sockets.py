@@ -25,6 +25,8 @@ from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster
 
 _EAGER_BYTES = 256 * 2**10
 _READS_AT_ONCE = 64
+_WORTH_WAKING_BYTES = 64 * 2**10
+"""A slow link brings a large message a frame at a time: whoever waits is woken once for so much of it."""
 _STALLED_SECONDS = 3.0
 
 
@@ -280,7 +282,9 @@ class Messenger:
                     return self._drop(incoming)
                 incoming.moved_at = self._moved_at[incoming.src] = self._moved_at[ANY] = time.monotonic()
                 incoming.rest = incoming.rest[count:]
-                if not incoming.rest.nbytes and not self._turn(incoming):
+                if incoming.rest.nbytes:
+                    incoming.wake_at(min(incoming.rest.nbytes, _WORTH_WAKING_BYTES))
+                elif not self._turn(incoming):
                     return
         except BlockingIOError:
             return
@@ -318,6 +322,7 @@ class Messenger:
             incoming.rest = self._keep(message)
         if not incoming.rest.nbytes:
             return self._turn(incoming)
+        incoming.wake_at(min(incoming.rest.nbytes, _WORTH_WAKING_BYTES))
         return True
 
     def _expects(self, src: int) -> bool:
@@ -405,6 +410,8 @@ class Messenger:
     def _look_after(self, work: Sending | Receiving, now: float) -> None:
         """Raise if whom this rank waits for will never answer."""
         peer = work.peer
+        for incoming in [it for it in self._incoming if not it.held]:
+            self._read(incoming)  # Perhaps not enough to be woken for, but it moves.
         if self._moved_at[peer] > now - 2 * WATCH_SECONDS:
             self.on_progress()
         if isinstance(work, Receiving) and self._may_still_come(peer, now):

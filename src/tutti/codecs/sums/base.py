@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tutti.codecs.base import CPU, Codec, Places, State
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Finished, Steps, Work
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,10 @@ class Party:
     device: torch.device = CPU
     seed: int = 0
     """Of what is drawn: another for every tensor."""
+
+
+PAUSE: Work = Finished()
+"""Yielded where steps have sent something and would only wait: others may be taken before they go on."""
 
 
 class CodedSum(ABC):
@@ -37,6 +41,9 @@ class CodedSum(ABC):
         self.party = party
         self.by_place: dict[str, Tensor] = {}
         """What is remembered of every element: residual, velocity."""
+
+    num_pauses: ClassVar[int] = 0
+    """How often its steps pause, on every rank."""
 
     @abstractmethod
     def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:

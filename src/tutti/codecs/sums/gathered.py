@@ -4,14 +4,19 @@ import torch
 from torch import Tensor
 
 from tutti.codecs.base import Codec, Places, State
-from tutti.codecs.sums.base import CodedSum, Party
+from tutti.codecs.sums.base import PAUSE, CodedSum, Party
 from tutti.codecs.sums.messages import aligned, join, room, split
 from tutti.transports import Transport
 from tutti.transports.base import Steps, Work
 
+_LENGTHS = 1
+"""Their tag: those of the next sum may be asked for before the messages of this one."""
+
 
 class GatheredSum(CodedSum):
     """Every rank sends its packet to all others, and adds up all packets in the order of ranks."""
+
+    num_pauses = 1
 
     def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
         super().__init__(codec, places, numel, party)
@@ -27,9 +32,10 @@ class GatheredSum(CodedSum):
         length = torch.tensor([message.numel()], device="cpu")
         sending: list[Work] = []
         for dst in others:  # The length goes ahead: nobody can know it.
-            sending += [transport.isend(length, dst), transport.isend(message, dst)]
+            sending += [transport.isend(length, dst, _LENGTHS), transport.isend(message, dst)]
         lengths = {src: torch.zeros(1, dtype=torch.int64, device="cpu") for src in others}
-        asked = {src: transport.irecv(lengths[src], src) for src in reversed(others)}
+        asked = {src: transport.irecv(lengths[src], src, _LENGTHS) for src in reversed(others)}
+        yield PAUSE
         arriving = {}
         for src in reversed(others):
             yield asked[src]

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tutti.codecs.base import Codec, Places, State
 from tutti.codecs.runs import Runs
-from tutti.codecs.sums.base import CodedSum, Party
+from tutti.codecs.sums.base import PAUSE, CodedSum, Party
 from tutti.codecs.sums.messages import aligned, join, room, split
 from tutti.collectives import parts
 from tutti.transports import Transport
@@ -18,6 +18,8 @@ class TwoPhaseSum(CodedSum):
     its sender, what the second leaves out with the owner: a rank never encodes its own piece for itself, so one
     residual holds both.
     """
+
+    num_pauses = 2
 
     def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
         super().__init__(codec, places, numel, party)
@@ -39,6 +41,7 @@ class TwoPhaseSum(CodedSum):
         arriving = {src: self._receive(mine, src, values, exacts, transport) for src in reversed(others)}
         for dst in others:
             sending.append(transport.isend(self._message(dst, values, exacts), dst))
+        yield PAUSE
         for src in sorted(others):  # In the order of ranks: sums have the same bits in every run.
             message, work = arriving[src]
             yield work
@@ -47,6 +50,7 @@ class TwoPhaseSum(CodedSum):
         arriving = {src: self._receive(src, src, values, exacts, transport) for src in reversed(others)}
         sending += [transport.isend(result, dst) for dst in others]
         self._take(result, mine, values, exacts, add=False)
+        yield PAUSE
         for src in reversed(others):
             message, work = arriving[src]
             yield work
