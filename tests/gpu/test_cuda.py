@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 import tutti
+from tutti.codecs import Cast, Codec, ErrorFeedback, LowRank, OneBit, Quantize, RandomK, Threshold, TopK
 from tutti.transports import Peer, ProcessGroupTransport, Roster
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -90,3 +91,34 @@ def test_scaler_clipping_and_compile() -> None:
     results = tutti.launch(scaled, workers=2)
     assert results[0] == results[1]
     assert results[0][1] == 1
+
+
+def train_coded(codec: Codec) -> list[torch.Tensor]:
+    world = tutti.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 100)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = tutti.AllReduce("ring", 100_000, ErrorFeedback(codec), exact_below=500)
+    generator = torch.Generator().manual_seed(world.rank)
+    with tutti.distribute(model, optimizer, strategy) as job:
+        for _ in range(4):
+            model(torch.randn(8, 64, generator=generator).cuda()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = job.state_dict()["exchange"]
+        assert state["elements"]["residual"].any()
+        job.load_state_dict(job.state_dict())
+        model(torch.randn(8, 64, generator=generator).cuda()).square().mean().backward()
+    return [p.detach().cpu() for p in model.parameters()] + [p.grad.cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [OneBit(), Cast("fp8"), Quantize(4), TopK(0.05), TopK(0.05, momentum=0.5), Threshold(), RandomK(), LowRank(2)],
+    ids=str,
+)
+def test_coded_gradients_on_a_gpu(codec: Codec) -> None:
+    one, other = tutti.launch(train_coded, codec, workers=2)
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.isfinite().all()
+        assert torch.equal(mine, theirs)

@@ -84,7 +84,7 @@ class _Trial:
 
     def __init__(self, codec: Codec, values: Tensor, out: Tensor) -> None:
         self.codec, self.values, self.out = codec, values, out
-        self.state = codec.start(values.numel(), 0)
+        self.state = codec.start(values.numel(), 0, values.device)
         self.samples: dict[str, list[float]] = {"encode": [], "decode": []}
         # The first packet tells what one call loses: later ones say what was left out before, too.
         self._encode()

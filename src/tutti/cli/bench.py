@@ -182,14 +182,15 @@ def fidelity(
 
 
 def _codecs_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="GB of float32 a second; error: squared, of one call", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("codec", "feedback", "encode", "decode", "both", "of copy", "bytes", "smaller", "error"):
-        table.add_column(heading, justify="left" if heading in ("codec", "feedback") else "right", no_wrap=True)
+    title = "GB of float32 a second, bare codecs and (+) with error feedback; error: squared, of one call"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("codec", "encode", "decode", "both", "of copy", "bytes", "smaller", "error"):
+        table.add_column(heading, justify="left" if heading == "codec" else "right", no_wrap=True)
     for row in rows:
         speeds = [f"{row['gb_per_s'][name]:.2f}" for name in ("encode", "decode", "both")]
         size = f"{row['packet_bytes']:,}", _times(row["ratio"])
-        feedback = "yes" if row["feedback"] else "no"
-        table.add_row(row["codec"], feedback, *speeds, f"{row['of_copy']:.0%}", *size, f"{row['error']:.2g}")
+        name = f"{row['codec']} +" if row["feedback"] else row["codec"]
+        table.add_row(name, *speeds, f"{row['of_copy']:.0%}", *size, f"{row['error']:.1e}")
     return table
 
 
