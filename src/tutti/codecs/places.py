@@ -1,6 +1,7 @@
-"""The places of a few values among many, in few bits: gaps between them, coded by Golomb-Rice.
+"""The places of a few values among many, in few bits: gaps between them, coded by exponential Golomb.
 
-Of the ways tried on the gaps of random places, this took the fewest bytes and the least time: see docs/codecs.md.
+Large values keep together, in some rows and columns, so that most gaps are short and some are long: this code has room
+for both. Others were tried: see docs/codecs.md.
 """
 
 import math
@@ -12,40 +13,43 @@ from torch import Tensor
 from tutti.codecs.packet import as_array
 from tutti.errors import PacketError
 
-WIDEST = 32
-"""The most low bits of a symbol."""
+HIGHEST_ORDER = 32
+_SAMPLE = 256
 
 
-def width_for(numel: int, count: int) -> int:
-    """How many low bits to write as they are, for `count` gaps that fill `numel`."""
-    mean = numel / max(1, count)
-    return max(0, math.floor(math.log2(max(1.0, mean * math.log(2)))))
+def order_for(symbols: np.ndarray) -> int:
+    """The order of the code that says these numbers in the fewest bits, judged by some of them."""
+    sample = symbols[:: max(1, len(symbols) // _SAMPLE)]
+    if not len(sample):
+        return 0
+    orders = np.arange(24)[:, None]
+    bits = np.floor(np.log2(sample + (1 << orders)))
+    return int((2 * bits - orders).sum(1).argmin())
 
 
 def coded_bytes(numel: int, density: float) -> int:
-    """About how many bytes the places of a share of `numel` elements take."""
+    """About how many bytes the places of a share of `numel` elements take, if they are anywhere."""
     count = max(1, round(density * numel))
-    width = width_for(numel, count)
-    return math.ceil(count * (width + 1 + (numel / count) / 2**width / 1.4) / 8)
+    return math.ceil(count * (math.log2(max(2.0, numel / count)) + 1.9) / 8)
 
 
-def encode_symbols(symbols: np.ndarray, width: int) -> np.ndarray:
-    """Bytes that say these numbers, the low `width` bits of each as they are."""
-    from tutti.codecs.kernels.sparse_loops import rice_encode  # Costs a compiler's import.
+def encode_symbols(symbols: np.ndarray, order: int) -> np.ndarray:
+    """Bytes that say these numbers, in the code of this order."""
+    from tutti.codecs.kernels.sparse_loops import golomb_encode  # Costs a compiler's import.
 
-    most = int((symbols >> width).sum()) + len(symbols) * (width + 1)
-    out = np.empty(most // 8 + 8, np.uint8)
-    return out[: rice_encode(symbols, width, out)]
+    longest = 2 * int(symbols.max(initial=0) + (1 << order)).bit_length()
+    out = np.empty(len(symbols) * longest // 8 + 8, np.uint8)
+    return out[: golomb_encode(symbols, order, out)]
 
 
-def decode_symbols(data: Tensor, count: int, width: int, most: int) -> np.ndarray:
+def decode_symbols(data: Tensor, count: int, order: int, most: int) -> np.ndarray:
     """The `count` numbers that all of `data` says, none above `most`. Raises `PacketError`."""
-    from tutti.codecs.kernels.sparse_loops import rice_decode
+    from tutti.codecs.kernels.sparse_loops import golomb_decode
 
-    if width > WIDEST or count > 8 * data.numel():  # Every symbol takes a bit or more.
-        raise PacketError(f"a packet that says {count} places in {data.numel()} bytes, {width} bits wide")
+    if order > HIGHEST_ORDER or count > 8 * data.numel():  # Every symbol takes a bit or more.
+        raise PacketError(f"a packet that says {count} places in {data.numel()} bytes, in a code of order {order}")
     symbols = np.empty(count, np.int64)
-    if not rice_decode(as_array(data.cpu().contiguous()), width, most, symbols):
+    if not golomb_decode(as_array(data.cpu().contiguous()), order, most, symbols):
         raise PacketError(f"a packet whose {data.numel()} bytes are not {count} places")
     return symbols
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tutti.codecs import kernels
 from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back
 from tutti.codecs.packet import HEADER, Header, floats, new_packet, read
-from tutti.codecs.places import coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, width_for
+from tutti.codecs.places import coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, order_for
 from tutti.codecs.runs import Runs
 from tutti.codecs.selection import about_largest
 from tutti.errors import ConfigError, PacketError
@@ -109,11 +109,11 @@ def _packet(places: Tensor, found: Tensor, finite: Tensor, tau: float, values: T
         places, found = places[finite], found[finite]
     sent, negative = places.cpu().numpy(), (found < 0).cpu().numpy()
     symbols = 2 * gaps(sent) + negative
-    width = width_for(values.numel(), len(sent)) + 1
-    coded = torch.from_numpy(encode_symbols(symbols, width))
+    order = order_for(symbols)
+    coded = torch.from_numpy(encode_symbols(symbols, order))
     fixed = _FIXED + 8 * len(odd)
     packet, payload = new_packet(
-        Header(_KIND, len(symbols), values.numel(), width), fixed + coded.numel(), values.device
+        Header(_KIND, len(symbols), values.numel(), order), fixed + coded.numel(), values.device
     )
     payload[:4].view(torch.float32).fill_(tau)
     payload[4:8].view(torch.int32).fill_(len(odd))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tutti.codecs.base import CPU, Codec, Packet, State, flat_float32, flat_view, give_back
 from tutti.codecs.packet import HEADER, Header, floats, new_packet, read
-from tutti.codecs.places import coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, width_for
+from tutti.codecs.places import coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, order_for
 from tutti.codecs.runs import Runs
 from tutti.codecs.selection import largest
 from tutti.errors import ConfigError, PacketError
@@ -101,10 +101,11 @@ class TopK(Codec):
 
 def pack(places: Tensor, values: Tensor, numel: int) -> Packet:
     """A packet of places and of bytes that say what is there."""
-    width = width_for(numel, len(places))
-    coded = torch.from_numpy(encode_symbols(gaps(places.cpu().numpy()), width))
+    steps = gaps(places.cpu().numpy())
+    order = order_for(steps)
+    coded = torch.from_numpy(encode_symbols(steps, order))
     room = -(-values.numel() // 8) * 8  # The places follow, aligned.
-    packet, payload = new_packet(Header(_KIND, len(places), numel, width), 8 + room + coded.numel(), values.device)
+    packet, payload = new_packet(Header(_KIND, len(places), numel, order), 8 + room + coded.numel(), values.device)
     payload[:8].view(torch.int64).fill_(values.numel())
     payload[8 : 8 + values.numel()] = values
     payload[8 + values.numel() : 8 + room] = 0

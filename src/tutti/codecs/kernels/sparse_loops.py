@@ -20,6 +20,10 @@ def _magnitude(value):  # type: ignore[no-untyped-def]
     return np.int32(np.float32(value).view(np.int32) & np.int32(0x7FFFFFFF))
 
 
+MOST_BITS = 40
+"""Of a symbol."""
+
+
 @cache
 def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
     """The places of values that are large enough, from `begin` on, while there is room for another block.
@@ -63,24 +67,18 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
 
 
 @compiled
-def rice_encode(symbols, width, out):  # type: ignore[no-untyped-def]
-    """Golomb-Rice: the low `width` bits of every symbol after as many ones as the rest counts, and a zero.
+def golomb_encode(symbols, order, out):  # type: ignore[no-untyped-def]
+    """Exponential Golomb: how many bits above `order` a symbol plus 2^order has, in ones and a zero; then its low bits.
 
     Returns the number of bytes.
     """
     buffer, filled, size = np.uint64(0), 0, 0
     for number in range(len(symbols)):
-        symbol = np.uint64(symbols[number])
-        ones = np.int64(symbol >> np.uint64(width))
-        while ones >= 24:
-            buffer |= np.uint64(0xFFFFFF) << np.uint64(filled)
-            filled += 24
-            ones -= 24
-            while filled >= 8:
-                out[size] = buffer & np.uint64(255)
-                buffer >>= np.uint64(8)
-                filled -= 8
-                size += 1
+        raised = np.uint64(symbols[number] + (np.int64(1) << np.int64(order)))
+        bits = order
+        while raised >> np.uint64(bits + 1):
+            bits += 1
+        ones = bits - order
         buffer |= ((np.uint64(1) << np.uint64(ones)) - np.uint64(1)) << np.uint64(filled)
         filled += ones + 1
         while filled >= 8:
@@ -88,8 +86,8 @@ def rice_encode(symbols, width, out):  # type: ignore[no-untyped-def]
             buffer >>= np.uint64(8)
             filled -= 8
             size += 1
-        buffer |= (symbol & ((np.uint64(1) << np.uint64(width)) - np.uint64(1))) << np.uint64(filled)
-        filled += width
+        buffer |= (raised & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1))) << np.uint64(filled)
+        filled += bits
         while filled >= 8:
             out[size] = buffer & np.uint64(255)
             buffer >>= np.uint64(8)
@@ -102,19 +100,19 @@ def rice_encode(symbols, width, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def rice_decode(data, width, most, symbols):  # type: ignore[no-untyped-def]
+def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
     """Read as many symbols as there is room for, none above `most`; whether that was all of `data`, and only that."""
     buffer, filled, at = np.uint64(0), 0, 0
     for number in range(len(symbols)):
-        ones = np.int64(0)
+        bits = np.int64(order)
         while True:
             while filled <= 48 and at < len(data):
                 buffer |= np.uint64(data[at]) << np.uint64(filled)
                 filled += 8
                 at += 1
             more = np.int64(_ONES_OF_BYTE[buffer & np.uint64(255)])
-            ones += more
-            if more >= filled or ones << np.int64(width) > most:
+            bits += more
+            if more >= filled or bits > MOST_BITS:
                 return False
             buffer >>= np.uint64(more)
             filled -= more
@@ -122,15 +120,16 @@ def rice_decode(data, width, most, symbols):  # type: ignore[no-untyped-def]
                 break
         buffer >>= np.uint64(1)
         filled -= 1
-        while filled < width and at < len(data):
+        while filled < bits and at < len(data):
             buffer |= np.uint64(data[at]) << np.uint64(filled)
             filled += 8
             at += 1
-        if filled < width:
+        if filled < bits:
             return False
-        symbol = (ones << np.int64(width)) | np.int64(buffer & ((np.uint64(1) << np.uint64(width)) - np.uint64(1)))
-        buffer >>= np.uint64(width)
-        filled -= width
+        low = buffer & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1))
+        symbol = np.int64(low | (np.uint64(1) << np.uint64(bits))) - (np.int64(1) << np.int64(order))
+        buffer >>= np.uint64(bits)
+        filled -= bits
         if symbol > most:
             return False
         symbols[number] = symbol
