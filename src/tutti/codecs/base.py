@@ -94,7 +94,10 @@ Places = tuple[tuple[int, tuple[int, ...]], ...]
 """Tensors that lie in a flat one: where each begins, and its shape."""
 
 Rounds = Generator[Tensor, None, State]
-"""Tensors to be summed over ranks, in place, each before the next is asked for; then the state to go on with."""
+"""Tensors to be summed over ranks, in place, each before the next is asked for; then the state to go on with.
+
+All of them may be divided by a number before they are handed back, and the result is then divided by it, once.
+"""
 
 
 @runtime_checkable

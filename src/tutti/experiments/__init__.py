@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
-from tutti.experiments import allreduce_mnist
+from tutti.experiments import allreduce_mnist, error_feedback
 from tutti.experiments.setting import Setting
 
-EXPERIMENTS: dict[str, Callable[[Setting], str]] = {"allreduce-mnist": allreduce_mnist.reproduce}
+EXPERIMENTS: dict[str, Callable[[Setting], str]] = {
+    "allreduce-mnist": allreduce_mnist.reproduce,
+    "error-feedback": error_feedback.reproduce,
+}
 """By name: each does its work, puts figures and numbers into the setting's folder and returns a report in Markdown."""
 
 __all__ = ["EXPERIMENTS", "Setting"]

@@ -23,8 +23,8 @@ from tutti.transports.base import Finished, Steps
 class CodedMean:
     """Sums bucket after bucket, step by step, beside backward; between hosts only, where ranks share them.
 
-    Residuals are in units of the mean: each rank's gradient counts by its share before it is encoded. So what is left
-    out can be handed to other ranks, or to more or fewer of them, and counts the same.
+    What is left out is moved and saved in units of the mean, as each rank's share of it: so it counts the same in the
+    hands of other ranks, and of more or fewer of them.
     """
 
     def __init__(self, replica: Replica, transport: Transport, codec: Codec, algorithm: str) -> None:
@@ -72,14 +72,14 @@ class CodedMean:
             yield from self._exactly(flat.nbytes).steps(flat, self._transport)
             flat.div_(size)
             return
-        bucket.values.div_(size)
         if self._within is not None:
             yield from sum_within(flat, self._within)
         if self._across is not None:
             yield from self._coded(bucket, self._across)
+        else:  # Its host's leader pauses so often: what they do together stays in one order.
+            yield from [PAUSE] * self._num_pauses
         if self._within is not None:
             yield from hand_out(flat, self._within)
-        bucket.exact.div_(size)
 
     def _coded(self, bucket: Bucket, across: Transport) -> Steps:
         values = bucket.values
@@ -114,7 +114,7 @@ class CodedMean:
 
     def _new_sum(self, bucket: Bucket, across: Transport) -> CodedSum:
         places = tuple((start, tuple(slot.tensor.shape)) for start, slot in _coded_slots(bucket))
-        party = Party(across.rank, across.size, bucket.values.device, seed=bucket.index)
+        party = Party(across.rank, across.size, self._transport.size, bucket.values.device, seed=bucket.index)
         return way_of(self._codec)(self._codec, places, bucket.values.numel(), party)
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class CodedMean:
         kept = Remembered()
         for bucket, coded in self._sums.items():
             slots = dict(_coded_slots(bucket))
-            for key, flat in coded.by_place.items():
+            for key, flat in coded.shares().items():
                 of_key = kept.elements.setdefault(key, {})
                 of_key |= {slot.name: flat[start : start + slot.tensor.numel()] for start, slot in slots.items()}
             for key, value in coded.save().items():
@@ -182,14 +182,15 @@ class CodedMean:
     def _remember(self, kept: "Remembered") -> None:
         for bucket, coded in self._sums.items():
             saved = dict(kept.common)
+            shares = {key: torch.zeros_like(coded.by_place[key]) for key in kept.elements}
             for start, slot in _coded_slots(bucket):
-                for key, flat in coded.by_place.items():
-                    if key in kept.elements:
-                        flat[start : start + slot.tensor.numel()] = kept.elements[key][slot.name]
+                for key, flat in shares.items():
+                    flat[start : start + slot.tensor.numel()] = kept.elements[key][slot.name]
                 for key, factor in kept.factors.items():
                     what, _, name = key.partition("@")
                     if name == slot.name:
                         saved[f"{what}@{start}"] = factor.clone()
+            coded.take_shares(shares)
             coded.load(saved)
 
 

@@ -18,6 +18,8 @@ class Party:
 
     rank: int
     size: int
+    divisor: float = 1.0
+    """By what the sum is divided: the number of ranks whose gradients are in it, for a mean."""
     device: torch.device = CPU
     seed: int = 0
     """Of what is drawn: another for every tensor."""
@@ -28,10 +30,10 @@ PAUSE: Work = Finished()
 
 
 class CodedSum(ABC):
-    """A codec at work on one flat tensor: every rank ends with the same bits, close to the sum over ranks.
+    """A codec at work on one flat tensor: every rank ends with the same bits, close to the sum over ranks, divided.
 
-    What it remembers belongs to places in the tensor (`by_place`), so that it can move with them when tensors are put
-    together differently or ranks come and go: the sum over ranks of what is remembered is what matters.
+    What it remembers belongs to places in the tensor, so that it can move with them when tensors are put together
+    differently or ranks come and go: what matters is the sum over ranks of what `shares` says.
     """
 
     def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
@@ -40,14 +42,14 @@ class CodedSum(ABC):
         self.numel = numel
         self.party = party
         self.by_place: dict[str, Tensor] = {}
-        """What is remembered of every element: residual, velocity."""
+        """What is remembered of every element, residual and velocity, as the codec has it."""
 
     num_pauses: ClassVar[int] = 0
     """How often its steps pause, on every rank."""
 
     @abstractmethod
     def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
-        """Replace flat `values` by about their sum over ranks, and flat `exact` by precisely that.
+        """Replace flat `values` by about their sum over ranks, divided, and flat `exact` by precisely that.
 
         `values` are float32, or have sizes alone.
         """
@@ -55,6 +57,15 @@ class CodedSum(ABC):
     @abstractmethod
     def states(self) -> list[State]:
         """What is remembered beside `by_place`, of every tensor that is encoded by itself."""
+
+    def shares(self) -> dict[str, Tensor]:
+        """What is remembered of every element, as a part of the result: divided as that is."""
+        return {key: flat / self.party.divisor for key, flat in self.by_place.items()}
+
+    def take_shares(self, shares: dict[str, Tensor]) -> None:
+        """Remember this, as `shares` says it."""
+        for key, flat in shares.items():
+            self.by_place[key].copy_(flat).mul_(self.party.divisor)
 
     def save(self) -> dict[str, Any]:
         """What is remembered beside that, alike on all ranks: the number of steps, and factors as "what@place"."""

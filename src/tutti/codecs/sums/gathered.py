@@ -65,3 +65,5 @@ class GatheredSum(CodedSum):
                 exact.add_(numbers)
             else:
                 exact.copy_(numbers)
+        values.div_(self.party.divisor)
+        exact.div_(self.party.divisor)

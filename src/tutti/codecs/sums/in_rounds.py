@@ -28,11 +28,11 @@ class SumInRounds(CodedSum):
         if values.is_meta:
             sizes = linear.round_sizes(self.places)
             for size in [sizes[0] + exact.numel(), *sizes[1:]]:
-                yield from _sum(cast(Tensor, Extent(size, torch.float32, 4)), transport)
+                yield from self._mean(cast(Tensor, Extent(size, torch.float32, 4)), transport)
             return
         with_first = exact.dtype == torch.float32  # In one sum, to wait once.
         if not with_first:
-            yield from _sum(exact, transport)
+            yield from self._mean(exact, transport)
         rounds = linear.rounds(values, self.places, self._state)
         while True:
             try:
@@ -42,13 +42,14 @@ class SumInRounds(CodedSum):
                 return
             if with_first:
                 joined = torch.cat([summands, exact])
-                yield from _sum(joined, transport)
+                yield from self._mean(joined, transport)
                 summands.copy_(joined[: summands.numel()])
                 exact.copy_(joined[summands.numel() :])
                 with_first = False
             else:
-                yield from _sum(summands, transport)
+                yield from self._mean(summands, transport)
 
-
-def _sum(summands: Tensor, transport: Transport) -> Steps:
-    return cheapest(transport.size, summands.nbytes)(summands, transport)
+    def _mean(self, summands: Tensor, transport: Transport) -> Steps:
+        """Every round is divided: what is linear comes out divided once, and a basis has no length."""
+        yield from cheapest(transport.size, summands.nbytes)(summands, transport)
+        summands.div_(self.party.divisor)
