@@ -44,7 +44,7 @@ class LowRank(Codec):
         rank: columns of P and rows of Q.
     """
 
-    rank: int = 4
+    rank: int = 2
     name = "lowrank"
     linear = True
 

@@ -26,7 +26,7 @@ class RandomK(Codec):
         density: the share of values to send.
     """
 
-    density: float = 0.25
+    density: float = 0.5
     name = "randomk"
     linear = True
 
