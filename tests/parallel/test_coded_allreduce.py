@@ -110,6 +110,27 @@ def test_hosts_with_several_ranks(codec: str, algorithm: str, size: int, transpo
         assert results[1][1] < results[0][1] / 4
 
 
+@pytest.mark.parametrize("codec", KINDS)
+@pytest.mark.parametrize("transport", ["process_group", "hosts", "simulated", "simulated_hosts"])
+def test_buckets_of_all_kinds_side_by_side(codec: str, transport: str) -> None:
+    """Some to be encoded, some of small tensors alone, some of running statistics, all under way at once."""
+
+    def train(world: World) -> list[Tensor]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Tanh()) for _ in range(4)]
+        model = nn.Sequential(*blocks, nn.Linear(40, 6))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.linspace(-0.2, 0.2, parameter.numel()).view(parameter.shape))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = AllReduce("native", 100, ErrorFeedback(CODECS[codec]), exact_below=100)
+        with distribute(model, optimizer, strategy, world=world):
+            go(world, model, optimizer, range(4))
+        return [*(p.detach() for p in model.parameters()), *model.buffers()]
+
+    assert_same_bits(run_ok(train, size=4, transport=transport))
+
+
 @every_codec
 def test_what_was_sent_and_what_is_left_is_what_there_was(codec: str) -> None:
     """Over a run: the sum of the means, and of the residuals of all ranks, is the sum of the exact means."""

@@ -9,8 +9,8 @@ from tutti.codecs.sums.messages import aligned, join, room, split
 from tutti.transports import Transport
 from tutti.transports.base import Steps, Work
 
-_LENGTHS = 1
-"""Their tag: those of the next sum may be asked for before the messages of this one."""
+_LENGTHS, _PACKETS = 1, 2
+"""Their tags: lengths of the next sum, and what is summed exactly, may be asked for before the packets of this one."""
 
 
 class GatheredSum(CodedSum):
@@ -32,7 +32,7 @@ class GatheredSum(CodedSum):
         length = torch.tensor([message.numel()], device="cpu")
         sending: list[Work] = []
         for dst in others:  # The length goes ahead: nobody can know it.
-            sending += [transport.isend(length, dst, _LENGTHS), transport.isend(message, dst)]
+            sending += [transport.isend(length, dst, _LENGTHS), transport.isend(message, dst, _PACKETS)]
         lengths = {src: torch.zeros(1, dtype=torch.int64, device="cpu") for src in others}
         asked = {src: transport.irecv(lengths[src], src, _LENGTHS) for src in reversed(others)}
         yield PAUSE
@@ -40,7 +40,7 @@ class GatheredSum(CodedSum):
         for src in reversed(others):
             yield asked[src]
             there = room(int(lengths[src]), values)
-            arriving[src] = there, transport.irecv(there, src)
+            arriving[src] = there, transport.irecv(there, src, _PACKETS)
         messages = {mine: message}
         for src in reversed(others):
             messages[src], work = arriving[src]

@@ -10,6 +10,9 @@ from tutti.collectives import parts
 from tutti.transports import Transport
 from tutti.transports.base import Steps, Work
 
+_PIECES, _SUMS = 1, 2
+"""Tags of the two phases: those of several sums overlap."""
+
 
 class TwoPhaseSum(CodedSum):
     """Every rank owns a piece. It gets that piece of all others, encoded, adds up, encodes the sum and sends it to all.
@@ -40,7 +43,7 @@ class TwoPhaseSum(CodedSum):
         sending: list[Work] = []
         arriving = {src: self._receive(mine, src, values, exacts, transport) for src in reversed(others)}
         for dst in others:
-            sending.append(transport.isend(self._message(dst, values, exacts), dst))
+            sending.append(transport.isend(self._message(dst, values, exacts), dst, _PIECES))
         yield PAUSE
         for src in sorted(others):  # In the order of ranks: sums have the same bits in every run.
             message, work = arriving[src]
@@ -50,7 +53,7 @@ class TwoPhaseSum(CodedSum):
         exacts[mine].div_(self.party.divisor)
         result = self._message(mine, values, exacts)
         arriving = {src: self._receive(src, src, values, exacts, transport) for src in reversed(others)}
-        sending += [transport.isend(result, dst) for dst in others]
+        sending += [transport.isend(result, dst, _SUMS) for dst in others]
         self._take(result, mine, values, exacts, add=False)
         yield PAUSE
         for src in reversed(others):
@@ -77,7 +80,7 @@ class TwoPhaseSum(CodedSum):
         self, piece: int, src: int, values: Tensor, exacts: list[Tensor], transport: Transport
     ) -> tuple[Tensor, Work]:
         message = room(self._num_bytes(piece, exacts), values)
-        return message, transport.irecv(message, src)
+        return message, transport.irecv(message, src, _PIECES if piece == self.party.rank else _SUMS)
 
     def _num_bytes(self, piece: int, exacts: list[Tensor]) -> int:
         return aligned(exacts[piece].nbytes) + self._packet_bytes[piece]
