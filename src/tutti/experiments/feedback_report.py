@@ -38,7 +38,7 @@ def _accuracy(result: dict[str, Any]) -> str:
     exact_mean = statistics.mean(exact)
     lines = [
         f"## Test accuracy: {plan['accuracy_of']}, {plan['epochs']} epochs, seeds {_listed(plan['seeds'])}\n",
-        f"Uncompressed: {_percent(exact)}. In brackets the difference from that, in points.\n",
+        f"Uncompressed: {_percent(exact)}. In brackets the difference from that, in points; bare with one seed.\n",
         "| codec | KB a step and rank | with feedback | bare |",
         "| --- | ---: | ---: | ---: |",
     ]

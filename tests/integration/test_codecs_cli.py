@@ -1,0 +1,104 @@
+"""Codecs at the command line: train, simulate, bench and reproduce."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from command import Call
+from tutti.bench.worth import GAIN, Worth
+from tutti.codecs import CODECS
+from tutti.launch.lab import missing
+
+REFUSED = {
+    "a codec nobody knows": (["train", "digits", "--strategy", "ring+onbit"], r"unknown codec 'onbit'.*'onebit'"),
+    "too dense": (["train", "digits", "--strategy", "ring+topk:2"], r"density must be above 0 and at most 1, got 2"),
+    "no bits": (["train", "digits", "--strategy", "ring+quantize:3"], r"bits must be one of 8, 4, 2, got 3"),
+    "a negative threshold": (["train", "digits", "--strategy", "ring+threshold:-1"], r"tau must be above 0 .*got -1"),
+    "no rank": (
+        ["train", "digits", "--strategy", "ring+lowrank:0"],
+        r"rank must be a whole number of 1 or more, got 0",
+    ),
+    "half a chain": (["train", "digits", "--strategy", "ring+onebit+topk"], r"Chain joins one that selects"),
+    "a model nobody knows": (["bench", "worth", "digit"], r"unknown model 'digit'\. Did you mean 'digits'"),
+    "two places": (["bench", "worth", "--lab", "hosts=2", "-n", "2"], r"give --workers or --lab, not both"),
+    "a codec where it does not go": (["bench", "worth", "--strategy", "ring+onebit"], r"codecs go into --codecs"),
+    "a codec that cannot be timed": (["bench", "worth", "--codecs", "onebit,x"], r"unknown codec 'x'"),
+    "a device nobody knows": (["bench", "codecs", "--device", "tpu"], r"--device takes cpu or cuda, got 'tpu'"),
+    "too small": (["bench", "codecs", "--size", "1KiB"], r"--size takes a row of 4096 bytes or more"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(words: list[str], message: str, call: Call, tmp_path: Path) -> None:
+    ended = call(*words)
+    assert ended.status == 2, ended
+    assert re.search(message, ended.err), ended.err
+    assert "Traceback" not in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_and_simulate(call: Call, tmp_path: Path) -> None:
+    """Both learn, and send as much; the same bits are the business of other tests."""
+    sent = {}
+    for name, words in {
+        "real": ["train", "digits", "-n", "2", "--strategy", "ring:exact_below=100+onebit"],
+        "virtual": ["simulate", "digits", "-n", "2", "--strategy", "ring:exact_below=100+onebit"],
+    }.items():
+        ended = call(*words, "--epochs", "3", "--name", name)
+        assert ended.status == 0, ended.err
+        lines = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        last = [line for line in lines if line.get("kind") == "epoch"][-1]
+        assert last["accuracy"] > 0.7
+        sent[name] = last["bytes_sent"]
+    assert sent["real"] == sent["virtual"]
+
+
+def test_bench_codecs(call: Call, tmp_path: Path) -> None:
+    ended = call("bench", "codecs", "--size", "256KiB", "--rounds", "1", "--json", "codecs.json")
+    assert ended.status == 0, ended.err
+    result = json.loads((tmp_path / "codecs.json").read_text())
+    names = {row["codec"].partition(":")[0] for row in result["rows"]}
+    assert names >= CODECS.keys()
+    for row in result["rows"]:
+        assert all(speed > 0 for speed in row["gb_per_s"].values())
+        assert 0 <= row["error"] < 2
+        assert row["packet_bytes"] < row["num_bytes"]
+    assert "copy_ of it" in ended.out
+
+
+def test_bench_worth(call: Call, tmp_path: Path) -> None:
+    place = ["--lab", "hosts=2,rate=100mbit"] if missing() is None else ["--workers", "2"]
+    ended = call(
+        "bench", "worth", "mlp-0.1M", *place, "--codecs", "onebit,lowrank", "--rounds", "1", "--json", "it.json"
+    )
+    assert ended.status == 0, ended.err
+    found = json.loads((tmp_path / "it.json").read_text())
+    assert found["seconds"].keys() == {"solo", "ddp", "ring", "ring+onebit", "ring+lowrank"}
+    assert found["bytes_sent"]["ring"] > 10 * found["bytes_sent"]["ring+onebit"]
+    verdict = ended.out.strip().splitlines()[-1]
+    assert verdict.removeprefix("use ") == found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("codec_s", "says"),
+    [(0.5, "ring+onebit: 2.0 times as fast as ring."), (1.2, "Do not compress here."), (1 / GAIN + 0.01, "none: ")],
+)
+def test_the_verdict_may_be_none(codec_s: float, says: str) -> None:
+    seconds = {"solo": 0.1, "ddp": 1.1, "ring": 1.0, "ring+fp16": 1.3, "ring+onebit": codec_s}
+    sent = {"ring": 4000.0, "ring+fp16": 2000.0, "ring+onebit": 130.0}
+    assert says in Worth("digits", 1000, 2, seconds, sent, "ring").verdict()
+
+
+def test_reproduce_error_feedback_quickly(call: Call, tmp_path: Path) -> None:
+    ended = call("reproduce", "error-feedback", "--quick", "--name", "again")
+    assert ended.status == 0, ended.err
+    folder = tmp_path / "runs" / "again"
+    report = (folder / "report.md").read_text()
+    assert re.search(r"\| onebit \| \d+ \| \d\d\.\d\d % \([+-]", report)
+    for figure in re.findall(r"\]\((\S+\.png)\)", report):
+        assert (folder / figure).stat().st_size > 10_000
+    result = json.loads((folder / "results.json").read_text())
+    assert len(result["accuracy"]) == 5
+    assert all(row["reports"] for row in result["curves"])
