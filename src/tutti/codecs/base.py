@@ -50,8 +50,10 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
-        """Overwrite `out` with what `packet` says, or add it.
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
+        """Overwrite `out` with what `packet` says, times `scale`, or add that.
 
         Raises `PacketError`, and leaves `out` alone, if the packet is not one that this codec makes for such a tensor.
         """

@@ -52,7 +52,9 @@ class Cast(Codec):
             kernels.of(values.device).fp8_encode(values, residual, table, scales, codes)
         return packet, state
 
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
         scaled = of_rows(out, runs) if self.to == "fp8" else None
         count = len(scaled) if scaled is not None else 0
         header, payload = read(packet, _KIND, out.numel())
@@ -64,12 +66,14 @@ class Cast(Codec):
             aligned = payload.clone() if payload.storage_offset() % 2 else payload
             numbers = aligned.view(_DTYPES[self.to])
             if add:
-                flat.add_(numbers)
+                flat.add_(numbers, alpha=scale)
             else:
                 flat.copy_(numbers)
+                if scale != 1:
+                    flat.mul_(scale)
         else:
             table = scaled.table(8, out.device)
-            kernels.of(flat.device).fp8_decode(payload[4 * count :], floats(payload, count), table, flat, add)
+            kernels.of(flat.device).fp8_decode(payload[4 * count :], floats(payload, count, scale), table, flat, add)
         give_back(flat, out)
 
     def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:

@@ -48,10 +48,12 @@ class Chain(Codec):
             residual.scatter_(0, places.long(), rest)
         return pack(places, inner, tensor.numel()), {**state, **{f"second.{k}": v for k, v in own.items()}}
 
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
         places, inner = unpack(packet, out.numel())
         found = torch.empty(len(places), device=out.device)
-        self.second.decode(inner, found)
+        self.second.decode(inner, found, scale=scale)
         put(places, found, out, add)
 
     def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:

@@ -41,8 +41,10 @@ class ErrorFeedback(Codec):
         packet, inner = self.inner.encode(tensor, state, residual=kept, runs=runs)
         return packet, {**inner, "residual": kept}
 
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
-        self.inner.decode(packet, out, runs=runs, add=add)
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
+        self.inner.decode(packet, out, runs=runs, add=add, scale=scale)
 
     def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
         return self.inner.packet_bytes(numel, runs)

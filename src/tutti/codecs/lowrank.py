@@ -73,7 +73,9 @@ class LowRank(Codec):
         payload.view(torch.float32).copy_(numbers)
         return packet, state
 
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
         header, payload = read(packet, _KIND, out.numel())
         sizes = [size for size in self.round_sizes(((0, tuple(out.shape)),)) if size]
         expect("rounds", header.parameter, max(1, len(sizes)))
@@ -88,9 +90,9 @@ class LowRank(Codec):
             numbers = said.view(-1)
         flat = flat_view(out)
         if add:
-            flat += numbers
+            flat.add_(numbers, alpha=scale)
         else:
-            flat.copy_(numbers)
+            torch.mul(numbers, scale, out=flat)
         give_back(flat, out)
 
     def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None = None) -> Rounds:

@@ -32,7 +32,9 @@ class OneBit(Codec):
         kernels.of(values.device).onebit_encode(values, residual, table, scales, codes)
         return packet, state
 
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
         runs = of_rows(out, runs)
         header, payload = read(packet, _KIND, out.numel())
         count, table = len(runs), runs.table(1, out.device)
@@ -40,7 +42,7 @@ class OneBit(Codec):
         expect("parameter", header.parameter, 0)
         expect("payload bytes", payload.numel(), 8 * count + table.num_bytes)
         flat = flat_view(out)
-        kernels.of(flat.device).onebit_decode(payload[8 * count :], floats(payload, 2 * count), table, flat, add)
+        kernels.of(flat.device).onebit_decode(payload[8 * count :], floats(payload, 2 * count, scale), table, flat, add)
         give_back(flat, out)
 
     def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:

@@ -77,10 +77,11 @@ def expect(what: str, got: int, wanted: int) -> None:
         raise PacketError(f"a packet with {what} {got}, wanted {wanted}")
 
 
-def floats(payload: Tensor, count: int) -> Tensor:
-    """The first `count` float32 of a payload, in place where memory allows it."""
+def floats(payload: Tensor, count: int, scale: float = 1.0) -> Tensor:
+    """The first `count` float32 of a payload, times `scale`; in place where that is 1 and memory allows it."""
     part = payload[: 4 * count]
-    return part.clone().view(torch.float32) if part.storage_offset() % 4 else part.view(torch.float32)
+    numbers = part.clone().view(torch.float32) if part.storage_offset() % 4 else part.view(torch.float32)
+    return numbers if scale == 1 else numbers * scale
 
 
 def as_array(tensor: Tensor) -> np.ndarray:

@@ -57,7 +57,9 @@ class Quantize(Codec):
         kernels.of(values.device).quantize_encode(values, residual, table, self.bits, seed, scales, codes)
         return packet, {**state, "step": state["step"] + 1}
 
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
         runs = of_rows(out, runs).blocks(self.block)
         header, payload = read(packet, _KIND, out.numel())
         count, table = len(runs), runs.table(self.bits, out.device)
@@ -66,7 +68,7 @@ class Quantize(Codec):
         expect("payload bytes", payload.numel(), 4 * count + table.num_bytes)
         flat = flat_view(out)
         kernels.of(flat.device).quantize_decode(
-            payload[4 * count :], floats(payload, count), table, self.bits, flat, add
+            payload[4 * count :], floats(payload, count, scale), table, self.bits, flat, add
         )
         give_back(flat, out)
 

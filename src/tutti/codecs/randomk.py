@@ -48,12 +48,14 @@ class RandomK(Codec):
         payload.view(torch.float32).copy_(found)
         return packet, {"step": state["step"] + 1}
 
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
         header, payload = read(packet, _KIND, out.numel())
         count = self._count(out.numel())
         expect("values", header.count, count)
         expect("payload bytes", payload.numel(), 4 * count)
-        put(self._choose(header.parameter, out), floats(payload, count), out, add)
+        put(self._choose(header.parameter, out), floats(payload, count, scale), out, add)
 
     def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None = None) -> Rounds:
         chosen = self._choose(state["step"], values)

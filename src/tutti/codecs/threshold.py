@@ -58,11 +58,13 @@ class Threshold(Codec):
             residual.scatter_(0, places.long(), torch.where(finite, found - tau * torch.sign(found), 0.0))
         return _packet(places, found, finite, tau, values), state
 
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
         header, payload = read(packet, _KIND, out.numel())
         if payload.numel() < _FIXED:
             raise PacketError(f"a packet with {payload.numel()} bytes of payload, wanted {_FIXED} or more")
-        tau = floats(payload, 1)
+        tau = floats(payload, 1, scale)
         num_odd = int(payload[4:8].cpu().clone().view(torch.int32))
         fixed = _FIXED + 8 * num_odd
         if num_odd < 0 or payload.numel() < fixed:

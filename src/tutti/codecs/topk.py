@@ -72,11 +72,13 @@ class TopK(Codec):
         said = found.view(torch.uint8) if len(found) else found.to(torch.uint8)  # Nothing at all has no strides.
         return pack(places, said, tensor.numel()), state
 
-    def decode(self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False) -> None:
+    def decode(
+        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+    ) -> None:
         places, rest = unpack(packet, out.numel())
         if rest.numel() != 4 * len(places):
             raise PacketError(f"a packet of {len(places)} places with {rest.numel()} bytes of values")
-        put(places, floats(rest, len(places)), out, add)
+        put(places, floats(rest, len(places), scale), out, add)
 
     def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
         return HEADER.size + 8 + 4 * math.ceil(self.density * numel) + coded_bytes(numel, self.density)

@@ -1,7 +1,7 @@
 """Seide et al. (2014) and Strom (2015): gradients in few bits, with what is left out added next time, and without.
 
-MNIST to the end with every codec, with feedback over several seeds and bare with one; and learning curves of an image and a text
-recipe. The sentence behind it: a gradient may be said in one bit if the error is carried forward.
+MNIST to the end with every codec, with feedback over several seeds and bare with one; and learning curves of an image
+and a text recipe. The sentence behind it: a gradient may be said in one bit if the error is carried forward.
 """
 
 import json

@@ -60,10 +60,9 @@ class GatheredSum(CodedSum):
         pieces = [split(message, exact) for message in messages]
         values.zero_()
         for number, (packet, numbers) in enumerate(pieces):
-            self.codec.decode(packet, values, add=True)
+            self.codec.decode(packet, values, add=True, scale=1 / self.party.divisor)
             if number:
                 exact.add_(numbers)
             else:
                 exact.copy_(numbers)
-        values.div_(self.party.divisor)
         exact.div_(self.party.divisor)

@@ -1,5 +1,6 @@
 """The sum in two phases: pieces to their owners, sums of pieces to everyone."""
 
+import torch
 from torch import Tensor
 
 from tutti.codecs.base import Codec, Places, State
@@ -19,7 +20,7 @@ class TwoPhaseSum(CodedSum):
 
     That is 2 (P-1)/P of a packet from every rank (Seide et al. 2014). What the first encoding leaves out stays with
     its sender, what the second leaves out with the owner: a rank never encodes its own piece for itself, so one
-    residual holds both. The owner divides, before it encodes: its own piece of the residual is divided already.
+    residual holds both.
     """
 
     num_pauses = 2
@@ -49,8 +50,6 @@ class TwoPhaseSum(CodedSum):
             message, work = arriving[src]
             yield work
             self._take(message, mine, values, exacts, add=True)
-        self._own(values).div_(self.party.divisor)
-        exacts[mine].div_(self.party.divisor)
         result = self._message(mine, values, exacts)
         arriving = {src: self._receive(src, src, values, exacts, transport) for src in reversed(others)}
         sending += [transport.isend(result, dst, _SUMS) for dst in others]
@@ -61,20 +60,6 @@ class TwoPhaseSum(CodedSum):
             yield work
             self._take(message, src, values, exacts, add=False)
         yield from sending
-
-    def shares(self) -> dict[str, Tensor]:
-        shares = super().shares()
-        for flat in shares.values():
-            self._own(flat).mul_(self.party.divisor)
-        return shares
-
-    def take_shares(self, shares: dict[str, Tensor]) -> None:
-        super().take_shares(shares)
-        for flat in self.by_place.values():
-            self._own(flat).div_(self.party.divisor)
-
-    def _own(self, flat: Tensor) -> Tensor:
-        return flat[self._pieces[self.party.rank][0]]
 
     def _receive(
         self, piece: int, src: int, values: Tensor, exacts: list[Tensor], transport: Transport
@@ -97,8 +82,9 @@ class TwoPhaseSum(CodedSum):
             return
         part, runs = self._pieces[piece]
         packet, exact = split(message, exacts[piece])
-        self.codec.decode(packet, values[part], runs=runs, add=add)
         if add:
+            self.codec.decode(packet, values[part], runs=runs, add=True)
             exacts[piece].add_(exact)
         else:
-            exacts[piece].copy_(exact)
+            self.codec.decode(packet, values[part], runs=runs, scale=1 / self.party.divisor)
+            torch.div(exact, self.party.divisor, out=exacts[piece])
