@@ -480,7 +480,7 @@ _MISTAKES: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: ErrorFeedback(OneBit), ["OneBit()", "got <class"]),
     (lambda: Chain(OneBit(), TopK()), ["Chain(TopK(), Quantize())", "got Chain(OneBit()"]),
     (lambda: Chain(TopK(), TopK()), ["Chain(TopK(), Quantize())", "got Chain(TopK("]),
-    (lambda: Chain(TopK(), LowRank()), ["got Chain(TopK(", "LowRank(rank=4)"]),
+    (lambda: Chain(TopK(), LowRank()), ["got Chain(TopK(", "LowRank(rank=2)"]),
     (lambda: Chain(TopK(), ErrorFeedback(OneBit())), ["got Chain(TopK(", "ErrorFeedback"]),
     (lambda: Chain(TopK(), Chain(TopK(), OneBit())), ["got Chain(TopK("]),
     (lambda: TopK(momentum=0.9).encode(torch.ones(8), TopK(momentum=0.9).start(8)), ["momentum", "ErrorFeedback("]),

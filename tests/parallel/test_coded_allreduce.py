@@ -380,7 +380,7 @@ def net_without_values() -> nn.Sequential:
     [
         "ring+onebit",
         "native+topk:0.02",
-        "hierarchical:bucket_bytes=1000,exact_below=5+lowrank:2",
+        "hierarchical:bucket_bytes=1000,exact_below=5+lowrank:3",
         "ring+fp8:feedback=0",
     ],
 )
