@@ -136,6 +136,18 @@ def test_packets_lie_anywhere(codec: Codec) -> None:
     assert same_bits(decoded(codec, spread, (40, 50)), expected)
 
 
+@every_bare
+def test_decoding_scales(codec: Codec) -> None:
+    packet, _ = encoded(codec, gradient((17, 300)))
+    whole = decoded(codec, packet, (17, 300))
+    out = torch.full((17, 300), 100.0)
+    codec.decode(packet, out, scale=0.25)
+    assert torch.equal(out, 0.25 * whole)
+    out.zero_()
+    codec.decode(packet, out, add=True, scale=0.25)
+    assert torch.equal(out, 0.25 * whole)
+
+
 def test_linear_ones_have_rounds() -> None:
     assert all(codec.linear == isinstance(codec, Linear) for codec in BARE.values())
 
