@@ -136,6 +136,21 @@ def test_packets_lie_anywhere(codec: Codec) -> None:
     assert same_bits(decoded(codec, spread, (40, 50)), expected)
 
 
+@every_with_feedback
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_whatever_the_default_dtype_is(codec: Codec, dtype: torch.dtype) -> None:
+    tensor = gradient((17, 300))
+    expected, _ = encoded(codec, tensor)
+    torch.set_default_dtype(dtype)
+    try:
+        packet, _ = encoded(codec, tensor)
+        out = torch.empty((17, 300), dtype=torch.float32)
+        codec.decode(packet, out)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(packet, expected)
+
+
 @every_bare
 def test_decoding_scales(codec: Codec) -> None:
     packet, _ = encoded(codec, gradient((17, 300)))
@@ -556,14 +571,15 @@ def test_unknown_names_get_a_suggestion(text: str, meant: str) -> None:
 
 
 def test_names_that_are_none() -> None:
-    for text in ["", "+", "topk+", "+topk", ":", "feedback=0", "TopK", "topk 0.1", "topk,", "topkfeedback=0"]:
+    for text in ["", "+", "topk+", "+topk", ":", "TopK", "topk 0.1", "topk,"]:
         with pytest.raises(UnknownName):
             parse_codec(text)
 
 
 _MALFORMED = [
     "topk:x", "topk:0.1,x", "topk:0.1,,", "topk:", "topk:,", "topk:=3", "topk:0.1,step=3", "topk:0.1,density=0.2",
-    "topk:--1", "topk:²", "topk:0.1:0.2", "topk:0.1feedback=0", "topk:feedback=1", "onebit:1",
+    "topk:--1", "topk:²", "topk:0.1:0.2", "topk:0.1feedback=0", "topk:feedback=2", "onebit:1",
+    "feedback=0", "topkfeedback=0", "topk:feedback=0,momentum=0.5",
     "fp16:8", "fp16:to=8", "lowrank:1.5", "lowrank:0", "quantize:3", "quantize:8.0", "quantize:8,block=1e2",
     "threshold:-1", "threshold:nan", "threshold:1" + 400 * "0", "topk:" + 5000 * "1", "topk:2", "randomk:inf",
     "topk+topk", "quantize+topk", "topk+quantize+onebit", "topk+lowrank", "topk:0.1,warmup_steps=1e3",

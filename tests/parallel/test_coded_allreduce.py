@@ -158,9 +158,8 @@ def test_what_was_sent_and_what_is_left_is_what_there_was(codec: str) -> None:
         F.cross_entropy(model(x), y).backward()
         torch._foreach_add_(expected, [p.grad for p in model.parameters()])
     total, state = results[0]
-    left = dict(
-        zip(state["names"], state["elements"]["residual"].sum(0).split(list(state["names"].values())), strict=True)
-    )
+    owed = state["elements"]["residual"].sum(0) / size
+    left = dict(zip(state["names"], owed.split(list(state["names"].values())), strict=True))
     assert all(part.any() for part in left.values())
     for (name, parameter), got, wanted in zip(net().named_parameters(), total, expected, strict=True):
         rest = left[name].view(parameter.shape) if name in left else 0.0
@@ -193,8 +192,8 @@ def test_without_feedback_too(codec: str) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("transport", ["process_group", "hosts"])
-def test_a_restored_run_goes_on_to_the_bit(codec: str, transport: str) -> None:
+@pytest.mark.parametrize(("transport", "size"), [("process_group", 3), ("hosts", 4), ("simulated_hosts", 5)])
+def test_a_restored_run_goes_on_to_the_bit(codec: str, transport: str, size: int) -> None:
     def train(world: World) -> tuple[list[Tensor], list[Tensor]]:
         model, optimizer, job = start(world, ErrorFeedback(CODECS[codec]), "native")
         go(world, model, optimizer, range(4))
@@ -210,7 +209,7 @@ def test_a_restored_run_goes_on_to_the_bit(codec: str, transport: str) -> None:
         job.finish()
         return [p.detach() for p in model.parameters()], [p.detach() for p in again.parameters()]
 
-    for went_on, restored in run_ok(train, size=4, transport=transport):
+    for went_on, restored in run_ok(train, size=size, transport=transport):
         assert_same_bits([went_on, restored])
 
 
@@ -238,8 +237,8 @@ def test_what_is_left_out_is_kept_when_the_number_of_ranks_changes(codec: str, a
         assert all(torch.equal(rows, other["exchange"]["elements"][key]) for other in saved)
     restored = run_ok(restore, size=after, transport=transport)
     for key in saved[0]["exchange"]["elements"]:
-        then, now = (state["exchange"]["elements"][key].sum(0) for state in (saved[0], restored[0]))
-        torch.testing.assert_close(then, now, rtol=1e-5, atol=1e-7)
+        then, now = (state["exchange"]["elements"][key] for state in (saved[0], restored[0]))
+        torch.testing.assert_close(then.sum(0) / len(then), now.sum(0) / len(now), rtol=1e-5, atol=1e-7)
 
 
 def test_a_state_of_another_model_is_refused() -> None:
@@ -278,6 +277,72 @@ def test_what_is_not_finite_reaches_every_rank_and_does_not_stay(codec: str, val
     for seen in run_ok(train, size=3, transport="simulated"):
         assert not seen[2][2].isfinite().all()
         assert all(grad.isfinite().all() for step in (0, 1, 3, 4, 5) for grad in seen[step])
+
+
+@every_codec
+def test_a_step_that_a_scaler_skips_leaves_what_is_owed(codec: str) -> None:
+    """A gradient that is infinite all over, as an overflow of the loss makes it."""
+
+    def train(world: World) -> tuple[Tensor, Tensor]:
+        model, optimizer, job = start(world, ErrorFeedback(CODECS[codec]))
+        go(world, model, optimizer, range(3))
+        owed = []
+        for factor in (math.inf, 1.0):
+            elements = job.state_dict()["exchange"]["elements"]
+            owed.append(torch.cat([elements[key][world.rank] for key in elements]))
+            x, y = batch(world.rank, 3)
+            (factor * F.cross_entropy(model(x), y)).backward()
+            assert all(p.grad.isfinite().all() for p in model.parameters()) == (factor == 1.0)
+            optimizer.zero_grad()
+        return owed[0], owed[1]
+
+    for before, after in run_ok(train, size=3, transport="simulated"):
+        assert before.any()
+        torch.testing.assert_close(after, before)
+
+
+def test_what_lies_between_tensors_stays_zero() -> None:
+    """When buckets are cut anew, gradients are not where they were: what they leave must not be taken for one."""
+
+    def train(world: World) -> bool:
+        model = nn.ModuleDict({name: nn.Linear(11, 13) for name in "abcd"})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        job = distribute(model, optimizer, AllReduce("ring", 1500, ErrorFeedback(TopK(0.1)), 0), world=world)
+        for _ in range(3):
+            x = torch.randn(4, 11, generator=torch.Generator().manual_seed(world.rank))
+            sum(model[name](x).square().mean() for name in "dbac").backward()
+            optimizer.zero_grad()
+        for bucket in job._replica.buckets:
+            between = bucket.values.clone()
+            for start, slot in zip(bucket.starts, bucket.slots, strict=True):
+                between[start : start + slot.tensor.numel()] = 0
+            assert not between.any()
+        return True
+
+    assert run_ok(train, size=2, transport="process_group") == [True, True]
+
+
+def test_a_gradient_that_nobody_clears_or_touches_is_not_lost() -> None:
+    def train(world: World) -> tuple[Tensor, Tensor]:
+        model = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        job = distribute(model, optimizer, AllReduce("ring", 10**6, ErrorFeedback(OneBit()), 100), world=world)
+        x, _ = batch(0, 0)
+        for module in model:
+            module(x).square().mean().backward()
+        first = model[1].weight.grad + _owed(job, "1.weight", world)
+        model[0].zero_grad()
+        model[0](x).square().mean().backward()  # The other layer keeps its gradient, as on one machine.
+        return first, model[1].weight.grad + _owed(job, "1.weight", world)
+
+    for before, after in run_ok(train, size=2, transport="process_group"):
+        torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
+
+
+def _owed(job: Job, name: str, world: World) -> Tensor:
+    state = job.state_dict()["exchange"]
+    parts = (state["elements"]["residual"].sum(0) / world.size).split(list(state["names"].values()))
+    return dict(zip(state["names"], parts, strict=True))[name].view(40, 40)
 
 
 @pytest.mark.parametrize("codec", KINDS)

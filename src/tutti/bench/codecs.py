@@ -23,7 +23,7 @@ CODECS: tuple[Codec, ...] = (
     TopK(0.01),
     TopK(0.001),
     RandomK(),
-    LowRank(4),
+    LowRank(),
     Chain(TopK(0.01), Quantize(8)),
 )
 

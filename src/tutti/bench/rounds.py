@@ -25,7 +25,9 @@ class Rounds:
     """All of it takes no longer than about this, as far as the fewest rounds allow."""
     fewest: int = 3
 
-    def medians(self, ways: Ways, transport: Transport) -> dict[str, float]:
+    def medians(
+        self, ways: Ways, transport: Transport, say: Callable[[str], object] = lambda text: None
+    ) -> dict[str, float]:
         """Median over rounds of the slowest rank's seconds, of every way; the same on all ranks."""
         first = _times(ways, transport, dict.fromkeys(ways, 1))
         guess = {name: max(seconds) for name, seconds in _by_way(first, ways, transport).items()}
@@ -33,7 +35,9 @@ class Rounds:
         per_round = sum(guess[name] * repeats[name] for name in ways)
         rounds = max(self.fewest, min(self.rounds, int(self.total_s / per_round)))
         samples = []
-        for number in range(rounds):  # Each time another begins: what follows a certain one may suffer from it.
+        for number in range(rounds):
+            say(f"round {number + 1} of {rounds}")
+            # Each time another begins: what follows a certain one may suffer from it.
             names = list(ways)
             turned = {name: ways[name] for name in names[number % len(names) :] + names[: number % len(names)]}
             samples.append(_by_way(_times(turned, transport, repeats), turned, transport))

@@ -26,7 +26,9 @@ from tutti.cluster import Link, format_size, parse_size
 from tutti.errors import ConfigError, UnknownName
 from tutti.report.plots import check_plot, label, plot_collectives
 
-app = typer.Typer(help="Time Tutti beside DDP, Gloo and Open MPI on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    help="Time Tutti and its parts on this machine, beside DDP, Gloo, Open MPI and memory.", no_args_is_help=True
+)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")]
 Workers = Annotated[str, typer.Option("--workers", "-n", help="Numbers of workers, such as 2,4.")]
@@ -182,7 +184,7 @@ def fidelity(
 
 
 def _codecs_table(rows: list[dict[str, Any]]) -> Table:
-    title = "GB of float32 a second, bare codecs and (+) with error feedback; error: squared, of one call"
+    title = "GB of float32 a second; +: with error feedback; error: squared, of one call, over that of zeros"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("codec", "encode", "decode", "both", "of copy", "bytes", "smaller", "error"):
         table.add_column(heading, justify="left" if heading == "codec" else "right", no_wrap=True)

@@ -14,7 +14,9 @@ from tutti.recipes.training import GlobalBatches, Outcome, Task
 from tutti.strategies import parse
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.")]
-StrategyText = Annotated[str, typer.Option("--strategy", help="How replicas stay together.")]
+StrategyText = Annotated[
+    str, typer.Option("--strategy", help="How replicas stay together, such as ring or ring+onebit.")
+]
 DataFolder = Annotated[Path | None, typer.Option("--data", envvar="TUTTI_DATA", help="Folder with datasets.")]
 Epochs = Annotated[
     int | None, typer.Option("--epochs", min=1, help="Passes over the data; the recipe's own by default.")

@@ -27,7 +27,7 @@ from tutti.cli.recipe_task import (
     summarise,
 )
 from tutti.cli.run_folder import kept, new_folder
-from tutti.errors import TuttiError
+from tutti.errors import ConfigError, TuttiError
 from tutti.launch import launch
 from tutti.recipes.training import Outcome, Task
 from tutti.recipes.training import train as train_worker
@@ -61,6 +61,8 @@ def train(
         double=check,
     )
     made, task = checked(asked, workers)
+    if check and "+" in strategy:
+        raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
     check_writable(json_file)
     folder = new_folder(name, f"{made.name}-{workers}x")
     console = Console()

@@ -1,5 +1,6 @@
 """`tutti bench worth`: is a codec worth it, for this model and this link?"""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,10 @@ def worth(
         raise UnknownName("model", model, CASES)
     if "+" in strategy:
         raise ConfigError(f"--strategy is what is exact, such as ring; codecs go into --codecs. Got '{strategy}'.")
-    names = codecs.split(",")
+    # A comma may also be between a codec's own options.
+    names = [name.strip() for name in re.split(r",(?!\s*\w+=)", codecs) if name.strip()]
+    if not names:
+        raise ConfigError("--codecs needs one or more, such as onebit,lowrank.")
     for name in names:
         parse(f"{strategy}+{name}")
     console = Console()
@@ -57,7 +61,7 @@ def worth(
             found = launch(worth_bench.measure, model, strategy, names, peers, rounds, watch=show, **chosen)[0]
     result = worth_bench.Worth(**found)
     console.print(_table(result, where))
-    console.print(f"use {result.verdict()}" if not result.verdict().startswith("none") else result.verdict())
+    console.print(result.verdict())
     write_json(json_file, {"lab": lab, **found, "verdict": result.verdict()})
 
 

@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 class Codec(ABC):
-    """A way to say a tensor in fewer bytes: frozen, comparable, printed as the text that makes it."""
+    """A way to say a tensor in fewer bytes: frozen, comparable, printed as at the command line (`print_codec`)."""
 
     name: ClassVar[str]
     """At the command line."""
@@ -28,6 +28,11 @@ class Codec(ABC):
     """Whether what several ranks send may be summed before it is decoded; then it has `rounds` (`Linear`)."""
     sparse: ClassVar[bool] = False
     """Whether it sends some values and says nothing of the others, in as many bytes as that takes."""
+
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether it works inside `ErrorFeedback` only."""
+        return False
 
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
         """The state before the first call, for tensors of `numel` elements; what is drawn depends on the seed.
@@ -89,7 +94,11 @@ def give_back(flat: Tensor, out: Tensor) -> None:
 
 def of_rows(tensor: Tensor, runs: Runs | None) -> Runs:
     """`runs`, or the rows of `tensor`."""
-    return Runs.of(tuple(tensor.shape)) if runs is None else runs
+    if runs is None:
+        return Runs.of(tuple(tensor.shape))
+    if runs.numel != tensor.numel():
+        raise ConfigError(f"runs of a tensor of {runs.numel} elements were given with one of {tensor.numel()}.")
+    return runs
 
 
 Places = tuple[tuple[int, tuple[int, ...]], ...]

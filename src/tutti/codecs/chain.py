@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs.base import CPU, Codec, Packet, State
+from tutti.codecs.feedback import ErrorFeedback
 from tutti.codecs.packet import HEADER
 from tutti.codecs.places import coded_bytes
 from tutti.codecs.runs import Runs
@@ -27,11 +28,15 @@ class Chain(Codec):
 
     def __post_init__(self) -> None:
         dense = isinstance(self.second, Codec) and not (self.second.sparse or self.second.linear)
-        if not isinstance(self.first, TopK) or not dense or hasattr(self.second, "inner"):
+        if not isinstance(self.first, TopK) or not dense or isinstance(self.second, ErrorFeedback):
             raise ConfigError(
                 "Chain joins one that selects values and one that says values in fewer bits, such as "
                 f"Chain(TopK(), Quantize()); got Chain({self.first!r}, {self.second!r})."
             )
+
+    @property
+    def needs_feedback(self) -> bool:
+        return self.first.needs_feedback
 
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
         second = self.second.start(0, seed, device)
@@ -45,14 +50,17 @@ class Chain(Codec):
         own = {key.removeprefix("second."): value for key, value in state.items() if key.startswith("second.")}
         inner, own = self.second.encode(found, own, residual=rest)
         if residual is not None and rest is not None:
-            residual.scatter_(0, places.long(), rest)
+            finite = found.isfinite()
+            if not bool(finite.all()):  # None of it can be used: all stays to be said.
+                rest = found
+            residual.scatter_(0, places[finite].long(), rest[finite])
         return pack(places, inner, tensor.numel()), {**state, **{f"second.{k}": v for k, v in own.items()}}
 
     def decode(
         self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
     ) -> None:
         places, inner = unpack(packet, out.numel())
-        found = torch.empty(len(places), device=out.device)
+        found = torch.empty(len(places), dtype=torch.float32, device=out.device)
         self.second.decode(inner, found, scale=scale)
         put(places, found, out, add)
 

@@ -30,14 +30,23 @@ class ErrorFeedback(Codec):
         return self.inner.sparse
 
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
-        return {**self.inner.start(numel, seed, device), "residual": torch.zeros(numel, device=device)}
+        return {
+            **self.inner.start(numel, seed, device),
+            "residual": torch.zeros(numel, dtype=torch.float32, device=device),
+        }
 
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
     ) -> tuple[Packet, State]:
         if residual is not None:
             raise ConfigError("ErrorFeedback keeps its own residual, in its state.")
-        kept = state["residual"]
+        kept = state.get("residual")
+        if kept is None or kept.numel() != tensor.numel():
+            of = "none" if kept is None else f"one for {kept.numel()}"
+            raise ConfigError(
+                f"a tensor of {tensor.numel()} elements needs a state for as many, got {of}: make it by "
+                f"start({tensor.numel()}), and hand in what the call before handed back."
+            )
         packet, inner = self.inner.encode(tensor, state, residual=kept, runs=runs)
         return packet, {**inner, "residual": kept}
 

@@ -85,7 +85,7 @@ class LowRank(Codec):
         if len(sizes) == 2:
             part = next(self._parts(((0, tuple(out.shape)),)))
             p, q = numbers.split(sizes)
-            said = torch.empty(part.rows, part.columns, device=out.device)
+            said = torch.empty(part.rows, part.columns, dtype=torch.float32, device=out.device)
             multiply(p.view(part.rows, part.rank), q.view(part.rank, part.columns), said)
             numbers = said.view(-1)
         flat = flat_view(out)
@@ -101,7 +101,7 @@ class LowRank(Codec):
         thin, plain = [part for part in parts if part.rank], [part for part in parts if not part.rank]
         old = [self._factor(part, state, values.device) for part in thin]
         sizes = [part.rows * part.rank for part in thin] + [part.stop - part.start for part in plain]
-        first = torch.empty(sum(sizes), device=values.device)
+        first = torch.empty(sum(sizes), dtype=torch.float32, device=values.device)
         pieces = first.split(sizes)
         for part, q, piece in zip(thin, old, pieces, strict=False):
             torch.mm(part.of(wanted), q.T, out=piece.view(part.rows, part.rank))
@@ -156,7 +156,8 @@ class LowRank(Codec):
         if (kept := state.get(f"q@{part.start}")) is not None:
             return kept.to(device)
         generator = torch.Generator(device="cpu").manual_seed(part.start * 31 + part.columns)
-        return torch.randn(part.rank, part.columns, generator=generator, device="cpu").to(device)
+        shape = part.rank, part.columns
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
     def __str__(self) -> str:
         return self.name if self == type(self)() else f"{self.name}:{self.rank}"

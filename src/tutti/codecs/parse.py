@@ -3,6 +3,7 @@
 A codec named there has error feedback, unless it says `feedback=0`; two with a plus between them are a chain.
 """
 
+import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -32,19 +33,22 @@ CODECS: dict[str, Callable[..., Codec]] = {
 }
 
 _NO_FEEDBACK = "feedback=0"
+
 _PLUS = re.compile(r"\+(?!\d)")
 """Between two codecs, not within a number such as 1e+16."""
 
 
 def parse_codec(text: str) -> Codec:
     """The codec that `text` names; `print_codec` gives the text back."""
-    forgetful = text.endswith((f":{_NO_FEEDBACK}", f",{_NO_FEEDBACK}"))
-    parts = _PLUS.split(text[: -len(_NO_FEEDBACK) - 1] if forgetful else text)
-    codecs = [_one(part, text) for part in parts]
+    own, said, number = text.partition("feedback=")
+    if said and (number not in ("0", "1") or own[-1:] not in (",", ":")):
+        raise ConfigError(f"codec '{text}': feedback=0 or feedback=1 comes last, after a comma or the first colon.")
+    parts = _PLUS.split(own[:-1] if said else own)
+    codecs = [_one(part) for part in parts]
     if len(codecs) > 2:
         raise ConfigError(f"codec '{text}' has {len(codecs)} parts; a chain has two, such as topk:0.01+quantize:8.")
     codec = codecs[0] if len(codecs) == 1 else Chain(*codecs)  # type: ignore[arg-type]
-    return codec if forgetful else ErrorFeedback(codec)
+    return codec if number == "0" else ErrorFeedback(codec)
 
 
 def print_codec(codec: Codec) -> str:
@@ -55,27 +59,26 @@ def print_codec(codec: Codec) -> str:
     return f"{text}{',' if ':' in _PLUS.split(text)[-1] else ':'}{_NO_FEEDBACK}"
 
 
-def _one(part: str, text: str) -> Codec:
+def _one(part: str) -> Codec:
     name, colon, rest = part.partition(":")
     if name not in CODECS:
         raise UnknownName("codec", name, CODECS)
-    numbers: list[float] = []
-    options: dict[str, float] = {}
+    takes = list(inspect.signature(CODECS[name]).parameters)
+    has = f"it has {', '.join(takes)}" if takes else "it has none"
+    given: dict[str, float] = {}
+    for number, option in enumerate(rest.split(",") if colon else []):
+        first, equals, second = option.partition("=")
+        key = first if equals else (takes[number] if number < len(takes) else "")
+        if key in given:
+            raise ConfigError(f"codec '{part}' says its {key} twice.")
+        if key not in takes:
+            raise ConfigError(f"codec '{part}': '{option}' is none of {name}'s options: {has}.")
+        given[key] = _number(second if equals else first, part)
+    return CODECS[name](**given)
+
+
+def _number(text: str, part: str) -> float:
     try:
-        for option in rest.split(",") if colon else []:
-            key, equals, number = option.partition("=")
-            if equals:
-                options[key] = _number(number)
-            else:
-                numbers.append(_number(key))
-        return CODECS[name](*numbers, **options)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"codec '{text}' is not of the form name:number,key=number, such as topk:0.01, or it has no such key."
-        ) from None
-
-
-def _number(text: str) -> float:
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError:
+        raise ConfigError(f"codec '{part}': '{text}' is not a number. Write it as in topk:0.01,momentum=0.9.") from None

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from tutti.codecs.packet import as_array
-from tutti.errors import PacketError
+from tutti.errors import ConfigError, PacketError
 
 HIGHEST_ORDER = 32
 _SAMPLE = 256
+
+
+def check_room(numel: int) -> None:
+    """Places are counted in 31 bits."""
+    if numel >= 2**31:
+        raise ConfigError(f"a tensor of {numel:,} elements is too long to say places in; 2,147,483,647 can be.")
 
 
 def order_for(symbols: np.ndarray) -> int:

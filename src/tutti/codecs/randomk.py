@@ -21,6 +21,7 @@ class RandomK(Codec):
     """One value out of every stretch of 1/density, at random (Stich, Cordonnier & Jaggi 2018).
 
     Ranks choose the same places, so that sums of what they send are what sums would send; places need not be said.
+    Nothing is scaled up: without feedback, what arrives is the smaller by the density.
 
     Args:
         density: the share of values to send.
@@ -78,7 +79,7 @@ class RandomK(Codec):
         edges = _edges(like.numel(), count, like.device)
         sizes = edges[1:] - edges[:-1]
         seed = step * 0xC2B2AE35 % 2**32
-        drawn = noise(seed, torch.arange(count, device=like.device)) * sizes
+        drawn = noise(seed, torch.arange(count, device=like.device)) * sizes.to(torch.float32)
         return edges[:-1] + torch.minimum(drawn.long(), sizes - 1)
 
     def __str__(self) -> str:
@@ -92,14 +93,14 @@ def _edges(numel: int, count: int, device: torch.device) -> Tensor:
 
 def _take(values: Tensor, residual: Tensor | None, chosen: Tensor) -> Tensor:
     """The chosen values, taken out of the residual; what is not finite takes the place of what was chosen beside it."""
-    wanted = values if residual is None else residual.add_(values)
+    wanted = values if residual is None else values + residual
     found = wanted[chosen]
-    if not bool(torch.isfinite(wanted.sum())):
-        odd = (~wanted.isfinite()).nonzero().flatten()
+    odd = (~wanted.isfinite()).nonzero().flatten() if not bool(torch.isfinite(wanted.sum())) else None
+    if residual is not None:
+        sent = chosen[found.isfinite()]
+        residual.copy_(wanted if odd is None else torch.where(wanted.isfinite(), wanted, residual))
+        residual[sent] = 0.0
+    if odd is not None:
         edges = _edges(values.numel(), len(chosen), values.device)
         found[torch.searchsorted(edges, odd, right=True) - 1] = wanted[odd]
-        if residual is not None:
-            residual[odd] = 0.0
-    if residual is not None:
-        residual[chosen] = 0.0
     return found

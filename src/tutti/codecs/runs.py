@@ -34,6 +34,7 @@ class Runs:
     """
 
     def __init__(self, starts: np.ndarray, stops: np.ndarray, numel: int) -> None:
+        assert not len(starts) or (int((stops - starts).max()) <= LONGEST and starts[0] >= 0 and stops[-1] <= numel)
         self.starts = starts
         self.stops = stops
         self.numel = numel
@@ -104,7 +105,7 @@ class Runs:
         return self
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _of(shape: tuple[int, ...]) -> Runs:
     numel = int(np.prod(shape, dtype=np.int64))
     row = numel // shape[0] if len(shape) > 1 and shape[0] else numel

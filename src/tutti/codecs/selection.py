@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from tutti.codecs import kernels
+from tutti.codecs.places import check_room
 
 _SAMPLE = 2**15
 """Values to look at: with a hundredth of them wanted, it is right within a few percent."""
@@ -28,9 +29,10 @@ def about_largest(values: Tensor, residual: Tensor | None, density: float, spare
 def largest(values: Tensor, residual: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
     """The places, in order, of the `count` values of largest magnitude, and those values; fewer if the others are zero.
 
-    Values are added to the residual first, if there is one. What is not finite counts as largest, and is taken out of
-    the residual.
+    Values are added to the residual first, if there is one. What is not finite counts as largest, and leaves the
+    residual as it was.
     """
+    check_room(values.numel())
     pick = kernels.of(values.device).pick
     limit = about_largest(values, residual, count / max(1, values.numel()), spare=4.0)
     places, found = pick(values, residual, limit)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tutti.codecs import kernels
 from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back
 from tutti.codecs.packet import HEADER, Header, floats, new_packet, read
-from tutti.codecs.places import coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, order_for
+from tutti.codecs.places import check_room, coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, order_for
 from tutti.codecs.runs import Runs
 from tutti.codecs.selection import about_largest
 from tutti.errors import ConfigError, PacketError
@@ -51,11 +51,13 @@ class Threshold(Codec):
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
     ) -> tuple[Packet, State]:
         values = flat_float32(tensor, "Threshold")
+        check_room(values.numel())
         tau = self.tau or about_largest(values, residual, self.density) or _mean_magnitude(values, residual)
         places, found = kernels.of(values.device).pick(values, residual, tau)
         finite = found.isfinite()
         if residual is not None:
-            residual.scatter_(0, places.long(), torch.where(finite, found - tau * torch.sign(found), 0.0))
+            sent, said = places[finite].long(), found[finite]
+            residual.scatter_(0, sent, said - tau * torch.sign(said))
         return _packet(places, found, finite, tau, values), state
 
     def decode(
@@ -65,6 +67,8 @@ class Threshold(Codec):
         if payload.numel() < _FIXED:
             raise PacketError(f"a packet with {payload.numel()} bytes of payload, wanted {_FIXED} or more")
         tau = floats(payload, 1, scale)
+        if not bool((tau >= 0) & (tau < math.inf)):
+            raise PacketError(f"a packet with a threshold of {float(tau)}")
         num_odd = int(payload[4:8].cpu().clone().view(torch.int32))
         fixed = _FIXED + 8 * num_odd
         if num_odd < 0 or payload.numel() < fixed:

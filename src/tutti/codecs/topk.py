@@ -36,7 +36,7 @@ class TopK(Codec):
 
     def __post_init__(self) -> None:
         mistakes = []
-        if not 0 < self.density <= 1:
+        if not (isinstance(self.density, int | float) and 0 < self.density <= 1):
             mistakes.append(f"density must be above 0 and at most 1, got {self.density!r}")
         if not (isinstance(self.warmup_steps, int) and self.warmup_steps >= 0):
             mistakes.append(f"warmup_steps must be 0 or more, got {self.warmup_steps!r}")
@@ -45,9 +45,13 @@ class TopK(Codec):
         if mistakes:
             raise ConfigError(f"TopK: {'; '.join(mistakes)}.")
 
+    @property
+    def needs_feedback(self) -> bool:
+        return self.momentum > 0
+
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
         state: State = {"step": 0} if self.warmup_steps else {}
-        return {**state, "velocity": torch.zeros(numel, device=device)} if self.momentum else state
+        return {**state, "velocity": torch.zeros(numel, dtype=torch.float32, device=device)} if self.momentum else state
 
     def select(self, tensor: Tensor, state: State, residual: Tensor | None) -> tuple[Tensor, Tensor, State]:
         """The places and values to send, taken out of the residual, and the state to go on with."""
@@ -55,14 +59,14 @@ class TopK(Codec):
         if self.momentum:
             if residual is None:
                 raise ConfigError("TopK: momentum needs somewhere to add up: use ErrorFeedback(TopK(momentum=...)).")
-            values = state["velocity"].mul_(self.momentum).add_(values)
+            values = self.momentum * state["velocity"] + values
+            state["velocity"].copy_(torch.where(values.isfinite(), values, state["velocity"]))
         count = math.ceil(self._density_at(state.get("step", 0)) * values.numel())
         places, found = largest(values, residual, count)
         if residual is not None:
-            residual.index_fill_(0, places.long(), 0.0)
-        if self.momentum:
-            state["velocity"].index_fill_(0, places.long(), 0.0)
-            state["velocity"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # There may be more than are sent.
+            sent = places[found.isfinite()].long()
+            for kept in (residual, *([state["velocity"]] if self.momentum else [])):
+                kept.index_fill_(0, sent, 0.0)
         return places, found, {**state, "step": state["step"] + 1} if self.warmup_steps else state
 
     def encode(

@@ -10,7 +10,7 @@ from typing import Any
 
 from tutti.bench.worth import DEFAULTS
 from tutti.errors import NonFiniteLoss
-from tutti.experiments.feedback_report import write_report
+from tutti.experiments.feedback_report import bare, write_report
 from tutti.experiments.setting import Setting, machine
 from tutti.launch import init, launch
 from tutti.launch.link import Link
@@ -53,26 +53,21 @@ def reproduce(setting: Setting) -> str:
     data = str(setting.data) if setting.data is not None else None
     for name in (plan.accuracy_of, *plan.curves_of):
         recipe(name).data(setting.data)  # A missing file is better said before the work than in it.
-    result: dict[str, Any] = {"machine": machine(), "plan": asdict(plan)}
+    result: dict[str, Any] = {"machine": machine(), "plan": asdict(plan), "quick": setting.quick}
     tasks = [
         {"recipe": plan.accuracy_of, "strategy": strategy, "epochs": plan.epochs, "seed": seed, "data": data}
         for seed in plan.seeds
         for strategy in (EXACT, *(_both(plan.codecs) if seed == plan.seeds[0] else _with(plan.codecs)))
     ]
-    result["accuracy"] = _run(tasks, plan.workers, setting)
+    result["accuracy"] = _run("accuracy", tasks, plan.workers, setting)
     tasks = [
         {"recipe": name, "strategy": strategy, "epochs": plan.curve_epochs, "seed": 0, "data": data}
         for name in plan.curves_of
         for strategy in (EXACT, *_both(plan.drawn))
     ]
-    result["curves"] = _run(tasks, plan.workers, setting)
+    result["curves"] = _run("curves", tasks, plan.workers, setting)
     (setting.folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     return write_report(result, setting.folder)
-
-
-def bare(codec: str) -> str:
-    """The text of a codec without feedback."""
-    return f"{codec}{',' if ':' in codec else ':'}feedback=0"
 
 
 def _with(codecs: tuple[str, ...]) -> list[str]:
@@ -83,7 +78,7 @@ def _both(codecs: tuple[str, ...]) -> list[str]:
     return [f"{EXACT}+{text}" for codec in codecs for text in (codec, bare(codec))]
 
 
-def _run(tasks: list[dict[str, Any]], workers: int, setting: Setting) -> list[dict[str, Any]]:
+def _run(purpose: str, tasks: list[dict[str, Any]], workers: int, setting: Setting) -> list[dict[str, Any]]:
     """Every task and how it went, with what was reported on the way."""
     reports: list[list[dict[str, Any]]] = [[] for _ in tasks]
     number = 0
@@ -93,7 +88,8 @@ def _run(tasks: list[dict[str, Any]], workers: int, setting: Setting) -> list[di
         if rank == 0 and "task" in values:
             number = values["task"]
             task = tasks[number]
-            setting.say(f"{number + 1} of {len(tasks)}: {task['recipe']} with {task['strategy']}, seed {task['seed']}")
+            what = f"{task['recipe']} with {task['strategy']}, seed {task['seed']}"
+            setting.say(f"{purpose}, {number + 1} of {len(tasks)}: {what}")
         elif rank == 0:
             reports[number].append({key: values[key] for key in ("epoch", "loss", "accuracy") if key in values})
 

@@ -21,15 +21,20 @@ def write_report(result: dict[str, Any], folder: Path) -> str:
 
 def _head(result: dict[str, Any]) -> str:
     plan = result["plan"]
+    quick = (
+        "\n**The quick form: it shows that all of it runs, and is too short to show more.**\n"
+        if result["quick"]
+        else ""
+    )
     return f"""# Few bits, with and without error feedback
 
 Seide et al. (*1-bit stochastic gradient descent*, Interspeech 2014) say every gradient in one bit, and Strom (*Scalable
 distributed DNN training using commodity GPU cloud computing*, Interspeech 2015) only those beyond a threshold. Both
-work because what is left out is added to the next gradient. Here with every codec of Tutti, with feedback and bare.
+work because what is left out is added to the next gradient. Here with codecs of Tutti, with feedback and bare.
 
 {plan["workers"]} workers, each codec at its default, everything else as the recipe has it.
 Measured on {result["machine"]}. `tutti reproduce error-feedback` does it again.
-"""
+{quick}"""
 
 
 def _accuracy(result: dict[str, Any]) -> str:
@@ -55,7 +60,12 @@ def _listed(seeds: list[int]) -> str:
 
 
 def _texts(codec: str) -> tuple[str, str]:
-    return f"native+{codec}", f"native+{codec}{',' if ':' in codec else ':'}feedback=0"
+    return f"native+{codec}", f"native+{bare(codec)}"
+
+
+def bare(codec: str) -> str:
+    """The text of a codec without feedback."""
+    return f"{codec}{',' if ':' in codec else ':'}feedback=0"
 
 
 def _compared(values: list[float | None], exact: float) -> str:

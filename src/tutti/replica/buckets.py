@@ -125,7 +125,9 @@ class Memory:
         self._used = 0
 
     def start_over(self) -> None:
+        """Cut anew from the start; what lies between tensors is zero again."""
         self._used = 0
+        self.flat.zero_()
 
     def take(self, index: int, slots: list[Slot], of_parameters: bool) -> Bucket:
         """Cut the next bucket, for `slots`, small ones last."""
@@ -146,7 +148,7 @@ class Memory:
         return Bucket(index, slots, flat, values, exact, marks, starts, of_parameters)
 
     def _is_small(self, slot: Slot) -> bool:
-        return slot.tensor.numel() < self._exact_below or not slot.tensor.is_floating_point()
+        return slot.tensor.numel() < max(1, self._exact_below) or not slot.tensor.is_floating_point()
 
     def _aligned(self, numel: int) -> int:
         return -(-numel // self._line) * self._line

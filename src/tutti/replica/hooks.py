@@ -184,6 +184,10 @@ class HookedReplica(Replica):
         unseen = sorted(set(numbers.values()) - set(seen))
         self.arrange([self.slots[number].name for number in [*seen, *unseen]])
 
+    @property
+    def arranged(self) -> bool:  # type: ignore[override]
+        return self._order is None
+
     def arrange(self, names: Sequence[str]) -> None:
         grads = [(slot, slot.view.clone()) for slot in self.slots if slot.tensor.grad is slot.view]
         super().arrange(names)

@@ -28,6 +28,8 @@ class Replica(ABC):
 
     sizes_only = False
     """Whether buckets have sizes and no values."""
+    arranged = True
+    """Whether buckets are in the order in which they stay."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model

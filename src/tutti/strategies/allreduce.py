@@ -50,6 +50,8 @@ class AllReduce(Strategy):
             mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
         if self.codec is not None and not isinstance(self.codec, Codec):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
+        elif self.codec is not None and self.codec.needs_feedback:
+            mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
         if self.exact_below < 0:
             mistakes.append(f"exact_below must be 0 or more, got {self.exact_below}")
         if mistakes:

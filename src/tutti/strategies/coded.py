@@ -23,8 +23,8 @@ from tutti.transports.base import Finished, Steps
 class CodedMean:
     """Sums bucket after bucket, step by step, beside backward; between hosts only, where ranks share them.
 
-    What is left out is moved and saved in units of the mean, as each rank's share of it: so it counts the same in the
-    hands of other ranks, and of more or fewer of them.
+    What is left out belongs to parameters: it moves with them when buckets are cut anew, and is taken over by other
+    ranks when some are gone.
     """
 
     def __init__(self, replica: Replica, transport: Transport, codec: Codec, algorithm: str) -> None:
@@ -100,7 +100,9 @@ class CodedMean:
             return
         for number, (start, slot) in enumerate(_coded_slots(bucket)):
             whole = slice(start, start + slot.tensor.numel())
-            if not bucket.marks[number] and any(kept[whole].any() for kept in self._sums[bucket].by_place.values()):
+            # An old gradient that nobody cleared is encoded too, and must not be lost either.
+            kept = [bucket.values, *self._sums[bucket].by_place.values()]
+            if not bucket.marks[number] and any(flat[whole].any() for flat in kept):
                 bucket.marks[number] = 1
 
     def _follow_buckets(self) -> None:
@@ -124,21 +126,19 @@ class CodedMean:
         mine = self._remembered()
         elements = {}
         for key in _element_keys(self._codec):
-            rows = torch.zeros(self._transport.size, sum(names.values()), device="cpu")
+            rows = torch.zeros(self._transport.size, sum(names.values()), dtype=torch.float32, device="cpu")
             parts = rows[self._transport.rank].split(list(names.values()))
             for name, part in zip(names, parts, strict=True):
                 if key in mine.elements:
                     part.copy_(mine.elements[key][name])
             run(all_gather.steps(rows.view(-1), self._transport))
             elements[key] = rows
-        common, factors = share_state(mine.common, mine.factors, self._transport)
-        order = [slot.name for slot in self._replica.slots]
+        common, factors = _share_state(mine.common, mine.factors, self._transport)
+        order = [slot.name for slot in self._replica.slots] if self._replica.arranged else None
         return {"order": order, "names": names, "elements": elements, "common": common, "factors": factors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` said, if need be with another number of ranks."""
-        self._replica.arrange(state["order"])
-        self._follow_buckets()
         names = self._names()
         if state["names"] != names:
             raise ConfigError(
@@ -146,7 +146,10 @@ class CodedMean:
                 f"coded tensors with {sum(state['names'].values())} elements, this model has {len(names)} with "
                 f"{sum(names.values())}."
             )
-        kept = Remembered(common=dict(state["common"]), factors=dict(state["factors"]))
+        if state["order"] is not None:
+            self._replica.arrange(state["order"])
+        self._follow_buckets()
+        kept = _Remembered(common=dict(state["common"]), factors=dict(state["factors"]))
         for key, rows in state["elements"].items():
             row = self._share_of(rows)
             kept.elements[key] = dict(zip(names, row.split(list(names.values())), strict=True))
@@ -157,18 +160,20 @@ class CodedMean:
         senders = _senders(self._transport, self._within is not None)
         heirs = [rank if rank in senders else senders[rank % len(senders)] for rank in range(len(rows))]
         inherited = [row for row, heir in zip(rows, heirs, strict=True) if heir == self._transport.rank]
-        return torch.stack(inherited).sum(0) if len(inherited) > 1 else (inherited or [torch.zeros_like(rows[0])])[0]
+        mine = torch.stack(inherited).sum(0) if len(inherited) > 1 else (inherited or [torch.zeros_like(rows[0])])[0]
+        # What is owed is owed to the mean: of more ranks, each counts for less.
+        return mine if len(rows) == self._transport.size else mine * (self._transport.size / len(rows))
 
     def _names(self) -> dict[str, int]:
         """Coded parameters, in the order of names, and their numbers of elements."""
         slots = [slot for bucket in self._replica.buckets for _, slot in _coded_slots(bucket)]
         return {slot.name: slot.tensor.numel() for slot in sorted(slots, key=lambda slot: slot.name)}
 
-    def _remembered(self) -> "Remembered":
-        kept = Remembered()
+    def _remembered(self) -> "_Remembered":
+        kept = _Remembered()
         for bucket, coded in self._sums.items():
             slots = dict(_coded_slots(bucket))
-            for key, flat in coded.shares().items():
+            for key, flat in coded.by_place.items():
                 of_key = kept.elements.setdefault(key, {})
                 of_key |= {slot.name: flat[start : start + slot.tensor.numel()] for start, slot in slots.items()}
             for key, value in coded.save().items():
@@ -179,18 +184,16 @@ class CodedMean:
                     kept.common[key] = value
         return kept
 
-    def _remember(self, kept: "Remembered") -> None:
+    def _remember(self, kept: "_Remembered") -> None:
         for bucket, coded in self._sums.items():
             saved = dict(kept.common)
-            shares = {key: torch.zeros_like(coded.by_place[key]) for key in kept.elements}
             for start, slot in _coded_slots(bucket):
-                for key, flat in shares.items():
-                    flat[start : start + slot.tensor.numel()] = kept.elements[key][slot.name]
+                for key, elements in kept.elements.items():
+                    coded.by_place[key][start : start + slot.tensor.numel()] = elements[slot.name]
                 for key, factor in kept.factors.items():
                     what, _, name = key.partition("@")
                     if name == slot.name:
                         saved[f"{what}@{start}"] = factor.clone()
-            coded.take_shares(shares)
             coded.load(saved)
 
 
@@ -223,7 +226,7 @@ class _Opened(Work):
 
 
 @dataclass
-class Remembered:
+class _Remembered:
     """What codecs remember, by the parameters that it is about."""
 
     elements: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -234,13 +237,16 @@ class Remembered:
     """Of the run: the number of steps."""
 
 
-def share_state(
+def _share_state(
     common: dict[str, Any], factors: dict[str, Tensor], transport: Transport
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Rank 0's, on every rank."""
     common, shapes = share_json([common, {name: list(factor.shape) for name, factor in factors.items()}], transport)
     own = transport.rank == 0
-    tensors = {name: factors[name].cpu() if own else torch.empty(shape) for name, shape in shapes.items()}
+    tensors = {
+        name: factors[name].cpu() if own else torch.empty(shape, dtype=torch.float32, device="cpu")
+        for name, shape in shapes.items()
+    }
     broadcast_all(tensors.values(), transport)
     return common, tensors
 

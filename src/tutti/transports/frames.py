@@ -4,6 +4,7 @@ import socket
 import struct
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,9 @@ DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, to
 """All of torch's, in an order that every rank knows."""
 
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+_SHORT_BYTES = 4096
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -55,10 +59,12 @@ class Incoming:
         self._wakes_at = 1
 
     def wake_at(self, num_bytes: int) -> None:
-        """Have the kernel say that there is something to read when there is so much."""
+        """Have the kernel say that there is something to read when there is so much; short messages come whole."""
+        num_bytes = num_bytes if num_bytes > _SHORT_BYTES else 1
         if num_bytes != self._wakes_at:
             self._wakes_at = num_bytes
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            with suppress(OSError):  # It only saves time.
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def expect_header(self) -> None:
         self.wake_at(1)

@@ -58,8 +58,8 @@ class Kernels(Protocol):
     def pick(self, values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tensor, Tensor]:
         """Add `values` to the residual, if there is one; the places, in order, where that is large, and what is there.
 
-        Large is a magnitude of `at_least` that is not zero; NaN is more than any number. What is not finite is taken
-        out of the residual.
+        Large is a magnitude of `at_least` that is not zero; NaN is more than any number. Where it is not finite, the
+        residual stays as it was.
         """
         ...
 

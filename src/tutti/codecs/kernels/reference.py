@@ -82,7 +82,7 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
     wanted = values if residual is None else values + residual
     found = ~(wanted.abs() < at_least) & (wanted != 0)  # NaN is more than any number.
     if residual is not None:
-        residual.copy_(torch.where(torch.isfinite(wanted), wanted, 0.0))
+        residual.copy_(torch.where(torch.isfinite(wanted), wanted, residual))
     places = found.nonzero().flatten()
     return places.to(torch.int32), wanted[places]
 

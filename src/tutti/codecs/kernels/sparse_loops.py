@@ -35,31 +35,28 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
     def kernel(values, residual, at_least, begin, count, places, found):  # type: ignore[no-untyped-def]
         flags64, eights = np.zeros(BLOCK // 8, np.uint64), np.zeros(BLOCK // 8 + 1, np.int64)
         flags = flags64.view(np.uint8)
+        wanted = np.empty(BLOCK, np.float32)
         least = max(_magnitude(at_least), np.int32(1))  # Zeros are never sent.
         infinite = np.int32(0x7F800000)
         while begin < len(values) and count + BLOCK < len(places):
             source, rest = values[begin : begin + BLOCK], residual[begin : begin + BLOCK]
-            wanted = rest if feedback else source
             for i in range(len(source)):
-                value = source[i] + rest[i] if feedback else source[i]
-                if feedback:
-                    rest[i] = value
-                flags[i] = np.uint8(_magnitude(value) >= least)
+                wanted[i] = source[i] + rest[i] if feedback else source[i]
+            for i in range(len(source)):
+                flags[i] = np.uint8(_magnitude(wanted[i]) >= least)
+            if feedback:
+                for i in range(len(source)):
+                    rest[i] = wanted[i] if _magnitude(wanted[i]) < infinite else rest[i]
             flags[len(source) :] = 0
             num_eights = 0
             for eight in range(BLOCK // 8):
                 eights[num_eights] = eight
                 num_eights += np.int64(flags64[eight] != 0)
-            first = count
             for number in range(num_eights):
                 for i in range(8 * eights[number], min(8 * eights[number] + 8, len(source))):
                     places[count] = begin + i
                     found[count] = wanted[i]
                     count += np.int64(flags[i])
-            if feedback:
-                for number in range(first, count):
-                    if _magnitude(found[number]) >= infinite:
-                        rest[places[number] - begin] = 0
             begin += BLOCK
         return begin, count
 

@@ -1,10 +1,11 @@
 """What `thin` does on the CPU, compiled."""
 
 import numpy as np
-from numba import njit
+
+from tutti.codecs.kernels.compiled import compiled_in_order
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled_in_order
 def gram_schmidt(columns, least):  # type: ignore[no-untyped-def]
     """Make the rows of `columns` orthonormal in turn; twice, because once leaves rounding errors."""
     for number in range(len(columns)):
@@ -30,7 +31,7 @@ def gram_schmidt(columns, least):  # type: ignore[no-untyped-def]
             column[i] *= factor
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled_in_order
 def product(p, q, out):  # type: ignore[no-untyped-def]
     """`out` = p @ q, each element's terms in order."""
     rows, rank = p.shape

@@ -33,7 +33,7 @@ class CodedSum(ABC):
     """A codec at work on one flat tensor: every rank ends with the same bits, close to the sum over ranks, divided.
 
     What it remembers belongs to places in the tensor, so that it can move with them when tensors are put together
-    differently or ranks come and go: what matters is the sum over ranks of what `shares` says.
+    differently or ranks come and go: what matters is the sum over ranks, divided as the result is.
     """
 
     def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
@@ -42,7 +42,7 @@ class CodedSum(ABC):
         self.numel = numel
         self.party = party
         self.by_place: dict[str, Tensor] = {}
-        """What is remembered of every element, residual and velocity, as the codec has it."""
+        """What is remembered of every element: residual and velocity, not divided."""
 
     num_pauses: ClassVar[int] = 0
     """How often its steps pause, on every rank."""
@@ -57,15 +57,6 @@ class CodedSum(ABC):
     @abstractmethod
     def states(self) -> list[State]:
         """What is remembered beside `by_place`, of every tensor that is encoded by itself."""
-
-    def shares(self) -> dict[str, Tensor]:
-        """What is remembered of every element, as a part of the result: divided as that is."""
-        return {key: flat / self.party.divisor for key, flat in self.by_place.items()}
-
-    def take_shares(self, shares: dict[str, Tensor]) -> None:
-        """Remember this, as `shares` says it."""
-        for key, flat in shares.items():
-            self.by_place[key].copy_(flat).mul_(self.party.divisor)
 
     def save(self) -> dict[str, Any]:
         """What is remembered beside that, alike on all ranks: the number of steps, and factors as "what@place"."""
@@ -82,6 +73,6 @@ class CodedSum(ABC):
         for key, value in state.items():
             if isinstance(value, Tensor) and self.party.device.type != "meta":
                 if key not in self.by_place:
-                    self.by_place[key] = torch.zeros(self.numel, device=self.party.device)
+                    self.by_place[key] = torch.zeros(self.numel, dtype=torch.float32, device=self.party.device)
                 state[key] = self.by_place[key][part]
         return state
