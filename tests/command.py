@@ -1,5 +1,6 @@
 """Commands in tests: what the `call` fixture gives, and one that is stopped in the middle."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,14 @@ class Ended(NamedTuple):
 
 
 Call = Callable[..., Ended]
+
+
+def assert_refused(ended: Ended, message: str, folder: Path) -> None:
+    """It was a mistake, explained in a line, and nothing was written."""
+    assert ended.status == 2, ended
+    assert re.search(message, ended.err), ended.err
+    assert "Traceback" not in ended.err
+    assert list(folder.iterdir()) == []
 
 
 def stop_in_the_middle(words: list[str], sign: signal.Signals, folder: Path) -> float:

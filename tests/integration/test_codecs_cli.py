@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import Call
+from command import Call, assert_refused
 from tutti.bench.worth import GAIN, Worth
 from tutti.codecs import CODECS
 from tutti.launch.lab import missing
@@ -38,11 +38,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(words: list[str], message: str, call: Call, tmp_path: Path) -> None:
-    ended = call(*words)
-    assert ended.status == 2, ended
-    assert re.search(message, ended.err), ended.err
-    assert "Traceback" not in ended.err
-    assert list(tmp_path.iterdir()) == []
+    assert_refused(call(*words), message, tmp_path)
 
 
 def test_train_and_simulate(call: Call, tmp_path: Path) -> None:
