@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 import tutti
+from tutti.codecs import ErrorFeedback, LowRank, OneBit, TopK
+from tutti.codecs.sums import PAUSE, Party, way_of
+from tutti.collectives import recursive_doubling, run
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports import ANY, AllReduces, Roster, Transport
 from tutti.transports.base import Steps, Work
@@ -292,6 +295,34 @@ def a_rank_that_does_not_answer_is_waited_for_no_longer_than_asked(link: Transpo
     assert not made.broken
 
 
+def packets_are_summed(link: Transport) -> None:
+    """Sums of every kind, several under way at once, as a strategy with a codec has them."""
+    for codec in (OneBit(), TopK(0.1), LowRank(1)):
+        places = ((0, (20, 50)),)
+        party = Party(link.rank, link.size, divisor=link.size)
+        coded = [way_of(codec)(ErrorFeedback(codec), places, 1000, party) for _ in range(3)]
+        tensors = [values(1000, torch.float32, link.rank) + number for number in range(3)]
+        exacts = [torch.full((5,), float(link.rank)) for _ in range(3)]
+        opened = [each.steps(*pair, link) for each, *pair in zip(coded, tensors, exacts, strict=True)]
+        parts = [[up_to_pause(steps) for steps in opened] for _ in range(way_of(codec).num_pauses)]
+        for part in [steps for row in [*parts, opened] for steps in row]:
+            link.start(part).wait()
+        mean = (link.size - 1) / 2
+        assert all((exact == mean).all() for exact in exacts)
+        sums = torch.cat(tensors).double()
+        alike = torch.zeros(link.size, dtype=torch.float64)
+        alike[link.rank] = sums.sum()
+        run(recursive_doubling.steps(alike, link))
+        assert (alike == alike[0]).all()
+
+
+def up_to_pause(steps: Steps) -> Steps:
+    for work in steps:
+        if work is PAUSE:
+            return
+        yield work
+
+
 def the_algorithm_has_a_name(link: Transport) -> None:
     from tutti.transports.mpi import MpiTransport
 
@@ -321,6 +352,7 @@ CHECKS = [
     channels_do_not_mix,
     channels_between_some_ranks,
     steps_are_taken_beside,
+    packets_are_summed,
     failing_steps_say_so,
     a_closed_transport_says_so,
     a_conversation_that_one_rank_closed,
