@@ -41,9 +41,11 @@ def _accuracy(result: dict[str, Any]) -> str:
     plan, rows = result["plan"], result["accuracy"]
     exact = [row["accuracy"] for row in rows if "+" not in row["strategy"]]
     exact_mean = statistics.mean(exact)
+    exact_bytes = next(row["bytes_sent"] for row in rows if "+" not in row["strategy"])
     lines = [
         f"## Test accuracy: {plan['accuracy_of']}, {plan['epochs']} epochs, seeds {_listed(plan['seeds'])}\n",
-        f"Uncompressed: {_percent(exact)}. In brackets the difference from that, in points; bare with one seed.\n",
+        f"Uncompressed: {_percent(exact)}, {exact_bytes / 1e3:.0f} KB a step and rank. In brackets the difference from that "
+        "accuracy, in points; bare with one seed.\n",
         "| codec | KB a step and rank | with feedback | bare |",
         "| --- | ---: | ---: | ---: |",
     ]
@@ -104,6 +106,7 @@ def _draw(name: str, rows: list[dict[str, Any]], codecs: list[str], path: Path) 
     """Training loss on the left, test accuracy on the right; dashed without feedback."""
     plt = pyplot()
     figure, (loss, accuracy) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.15)
     by_text = {row["strategy"]: row for row in rows}
     drawn = [("uncompressed", "native", "#000000", "-")]
     for codec, colour in zip(codecs, _COLOURS, strict=False):
@@ -118,10 +121,12 @@ def _draw(name: str, rows: list[dict[str, Any]], codecs: list[str], path: Path) 
             loss.plot(*_smoothed(steps), label=label, **shown)
         if tested:
             accuracy.plot(*zip(*tested, strict=True), marker="o", markersize=3, **shown)
-    loss.set(xlabel="epoch", ylabel="training loss, smoothed", title=f"{name}: dashed without feedback")
+    figure.suptitle(f"{name}: codecs with error feedback, and dashed without")
+    loss.set(xlabel="epoch", ylabel="training loss, smoothed")
     finite = [it["loss"] for row in rows for it in row["reports"] if it["loss"] < float("inf")]
     loss.set_ylim(0, 1.15 * statistics.quantiles(finite, n=50)[-1])
     accuracy.set(xlabel="epoch", ylabel="test accuracy (%)")
+    accuracy.xaxis.get_major_locator().set_params(integer=True)
     for axes in (loss, accuracy):
         axes.grid(alpha=0.2)
     figure.legend(frameon=False, fontsize=8, loc="outside right center")
