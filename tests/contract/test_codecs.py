@@ -215,6 +215,17 @@ def test_constant_gradients(codec: Codec) -> None:
 
 
 @every_with_feedback
+def test_what_is_hardly_there_does_no_harm(codec: Codec) -> None:
+    """Units that are dead leave residuals that fade away through all that float32 has."""
+    state = codec.start(17 * 300)
+    for power in range(30, 46):
+        for factor in (1.0, 1.3, 3.0, 7.0):
+            out, state = said(codec, factor * 10.0**-power * gradient((17, 300)), state)
+            assert out.isfinite().all()
+            assert state["residual"].isfinite().all()
+
+
+@every_with_feedback
 def test_a_few_values_among_zeros_get_through(codec: Codec) -> None:
     """As of an embedding: fewer are not zero than a sparse codec would send."""
     for numel in (1000, 100_000):

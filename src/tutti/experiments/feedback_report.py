@@ -44,8 +44,8 @@ def _accuracy(result: dict[str, Any]) -> str:
     exact_bytes = next(row["bytes_sent"] for row in rows if "+" not in row["strategy"])
     lines = [
         f"## Test accuracy: {plan['accuracy_of']}, {plan['epochs']} epochs, seeds {_listed(plan['seeds'])}\n",
-        f"Uncompressed: {_percent(exact)}, {exact_bytes / 1e3:.0f} KB a step and rank. In brackets the difference from that "
-        "accuracy, in points; bare with one seed.\n",
+        f"Uncompressed: {_percent(exact)}, {exact_bytes / 1e3:.0f} KB a step and rank. In brackets the difference from "
+        "that accuracy, in points; bare with one seed.\n",
         "| codec | KB a step and rank | with feedback | bare |",
         "| --- | ---: | ---: | ---: |",
     ]

@@ -16,6 +16,9 @@ _BLOCK = 1024
 _INFINITE = np.int32(0x7F800000)
 _HALF_NORMAL = np.int32(0x38800000)
 """2^-14: below it float16 has steps of 2^-24."""
+_LEAST = np.float32(1e-35)
+"""The smallest scale: 448 over it is finite."""
+
 _FP8_LARGEST = np.float32(448)
 
 
@@ -150,7 +153,7 @@ def fp8_encode(feedback: bool) -> Callable[..., None]:
             for i in range(len(source)):
                 largest = max(largest, _magnitude(wanted[i]))
             scale = scales[run] = _number(largest)
-            usable = largest < _INFINITE and scale > np.float32(1e-36)
+            usable = largest < _INFINITE and scale > _LEAST
             if not usable:
                 target[:] = 0
                 continue

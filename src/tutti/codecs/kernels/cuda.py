@@ -114,7 +114,7 @@ def _wanted(values, residual, FEEDBACK: tl.constexpr, start, inside, i):  # type
 def _largest(wanted):  # type: ignore[no-untyped-def]
     """The largest magnitude, by its bits: NaN is above infinity, and that above all. And if one can divide by it."""
     scale = tl.max(wanted.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
-    return scale, _is_finite(scale) & (scale > 1e-36)
+    return scale, _is_finite(scale) & (scale > 1e-35)
 
 
 @triton.jit

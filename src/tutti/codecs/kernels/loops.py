@@ -122,7 +122,7 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
             codes32[0] = largest
             scale = codes32.view(np.float32)[0]
             scales[run] = scale
-            usable = np.isfinite(scale) and scale > np.float32(1e-36)
+            usable = np.isfinite(scale) and scale > np.float32(1e-35)
             up = middle / scale if usable else np.float32(0)
             down = scale / middle if usable else np.float32(0)
             for i in range(size):

@@ -33,7 +33,7 @@ def quantize_encode(
         wanted = _wanted(values, residual, start, stop)
         key = (wanted.view(torch.int32) & 0x7FFFFFFF).max().reshape(1)
         scale = scales[run] = key.view(torch.float32)[0]
-        usable = bool(torch.isfinite(scale) and scale > 1e-36)
+        usable = bool(torch.isfinite(scale) and scale > 1e-35)
         up = middle / scale if usable else torch.zeros_like(scale)
         down = scale / middle if usable else torch.zeros_like(scale)
         place = torch.arange(start, stop, device=values.device)
@@ -64,7 +64,7 @@ def fp8_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Te
         wanted = _wanted(values, residual, start, stop)
         key = (wanted.view(torch.int32) & 0x7FFFFFFF).max().reshape(1)
         scale = scales[run] = key.view(torch.float32)[0]
-        usable = bool(torch.isfinite(scale) and scale > 1e-36)
+        usable = bool(torch.isfinite(scale) and scale > 1e-35)
         scaled = wanted * (448.0 / scale) if usable else torch.zeros_like(wanted)
         code = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
         if usable:
