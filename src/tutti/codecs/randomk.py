@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tutti.codecs import kernels
 from tutti.codecs.base import CPU, Codec, Packet, Places, Rounds, State, flat_float32
-from tutti.codecs.kernels.reference import noise
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.runs import Runs
 from tutti.codecs.topk import put
@@ -76,11 +76,8 @@ class RandomK(Codec):
 
     def _choose(self, step: int, like: Tensor) -> Tensor:
         count = self._count(like.numel())
-        edges = _edges(like.numel(), count, like.device)
-        sizes = edges[1:] - edges[:-1]
         seed = step * 0xC2B2AE35 % 2**32
-        drawn = noise(seed, torch.arange(count, device=like.device)) * sizes.to(torch.float32)
-        return edges[:-1] + torch.minimum(drawn.long(), sizes - 1)
+        return kernels.of(like.device).draw(like.numel(), count, seed, like.device)
 
     def __str__(self) -> str:
         return self.name if self == type(self)() else f"{self.name}:{self.density!r}"
@@ -97,9 +94,8 @@ def _take(values: Tensor, residual: Tensor | None, chosen: Tensor) -> Tensor:
     found = wanted[chosen]
     odd = (~wanted.isfinite()).nonzero().flatten() if not bool(torch.isfinite(wanted.sum())) else None
     if residual is not None:
-        sent = chosen[found.isfinite()]
         residual.copy_(wanted if odd is None else torch.where(wanted.isfinite(), wanted, residual))
-        residual[sent] = 0.0
+        residual.index_fill_(0, chosen if odd is None else chosen[found.isfinite()], 0.0)
     if odd is not None:
         edges = _edges(values.numel(), len(chosen), values.device)
         found[torch.searchsorted(edges, odd, right=True) - 1] = wanted[odd]

@@ -63,6 +63,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def draw(self, numel: int, count: int, seed: int, device: torch.device) -> Tensor:
+        """One place in each of `count` nearly equal stretches of `numel` elements; the seed tells which."""
+        ...
+
 
 @cache
 def of(device: torch.device) -> Kernels:

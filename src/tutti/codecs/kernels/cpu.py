@@ -64,5 +64,12 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
     return torch.from_numpy(places[:count]), torch.from_numpy(found[:count])
 
 
+def draw(numel: int, count: int, seed: int, device: torch.device) -> Tensor:
+    places = np.empty(count, np.int64)
+    if count:
+        sparse_loops.draw(numel, seed, places)
+    return torch.from_numpy(places)
+
+
 def _or_nothing(residual: Tensor | None) -> np.ndarray:
     return _NOTHING if residual is None else as_array(residual)

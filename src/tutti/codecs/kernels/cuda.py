@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tutti.codecs.kernels.reference import pick
+from tutti.codecs.kernels.reference import draw, pick
 from tutti.codecs.runs import Table
 
 __all__ = [
     "cast_encode",
+    "draw",
     "fp8_decode",
     "fp8_encode",
     "onebit_decode",

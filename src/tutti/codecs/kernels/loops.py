@@ -87,7 +87,7 @@ def onebit_decode(add: bool) -> Callable[..., None]:
 
 
 @compiled
-def _noise(seed, number):  # type: ignore[no-untyped-def]
+def noise(seed, number):  # type: ignore[no-untyped-def]
     """A number in [0, 1) that depends on the seed and the place alone: a hash of 32 bits, its upper 24 used."""
     x = np.uint32(np.uint32(number) * np.uint32(0x9E3779B1) + seed)
     x = np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD))
@@ -126,7 +126,7 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
             up = middle / scale if usable else np.float32(0)
             down = scale / middle if usable else np.float32(0)
             for i in range(size):
-                chance = np.float32(0.5) if feedback else _noise(seed, start + i)
+                chance = np.float32(0.5) if feedback else noise(seed, start + i)
                 code = np.int32(wanted[i] * up + (middle + chance))
                 codes32[i] = min(max(code, np.int32(0)), most)
             if feedback and np.isfinite(scale):

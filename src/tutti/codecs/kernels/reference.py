@@ -87,6 +87,13 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
     return places.to(torch.int32), wanted[places]
 
 
+def draw(numel: int, count: int, seed: int, device: torch.device) -> Tensor:
+    edges = torch.arange(count + 1, device=device) * numel // max(1, count)
+    sizes = edges[1:] - edges[:-1]
+    drawn = noise(seed, torch.arange(count, device=device)) * sizes.to(torch.float32)
+    return edges[:-1] + torch.minimum(drawn.long(), sizes - 1)
+
+
 def noise(seed: int, place: Tensor) -> Tensor:
     """Numbers in [0, 1) that depend on the seed and the place alone: a hash of 32 bits, its upper 24 used."""
     x = (place * 0x9E3779B1 + seed) & 0xFFFFFFFF

@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 
 from tutti.codecs.kernels.compiled import compiled
+from tutti.codecs.kernels.loops import noise
 
 _ONES_OF_BYTE = np.array([next((n for n in range(8) if not byte >> n & 1), 8) for byte in range(256)], np.uint8)
 """How many of its lowest bits are one, up to the first that is not."""
@@ -35,28 +36,33 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
     def kernel(values, residual, at_least, begin, count, places, found):  # type: ignore[no-untyped-def]
         flags64, eights = np.zeros(BLOCK // 8, np.uint64), np.zeros(BLOCK // 8 + 1, np.int64)
         flags = flags64.view(np.uint8)
-        wanted = np.empty(BLOCK, np.float32)
+        old = np.empty(BLOCK, np.float32)
         least = max(_magnitude(at_least), np.int32(1))  # Zeros are never sent.
         infinite = np.int32(0x7F800000)
         while begin < len(values) and count + BLOCK < len(places):
             source, rest = values[begin : begin + BLOCK], residual[begin : begin + BLOCK]
+            wanted = rest if feedback else source
             for i in range(len(source)):
-                wanted[i] = source[i] + rest[i] if feedback else source[i]
-            for i in range(len(source)):
-                flags[i] = np.uint8(_magnitude(wanted[i]) >= least)
-            if feedback:
-                for i in range(len(source)):
-                    rest[i] = wanted[i] if _magnitude(wanted[i]) < infinite else rest[i]
+                value = source[i] + rest[i] if feedback else source[i]
+                if feedback:
+                    old[i] = rest[i]
+                    rest[i] = value
+                flags[i] = np.uint8(_magnitude(value) >= least)
             flags[len(source) :] = 0
             num_eights = 0
             for eight in range(BLOCK // 8):
                 eights[num_eights] = eight
                 num_eights += np.int64(flags64[eight] != 0)
+            first = count
             for number in range(num_eights):
                 for i in range(8 * eights[number], min(8 * eights[number] + 8, len(source))):
                     places[count] = begin + i
                     found[count] = wanted[i]
                     count += np.int64(flags[i])
+            if feedback:  # What is not finite is among the large: there it stays as it was.
+                for number in range(first, count):
+                    if _magnitude(found[number]) >= infinite:
+                        rest[places[number] - begin] = old[places[number] - begin]
             begin += BLOCK
         return begin, count
 
@@ -131,3 +137,20 @@ def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
             return False
         symbols[number] = symbol
     return at == len(data) and filled < 8 and buffer == np.uint64(0)
+
+
+@compiled
+def draw(numel, seed, places):  # type: ignore[no-untyped-def]
+    """One place in each of as many nearly equal stretches of `numel` elements as there is room for."""
+    count = len(places)
+    whole, more = numel // count, numel % count
+    start, over = 0, 0
+    for number in range(count):
+        size = whole
+        over += more
+        if over >= count:
+            over -= count
+            size += 1
+        drawn = np.int64(noise(np.uint32(seed), number) * np.float32(size))
+        places[number] = start + min(drawn, size - 1)
+        start += size
