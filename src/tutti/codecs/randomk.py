@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tutti.codecs import kernels
 from tutti.codecs.base import CPU, Codec, Packet, Places, Rounds, State, flat_float32
+from tutti.codecs.kernels.reference import edges
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.runs import Runs
 from tutti.codecs.topk import put
@@ -83,11 +84,6 @@ class RandomK(Codec):
         return self.name if self == type(self)() else f"{self.name}:{self.density!r}"
 
 
-def _edges(numel: int, count: int, device: torch.device) -> Tensor:
-    """`numel` elements in `count` stretches of nearly equal length."""
-    return torch.arange(count + 1, device=device) * numel // max(1, count)
-
-
 def _take(values: Tensor, residual: Tensor | None, chosen: Tensor) -> Tensor:
     """The chosen values, taken out of the residual; what is not finite takes the place of what was chosen beside it."""
     wanted = values if residual is None else values + residual
@@ -97,6 +93,6 @@ def _take(values: Tensor, residual: Tensor | None, chosen: Tensor) -> Tensor:
         residual.copy_(wanted if odd is None else torch.where(wanted.isfinite(), wanted, residual))
         residual.index_fill_(0, chosen if odd is None else chosen[found.isfinite()], 0.0)
     if odd is not None:
-        edges = _edges(values.numel(), len(chosen), values.device)
-        found[torch.searchsorted(edges, odd, right=True) - 1] = wanted[odd]
+        stretches = edges(values.numel(), len(chosen), values.device)
+        found[torch.searchsorted(stretches, odd, right=True) - 1] = wanted[odd]
     return found

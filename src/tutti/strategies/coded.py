@@ -11,11 +11,11 @@ from tutti.codecs import Codec
 from tutti.codecs.sums import PAUSE, CodedSum, Party, way_of
 from tutti.collectives import ALGORITHMS, Collective, all_gather, broadcast_all, butterfly, choices, run, share_json
 from tutti.collectives.hierarchical import hand_out, sum_within
-from tutti.collectives.mean import own_weight, share_weights, weigh
+from tutti.collectives.mean import weigh
 from tutti.errors import ConfigError
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
-from tutti.strategies.means import when_filled
+from tutti.strategies.means import announced, when_filled
 from tutti.transports import HostsTransport, Transport, Work
 from tutti.transports.base import Finished, Steps
 
@@ -31,18 +31,18 @@ class CodedMean:
         self._replica = replica
         self._transport = transport
         self._codec = codec
-        two_levels = isinstance(transport, HostsTransport) and algorithm in ("native", "auto", "hierarchical")
-        self._within = transport.within if two_levels and isinstance(transport, HostsTransport) else None
-        self._across = transport.across if two_levels and isinstance(transport, HostsTransport) else transport
+        self._within: Transport | None = None
+        self._across: Transport | None = transport
+        if isinstance(transport, HostsTransport) and algorithm in ("native", "auto", "hierarchical"):
+            self._within, self._across = transport.within, transport.across
         self._exactly = _chosen(transport, algorithm)
         self._sums: dict[Bucket, CodedSum] = {}
         self._open: list[_Opened] = []
         self._num_pauses = way_of(codec).num_pauses
 
     def begin(self, weight: float) -> Work:
-        self._weights = own_weight(weight, self._transport)
-        self._transport.start(share_weights(self._weights, self._transport))
-        return Finished()  # Steps are taken in order: nobody has to wait for these.
+        self._weights = announced(weight, self._transport)
+        return Finished()
 
     def start(self, bucket: Bucket) -> Work:
         """Take the first steps of this bucket, and the next of those before it: links are busy while ranks wait."""
@@ -82,17 +82,13 @@ class CodedMean:
             yield from hand_out(flat, self._within)
 
     def _coded(self, bucket: Bucket, across: Transport) -> Steps:
-        values = bucket.values
-        if values.is_meta:
-            yield from self._sums[bucket].steps(values, bucket.exact, across)
-            return
-        self._mark_what_is_owed(bucket)
-        if values.dtype == torch.float32:
-            yield from self._sums[bucket].steps(values, bucket.exact, across)
-            return
-        wide = values.to(torch.float32)
+        values = wide = bucket.values
+        if not values.is_meta:
+            self._mark_what_is_owed(bucket)
+            wide = values.to(torch.float32)
         yield from self._sums[bucket].steps(wide, bucket.exact, across)
-        values.copy_(wide)
+        if wide is not values:
+            values.copy_(wide)
 
     def _mark_what_is_owed(self, bucket: Bucket) -> None:
         """A parameter without a gradient has one all the same if something of earlier ones is still to be said."""

@@ -81,9 +81,8 @@ class SteppedMean:
         self._choose = choose
 
     def begin(self, weight: float) -> Work:
-        self._weights = own_weight(weight, self._transport)
-        self._transport.start(share_weights(self._weights, self._transport))
-        return Finished()  # Steps are taken in order: nobody has to wait for these.
+        self._weights = announced(weight, self._transport)
+        return Finished()
 
     def start(self, bucket: Bucket) -> Work:
         return self._transport.start(when_filled(bucket.flat, self._steps(bucket.flat, self._weights)))
@@ -98,6 +97,13 @@ class SteppedMean:
         weigh(tensor, weights, self._transport.rank)
         yield from self._choose(tensor.nbytes).steps(tensor, self._transport)
         tensor.div_(self._transport.size)
+
+
+def announced(weight: float, transport: Transport) -> Tensor:
+    """The weights of all ranks, for steps that are started after this: those are taken in order, and need not wait."""
+    weights = own_weight(weight, transport)
+    transport.start(share_weights(weights, transport))
+    return weights
 
 
 def when_filled(tensor: Tensor, steps: Steps) -> Steps:

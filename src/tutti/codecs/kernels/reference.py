@@ -88,10 +88,15 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
 
 
 def draw(numel: int, count: int, seed: int, device: torch.device) -> Tensor:
-    edges = torch.arange(count + 1, device=device) * numel // max(1, count)
-    sizes = edges[1:] - edges[:-1]
+    starts = edges(numel, count, device)
+    sizes = starts.diff()
     drawn = noise(seed, torch.arange(count, device=device)) * sizes.to(torch.float32)
-    return edges[:-1] + torch.minimum(drawn.long(), sizes - 1)
+    return starts[:-1] + torch.minimum(drawn.long(), sizes - 1)
+
+
+def edges(numel: int, count: int, device: torch.device) -> Tensor:
+    """Where `count` stretches of nearly equal length begin, and where the last one ends."""
+    return torch.arange(count + 1, device=device) * numel // max(1, count)
 
 
 def noise(seed: int, place: Tensor) -> Tensor:
