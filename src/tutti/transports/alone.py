@@ -33,5 +33,8 @@ class AloneTransport(Transport):
             work.wait()
         return Finished()
 
+    def beside(self, steps: Steps) -> Work:
+        return self.start(steps)
+
     def close(self) -> None:
         return None

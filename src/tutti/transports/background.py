@@ -9,6 +9,21 @@ from tutti.errors import ConfigError, RankLost
 from tutti.transports.base import Steps, Work
 
 
+def take(steps: Steps) -> None:
+    """Take all steps, one after the other; what fails is raised where they yielded it."""
+    failure: Exception | None = None
+    while True:
+        try:
+            work = next(steps) if failure is None else steps.throw(failure)
+        except StopIteration:
+            return
+        failure = None
+        try:
+            work.wait()
+        except Exception as error:
+            failure = error
+
+
 class _Task(Work):
     """Steps that somebody else takes."""
 
@@ -77,8 +92,7 @@ class Background:
 
     def _take(self, task: _Task) -> None:
         try:
-            for work in task.steps:
-                work.wait()
+            take(task.steps)
         except Exception as error:
             # A step that begins on a closed transport is told of a mistake; here it is the closing that came between.
             told = self._closed and isinstance(error, ConfigError)

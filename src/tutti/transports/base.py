@@ -50,8 +50,28 @@ class Finished(Work):
         return None
 
 
+class Signal(Work):
+    """Work that is done when somebody says so: by it, steps of one transport wait for each other."""
+
+    def __init__(self) -> None:
+        self._given = False
+
+    def give(self) -> None:
+        """It is done."""
+        self._given = True
+
+    def done(self) -> bool:
+        return self._given
+
+    def wait(self) -> None:
+        assert self._given, "only steps wait for a signal"
+
+
 Steps = Generator[Work, None, None]
-"""A collective on its way: it yields each piece of work that must be done before it can go on."""
+"""A collective on its way: it yields each piece of work that must be done before it can go on.
+
+If that fails, the error is raised where it was yielded, and steps that catch it go on.
+"""
 
 
 class Transport(ABC):
@@ -96,6 +116,18 @@ class Transport(ABC):
         except while none are under way.
         """
 
+    @abstractmethod
+    def beside(self, steps: Steps) -> Work:
+        """Take `steps` beside the caller and beside each other: whichever can go on does, all in one thread.
+
+        They may wait for as long as it takes; whoever waits for the work that this returns has a deadline. A transport
+        is used by steps of this kind, from the first call on, or by the other kind.
+        """
+
+    def signal(self) -> Signal:
+        """Something that steps taken beside each other can wait for."""
+        return Signal()
+
     def now(self) -> float:
         """Seconds on this rank's clock: the machine's, unless a transport has a clock of its own."""
         return time.perf_counter()
@@ -135,6 +167,12 @@ class Added(Transport):
 
     def start(self, steps: Steps) -> Work:
         return self.inner.start(steps)
+
+    def beside(self, steps: Steps) -> Work:
+        return self.inner.beside(steps)
+
+    def signal(self) -> Signal:
+        return self.inner.signal()
 
     def now(self) -> float:
         return self.inner.now()

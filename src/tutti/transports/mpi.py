@@ -16,11 +16,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from tutti.errors import ConfigError, RankLost, ReplicaMismatch
+from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, TuttiError
 from tutti.transports.background import Background
 from tutti.transports.base import ANY, Finished, Steps, Transport, Work
+from tutti.transports.loop import Loop, Mover
 from tutti.transports.mpi_algorithms import Rules
-from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster
+from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster, loss_of
 
 _SPIN_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.001
@@ -47,14 +48,14 @@ class _Polled(Work):
     """Work that somebody else moves along: MPI, or the thread that reduces."""
 
     def __init__(self, link: "MpiTransport", peers: Sequence[int]) -> None:
-        self._link, self._peers = link, peers
+        self._link, self.peers = link, peers
         self._finished = False
         self.any = False
         """Whether one of the peers is enough."""
 
     def wait(self) -> None:
         if not self._finished:
-            self._link._watch(self, self._peers)
+            self._link._watch(self, self.peers)
             self._finish()
             self._finished = True
 
@@ -182,6 +183,50 @@ class _Blocking(Work):
         self._call()
 
 
+class _Poller(Mover):
+    """Looks at messages again and again."""
+
+    def __init__(self, link: "MpiTransport") -> None:
+        self._link = link
+        self._woken = threading.Event()
+        self._pause_s = 0.0
+        self._looked_at = time.monotonic()
+        self._lost: dict[int, str] = {}
+
+    def idle(self) -> None:
+        self._pause_s = min(2 * self._pause_s + 0.00001, _LONGEST_PAUSE_SECONDS)
+        if self._woken.wait(self._pause_s):
+            self._woken.clear()
+            self._pause_s = 0.0
+        if time.monotonic() > self._looked_at + WATCH_SECONDS:
+            self._looked_at = time.monotonic()
+            self._lost = self._link._conversation.lost_ranks()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def over(self, work: Work) -> bool:
+        if work.done():
+            self._pause_s = 0.0
+            return True
+        return isinstance(work, _Message) and self._gone(work)
+
+    def failure(self, work: Work) -> Exception | None:
+        if not work.done():
+            return loss_of(self._link.roster.me, self._lost)
+        try:
+            work.wait()
+        except TuttiError as error:
+            return error
+        return None
+
+    def overdue(self, what: str) -> DeadlineExceeded:
+        return self._link.roster.overdue(what)
+
+    def _gone(self, work: _Message) -> bool:
+        return not work.any and self._link.roster.peers[work.peers[0]].rank in self._lost
+
+
 class MpiTransport(Transport):
     """Messages and reductions over a communicator that holds the ranks of `roster`, in its order."""
 
@@ -208,6 +253,7 @@ class MpiTransport(Transport):
         self._reducing: list[_Reduction] = []
         self._steps = Background(f"rank {roster.me}")
         self._reducer = Background(f"rank {roster.me}, reductions")
+        self._loop = Loop(f"rank {roster.me}", _Poller(self), roster.timeout.total_seconds())
         self._closed = False
         self._beside = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if not self._beside and self.rank == 0:
@@ -279,6 +325,15 @@ class MpiTransport(Transport):
             work.wait()
         return Finished()
 
+    def beside(self, steps: Steps) -> Work:
+        self._check_open()
+        if not self._beside:
+            raise ConfigError(
+                f"rank {self.rank}: this MPI serves one thread only (no MPI_THREAD_MULTIPLE), and nothing can go on "
+                "beside training. Use another transport, or an MPI that serves several."
+            )
+        return self._loop.add(steps)
+
     def close(self) -> None:
         """End what is under way.
 
@@ -292,6 +347,7 @@ class MpiTransport(Transport):
             channel.close()
         self._conversation.close()
         self._steps.close()
+        self._loop.close()
         self._held += [message for message in list(self._pending) if not message.abandon()]
         deadline = time.monotonic() + _GRACE_SECONDS
         while (stuck := [it for it in self._reducing if not it.done()]) and time.monotonic() < deadline:

@@ -17,6 +17,7 @@ from torch import Tensor
 from tutti.errors import ConfigError
 from tutti.transports.background import Background
 from tutti.transports.base import ANY, Steps, Transport, Work
+from tutti.transports.loop import Loop
 from tutti.transports.roster import Conversation, Roster
 from tutti.transports.sockets import Messenger, Receiving
 
@@ -94,6 +95,7 @@ class ProcessGroupTransport(Transport):
         self._store = dist.PrefixStore(name, roster.store)
         self._messenger = Messenger(roster, address, name)
         self._background = Background(f"rank {roster.me}")
+        self._loop = Loop(f"rank {roster.me}", self._messenger, roster.timeout.total_seconds())
         self._gloo: Any = None  # torch's stubs know neither its methods nor its options.
         self._nccl: Any = None
         self._own_gpu: bool | None = None
@@ -139,9 +141,13 @@ class ProcessGroupTransport(Transport):
     def start(self, steps: Steps) -> Work:
         return self._background.start(steps)
 
+    def beside(self, steps: Steps) -> Work:
+        return self._loop.add(steps)
+
     def interrupt(self) -> None:
         self.closed = True
         self._background.interrupt()
+        self._loop.interrupt()
         self._messenger.interrupt()
         for channel in self._channels:
             channel.interrupt()
@@ -156,6 +162,7 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         self.interrupt()
         self._background.close()  # Its steps may use channels too.
+        self._loop.close()
         for channel in self._channels:
             channel.close()
         self._messenger.close()

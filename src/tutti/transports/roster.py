@@ -196,7 +196,7 @@ class Conversation:
     def lost(self, rank: int) -> dict[int, str]:
         """Nobody, if `rank` may still answer here; otherwise whom to blame for that, and why."""
         peer = self.roster.peers[rank]
-        why = self.roster.how_gone(peer) or self._said_by(rank)
+        why = self.roster.how_gone(peer) or self.said_by(rank)
         return {} if why is None else self.roster.gone() or {peer.rank: why}
 
     def lost_ranks(self) -> dict[int, str]:
@@ -208,7 +208,8 @@ class Conversation:
         with suppress(DistError):  # The store goes with the launcher: then nobody is left to tell.
             self.roster.store.set(f"{self._name}/{self.roster.rank}", what)
 
-    def _said_by(self, rank: int) -> str | None:
+    def said_by(self, rank: int) -> str | None:
+        """How a rank has ended its part in this conversation; None if it has not."""
         key = f"{self._name}/{rank}"
         try:
             return self.roster.store.get(key).decode() if self.roster.store.check([key]) else None

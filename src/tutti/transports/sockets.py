@@ -18,10 +18,11 @@ from itertools import islice
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from tutti.errors import ConfigError, ReplicaMismatch
+from tutti.errors import ConfigError, DeadlineExceeded, ReplicaMismatch
 from tutti.transports.base import ANY, Work
 from tutti.transports.frames import CODES, DTYPES, HEADER, HELLO, Incoming, Message, Outgoing, raw
-from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster
+from tutti.transports.loop import Mover
+from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster, loss_of
 
 _EAGER_BYTES = 256 * 2**10
 _READS_AT_ONCE = 64
@@ -81,7 +82,7 @@ class Receiving(Work):
         return self.peer
 
 
-class Messenger:
+class Messenger(Mover):
     """All messages of one conversation on one rank. One thread at a time; `interrupt` may come from another."""
 
     def __init__(self, roster: Roster, address: str, name: str) -> None:
@@ -101,6 +102,7 @@ class Messenger:
         self._unasked: defaultdict[int, list[Message]] = defaultdict(list)  # By tag, in the order of arrival.
         self.ended: set[int] = set()  # Peers whose connection to us is over.
         self.broken: set[int] = set()  # Peers that no longer take what we send.
+        self._watched_at = 0.0
         self._moved_at = [0.0] * (roster.size + 1)  # The last read or write, by peer; the last entry is of ANY read.
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -160,12 +162,36 @@ class Messenger:
             if now > max(started, self._moved_at[work.peer]) + patience:
                 raise self._overdue(work)
 
+    def idle(self) -> None:
+        if not self._step(WATCH_SECONDS) or time.monotonic() > self._watched_at + WATCH_SECONDS:
+            self._watched_at = time.monotonic()
+            self._watch_all()
+
+    def wake(self) -> None:
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def over(self, work: Work) -> bool:
+        return work.finished or work.hopeless if isinstance(work, Sending | Receiving) else work.done()
+
+    def failure(self, work: Work) -> Exception | None:
+        if not isinstance(work, Sending | Receiving):
+            return None
+        if work.finished:
+            return work.error if isinstance(work, Receiving) else None
+        who = self.roster.peers[work.peer]
+        why = self.roster.how_gone(who) or self.conversation.said_by(work.peer) or "its connection is closed"
+        return loss_of(self.roster.me, {who.rank: why})
+
+    def overdue(self, what: str) -> DeadlineExceeded:
+        self.conversation.give_up()
+        return self.roster.overdue(what)
+
     def interrupt(self) -> None:
         """Make whoever waits stop waiting, from any thread. Idempotent."""
         if not self._interrupted:
             self._interrupted = True
-            with suppress(OSError):
-                self._waker.send(b"\0")
+            self.wake()
 
     def close(self) -> None:
         """Close every connection; what was sent still arrives. Nobody may be waiting. Idempotent."""
@@ -425,6 +451,16 @@ class Messenger:
         if lost and not (self._step(0) or work.finished):
             self.conversation.give_up()
             raise self.roster.loss(lost)
+
+    def _watch_all(self) -> None:
+        """Look whether those who are asked for something are still there, also those who never connected."""
+        now = time.monotonic()
+        for incoming in [it for it in self._incoming if not it.held]:
+            self._read(incoming)  # Perhaps not enough to be woken for, but it moves.
+        asked = {work.peer for works in self._asked.values() for work in works} - self.ended - {ANY}
+        for peer in asked:
+            if not self._may_still_come(peer, now) and self.conversation.lost(peer) and not self._step(0):
+                self.ended.add(peer)
 
     def _may_still_come(self, peer: int, now: float) -> bool:
         """Whether there is a connection on which data was moving a moment ago: its sender may be gone already."""

@@ -8,11 +8,11 @@ from weakref import WeakSet
 from torch import Tensor
 
 from tutti.errors import ConfigError, RankLost
-from tutti.transports.base import ANY, Steps, Transport, Work
+from tutti.transports.base import ANY, Signal, Steps, Transport, Work
 from tutti.transports.simulated.conversation import Conversation, Mailbox, Message, OpenBox, Receive
 from tutti.transports.simulated.network import Network
 from tutti.transports.simulated.rank import Rank
-from tutti.transports.simulated.work import Task, Tasks
+from tutti.transports.simulated.work import LooseTasks, SimulatedSignal, Tasks
 
 
 class Stage:
@@ -50,7 +50,7 @@ class SimulatedTransport(Transport):
         self.cluster = stage.network.cluster
         self.seed = f"{self.cluster.seed} {me.number} {name}"
         self.bytes_sent = 0
-        self._tasks = Tasks()
+        self._tasks, self._loose = Tasks(), LooseTasks()
         self._opened: dict[tuple[str, tuple[int, ...]], int] = {}
         self._channels: WeakSet[SimulatedTransport] = WeakSet()
         self._closed = False
@@ -98,9 +98,15 @@ class SimulatedTransport(Transport):
     def start(self, steps: Steps) -> Work:
         if self._closed:
             raise ConfigError(f"rank {self._me.number}: this transport is closed.")
-        task = Task(self._me, steps, self._tasks)
-        self._tasks.add(task)
-        return task
+        return self._tasks.start(self._me, steps)
+
+    def beside(self, steps: Steps) -> Work:
+        if self._closed:
+            raise ConfigError(f"rank {self._me.number}: this transport is closed.")
+        return self._loose.start(self._me, steps)
+
+    def signal(self) -> Signal:
+        return SimulatedSignal(self._me)
 
     def now(self) -> float:
         return self._me.time
@@ -122,7 +128,8 @@ class SimulatedTransport(Transport):
             channel.close()
         self._channels.clear()
         me = self._me
-        self._tasks.fail(RankLost(f"rank {me.number}: this transport was closed with work still to do."))
+        for tasks in (self._tasks, self._loose):
+            tasks.fail(RankLost(f"rank {me.number}: this transport was closed with work still to do."))
         why = "it has closed this conversation"
         me.engine.at(max(me.time, me.engine.now), partial(self._talk.close, me, why))
 

@@ -1,8 +1,10 @@
 """Work under way in virtual time."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-from tutti.transports.base import Finished, Steps, Work
+from tutti.transports.base import Finished, Signal, Steps, Work
 
 if TYPE_CHECKING:
     from tutti.transports.simulated.engine import Action
@@ -60,7 +62,7 @@ class Task(Pending):
         super().__init__(rank)
         self._steps = steps
         self._queue = queue
-        self._waits_for: Work | None = None
+        self._waits_for: Pending | None = None
         self._stepped_s = self.posted_s = rank.time
 
     def go(self) -> None:
@@ -68,31 +70,40 @@ class Task(Pending):
         rank, steps = self.rank, self._steps
         if rank.gone is not None or self.finish_s is not None:  # It may have been given up since this was due.
             return
-        now = self._stepped_s = rank.engine.now
-        work = self._waits_for
+        self._stepped_s = rank.engine.now
         rank.stepping = True
         try:
-            if work is not None and work.error is not None:  # type: ignore[attr-defined]
-                raise work.error  # type: ignore[attr-defined]
-            for work in steps:
-                if work.__class__ is Finished:
-                    continue
-                finish_s = work.finish_s  # type: ignore[attr-defined]
-                if finish_s is None:
-                    work.wake = self.go  # type: ignore[attr-defined]
+            failure = None if self._waits_for is None else self._waits_for.error
+            following: Iterator[Any]
+            while True:
+                following = steps if failure is None else chain((steps.throw(failure),), steps)
+                if (failure := self._follow(following)) is None:
                     break
-                if finish_s > now:
-                    rank.engine.at(finish_s, self.go)
-                    break
-                if work.error is not None:  # type: ignore[attr-defined]
-                    raise work.error  # type: ignore[attr-defined]
-            else:
-                self._end(None)
+        except StopIteration:
+            self._end(None)
         except Exception as error:
             self._end(error)
         finally:
             rank.stepping = False
-        self._waits_for = work
+
+    def _follow(self, steps: Iterator[Any]) -> Exception | None:
+        """Take steps until one has to wait, or one has failed; raises `StopIteration` at the end."""
+        rank = self.rank
+        now = rank.engine.now
+        for work in steps:
+            if work.__class__ is Finished:
+                continue
+            self._waits_for = work
+            finish_s = work.finish_s
+            if finish_s is None:
+                work.wake = self.go
+                return None
+            if finish_s > now:
+                rank.engine.at(finish_s, self.go)
+                return None
+            if work.error is not None:
+                return work.error
+        raise StopIteration
 
     def _end(self, error: Exception | None) -> None:
         self._steps.close()
@@ -100,7 +111,7 @@ class Task(Pending):
             self.complete(self.rank.engine.now)
         else:
             self.fail(error)
-        self._queue.next(error)
+        self._queue.next(self, error)
 
     def give_up(self, error: Exception) -> None:
         self._steps.close()
@@ -122,6 +133,16 @@ class Task(Pending):
         return "steps under way"
 
 
+class SimulatedSignal(Pending, Signal):
+    """Done from the moment at which somebody says so."""
+
+    def give(self) -> None:
+        self.complete(self.rank.engine.now)
+
+    def describe(self) -> str:
+        return "its own steps"
+
+
 class Tasks:
     """Steps started on one transport, taken one after the other."""
 
@@ -129,10 +150,16 @@ class Tasks:
         self._queue: list[Task] = []
         self._failure: Exception | None = None
 
-    def add(self, task: Task) -> None:
+    def start(self, rank: "Rank", steps: Steps) -> Task:
+        """Have steps taken."""
+        task = Task(rank, steps, self)
         if self._failure is not None:
             task.give_up(self._failure)
-            return
+        else:
+            self._add(task)
+        return task
+
+    def _add(self, task: Task) -> None:
         self._queue.append(task)
         if len(self._queue) == 1:
             task.rank.engine.at(task.posted_s, task.go)
@@ -141,7 +168,7 @@ class Tasks:
     def first(self) -> Task | None:
         return self._queue[0] if self._queue else None
 
-    def next(self, error: Exception | None) -> None:
+    def next(self, task: Task, error: Exception | None) -> None:
         """The first is over. After a failure the others would be out of step: they fail too."""
         del self._queue[0]
         if error is not None:
@@ -155,3 +182,18 @@ class Tasks:
         queue, self._queue = self._queue, []
         for task in queue:
             task.give_up(error)
+
+
+class LooseTasks(Tasks):
+    """Steps started on one transport, taken beside each other."""
+
+    def _add(self, task: Task) -> None:
+        self._queue.append(task)
+        task.rank.engine.at(task.posted_s, task.go)
+
+    @property
+    def first(self) -> Task | None:
+        return None  # Nobody waits for another.
+
+    def next(self, task: Task, error: Exception | None) -> None:
+        self._queue.remove(task)

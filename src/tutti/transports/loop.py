@@ -1,0 +1,124 @@
+"""A thread that takes the steps of many at once: whichever can go on goes on."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+
+import torch
+
+from tutti.errors import ConfigError, DeadlineExceeded, RankLost
+from tutti.transports.base import Steps, Work
+
+
+class Mover(ABC):
+    """Moves messages along, for a loop that does nothing else meanwhile."""
+
+    @abstractmethod
+    def idle(self) -> None:
+        """Move what can be moved; return when something has, after a while, or when `wake` was called."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End an `idle`, from any thread."""
+
+    @abstractmethod
+    def over(self, work: Work) -> bool:
+        """Whether `work` has come to an end. Moves nothing."""
+
+    @abstractmethod
+    def failure(self, work: Work) -> Exception | None:
+        """Why work that is over came to nothing, if it did."""
+
+    @abstractmethod
+    def overdue(self, what: str) -> DeadlineExceeded:
+        """The error for who has waited for `what` as long as a wait may last."""
+
+
+class _Task(Work):
+    """Steps that the loop takes."""
+
+    def __init__(self, steps: Steps, loop: "Loop") -> None:
+        self._steps, self._loop = steps, loop
+        self._waits_for: Work | None = None
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+
+    def advance(self, mover: Mover) -> bool:
+        """Go on as far as possible; whether that was anywhere."""
+        moved = False
+        try:
+            while (work := self._waits_for) is None or mover.over(work):
+                moved = True
+                failure = None if work is None else mover.failure(work)
+                self._waits_for = next(self._steps) if failure is None else self._steps.throw(failure)
+        except StopIteration:
+            self._ended.set()
+        except Exception as error:
+            self.give_up(error)
+        return moved
+
+    def give_up(self, error: Exception) -> None:
+        self._steps.close()
+        self._error = error
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        if not self._ended.wait(self._loop.patience_s):
+            raise self._loop.mover.overdue("a reply")
+        if self._error is not None:
+            raise self._error
+
+
+class Loop:
+    """Takes steps beside each other, in one thread that is made when it is needed."""
+
+    def __init__(self, name: str, mover: Mover, patience_s: float) -> None:
+        self.mover = mover
+        self.patience_s = patience_s
+        self._name = name
+        self._new: deque[_Task] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, steps: Steps) -> Work:
+        """Have `steps` taken from now on."""
+        task = _Task(steps, self)
+        with self._lock:
+            if self._closed:
+                raise ConfigError(f"{self._name}: this transport is closed.")
+            self._new.append(task)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"{self._name}, beside", daemon=True)
+                self._thread.start()
+        self.mover.wake()
+        return task
+
+    def interrupt(self) -> None:
+        """Take no more steps. Idempotent."""
+        with self._lock:
+            self._closed = True
+        if self._thread is not None:
+            self.mover.wake()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self.interrupt()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        tasks: list[_Task] = []
+        with torch.no_grad():
+            while not self._closed:
+                while self._new:
+                    tasks.append(self._new.popleft())
+                moved = [task.advance(self.mover) for task in tasks]
+                tasks = [task for task in tasks if not task.done()]
+                if not any(moved) and not self._new and not self._closed:
+                    self.mover.idle()
+        for task in [*tasks, *self._new]:
+            task.give_up(RankLost(f"{self._name}: this transport was closed with work still to do."))
