@@ -386,6 +386,18 @@ def test_what_a_dead_rank_raises_on_its_way_out_is_nobodys_failure() -> None:
     assert by_rank(dies, idle, cluster=Cluster(failures={0: 1.0})).lost == {0: 1.0}
 
 
+def test_the_others_go_on_without_the_dead() -> None:
+    def mourns(link: Transport) -> float:
+        assert isinstance(caught(receive(0))(link)[0], RankLost)
+        return receive(2)(link)
+
+    found = by_rank(lambda link: link.elapse(5.0), mourns, send(1, after_s=3.0), cluster=Cluster(failures={0: 1.0}))
+    assert found.lost == {0: 1.0}
+    assert found.results[0] is None
+    assert found.results[1] == pytest.approx(3.0, abs=0.01)
+    assert found.seconds == found.results[1]
+
+
 def test_the_dead_send_nothing() -> None:
     def dies(link: Transport) -> None:
         try:

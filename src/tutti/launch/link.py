@@ -27,7 +27,7 @@ _tell: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("tutti_t
 
 _HEADER = struct.Struct("<cQ")
 
-_FAILED, _PROGRESS, _RESULT = b"F", b"P", b"R"
+_EXPENDABLE, _FAILED, _PROGRESS, _RESULT = b"E", b"F", b"P", b"R"
 
 
 class Failure(NamedTuple):
@@ -39,8 +39,8 @@ class Failure(NamedTuple):
     """Whether it failed only because another rank did."""
 
 
-def telling(whom: Callable[[dict[str, Any]], None] | None) -> None:
-    """Let what this thread reports go to `whom`, who is in the same process."""
+def telling(whom: Callable[[dict[str, Any]], None]) -> None:
+    """Let what this thread reports go to `whom`, who is in the same process, and nowhere else."""
     _tell.set(whom)
 
 
@@ -50,6 +50,14 @@ class Link:
     def __init__(self) -> None:
         number = os.environ.get(VARIABLE)
         self._file = int(number) if number else None
+
+    def expendable(self, yes: bool = True) -> None:
+        """If this worker ends early, the others go on; with False, its loss stops them again.
+
+        Simulated ranks have no need to say so: one that dies as the cluster says never stops the others.
+        """
+        if _tell.get() is None:  # A simulation must not make the process it runs in expendable.
+            self._send(_EXPENDABLE, json.dumps(yes).encode())
 
     def failed(self, failure: Failure) -> None:
         self._send(_FAILED, json.dumps(failure._asdict()).encode())
@@ -78,6 +86,9 @@ class Inbox:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self.expendable = False
+        self.was_expendable = False
+        """At any time, whatever it said later."""
         self.failure: Failure | None = None
         self.result: Any = None
 
@@ -91,7 +102,10 @@ class Inbox:
                 break
             payload = bytes(self._buffer[_HEADER.size : _HEADER.size + length])
             del self._buffer[: _HEADER.size + length]
-            if kind == _FAILED:
+            if kind == _EXPENDABLE:
+                self.expendable = json.loads(payload)
+                self.was_expendable |= self.expendable
+            elif kind == _FAILED:
                 self.failure = Failure(**json.loads(payload))
             elif kind == _PROGRESS:
                 progress.append(json.loads(payload))

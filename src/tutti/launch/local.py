@@ -47,9 +47,11 @@ def launch(
         watch: called with a rank and what it reported by `tutti.launch.link.Link.progress`.
         lab: run them on its hosts, from `tutti.lab(...)`.
 
-    Raises `WorkerFailed` for the first worker that failed, after all others have stopped. In a
-    worker that is still importing the script that called it, it returns an empty list at once, so
-    that script needs no `if __name__ == "__main__"`.
+    Raises `WorkerFailed` for the first worker that failed, after all others have stopped. One that
+    said it is expendable (`tutti.launch.link.Link.expendable`) may fail: its result is None and the
+    others go on, but if all such are lost, that is a failure too. In a worker that is still
+    importing the script that called it, it returns an empty list at once, so that script needs no
+    `if __name__ == "__main__"`.
     """
     if IMPORTING in os.environ:
         return []
@@ -107,7 +109,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return pickle.dumps(({key: preparation[key] for key in preparation.keys() - {"authkey", "start_method"}}, payload))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     """A worker process as its supervisor sees it."""
 
@@ -135,7 +137,7 @@ class _Worker:
 
 
 class Supervisor:
-    """Starts workers, passes on their output and ends when all have ended, or one has failed."""
+    """Starts workers, passes on their output and ends when all have ended, or one has failed that was needed."""
 
     def __init__(
         self,
@@ -153,6 +155,8 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
         self._first_failed: _Worker | None = None
+        self._lost: list[_Worker] = []
+        """Expendable workers that failed while the others went on, the first one first."""
 
     def run(self) -> list[Any]:
         """Start all, wait for all, and return their results by rank."""
@@ -164,7 +168,8 @@ class Supervisor:
         finally:
             self._stop()
         self._raise_first_failure()
-        return [worker.inbox.result for worker in self._workers]
+        # A worker can be lost after it sent a result, while it was ending.
+        return [None if worker in self._lost else worker.inbox.result for worker in self._workers]
 
     def _start(self, rank: int) -> _Worker:
         link, worker_link = os.pipe()
@@ -251,11 +256,29 @@ class Supervisor:
         target.flush()
 
     def _note_ends(self) -> None:
-        for worker in self._workers:
-            if worker.ended_at is None and worker.process.poll() is not None:
+        failed = [worker for worker in self._newly_ended() if self._watched_reason(worker)]
+        for worker in sorted(failed, key=lambda worker: (worker.inbox.expendable, worker.knocked_on)):
+            if self._first_failed is None and worker.inbox.expendable:
+                self._lose(worker)
+            elif self._first_failed is None or self._first_failed.knocked_on:
+                self._first_failed = worker
+
+    def _newly_ended(self) -> list[_Worker]:
+        """Who has ended since; looks until there are no more, so that nobody is judged before who caused it."""
+        ended: list[_Worker] = []
+        while found := [it for it in self._workers if it.ended_at is None and it.process.poll() is not None]:
+            for worker in found:
                 worker.ended_at = time.monotonic()
-                if self._watched_reason(worker) and (self._first_failed is None or self._first_failed.knocked_on):
-                    self._first_failed = worker
+            ended += found
+        return ended
+
+    def _lose(self, worker: _Worker) -> None:
+        """Go on without a worker, and end what it started now: until the run ends may take long."""
+        self._lost.append(worker)
+        _signal_group(worker.process.pid, signal.SIGKILL)
+        outlook = ": the others go on without it" if len(self._lost) < len(self._workers) else ""
+        reason = " ".join((worker.reason() or "failed").split()).rstrip(".")
+        print(f"[rank {worker.rank}] {reason}{outlook}", file=sys.stderr, flush=True)
 
     def _watched_reason(self, worker: _Worker) -> str | None:
         while self._ready(worker.link):
@@ -283,7 +306,8 @@ class Supervisor:
         """Send a signal to workers (the last one to all that they started, too) and give them a moment to end."""
         running = [worker for worker in self._workers if worker.process.poll() is None]
         for worker in self._workers if sign == signal.SIGKILL else running:
-            _signal_group(worker.process.pid, sign)
+            if worker not in self._lost:  # Those were lost perhaps long ago, and the number may be another's now.
+                _signal_group(worker.process.pid, sign)
         deadline = time.monotonic() + _GRACE_S
         for worker in running:
             with suppress(subprocess.TimeoutExpired):
@@ -304,16 +328,25 @@ class Supervisor:
         self._store = None  # type: ignore[assignment]
 
     def _raise_first_failure(self) -> None:
-        first = self._first_failed
+        first = self._failure()
         if first is None:
             return
         for worker in self._workers:
-            if worker is not first and worker.knocked_on and worker.inbox.failure is not None:
+            told = worker is first or worker in self._lost
+            if not told and worker.knocked_on and worker.inbox.failure is not None:
                 message = worker.inbox.failure.reason.removeprefix("failed: ")
                 print(f"[rank {worker.rank}] {message}", file=sys.stderr)
         status = first.process.returncode
         trace = first.inbox.failure.traceback if first.inbox.failure else ""
         raise WorkerFailed(first.rank, first.reason() or "failed", trace, 128 - status if status < 0 else status)
+
+    def _failure(self) -> _Worker | None:
+        """Whose failure is the whole run's."""
+        first = self._first_failed
+        all_lost = all(worker in self._lost for worker in self._workers if worker.inbox.was_expendable)
+        if self._lost and all_lost and (first is None or first.knocked_on):
+            return next((worker for worker in self._lost if not worker.knocked_on), self._lost[0])
+        return first
 
 
 def _file_of(data: bytes) -> int:

@@ -150,8 +150,12 @@ def _live(stage: Stage, rank: Rank, watch: Watcher | None, function: Callable[[]
     transport = levelled(SimulatedTransport(stage, rank))
     local = [host.name for host in stage.network.hosts[: rank.number]].count(rank.host.name)
     set_world(World(rank.number, len(stage.ranks), local, rank.host.name, transport))
-    telling(None if watch is None else partial(watch, rank.number))
+    telling(_ignore if watch is None else partial(watch, rank.number))
     return function()  # Whoever still waits for this rank then hears how it ended.
+
+
+def _ignore(values: dict[str, Any]) -> None:
+    """What a rank reports when nobody watches."""
 
 
 @contextmanager
