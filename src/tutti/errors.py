@@ -10,6 +10,7 @@
     ├── RankLost               a peer died, failed or left while this rank needed it
     ├── DeadlineExceeded       (also a TimeoutError) nobody died, but nobody answered either
     ├── Deadlock               every simulated rank waits for another
+    ├── WorkerDropped          a server takes nothing more from this worker, which sent what cannot be
     ├── PacketError            bytes that no codec of that kind could have made for such a tensor
     ├── WeightRefused          a rank gave NaN as its weight, which asks every rank to stop
     ├── NonFiniteLoss          the loss became NaN or infinite
@@ -67,6 +68,10 @@ class DeadlineExceeded(TuttiError, TimeoutError):
 
 class Deadlock(TuttiError):
     """Every simulated rank that has not ended waits for another."""
+
+
+class WorkerDropped(TuttiError):
+    """A server takes nothing more from this worker."""
 
 
 class PacketError(TuttiError):

@@ -9,6 +9,13 @@ import numpy as np
 EXCHANGE = "exchange"
 """Waiting for other ranks: the part of communication that computation did not hide."""
 
+PULL = "pull"
+"""Waiting for parameters, by parameter servers."""
+
+READ = "read"
+APPLY = "apply"
+"""Which version of a piece an update was computed from; and which updates made a version. Neither takes time."""
+
 COMPUTE = "compute"
 WAIT = "wait"
 """What a simulated rank does with its time."""
@@ -21,6 +28,8 @@ class Event(NamedTuple):
     start_s: float
     stop_s: float
     num_bytes: int = 0
+    about: tuple[int, ...] = ()
+    """READ: piece, clock, version. APPLY: piece, version, worker, clock."""
 
 
 class Total:

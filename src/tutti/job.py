@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -11,14 +11,15 @@ from torch.optim import Optimizer
 
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError, NonFiniteLoss
-from tutti.events import EXCHANGE, EventLog
+from tutti.events import EXCHANGE, PULL, EventLog
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
 from tutti.replica.pace import Pace
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.strategies import AllReduce, Exchange, Strategy
 from tutti.transports import suited
-from tutti.world import World
+from tutti.world import World, set_world
+from tutti.world import current_world as current_world_if_any
 from tutti.world import world as current_world
 
 _MARK = "_tutti_job"
@@ -33,6 +34,10 @@ class Metrics:
     bytes_sent: int
     seconds: float
     waiting_s: float
+    staleness: dict[int, int] = field(default_factory=dict)
+    """Under parameter servers: how many of this rank's updates were computed from parameters so many steps old."""
+    version: int = 0
+    """Under parameter servers: how many steps they had taken when this rank last read."""
 
     @property
     def waiting_share(self) -> float:
@@ -44,9 +49,11 @@ class Job:
     """The user's handle on a distributed model. Use as a context manager, or call `finish`."""
 
     def __init__(
-        self, replica: HookedReplica, exchange: Exchange, strategy: Strategy, pace: Pace | None = None
+        self, replica: HookedReplica, exchange: Exchange, strategy: Strategy, world: World, pace: Pace | None = None
     ) -> None:
         self.strategy = strategy
+        self.world = world
+        """The ranks that train: all of them, but for servers."""
         self._pace = pace
         self._replica = replica
         self._exchange = exchange
@@ -82,15 +89,28 @@ class Job:
         finally:
             self._exchange.dissent()
 
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Within it this rank takes no part and the others do not wait for it: to evaluate, say.
+
+        Afterwards it goes on from what the servers have. For parameter servers only.
+        """
+        self._exchange.leave()
+        yield
+        self._exchange.join()
+
     @property
     def metrics(self) -> Metrics:
-        total = self._exchange.events.totals[EXCHANGE]
+        totals = self._exchange.events.totals
+        total = totals[EXCHANGE]
         return Metrics(
             steps=self._replica.steps,
             exchanges=total.count,
             bytes_sent=total.num_bytes,
             seconds=self._exchange.transport.now() - self._started_s,
-            waiting_s=total.seconds,
+            waiting_s=total.seconds + totals[PULL].seconds,
+            staleness=self._exchange.staleness,
+            version=self._exchange.version,
         )
 
     @property
@@ -127,6 +147,7 @@ class Job:
 
     def _let_go(self) -> None:
         self._finished = True
+        self._exchange.close()
         self._replica.detach()
         if self._pace is not None:
             self._pace.detach()
@@ -163,24 +184,48 @@ def distribute(
         optimizer: holds every trainable parameter of `model`.
         strategy: how replicas stay together, `AllReduce()` by default; `tutti run --strategy` overrules it.
         world: where to run; the one `tutti.init` made by default.
+
+    On a rank that only serves (`ParameterServer(servers=...)`) this does not return: it serves until the others have
+    finished, and ends the program there, or the function that `tutti.launch` runs. On the others, the world is then
+    that of the ranks that train: make `tutti.shard` after it.
     """
     world = world or current_world()
     strategy = world.strategy or strategy or AllReduce()
     mistakes = _mistakes(model, optimizer, strategy)
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
         mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
+    if isinstance(strategy, Strategy):
+        mistakes += strategy.mistakes(optimizer, world.size)
     check_alike(model, optimizer, repr(strategy), mistakes, world.transport)
     take_from_rank_0(model, optimizer, world.transport)
     replica = HookedReplica(model, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)
     channel = transport.channel("job")
+    serving = strategy.serving(world.size)
+    if world.rank in serving:
+        strategy.serve(replica, channel)
+        channel.close()
+        raise SystemExit(0)
+    trains = _without(world, len(serving))
     pace = Pace(channel) if channel.cluster is not None else None
     if pace is not None:
         pace.listen(model, optimizer)
     exchange = strategy.attach(replica, channel)
-    job = Job(replica, exchange, strategy, pace)
+    job = Job(replica, exchange, strategy, trains, pace)
     setattr(model, _MARK, job)
     return job
+
+
+def _without(world: World, num_servers: int) -> World:
+    """The world of those who train, which is everybody's but for servers, the last ranks. Collective among them."""
+    if not num_servers:
+        return world
+    size = world.size - num_servers
+    trains = replace(world, size=size, transport=world.transport.channel("workers", range(size)), leave=world.close)
+    world.draws.num_dealt_to = size
+    if world is current_world_if_any():
+        set_world(trains)
+    return trains
 
 
 def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module:

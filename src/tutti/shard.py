@@ -80,6 +80,15 @@ def _refuse_empty(num_samples: int) -> None:
         raise ConfigError("shard: the data is empty (length 0). Look at its path, its filter or its split.")
 
 
+def _refuse_servers(world: World) -> None:
+    """Data that was dealt to servers as well would be lost."""
+    if (trained := world.draws.num_dealt_to) not in (None, world.size):
+        raise ConfigError(
+            f"shard: this deals to all {world.size} ranks, of which {trained} train and the others serve. Call "
+            "tutti.shard after tutti.distribute, or with world=job.world."
+        )
+
+
 def _refuse_too_few(num_samples: int, num_ranks: int) -> None:
     if num_samples < num_ranks:
         raise ConfigError(
@@ -118,6 +127,7 @@ class ShardedLoader:
         self._loader = _rebuilt(loader, self._own)
 
     def __iter__(self) -> Iterator[Any]:
+        _refuse_servers(self._world)
         self._own.batches = self._deal(self._epoch_batches())
         self._epoch += 1
         sizes = [len(batch) for batch in self._own.batches]
@@ -207,6 +217,7 @@ class ShardedDataset:
         self._epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
+        _refuse_servers(self._world)
         order = _shuffled(len(self._dataset), self._seed, self._epoch)
         self._epoch += 1
         return _in_turn(enumerate(order), self._world, self._dataset.__getitem__)
@@ -230,6 +241,7 @@ class ShardedIterable:
         self._world = world
 
     def __iter__(self) -> Iterator[Any]:
+        _refuse_servers(self._world)
         return _in_turn(enumerate(self._items), self._world, lambda item: item)
 
 

@@ -89,11 +89,11 @@ def _train(case: Case, parts: Parts) -> tuple[list[float], int]:
     transport = init().transport.channel("job")
     replica = Rehearsal(model, optimizer, Pace(transport, workload))
     exchange = case.strategy.attach(replica, transport)
-    before, ends = exchange.transport.bytes_sent, [transport.now()]
+    before, ends = exchange.bytes_sent, [transport.now()]
     for _ in range(case.steps):
         replica.step(case.batch_size)
         ends.append(transport.now())
-    return ends, exchange.transport.bytes_sent - before
+    return ends, exchange.bytes_sent - before
 
 
 def _step_s(done: Simulation) -> float:

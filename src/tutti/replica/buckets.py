@@ -64,6 +64,18 @@ class Bucket:
             slot.arrived = slot.touched = False
         self.missing = len(self.slots)
 
+    def image(self) -> Tensor:
+        """The parameters or buffers themselves, on the CPU, as gradients lie in the bucket; 0 between and for marks."""
+        flat = torch.zeros(self.flat.numel(), dtype=self.flat.dtype, device="cpu")
+        for view, slot in zip(self.views(flat), self.slots, strict=True):
+            view.copy_(slot.tensor.detach())
+        return flat
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The slots' places in memory that is cut like this bucket."""
+        ends = [(start, start + slot.tensor.numel()) for start, slot in zip(self.starts, self.slots, strict=True)]
+        return [like(flat[start:stop], slot.tensor) for (start, stop), slot in zip(ends, self.slots, strict=True)]
+
     def fill(self) -> list[tuple[Slot, Tensor]]:
         """Move gradients into the bucket's memory; return what untouched parameters held, to give back."""
         if not self.of_parameters:
@@ -137,7 +149,7 @@ class Memory:
         for slot in slots:
             starts.append(self._used - start)
             if not self._sizes_only:
-                slot.view = _like(self.flat[self._used : self._used + slot.tensor.numel()], slot.tensor)
+                slot.view = like(self.flat[self._used : self._used + slot.tensor.numel()], slot.tensor)
             self._used += self._aligned(slot.tensor.numel())
             if of_parameters and not self._is_small(slot):
                 lossy = self._used
@@ -181,7 +193,7 @@ def _runs(slots: Iterable[Slot], max_bytes: int) -> Iterator[list[Slot]]:
     yield from (run for run, _ in open_runs.values())
 
 
-def _like(flat: Tensor, tensor: Tensor) -> Tensor:
+def like(flat: Tensor, tensor: Tensor) -> Tensor:
     """`flat` in the shape and, where it is dense, the memory order of `tensor`, as autograd would make it."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     if tensor.permute(order).is_contiguous():

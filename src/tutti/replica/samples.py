@@ -14,6 +14,8 @@ class Draws:
         self.number = 0
         self.num_samples = 0
         self.models: WeakSet[nn.Module] = WeakSet()
+        self.num_dealt_to: int | None = None
+        """How many ranks train, where that is not all of them."""
 
     def drew(self, num_samples: int) -> None:
         """Note a batch handed out. Under no_grad it is for evaluation, and nobody's contribution."""

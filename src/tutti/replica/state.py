@@ -60,7 +60,7 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
     packed, mistake = None, ""
     if transport.rank == 0:
         try:
-            packed = _pack(optimizer.state_dict(), tensors)
+            packed = pack(optimizer.state_dict(), tensors)
         except ConfigError as error:
             mistake = str(error)
     kinds = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
@@ -73,7 +73,7 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in kinds]
     broadcast_all(tensors, transport)
     # On rank 0 too: loading may cast what it loads, and must then do so everywhere.
-    optimizer.load_state_dict(_unpack(packed, tensors))
+    optimizer.load_state_dict(unpack(packed, tensors))
 
 
 def share_buffers(model: nn.Module, transport: Transport) -> None:
@@ -108,15 +108,15 @@ def _describe(entry: list[Any]) -> str:
     return f"'{name}' {tuple(shape)} {dtype} on {device}, {kind}"
 
 
-def _pack(value: Any, tensors: list[Tensor]) -> Any:
+def pack(value: Any, tensors: list[Tensor]) -> Any:
     """A state dict as JSON, its tensors replaced by their place in `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
     if isinstance(value, dict):
-        return {"items": [[_pack(k, tensors), _pack(v, tensors)] for k, v in value.items()]}
+        return {"items": [[pack(k, tensors), pack(v, tensors)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
-        return {type(value).__name__: [_pack(item, tensors) for item in value]}
+        return {type(value).__name__: [pack(item, tensors) for item in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(
@@ -125,13 +125,13 @@ def _pack(value: Any, tensors: list[Tensor]) -> Any:
     )
 
 
-def _unpack(value: Any, tensors: list[Tensor]) -> Any:
+def unpack(value: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "items":
-        return {_unpack(k, tensors): _unpack(v, tensors) for k, v in content}
-    items = [_unpack(item, tensors) for item in content]
+        return {unpack(k, tensors): unpack(v, tensors) for k, v in content}
+    items = [unpack(item, tensors) for item in content]
     return tuple(items) if kind == "tuple" else items

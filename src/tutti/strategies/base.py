@@ -3,6 +3,9 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+from torch.optim import Optimizer
+
+from tutti.errors import ConfigError
 from tutti.events import EventLog
 from tutti.replica import Bucket, Replica
 from tutti.transports import Transport
@@ -52,6 +55,41 @@ class Exchange(ABC):
     def finish(self) -> None:
         """Complete what is under way and leave the model in agreement. Collective."""
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of tensor data that this rank has sent, or made others read."""
+        return self.transport.bytes_sent
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many of this rank's updates were computed from parameters so many steps old: none but fresh ones."""
+        return {}
+
+    @property
+    def version(self) -> int:
+        """How many steps servers had taken when this rank last read."""
+        return 0
+
+    @property
+    def expendable(self) -> bool:
+        """Whether the other ranks go on when this one is lost."""
+        return False
+
+    def leave(self) -> None:
+        """Take no part until `join`, and let the others go on."""
+        raise ConfigError(
+            f"rank {self.transport.rank}: under this strategy every rank takes part in every step. Only parameter "
+            "servers let a worker go away for a while."
+        )
+
+    def join(self) -> None:
+        """Take part again."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the model. Not collective. Idempotent."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, beside model and optimiser, to go on exactly."""
         return {}
@@ -66,6 +104,18 @@ class Strategy(ABC):
     @abstractmethod
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         """Start working on `replica`. Collective."""
+
+    def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
+        """What is wrong with using it with this optimiser on so many ranks."""
+        return []
+
+    def serving(self, size: int) -> list[int]:
+        """The ranks, of so many, that do not train but serve the others; the last ones."""
+        return []
+
+    def serve(self, replica: Replica, transport: Transport) -> None:
+        """Do what such a rank does, until nobody is left to serve. Collective with the others' `attach`."""
+        raise AssertionError(f"{type(self).__name__} has no servers")
 
     @abstractmethod
     def __str__(self) -> str: ...

@@ -1,14 +1,26 @@
-"""The grammar of strategies at the command line: `name` or `name:key=number,key=number`, then `+codec` if any."""
+"""The grammar of strategies at the command line: `name` or `name:option,key=number`, then `+codec` if any."""
 
 from collections.abc import Callable
 from functools import partial
 
-from tutti.codecs import parse_codec
+from tutti.codecs import Codec, parse_codec
 from tutti.errors import ConfigError, UnknownName
-from tutti.strategies.allreduce import NAMES, AllReduce
+from tutti.strategies import parameter_server
+from tutti.strategies.allreduce import NAMES, Algorithm, AllReduce
 from tutti.strategies.base import Strategy
 
-STRATEGIES: dict[str, Callable[..., Strategy]] = {name: partial(AllReduce, name) for name in NAMES}
+Options = dict[str, str]
+"""As they were written: an empty text for what has no number."""
+
+
+def _all_reduce(algorithm: Algorithm, options: Options, codec: Codec | None) -> Strategy:
+    return AllReduce(algorithm, codec=codec, **{key: int(number) for key, number in options.items()})
+
+
+STRATEGIES: dict[str, Callable[[Options, Codec | None], Strategy]] = {
+    **{name: partial(_all_reduce, name) for name in NAMES},
+    "ps": parameter_server.read,
+}
 
 
 def parse(text: str) -> Strategy:
@@ -17,13 +29,13 @@ def parse(text: str) -> Strategy:
     name, _, rest = own.partition(":")
     if name not in STRATEGIES:
         raise UnknownName("strategy", name, STRATEGIES)
+    options = {key: value for key, _, value in (part.partition("=") for part in rest.split(",") if part)}
     try:
-        options = {key: int(number) for key, number in (part.split("=") for part in rest.split(",") if part)}
-        return STRATEGIES[name](**options, **({"codec": parse_codec(codec)} if plus else {}))
+        return STRATEGIES[name](options, parse_codec(codec) if plus else None)
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"strategy '{text}' is not of the form name:key=number+codec, such as ring:bucket_bytes=1000000 or "
-            "ring+onebit, or it has no such key."
+            f"strategy '{text}' is not of the form name:key=number+codec, such as ring:bucket_bytes=1000000, "
+            "ring+onebit or ps:ssp=3,servers=1, or it has no such key."
         ) from None

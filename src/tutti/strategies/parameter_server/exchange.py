@@ -1,0 +1,579 @@
+"""A worker of parameter servers: pushes gradients as they come, and reads parameters as old as it may."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isnan, sqrt
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tutti.codecs.base import State
+from tutti.collectives import recursive_doubling, run
+from tutti.errors import ConfigError, NonFiniteLoss, WorkerDropped
+from tutti.events import EXCHANGE, PULL, READ, Event
+from tutti.replica import Bucket, Replica
+from tutti.replica.buckets import Slot
+from tutti.replica.left_behind import LeftBehind
+from tutti.strategies.base import Exchange
+from tutti.strategies.parameter_server import saved
+from tutti.strategies.parameter_server.pieces import Piece, Share, cut
+from tutti.strategies.parameter_server.server import Pool, Server, Setting
+from tutti.strategies.parameter_server.stepping import Options, keeps_whole, refuse_closure, whole_states
+from tutti.strategies.parameter_server.wire import (
+    HEAD,
+    NOTHING,
+    PAYLOAD,
+    Head,
+    Heads,
+    Kind,
+    Reply,
+    Status,
+    reply_tags,
+)
+from tutti.transports import Transport, Work
+from tutti.transports.base import Signal, Steps
+
+
+class _Held:
+    """What a worker knows of a piece."""
+
+    def __init__(self, piece: Piece, server: int, pool: Pool, state: State) -> None:
+        self.piece = piece
+        self.server = server
+        """Its rank."""
+        self.pool = pool
+        self.state = state
+        """Of the codec."""
+        self.version = 0
+        """Of what the model has."""
+        self.clock = 0
+        """Of the next push."""
+        self.task: Work | None = None
+        """Under which a newer one comes."""
+        self.asked = False
+        self.reply: Reply | None = None
+        self.told: Signal | None = None
+
+
+@dataclass(eq=False)
+class _Image:
+    """A bucket's parameters as servers last told them."""
+
+    flat: Tensor
+    views: list[Tensor]
+    stale: set[int]
+    """Slots whose parameters are older than that."""
+    pieces: list[list[_Held]]
+    """By slot: the pieces that hold a part of it."""
+
+
+class ParameterServerExchange(Exchange):
+    """One worker, and the server of its rank, if that serves too."""
+
+    def __init__(self, replica: Replica, transport: Transport, strategy: Any) -> None:
+        super().__init__(replica, transport)
+        self._strategy = strategy
+        self._rule = strategy.consistency
+        self._me = transport.rank
+        made = prepare(replica, transport, strategy)
+        self._wire, self._setting, pieces = made.wire, made.setting, made.pieces
+        self._peers = made.peers
+        self._server: Server | None = None
+        if self._me in self._setting.servers:
+            self._server = made.server(replica)
+            self._server.told = self._told
+        self._options = Options(replica.optimizer)
+        self._held = [self._hold(piece, replica) for piece in pieces]
+        self._images = {} if replica.sizes_only else {b.index: self._image_of(b) for b in replica.buckets}
+        self._of_bucket = {b.index: [h for h in self._held if h.piece.bucket == b.index] for b in replica.buckets}
+        self._active = sorted({held.server for held in self._held})
+        self._weight = 1.0
+        self._backwards = 0
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._waiting: list[Bucket] = []
+        self._staleness: Counter[int] = Counter()
+        self._sent_before = self._wire.bytes_sent
+        self._modules = _Modules(self) if strategy.overlap and not replica.sizes_only else None
+        self._handles = []
+        if not replica.sizes_only:
+            self._handles.append(replica.optimizer.register_step_pre_hook(refuse_closure))
+        replica.listen(self, gradients=True)
+
+    def _hold(self, piece: Piece, replica: Replica) -> _Held:
+        bucket, codec = replica.buckets[piece.bucket], self._setting.codec
+        server = self._setting.servers[piece.server]
+        own = self._server if server == self._me else None
+        pool = own.pool(piece.number) if own is not None else Pool(piece.num_bytes, bucket.flat)
+        lossy = codec is not None and piece.runs is not None and not replica.sizes_only
+        state = codec.start(piece.numel, seed=self._me * 65_537 + piece.number) if lossy and codec is not None else {}
+        return _Held(piece, server, pool, state)
+
+    def _image_of(self, bucket: Bucket) -> _Image:
+        flat = bucket.image()
+        held: list[list[_Held]] = [[] for _ in bucket.slots]
+        for each in self._held:
+            if each.piece.bucket == bucket.index:
+                for share in each.piece.shares:
+                    held[share.slot].append(each)
+        return _Image(flat, bucket.views(flat), set(), held)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._wire.bytes_sent
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many of this worker's updates were so many versions old when they were applied."""
+        return dict(sorted(self._staleness.items()))
+
+    @property
+    def version(self) -> int:
+        """The oldest that the model has of any piece."""
+        return min(held.version for held in self._held)
+
+    # The events of training
+
+    def backward_started(self, weight: float) -> None:
+        if self._backwards and self._strategy.overlap:
+            raise ConfigError(
+                f"rank {self._me}: a second backward pass before optimizer.step(), but the gradients of the first are "
+                "with the servers already. Put all but the last into job.no_sync(), or use "
+                "ParameterServer(overlap=False)."
+            )
+        self._settle(self._held)  # What this pass did not use is still to be read.
+        if isnan(weight):
+            self._stop()
+        self._weight = weight
+        if self._strategy.overlap:
+            self._now = self._options.now()
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        if self._strategy.overlap and not self._clips_updates:
+            self._push(bucket, 0.0)
+        else:
+            self._waiting.append(bucket)
+
+    def backward_done(self) -> None:
+        self._backwards += 1
+        if self._strategy.overlap:
+            self._push_waiting()
+        else:
+            self._waiting.clear()
+
+    def before_step(self) -> None:
+        if not self._strategy.overlap and self._backwards:
+            self._now = self._options.now()
+            for bucket in self.replica.buckets:
+                _refill(bucket)
+            self._waiting = list(self.replica.buckets)
+            self._push_waiting()
+        if not self.replica.sizes_only:
+            trained = [slot.tensor for slot in self.replica.slots]
+            self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
+            for tensor, _ in self._hidden:
+                tensor.grad = None  # Servers take the step.
+
+    def after_step(self) -> None:
+        start_s = self.transport.now()
+        for tensor, gradient in self._hidden:
+            tensor.grad = gradient
+        self._hidden.clear()
+        self._backwards = 0
+        if self._modules is None:
+            self._settle(self._held)
+        else:
+            self._settle_slots(self._modules.uncalled())
+        num_bytes = self._wire.bytes_sent - self._sent_before
+        self._sent_before = self._wire.bytes_sent
+        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), num_bytes))
+
+    def consensus(self) -> None:
+        self._settle(self._held)
+        self._together(Kind.MEET)
+
+    def dissent(self) -> None:
+        return None
+
+    def leave(self) -> None:
+        """Take no part until `join`: the others go on without this worker."""
+        self._settle(self._held)
+        for task in [self._wire.beside(self._tell(server, Head(Kind.LEAVE))) for server in self._active]:
+            task.wait()
+
+    def join(self) -> None:
+        """Take part again, from what the servers have."""
+        self._together(Kind.JOIN)
+
+    def finish(self) -> None:
+        self.consensus()
+        for task in [self._wire.beside(self._tell(server, Head(Kind.BYE))) for server in self._active]:
+            task.wait()
+        if self._server is not None:
+            self._wire.beside(_until(self._server.over)).wait()
+        self.close()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._modules is not None:
+            self._modules.close()
+
+    # Pushing
+
+    @property
+    def _clips_updates(self) -> bool:
+        """Whether each update is clipped by itself, so that its norm must be known before it is sent."""
+        return self._strategy.clip is not None and self._rule.bound is None
+
+    def _push_waiting(self) -> None:
+        norm = self._norm() if self._clips_updates else 0.0
+        for bucket in self._waiting:
+            self._push(bucket, norm)
+        self._waiting.clear()
+
+    def _norm(self) -> float:
+        if self.replica.sizes_only:
+            return 0.0
+        slots = [slot for bucket in self._waiting if bucket.of_parameters for slot in bucket.slots]
+        grads = [slot.view for slot in slots if slot.tensor.grad is not None]
+        return sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+
+    def _push(self, bucket: Bucket, norm: float) -> None:
+        marks = np.ones(len(bucket.slots), bool) if self.replica.sizes_only else _marks(bucket)
+        for held in self._of_bucket[bucket.index]:
+            piece = held.piece
+            payload = self._payload(held, bucket)
+            wanted = self._wanted(held)
+            self.events.record(_at(READ, self.transport.now(), (piece.number, held.clock, held.version)))
+            head = Head(Kind.PUSH, piece.number, held.version, wanted, payload.nbytes, self._weight, norm)
+            own = marks[[share.slot for share in piece.shares]]
+            if self._rule.bound is not None:
+                self._staleness[held.clock - held.version] += piece.number == 0
+            held.clock += 1
+            held.asked = wanted != NOTHING
+            held.reply = None
+            held.task = self._wire.beside(self._pushed(held, head, self._now, own, payload))
+            if held.asked and self._images:
+                self._images[bucket.index].stale.update(share.slot for share in piece.shares)
+
+    def _payload(self, held: _Held, bucket: Bucket) -> Tensor:
+        """This worker's own copy: the bucket's memory is the user's, who may change it at once."""
+        piece, codec = held.piece, self._setting.codec
+        if codec is not None and piece.runs is not None:
+            if self.replica.sizes_only:
+                return Pool(codec.packet_bytes(piece.numel, piece.runs), bucket.flat).take()
+            values = bucket.flat[piece.part].to("cpu", torch.float32)
+            packet, held.state = codec.encode(values, held.state, runs=piece.runs)
+            return packet
+        memory = held.pool.take()
+        if not self.replica.sizes_only:
+            memory.view(bucket.flat.dtype).copy_(bucket.flat[piece.part])
+        return memory
+
+    def _wanted(self, held: _Held) -> int:
+        """The version that the next iteration needs, if what is here is too old for it."""
+        if self._rule.bound is None:
+            return 0
+        needed = held.clock + 1 - self._rule.bound
+        return needed if held.version < needed else NOTHING
+
+    def _pushed(self, held: _Held, head: Head, options: np.ndarray, marks: np.ndarray, payload: Tensor) -> Steps:
+        if held.server == self._me:
+            assert self._server is not None
+            self._server.hear(self._me, head, options, marks, payload)
+        else:
+            sending = [self._wire.isend(self._setting.heads.pack(head, options, marks), held.server, HEAD)]
+            sending.append(self._wire.isend(payload, held.server, PAYLOAD))
+            yield from sending
+            held.pool.give(payload)
+        if head.wanted != NOTHING:
+            yield from self._hear(held)
+
+    def _tell(self, server: int, head: Head) -> Steps:
+        if server == self._me:
+            assert self._server is not None
+            self._server.hear(self._me, head, np.empty(0), np.empty(0), None)
+        else:
+            yield self._wire.isend(self._setting.heads.pack(head), server, HEAD)
+
+    def _stop(self) -> None:
+        for task in [self._wire.beside(self._tell(server, Head(Kind.STOP))) for server in self._active]:
+            task.wait()
+        raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
+
+    # Reading
+
+    def _hear(self, held: _Held) -> Steps:
+        """Receive a piece into its image."""
+        if held.server == self._me:
+            if held.reply is None:
+                held.told = self._wire.signal()
+                yield held.told
+                held.told = None
+            return
+        head, payload = reply_tags(held.piece.number)
+        reply = Reply(Status.BEAT)
+        while reply.status == Status.BEAT:
+            message = Reply.room()
+            yield self._wire.irecv(message, held.server, head)
+            reply = Reply.read(message)
+        if reply.status == Status.HERE:
+            yield self._wire.irecv(self._place(held), held.server, payload)
+        held.reply = reply
+
+    def _told(self, piece: int, reply: Reply, values: Tensor | None) -> None:
+        """The server of this very rank says something."""
+        held = self._held[piece]
+        if values is not None and self._images:
+            self._place(held).copy_(values)
+        held.reply = reply
+        if held.told is not None:
+            held.told.give()
+
+    def _place(self, held: _Held) -> Tensor:
+        """Where a piece goes, as bytes."""
+        if not self._images:
+            return held.pool.take()
+        return self._images[held.piece.bucket].flat[held.piece.part].view(torch.uint8)
+
+    def _settle(self, pieces: Iterable[_Held]) -> None:
+        """Wait for what was asked for of these pieces, and let the model have it."""
+        for held in pieces:
+            self._await(held)
+        if self._images:
+            self._let_have((b, range(len(b.slots))) for b in self.replica.buckets)
+
+    def _settle_slots(self, slots: Iterable[Slot]) -> None:
+        """The same for these slots only."""
+        wanted: dict[Bucket, list[int]] = {}
+        for slot in slots:
+            bucket = slot.bucket
+            number = bucket.slots.index(slot)
+            if number in self._images[bucket.index].stale:
+                wanted.setdefault(bucket, []).append(number)
+                for held in self._images[bucket.index].pieces[number]:
+                    self._await(held)
+        self._let_have(wanted.items())
+
+    def _let_have(self, slots: Iterable[tuple[Bucket, Iterable[int]]]) -> None:
+        with torch.no_grad():
+            for bucket, numbers in slots:
+                image = self._images[bucket.index]
+                stale = [number for number in numbers if number in image.stale]
+                if stale:
+                    torch._foreach_copy_(
+                        [bucket.slots[number].tensor for number in stale], [image.views[number] for number in stale]
+                    )
+                    image.stale.difference_update(stale)
+
+    def _await(self, held: _Held) -> None:
+        if held.task is None or not held.asked:
+            return
+        start_s = self.transport.now()
+        held.task.wait()
+        held.task = None
+        held.asked = False
+        self.events.record(Event(PULL, start_s, self.transport.now()))
+        self._take(held)
+        if self._rule.bound is None and held.piece.number == 0:
+            assert held.reply is not None
+            self._staleness[held.reply.staleness] += 1
+
+    def _take(self, held: _Held) -> None:
+        reply = held.reply
+        assert reply is not None
+        if reply.status == Status.STOPPED:
+            raise NonFiniteLoss(self._me, [reply.version], self.replica.steps)
+        if reply.status == Status.DROPPED:
+            raise WorkerDropped(
+                f"rank {self._me}: the server on rank {held.server} takes nothing more from this worker: an update of "
+                f"piece {held.piece.number} was not what it must be. That rank's output says what was wrong with it."
+            )
+        held.version = reply.version
+
+    def _together(self, kind: Kind) -> None:
+        """Have all servers told all pieces, as they are when everybody has come, or at once."""
+        start_s = self.transport.now()
+        for held in self._held:
+            held.reply = None
+        for task in [self._wire.beside(self._meet(server, kind)) for server in self._active]:
+            task.wait()
+        for held in self._held:
+            self._take(held)
+            held.clock = held.version
+            if self._images:
+                self._images[held.piece.bucket].stale.update(share.slot for share in held.piece.shares)
+        self.events.record(Event(PULL, start_s, self.transport.now()))
+        self._settle(())
+
+    def _meet(self, server: int, kind: Kind) -> Steps:
+        yield from self._tell(server, Head(kind))
+        for held in self._held:
+            if held.server == server:
+                yield from self._hear(held)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """What servers' optimisers remember, by parameter, and what codecs left out."""
+        self.consensus()
+        found: list[Any] = []
+        for task in [self._wire.beside(self._saved(server, found)) for server in self._active]:
+            task.wait()
+        shares = [(name, Share(0, start, stop, 0, whole), state) for name, (start, stop, whole), state in found]
+        slots = {slot.name: slot for slot in self.replica.slots}
+        self._wait_for_all()  # Nobody goes on before all have read.
+        return {"optimizer": whole_states(shares, slots)}
+
+    def _saved(self, server: int, found: list[Any]) -> Steps:
+        if server == self._me:
+            assert self._server is not None
+            found += self._server.states()["shares"]
+        else:
+            yield from self._tell(server, Head(Kind.SAVE))
+            states = yield from saved.hear(server, self._wire)
+            found += states["shares"]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have servers go on from the model as it is here and what their optimisers are to remember."""
+        self._settle(self._held)
+        self._wait_for_all()
+        first = self._me == self._setting.workers[0]
+        tasks = [
+            self._wire.beside(self._loaded(server, state))
+            for server in self._active
+            if server == self._me or (first and self._server is None)
+        ]
+        for task in tasks:
+            task.wait()
+        self._wait_for_all()
+        for held in self._held:
+            held.version = held.clock = 0
+
+    def _loaded(self, server: int, state: dict[str, Any]) -> Steps:
+        images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
+        mine = [held for held in self._held if held.server == server]
+        values = {str(held.piece.number): images[held.piece.bucket][held.piece.part].clone() for held in mine}
+        states = {"values": values, "optimizer": state["optimizer"]}
+        if server == self._me:
+            assert self._server is not None
+            self._server.load(states)
+        else:
+            yield from self._tell(server, Head(Kind.LOAD))
+            yield from saved.tell(states, server, self._wire)
+            yield self._wire.irecv(Reply.room(), server, reply_tags(mine[0].piece.number)[0])
+
+    def _wait_for_all(self) -> None:
+        if self._peers.size > 1:
+            run(recursive_doubling.steps(torch.zeros(1, device="cpu"), self._peers))
+
+
+def _at(kind: str, now_s: float, about: tuple[int, ...]) -> Event:
+    return Event(kind, now_s, now_s, 0, about)
+
+
+def _until(signal: Signal) -> Steps:
+    yield signal
+
+
+def _marks(bucket: Bucket) -> np.ndarray:
+    """Which slots have something to push: a gradient, if only an old one that was not cleared."""
+    return np.array([not bucket.of_parameters or slot.tensor.grad is not None for slot in bucket.slots])
+
+
+def _refill(bucket: Bucket) -> None:
+    """Have gradients that were replaced or taken away since backward so in the bucket's memory too."""
+    for slot in bucket.slots if bucket.of_parameters else ():
+        grad = slot.tensor.grad
+        if grad is None:
+            slot.view.zero_()
+        elif grad is not slot.view:
+            slot.view.copy_(grad)
+
+
+class _Modules:
+    """Lets a module's forward pass wait for what that module needs, and for no more."""
+
+    def __init__(self, exchange: ParameterServerExchange) -> None:
+        slots = {id(slot.tensor): slot for slot in [*exchange.replica.slots, *exchange.replica.statistics]}
+        self._exchange = ref(exchange)
+        self._slots: dict[nn.Module, list[Slot]] = {}
+        self._called: set[nn.Module] = set()
+        self._handles = []
+        for module in exchange.replica.model.modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if mine := [slots[id(tensor)] for tensor in own if id(tensor) in slots]:
+                self._slots[module] = mine
+                self._handles.append(module.register_forward_pre_hook(_Before(self)))
+
+    def before(self, module: nn.Module) -> None:
+        """A module is about to compute."""
+        self._called.add(module)
+        if (exchange := self._exchange()) is not None:
+            exchange._settle_slots(self._slots[module])
+
+    def uncalled(self) -> list[Slot]:
+        """What no module asked for since this was last called: it is used in a way that is not seen here."""
+        seen = {id(slot) for module in self._called for slot in self._slots[module]}
+        self._called.clear()
+        every = {id(slot): slot for slots in self._slots.values() for slot in slots}
+        return [slot for number, slot in every.items() if number not in seen]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Before(LeftBehind):
+    """A module's forward pass begins."""
+
+    def __init__(self, modules: _Modules) -> None:
+        self._modules = ref(modules)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling() and (modules := self._modules()) is not None:
+            modules.before(module)
+
+
+@dataclass
+class Prepared:
+    """What a rank has before it serves or trains."""
+
+    wire: Transport
+    peers: Transport
+    """Those who train; on a server's rank, nobody."""
+    setting: Setting
+    pieces: list[Piece]
+
+    def server(self, replica: Replica) -> Server:
+        """Start to serve, if there is anything to serve here."""
+        me = self.wire.rank
+        mine = [piece for piece in self.pieces if self.setting.servers[piece.server] == me]
+        server = Server(mine, replica, self.wire, self.setting)
+        serving = {self.setting.servers[piece.server] for piece in self.pieces}
+        server.start(sorted(serving - {me}))
+        return server
+
+
+def prepare(replica: Replica, transport: Transport, strategy: Any) -> Prepared:
+    """Cut the model into pieces and open the conversation. Collective, the same on every rank."""
+    plain = getattr(transport, "inner", transport)  # What is said here travels in messages.
+    wire = plain.channel("servers")
+    workers, servers = strategy.roles(transport.size)
+    peers = (
+        plain if len(workers) == transport.size or transport.rank not in workers else plain.channel("workers", workers)
+    )
+    coded = strategy.codec is not None
+    replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if coded else 0)
+    replica.arrange([slot.name for slot in replica.slots])
+    pieces = cut(replica.buckets, len(servers), keeps_whole(replica.optimizer), coded)
+    num_marks = max((len(piece.shares) for piece in pieces), default=0)
+    heads = Heads(len(Options(replica.optimizer)), num_marks)
+    setting = Setting(strategy.consistency, strategy.codec, strategy.clip, tuple(workers), tuple(servers), heads)
+    return Prepared(wire, peers, setting, pieces)

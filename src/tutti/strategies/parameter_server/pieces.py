@@ -1,0 +1,114 @@
+"""Buckets cut into pieces, each held by one server."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from tutti.codecs.runs import Runs
+from tutti.replica import Bucket
+
+_SMALLEST_BYTES = 4096
+"""Smaller pieces would cost more as messages than they spare a server."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a piece holds of one parameter, in the order of its memory."""
+
+    slot: int
+    """Which of its bucket's."""
+    start: int
+    stop: int
+    offset: int
+    """Where in the piece it begins."""
+    whole: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a bucket, and who serves it."""
+
+    number: int
+    bucket: int
+    """Its index."""
+    part: slice
+    """Of the bucket's memory."""
+    shares: tuple[Share, ...]
+    runs: Runs | None
+    """Where scales are shared, if it is sent in a lossy way."""
+    trained: bool
+    """False for running statistics, of which servers keep the mean."""
+    itemsize: int
+    server: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.part.stop - self.part.start
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+def cut(buckets: Sequence[Bucket], num_servers: int, whole: bool, coded: bool) -> list[Piece]:
+    """Cut every bucket so that servers hold about the same number of bytes, together and of each bucket.
+
+    Args:
+        whole: whether a parameter has to stay in one piece.
+        coded: whether what may be sent in a lossy way is.
+    """
+    pieces: list[Piece] = []
+    for bucket in buckets:
+        for part, runs in _parts(bucket, num_servers, whole):
+            shares = tuple(_shares(bucket, part))
+            lossy = runs if coded and part.stop <= bucket.values.numel() else None
+            pieces.append(
+                Piece(len(pieces), bucket.index, part, shares, lossy, bucket.of_parameters, bucket.flat.itemsize)
+            )
+    return _dealt(pieces, num_servers)
+
+
+def _parts(bucket: Bucket, num_servers: int, whole: bool) -> Iterator[tuple[slice, Runs | None]]:
+    """Stretches of a bucket's memory: of what may be lossy, and what is left but for the marks."""
+    numel, end = bucket.values.numel(), bucket.flat.numel() - len(bucket.slots)
+    if numel:
+        num_parts = min(num_servers, max(1, numel * bucket.flat.itemsize // _SMALLEST_BYTES))
+        places = [
+            (start, tuple(slot.tensor.shape))
+            for start, slot in zip(bucket.starts, bucket.slots, strict=True)
+            if start < numel
+        ]
+        runs = Runs.within(places, numel)
+        if whole:
+            yield from _at_parameters(bucket, numel, num_parts, runs)
+        else:
+            yield from ((part, own) for part, own in runs.cut(num_parts) if part.stop > part.start)
+    if end > numel:
+        yield slice(numel, end), None
+
+
+def _at_parameters(bucket: Bucket, numel: int, num_parts: int, runs: Runs) -> Iterator[tuple[slice, Runs]]:
+    starts = [start for start in bucket.starts if start < numel]
+    goals = [numel * part / num_parts for part in range(1, num_parts)]
+    edges = sorted({0, numel, *(min(starts, key=lambda start: abs(start - goal)) for goal in goals)})
+    for begin, end in pairwise(edges):
+        inside = (runs.starts >= begin) & (runs.starts < end)
+        yield slice(begin, end), Runs(runs.starts[inside] - begin, runs.stops[inside] - begin, end - begin)
+
+
+def _shares(bucket: Bucket, part: slice) -> Iterator[Share]:
+    for number, (begin, slot) in enumerate(zip(bucket.starts, bucket.slots, strict=True)):
+        numel = slot.tensor.numel()
+        start, stop = max(begin, part.start) - begin, min(begin + numel, part.stop) - begin
+        if start < stop:
+            yield Share(number, start, stop, begin + start - part.start, whole=stop - start == numel)
+
+
+def _dealt(pieces: list[Piece], num_servers: int) -> list[Piece]:
+    """The same, each with a server: the largest first, to whoever holds least."""
+    loads = [0] * num_servers
+    servers = {}
+    for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):
+        servers[piece.number] = loads.index(min(loads))
+        loads[servers[piece.number]] += piece.num_bytes
+    return [replace(piece, server=servers[piece.number]) for piece in pieces]

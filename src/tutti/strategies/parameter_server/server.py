@@ -1,0 +1,552 @@
+"""A server: holds pieces of the parameters, steps them as the consistency says, and tells workers.
+
+Everything here happens in one thread, or in the simulator's engine: for every worker, steps that hear what it says, in
+the order in which it says it, and steps that tell it what it asked for. Nothing waits for a worker but those.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tutti.codecs import Codec
+from tutti.codecs.sums.messages import room
+from tutti.errors import PacketError, RankLost, ReplicaMismatch
+from tutti.events import APPLY, Event, EventLog
+from tutti.replica import Replica
+from tutti.strategies.parameter_server import saved
+from tutti.strategies.parameter_server.consistency import Consistency
+from tutti.strategies.parameter_server.ledger import Ledger, Update
+from tutti.strategies.parameter_server.pieces import Piece
+from tutti.strategies.parameter_server.stepping import Stepper
+from tutti.strategies.parameter_server.wire import (
+    HEAD,
+    NORM,
+    NOTHING,
+    PAYLOAD,
+    Head,
+    Heads,
+    Kind,
+    Reply,
+    Status,
+    reply_tags,
+)
+from tutti.transports import Transport
+from tutti.transports.base import Signal, Steps
+
+_log = logging.getLogger("tutti")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What servers and workers agree on."""
+
+    consistency: Consistency
+    codec: Codec | None
+    clip: float | None
+    workers: tuple[int, ...]
+    """Ranks that train."""
+    servers: tuple[int, ...]
+    """Ranks that serve; pieces name their places here."""
+    heads: Heads
+
+    def most_bytes(self, piece: Piece) -> int:
+        """That a worker may send of a piece."""
+        if self.codec is None or piece.runs is None:
+            return piece.num_bytes
+        return 2 * self.codec.packet_bytes(piece.numel, piece.runs) + piece.num_bytes
+
+
+class Pool:
+    """Memory for what comes and goes of one size, from any thread: made when there is none, and used again."""
+
+    def __init__(self, num_bytes: int, like: Tensor) -> None:
+        self._num_bytes, self._like = num_bytes, like
+        self._free: deque[Tensor] = deque()
+
+    def take(self) -> Tensor:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return room(self._num_bytes, self._like)
+
+    def give(self, memory: Tensor) -> None:
+        if memory.numel() == self._num_bytes:
+            self._free.append(memory)
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A piece as it was, for those who are being told of it."""
+
+    version: int
+    memory: Tensor
+    readers: int = 0
+
+
+class Served:
+    """A piece, and all that its server knows of it."""
+
+    def __init__(self, piece: Piece, ledger: Ledger, stepper: Stepper | None, like: Tensor) -> None:
+        self.piece = piece
+        self.ledger = ledger
+        self.stepper = stepper
+        """None where there are sizes alone."""
+        self.pool = Pool(piece.num_bytes, like)
+        self.asks: dict[int, int] = {}
+        """The version that each worker waits for."""
+        self.staleness: dict[int, int] = {}
+        """Of each worker's last update."""
+        self._snapshot: Snapshot | None = None
+
+    def values(self) -> Tensor:
+        """As bytes."""
+        return self.pool.take() if self.stepper is None else self.stepper.values.view(torch.uint8)
+
+    def snapshot(self) -> Snapshot:
+        """The piece as it is now, to be given back."""
+        old = self._snapshot
+        if old is None or old.version != self.ledger.version:
+            memory = self.pool.take()
+            if self.stepper is not None:
+                memory.copy_(self.stepper.values.view(torch.uint8))
+            self._snapshot = Snapshot(self.ledger.version, memory)
+            if old is not None and not old.readers:
+                self.pool.give(old.memory)
+        assert self._snapshot is not None
+        self._snapshot.readers += 1
+        return self._snapshot
+
+    def give_back(self, snapshot: Snapshot) -> None:
+        snapshot.readers -= 1
+        if not snapshot.readers and snapshot is not self._snapshot:
+            self.pool.give(snapshot.memory)
+
+    def forget_snapshot(self) -> None:
+        """What it holds is no longer so."""
+        self._snapshot = None
+
+
+@dataclass
+class _Clipping:
+    """A step of all pieces that waits for the norms of the other servers' pieces."""
+
+    clock: int
+    parts: list[tuple[Served, np.ndarray, np.ndarray]]
+    """With marks and options."""
+    square: float
+
+
+@dataclass
+class _Client:
+    """What a server knows of a worker."""
+
+    outbox: dict[int, tuple[Served, Status]] = field(default_factory=dict)
+    """What it is to be told, by piece."""
+    wake: Signal | None = None
+    beat_s: float = 0.0
+
+
+class Server:
+    """All that one rank serves."""
+
+    def __init__(self, pieces: list[Piece], replica: Replica, transport: Transport, setting: Setting) -> None:
+        """Hold `pieces`, from the parameters as they are in the replica."""
+        self._transport = transport
+        self._setting = setting
+        self._me = transport.rank
+        self.events = EventLog()
+        self.members = set(setting.workers)
+        """Who is waited for."""
+        self._living = set(setting.workers)
+        self._away: set[int] = set()
+        self._meeting: set[int] = set()
+        self._stopped: int | None = None
+        self._clients = {worker: _Client() for worker in setting.workers}
+        self.told: Callable[[int, Reply, Tensor | None], None] = lambda *_: None
+        """Tells the worker of this very rank."""
+        self.over = transport.signal()
+        """Given when no worker is left."""
+        self._clipping: _Clipping | None = None
+        self._norms: dict[tuple[int, int], float] = {}
+        """Squares of others' norms, by server and clock."""
+        self._others: list[int] = []
+        self._served: dict[int, Served] = {}
+        for piece in pieces:
+            bucket = replica.buckets[piece.bucket]
+            stepper = None
+            if not replica.sizes_only:
+                stepper = Stepper(piece, bucket, replica.optimizer, bucket.image()[piece.part].clone())
+            ledger = Ledger(setting.consistency, self.members)
+            self._served[piece.number] = Served(piece, ledger, stepper, bucket.flat)
+        if not self._served:
+            self.over.give()
+
+    def pool(self, piece: int) -> Pool:
+        return self._served[piece].pool
+
+    def start(self, others: list[int]) -> None:
+        """Serve all workers of other ranks; `others` serve too."""
+        self._others = others
+        if not self._served:
+            return
+        for worker in self._setting.workers:
+            if worker != self._me:
+                self._transport.beside(self._attend(worker))
+                self._transport.beside(self._tell(worker))
+        if self._clips_means:
+            for server in others:
+                self._transport.beside(self._hear_norms(server))
+
+    # What workers say
+
+    def _attend(self, worker: int) -> Steps:
+        """Hear what a worker says until it is gone."""
+        transport, heads = self._transport, self._setting.heads
+        try:
+            while worker in self._living:
+                message = heads.room()
+                yield transport.irecv(message, worker, HEAD)
+                head, options, marks = heads.read(message)
+                payload = None
+                if head.num_bytes:
+                    payload = self._room(head)
+                    yield transport.irecv(payload, worker, PAYLOAD)
+                self.hear(worker, head, options, marks, payload)
+                del payload
+        except RankLost as loss:
+            self._lost(worker, str(loss))
+        except (PacketError, ReplicaMismatch, ValueError) as error:
+            self._drop(worker, str(error))
+
+    def _room(self, head: Head) -> Tensor:
+        """Somewhere to receive what follows a head."""
+        served = self._served.get(head.piece)
+        if served is None or head.kind != Kind.PUSH or not 0 < head.num_bytes <= self._setting.most_bytes(served.piece):
+            raise PacketError(f"{head.num_bytes} bytes for piece {head.piece}, which cannot be")
+        if head.num_bytes == served.piece.num_bytes:
+            return served.pool.take()
+        return room(head.num_bytes, served.values())
+
+    def hear(self, worker: int, head: Head, options: np.ndarray, marks: np.ndarray, payload: Tensor | None) -> None:
+        """Act on what a worker says."""
+        if worker not in self._living:
+            return
+        try:
+            match head.kind:
+                case Kind.PUSH:
+                    self._push(worker, head, options, marks, payload)
+                case Kind.MEET:
+                    self._leave_clocks(worker, self._meeting)
+                case Kind.LEAVE:
+                    self._leave_clocks(worker, self._away)
+                case Kind.JOIN:
+                    self._join(worker)
+                case Kind.SAVE:
+                    self._transport.beside(saved.tell(self.states(), worker, self._transport))
+                case Kind.LOAD:
+                    self._transport.beside(self._load(worker))
+                case Kind.STOP:
+                    self._stop(worker)
+                case Kind.BYE:
+                    self._gone(worker)
+        except (PacketError, ReplicaMismatch, ValueError) as error:
+            self._drop(worker, str(error))
+
+    def _push(self, worker: int, head: Head, options: np.ndarray, marks: np.ndarray, payload: Tensor | None) -> None:
+        served = self._served.get(head.piece)
+        if served is None or payload is None:
+            raise PacketError(f"an update of piece {head.piece} with {head.num_bytes} bytes, which is not held here")
+        if not (isfinite(head.weight) and head.weight >= 0) or not 0 <= head.base <= served.ledger.version:
+            raise PacketError(f"an update of weight {head.weight}, computed from version {head.base}")
+        values = self._decoded(served, payload)
+        marks = marks[: len(served.piece.shares)]
+        served.ledger.push(Update(worker, head.base, head.weight, head.norm, options, marks, values))
+        if head.wanted != NOTHING:
+            served.asks[worker] = head.wanted
+        self._settle([served])
+        self._beat()
+
+    def _decoded(self, served: Served, payload: Tensor) -> Tensor | None:
+        """The gradient that a message holds; None where there are only sizes."""
+        if served.stepper is None:
+            return None
+        piece, values = served.piece, served.stepper.values
+        codec = self._setting.codec
+        if codec is None or piece.runs is None:
+            if payload.numel() != piece.num_bytes:
+                raise PacketError(f"an update of {payload.numel()} bytes, wanted {piece.num_bytes}")
+            return payload.view(values.dtype)
+        wide = torch.empty(piece.numel, dtype=torch.float32, device="cpu")
+        codec.decode(payload, wide, runs=piece.runs)
+        return wide.to(values.dtype)
+
+    def _leave_clocks(self, worker: int, where: set[int]) -> None:
+        self.members.discard(worker)
+        where.add(worker)
+        self._settle_all()
+
+    def _join(self, worker: int) -> None:
+        self._away.discard(worker)
+        self._count_in([worker])
+
+    def _count_in(self, workers: list[int]) -> None:
+        """Wait for these from the next version on, and tell them all pieces."""
+        self.members.update(workers)
+        for served in self._served.values():
+            for worker in workers:
+                served.ledger.join(worker)
+                self._reply(worker, served, Status.HERE)
+
+    def _stop(self, worker: int) -> None:
+        self._stopped = worker
+        for other in self._living:
+            for served in self._served.values():
+                if other in self._meeting or other in served.asks:
+                    self._reply(other, served, Status.STOPPED)
+            self._meeting.discard(other)
+        for served in self._served.values():
+            served.asks.clear()
+
+    def _load(self, worker: int) -> Steps:
+        """Start again from what a worker has, with everybody at the beginning."""
+        states = yield from saved.hear(worker, self._transport)
+        self.load(states)
+        self._reply(worker, next(iter(self._served.values())), Status.BEAT)
+
+    def load(self, states: dict[str, Any]) -> None:
+        """Start again from these parameters and what the optimiser is to remember of them."""
+        self.members.clear()
+        self.members.update(self._living)
+        self._clipping = None
+        for served in self._served.values():
+            served.ledger.restart()
+            served.forget_snapshot()
+            if served.stepper is not None:
+                served.stepper.values.copy_(states["values"][str(served.piece.number)])
+                served.stepper.load(states["optimizer"])
+
+    def states(self) -> dict[str, Any]:
+        """What the optimiser remembers of what is held here."""
+        steppers = [served.stepper for served in self._served.values() if served.stepper is not None]
+        return {
+            "shares": [
+                [name, [share.start, share.stop, share.whole], state]
+                for stepper in steppers
+                for name, share, state in stepper.state()
+            ]
+        }
+
+    def _gone(self, worker: int) -> None:
+        """A worker takes no part any more."""
+        self._living.discard(worker)
+        self._away.discard(worker)
+        self._meeting.discard(worker)
+        self.members.discard(worker)
+        for served in self._served.values():
+            served.asks.pop(worker, None)
+        if (wake := self._clients[worker].wake) is not None:
+            wake.give()
+        self._settle_all()
+        if not self._living:
+            self.over.give()
+
+    def _lost(self, worker: int, why: str) -> None:
+        if worker in self._living:
+            self._say(worker, why)
+            self._gone(worker)
+
+    def _drop(self, worker: int, why: str) -> None:
+        for served in self._served.values():
+            self._reply(worker, served, Status.DROPPED)
+        self._say(worker, f"it was dropped, having sent {why}; the parameters stay as they were", always=True)
+        self._gone(worker)
+
+    def _say(self, worker: int, why: str, always: bool = False) -> None:
+        clock = next(iter(self._served.values())).ledger.clock_of(worker)
+        # Every server sees it; one says it.
+        if always or self._me == min(server for server in self._setting.servers if server != worker):
+            left = len(self._living) - 1
+            _log.warning("rank %d: worker %d left at clock %d, and %d go on: %s", self._me, worker, clock, left, why)
+
+    # Steps
+
+    def _settle_all(self) -> None:
+        self._settle(list(self._served.values()))
+        self._conclude()
+
+    def _settle(self, changed: list[Served]) -> None:
+        """Take the steps that are due, and tell those who may read."""
+        if self._clips_means:
+            self._settle_clipped()
+        else:
+            for served in changed:
+                while due := served.ledger.take():
+                    marks = self._combine(served, due)
+                    self._step(served, due[0].options, marks, 1.0)
+        if self._clipping is None:  # Else versions are counted whose steps are still to be taken.
+            for served in changed:
+                self._answer(served)
+
+    def _combine(self, served: Served, due: list[Update]) -> np.ndarray:
+        rule, clip = self._setting.consistency, self._setting.clip
+        now = self._transport.now()
+        for update in due:
+            served.staleness[update.worker] = update.staleness
+            about = (served.piece.number, served.ledger.version, update.worker, update.clock)
+            self.events.record(Event(APPLY, now, now, 0, about))
+        if served.stepper is None:
+            return np.empty(0)
+        scales = [rule.scale(update.staleness) for update in due]
+        if clip is not None and not self._clips_means:
+            scales = [scale * _clip_factor(clip, update.norm) for scale, update in zip(scales, due, strict=True)]
+        marks = served.stepper.combine(due, scales)
+        for update in due:
+            if update.values.dtype == served.stepper.values.dtype:
+                served.pool.give(update.values.view(torch.uint8))
+        return marks
+
+    def _step(self, served: Served, options: np.ndarray, marks: np.ndarray, factor: float) -> None:
+        if served.stepper is not None:
+            served.stepper.step(marks, options, factor)
+
+    def _answer(self, served: Served) -> None:
+        for worker, wanted in list(served.asks.items()):
+            if self._stopped is not None:
+                self._reply(worker, served, Status.STOPPED)
+            elif served.ledger.readable(worker, wanted):
+                self._reply(worker, served, Status.HERE)
+            else:
+                continue
+            del served.asks[worker]
+
+    def _conclude(self) -> None:
+        """If everybody who is here has come to the meeting, tell all the same, and go on together."""
+        if self._meeting and self._meeting == self._living - self._away and self._clipping is None:
+            present = sorted(self._meeting)
+            self._meeting.clear()
+            self._count_in(present)
+
+    # Clipping: all pieces of all servers take a step together, when the norm of the whole is known.
+
+    @property
+    def _clips_means(self) -> bool:
+        return self._setting.clip is not None and self._setting.consistency.bound is not None
+
+    def _settle_clipped(self) -> None:
+        while self._clipping is not None or self._begin_clipping():
+            clipping = self._clipping
+            assert clipping is not None
+            known = [self._norms.get((server, clipping.clock)) for server in self._others]
+            if None in known:
+                return
+            for server in self._others:
+                del self._norms[server, clipping.clock]
+            total = clipping.square + sum(norm for norm in known if norm is not None)
+            assert self._setting.clip is not None
+            factor = _clip_factor(self._setting.clip, sqrt(total))
+            for served, marks, options in clipping.parts:
+                self._step(served, options, marks, factor)
+            self._clipping = None
+            for served in self._served.values():
+                self._answer(served)
+            self._conclude()
+
+    def _begin_clipping(self) -> bool:
+        """Take what makes the next step of all pieces, if all is there, and tell other servers how large it is."""
+        pieces = list(self._served.values())
+        if any(served.ledger.waits for served in pieces):
+            return False
+        asked = [clock for _, clock in self._norms]
+        clocks = [clock for served in pieces if (clock := served.ledger.next_clock) is not None] + asked
+        if not clocks:
+            return False
+        clock, parts, square = min(clocks), [], 0.0
+        for served in pieces:
+            if served.ledger.next_clock == clock and (due := served.ledger.take()):
+                marks = self._combine(served, due)
+                parts.append((served, marks, due[0].options))
+                square += 0.0 if served.stepper is None else served.stepper.square_norm(marks)
+            else:
+                served.ledger.skip(clock)
+        for server in self._others:
+            told = torch.tensor([float(clock), square], dtype=torch.float64, device="cpu")
+            self._transport.beside(_sent(self._transport, told, server))
+        self._clipping = _Clipping(clock, parts, square)
+        return True
+
+    def _hear_norms(self, server: int) -> Steps:
+        try:
+            while self._living:
+                told = torch.empty(2, dtype=torch.float64, device="cpu")
+                yield self._transport.irecv(told, server, NORM)
+                self._norms[server, int(told[0])] = float(told[1])
+                self._settle(list(self._served.values()))
+        except RankLost:
+            return  # A server that is done. Workers notice one that is lost.
+
+    # What workers are told
+
+    def _reply(self, worker: int, served: Served, status: Status) -> None:
+        if worker == self._me:
+            payload = served.values() if status == Status.HERE else None
+            self.told(served.piece.number, self._head_of(worker, served, status), payload)
+            return
+        client = self._clients[worker]
+        client.outbox[served.piece.number] = served, status
+        if client.wake is not None:
+            client.wake.give()
+
+    def _head_of(self, worker: int, served: Served, status: Status) -> Reply:
+        version = self._stopped if status == Status.STOPPED else served.ledger.version
+        num_bytes = served.piece.num_bytes if status == Status.HERE else 0
+        return Reply(status, version or 0, served.staleness.get(worker, 0), num_bytes)
+
+    def _tell(self, worker: int) -> Steps:
+        """Tell a worker what it is to be told, what its next forward pass needs first before the rest."""
+        client, transport = self._clients[worker], self._transport
+        try:
+            while worker in self._living or client.outbox:
+                if not client.outbox:
+                    client.wake = transport.signal()
+                    yield client.wake
+                    client.wake = None
+                    continue
+                number = max(client.outbox)
+                served, status = client.outbox.pop(number)
+                head, payload = reply_tags(number)
+                reply = self._head_of(worker, served, status)
+                if status == Status.HERE:
+                    snapshot = served.snapshot()
+                    sending = [transport.isend(reply.pack(), worker, head)]
+                    sending.append(transport.isend(snapshot.memory, worker, payload))
+                    yield from sending
+                    served.give_back(snapshot)
+                else:
+                    yield transport.isend(reply.pack(), worker, head)
+        except RankLost:
+            return  # Whoever attends it knows as well.
+
+    def _beat(self) -> None:
+        """Tell those who wait in a meeting, now and then, that the others are on their way."""
+        now = self._transport.now()
+        for worker in self._meeting:
+            client = self._clients[worker]
+            if worker != self._me and now - client.beat_s > self._transport.timeout.total_seconds() / 8:
+                client.beat_s = now
+                self._reply(worker, self._served[min(self._served)], Status.BEAT)
+
+
+def _sent(transport: Transport, tensor: Tensor, dst: int) -> Steps:
+    yield transport.isend(tensor, dst, NORM)
+
+
+def _clip_factor(most: float, norm: float) -> float:
+    """As `torch.nn.utils.clip_grad_norm_` has it."""
+    return min(1.0, most / (norm + 1e-6))

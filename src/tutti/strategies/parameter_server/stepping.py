@@ -1,0 +1,222 @@
+"""The optimiser of a piece: the user's class with the user's groups, on what one server holds."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from tutti.errors import ConfigError
+from tutti.replica import Bucket
+from tutti.replica.buckets import Slot, like
+from tutti.strategies.parameter_server.ledger import Update
+from tutti.strategies.parameter_server.pieces import Piece, Share
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop,
+)  # fmt: skip
+"""Optimisers that do to each element what they would do if it were alone: for them parameters may be cut anywhere."""
+
+
+def keeps_whole(optimizer: Optimizer) -> bool:
+    """Whether an optimiser may need a parameter whole: norms of rows, say. Known ones do not."""
+    return type(optimizer) not in ELEMENTWISE
+
+
+def refusal(optimizer: Optimizer) -> str | None:
+    """Why an optimiser cannot run on servers, if it cannot."""
+    if isinstance(optimizer, optim.LBFGS):
+        return (
+            "LBFGS needs the whole model at once and calls the loss again in every step, but each server holds a part "
+            "of it. Use SGD, Adam or another that takes gradients as they are, or AllReduce."
+        )
+    return None
+
+
+Choice = tuple[int, str, int | None, type]
+"""A number among an optimiser's options: of which group, which, where in a tuple, and what it is."""
+
+
+class Options:
+    """The numbers among an optimiser's options, which schedulers change: said as one array."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._choices: list[Choice] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for key in sorted(group.keys() - {"params"}):
+                value = group[key]
+                if isinstance(value, tuple | list):
+                    self._choices += [(number, key, place, type(each)) for place, each in enumerate(value)]
+                elif isinstance(value, int | float | Tensor):
+                    self._choices.append((number, key, None, float if isinstance(value, Tensor) else type(value)))
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def now(self) -> np.ndarray:
+        """As they are now."""
+        groups = self._optimizer.param_groups
+        values = [
+            groups[number][key] if place is None else groups[number][key][place]
+            for number, key, place, _ in self._choices
+        ]
+        return np.array(values, dtype=np.float64)
+
+    def put(self, groups: list[dict[str, Any]], values: np.ndarray) -> None:
+        """Give groups of an optimiser like this one these options."""
+        for (number, key, place, kind), value in zip(self._choices, values.tolist(), strict=True):
+            if number >= len(groups):
+                continue
+            if place is None:
+                groups[number][key] = kind(value)
+            else:
+                old = groups[number][key]
+                groups[number][key] = type(old)((*old[:place], kind(value), *old[place + 1 :]))
+
+
+class Stepper:
+    """Takes the optimiser's steps on the values of one piece."""
+
+    def __init__(self, piece: Piece, bucket: Bucket, optimizer: Optimizer, values: Tensor) -> None:
+        """`values` is the piece's memory: the parameters themselves, which steps change."""
+        self.piece = piece
+        self.values = values
+        self._slots = [bucket.slots[share.slot] for share in piece.shares]
+        self._parts = [_part(values, share, slot) for share, slot in zip(piece.shares, self._slots, strict=True)]
+        self._wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
+        self._sum = torch.zeros_like(values, dtype=self._wide)
+        self._gradient = self._sum if self._wide == values.dtype else torch.zeros_like(values)
+        self._gradients = [
+            _part(self._gradient, share, slot) for share, slot in zip(piece.shares, self._slots, strict=True)
+        ]
+        if piece.trained:
+            self._options = Options(optimizer)
+            self._optimizer = _like_it(optimizer, self._slots, self._parts)
+            self.load({slot.name: optimizer.state.get(slot.tensor, {}) for slot in self._slots})
+
+    def combine(self, updates: Sequence[Update], scales: Sequence[float]) -> np.ndarray:
+        """Make the mean of updates, weighted by samples, each scaled; which shares have a gradient."""
+        weights = [update.weight for update in updates]
+        equal = all(weight == weights[0] for weight in weights)
+        divisor = float(len(weights)) if equal else sum(weights)
+        marks = np.zeros(len(self.piece.shares), dtype=bool)
+        first = True
+        for update, scale in zip(updates, scales, strict=True):
+            weight = scale if equal else scale * update.weight
+            if weight == 0:
+                continue
+            marks |= update.marks
+            if first:
+                torch.mul(update.values, weight, out=self._sum)
+            else:
+                self._sum.add_(update.values, alpha=weight)
+            first = False
+        if first:
+            self._sum.zero_()
+        self._sum.div_(divisor)
+        return marks
+
+    def square_norm(self, marks: np.ndarray) -> float:
+        """Of the mean, as far as it is a gradient."""
+        if not self.piece.trained:
+            return 0.0
+        shares = [share for share, mark in zip(self.piece.shares, marks, strict=True) if mark]
+        parts = [self._sum[share.offset : share.offset + share.stop - share.start] for share in shares]
+        return sum(float(part.double().square().sum()) for part in parts)
+
+    def step(self, marks: np.ndarray, options: np.ndarray, factor: float = 1.0) -> None:
+        """Step by the mean, times `factor`, with these options."""
+        if self._gradient is not self._sum:
+            self._gradient.copy_(self._sum)
+        if not self.piece.trained:
+            self.values.copy_(self._gradient)
+            return
+        if factor != 1.0:
+            self._gradient.mul_(factor)
+        self._options.put(self._optimizer.param_groups, options)
+        for part, gradient, mark in zip(self._parts, self._gradients, marks, strict=True):
+            part.grad = gradient if mark else None
+        self._optimizer.step()
+
+    def state(self) -> Iterator[tuple[str, Share, dict[str, Any]]]:
+        """What the optimiser remembers of every share, by parameter."""
+        if self.piece.trained:
+            for slot, share, part in zip(self._slots, self.piece.shares, self._parts, strict=True):
+                yield slot.name, share, dict(self._optimizer.state.get(part, {}))
+
+    def load(self, states: dict[str, dict[str, Any]]) -> None:
+        """Remember what belongs to these shares of what is remembered of whole parameters."""
+        if not self.piece.trained:
+            return
+        self._optimizer.state = defaultdict(dict)
+        for slot, share, part in zip(self._slots, self.piece.shares, self._parts, strict=True):
+            if state := states.get(slot.name):
+                self._optimizer.state[part] = {key: _share_of(value, share, slot) for key, value in state.items()}
+
+
+def _part(flat: Tensor, share: Share, slot: Slot) -> Tensor:
+    part = flat[share.offset : share.offset + share.stop - share.start]
+    return like(part, slot.tensor) if share.whole else part
+
+
+def _share_of(value: Any, share: Share, slot: Slot) -> Any:
+    """A share's own copy of what is remembered of a whole parameter."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    value = value.detach().to("cpu", copy=True)
+    if share.whole or value.shape != slot.tensor.shape:
+        return value
+    flat = torch.empty(value.numel(), dtype=value.dtype)
+    like(flat, slot.tensor).copy_(value)
+    return flat[share.start : share.stop].clone()
+
+
+def _like_it(optimizer: Optimizer, slots: Sequence[Slot], parts: Sequence[Tensor]) -> Optimizer:
+    """An optimiser of the same class with the same groups, on `parts`."""
+    made = copy.copy(optimizer)
+    # What else it has, but for what belongs to the one it was copied from: hooks, and a scheduler's eye on its steps.
+    for name, value in vars(optimizer).items():
+        if name not in vars(made) and name != "step":
+            setattr(made, name, value)
+    places = {id(slot.tensor): part for slot, part in zip(slots, parts, strict=True)}
+    made.param_groups = [
+        {**group, "params": [places[id(p)] for p in group["params"] if id(p) in places]}
+        for group in optimizer.param_groups
+    ]
+    made.state = defaultdict(dict)
+    return made
+
+
+def whole_states(shares: Sequence[tuple[str, Share, dict[str, Any]]], slots: dict[str, Slot]) -> dict[str, Any]:
+    """What is remembered of whole parameters, put together from what is remembered of shares."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, share, state in shares:
+        tensor = slots[name].tensor
+        whole = found.setdefault(name, {})
+        for key, value in state.items():
+            if share.whole or not isinstance(value, Tensor) or value.shape != (share.stop - share.start,):
+                whole[key] = value
+                continue
+            if key not in whole:
+                whole[key] = torch.zeros(tensor.numel(), dtype=value.dtype)
+            whole[key][share.start : share.stop] = value
+    for name, whole in found.items():
+        for key, value in whole.items():
+            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == slots[name].tensor.numel():
+                whole[key] = like(value, slots[name].tensor).clone()
+    return found
+
+
+def refuse_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if an optimiser's step was given a closure; a hook that comes before it."""
+    if any(callable(given) for given in (*args[1:], *kwargs.values())):
+        raise ConfigError(
+            "optimizer.step was given a closure, which calls the loss again within the step: servers take the steps, "
+            "and have no loss to call. Call backward yourself, then step()."
+        )

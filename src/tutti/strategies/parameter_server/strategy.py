@@ -1,0 +1,163 @@
+"""Parameter servers: the optimiser's steps are taken where the parameters are kept, as the consistency says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from tutti.codecs import Codec, print_codec
+from tutti.errors import ConfigError
+from tutti.replica import Replica
+from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.parameter_server.consistency import (
+    BSP,
+    SSP,
+    Async,
+    Consistency,
+    SoftSync,
+    StalenessAware,
+)
+from tutti.strategies.parameter_server.exchange import ParameterServerExchange, prepare
+from tutti.strategies.parameter_server.server import Server
+from tutti.strategies.parameter_server.stepping import refusal
+from tutti.transports import Transport
+from tutti.transports.base import Steps
+
+
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """Workers push gradients to servers, which run the optimiser, and pull parameters (Li et al. 2014).
+
+    Args:
+        consistency: how far workers may drift apart: `BSP()`, `SSP(staleness)`, `SoftSync(count)`, `Async()`, or
+            `StalenessAware` around one of them.
+        servers: "colocated" lets every rank serve a part; a number makes that many ranks, the last ones, serve only.
+        codec: how gradients are pushed in fewer bytes, such as `ErrorFeedback(OneBit())`; pulls are exact.
+        overlap: push while backward runs, and let a module's forward pass begin as soon as its own parameters are here.
+            Without it gradients are pushed by `optimizer.step()`, so that they may be changed before, and all
+            parameters are here when that returns.
+        clip: the largest norm of what the optimiser gets. Under `BSP` and `SSP` that is the norm of the mean over
+            workers; under the others every update is clipped by its own.
+        bucket_bytes: gradients that travel together, of which each server gets a part.
+    """
+
+    consistency: Consistency = field(default_factory=BSP)
+    servers: int | Literal["colocated"] = "colocated"
+    codec: Codec | None = None
+    overlap: bool = True
+    clip: float | None = None
+    bucket_bytes: int = 4 * 2**20
+
+    exact_below = 1024
+    """With a codec, gradients of fewer elements are exact all the same."""
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        if not isinstance(self.consistency, Consistency):
+            mistakes.append(f"consistency must be an object such as SSP(3), got {self.consistency!r}")
+        if self.servers != "colocated" and (isinstance(self.servers, str) or self.servers < 1):
+            mistakes.append(f"servers must be 'colocated' or 1 or more, got {self.servers!r}")
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
+        elif self.codec is not None and self.codec.needs_feedback:
+            mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+        elif self.codec is not None and self.codec.linear:
+            mistakes.append(
+                f"{self.codec!r} works on sums over workers, which servers do not get; use AllReduce with it"
+            )
+        if self.clip is not None and not 0 < self.clip < float("inf"):
+            mistakes.append(f"clip must be a norm above 0, got {self.clip}")
+        if self.bucket_bytes < 1:
+            mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
+        if mistakes:
+            raise ConfigError(f"ParameterServer: {'; '.join(mistakes)}.")
+
+    def roles(self, size: int) -> tuple[list[int], list[int]]:
+        """The ranks that train and those that serve, in a world of that size."""
+        num_servers = size if self.servers == "colocated" else self.servers
+        assert isinstance(num_servers, int)
+        if self.servers != "colocated" and num_servers >= size:
+            raise ConfigError(
+                f"ParameterServer: {num_servers} dedicated servers in a world of {size} ranks leave nobody to train. "
+                f"Use {size - 1} or fewer, 'colocated', or more ranks."
+                if size > 1
+                else "ParameterServer: a dedicated server needs a second rank to train. Start more, or use 'colocated'."
+            )
+        workers = size if self.servers == "colocated" else size - num_servers
+        quorum = self.consistency.quorum
+        if self.consistency.bound is None and quorum > workers:
+            raise ConfigError(f"SoftSync({quorum}) needs {quorum} workers, and there are {workers}.")
+        return list(range(workers)), list(range(size - num_servers, size))
+
+    def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
+        found = [] if (why := refusal(optimizer)) is None else [why]
+        try:
+            self.roles(size)
+        except ConfigError as error:
+            found.append(str(error))
+        return found
+
+    def serving(self, size: int) -> list[int]:
+        return [] if self.servers == "colocated" else self.roles(size)[1]
+
+    def attach(self, replica: Replica, transport: Transport) -> Exchange:
+        return ParameterServerExchange(replica, transport, self)
+
+    def serve(self, replica: Replica, transport: Transport) -> None:
+        made = prepare(replica, transport, self)
+        made.wire.beside(_until_over(made.server(replica))).wait()
+
+    def __str__(self) -> str:
+        options = [str(self.consistency)]
+        if self.servers != "colocated":
+            options.append(f"servers={self.servers}")
+        if not self.overlap:
+            options.append("overlap=0")
+        if self.clip is not None:
+            options.append(f"clip={self.clip:g}")
+        if self.bucket_bytes != type(self).bucket_bytes:
+            options.append(f"bucket_bytes={self.bucket_bytes}")
+        codec = "" if self.codec is None else f"+{print_codec(self.codec)}"
+        return f"ps:{','.join(options)}{codec}"
+
+
+_RULES = "bsp, ssp=3, softsync=4 or async, with aware after it to scale stale updates down"
+
+
+def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
+    """The strategy that options at the command line describe."""
+    rest = dict(options)
+    rules: list[Consistency] = []
+    for name in ("bsp", "async"):
+        if name in rest:
+            if rest.pop(name):
+                raise ConfigError(f"ps: {name} takes no number. It is {_RULES}.")
+            rules.append(BSP() if name == "bsp" else Async())
+    if "ssp" in rest:
+        rules.append(SSP(int(rest.pop("ssp"))))
+    if "softsync" in rest:
+        rules.append(SoftSync(int(rest.pop("softsync"))))
+    if len(rules) > 1:
+        raise ConfigError(f"ps: more than one rule, {', '.join(map(str, rules))}. It is one of {_RULES}.")
+    rule = rules[0] if rules else BSP()
+    if "aware" in rest:
+        if rest.pop("aware"):
+            raise ConfigError(
+                "ps: aware takes nothing at the command line; in Python, StalenessAware takes a function."
+            )
+        rule = StalenessAware(rule)
+    kinds: dict[str, Callable[[str], Any]] = {"servers": int, "overlap": _switch, "clip": float, "bucket_bytes": int}
+    if unknown := rest.keys() - kinds.keys():
+        raise ConfigError(
+            f"ps: '{min(unknown)}' is none of its options: {_RULES}; {', '.join(f'{key}=NUMBER' for key in kinds)}."
+        )
+    return ParameterServer(rule, codec=codec, **{key: kinds[key](value) for key, value in rest.items()})
+
+
+def _switch(text: str) -> bool:
+    return bool(("0", "1").index(text))
+
+
+def _until_over(server: Server) -> Steps:
+    yield server.over
