@@ -61,6 +61,11 @@ class NoLink(ConfigError):
 class RankLost(TuttiError):
     """A peer died, failed or left while this rank needed it."""
 
+    def __init__(self, message: str, gone: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.gone = gone or {}
+        """Who is gone, and how that is known."""
+
 
 class DeadlineExceeded(TuttiError, TimeoutError):
     """A wait ended without an answer."""

@@ -201,12 +201,11 @@ def distribute(
     replica = HookedReplica(model, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)
     channel = transport.channel("job")
-    serving = strategy.serving(world.size)
-    if world.rank in serving:
+    if world.rank >= world.size - strategy.num_serving:
         strategy.serve(replica, channel)
         channel.close()
         raise SystemExit(0)
-    trains = _without(world, len(serving))
+    trains = _without(world, strategy.num_serving)
     pace = Pace(channel) if channel.cluster is not None else None
     if pace is not None:
         pace.listen(model, optimizer)

@@ -71,14 +71,15 @@ def batch_size_of(name: str, workers: int) -> int:
 def train_steps(name: str, strategy: str, steps: int) -> tuple[float, str]:
     """Train for some steps: the median seconds of a step, and a digest of the parameters."""
     world = init()
-    made, batch_size = recipe(name), batch_size_of(name, world.size)
+    made = recipe(name)
     torch.manual_seed(0)
     model = made.model()
     optimizer = made.optimizer(model)
-    everyones = made.example(batch_size * world.size)
-    x, y = (part[world.rank * batch_size : (world.rank + 1) * batch_size] for part in everyones)
     times = []
-    with distribute(model, optimizer, parse(strategy), world=world):
+    with distribute(model, optimizer, parse(strategy), world=world) as job:
+        rank, size = job.world.rank, job.world.size
+        batch_size = batch_size_of(name, size)
+        x, y = (part[rank * batch_size : (rank + 1) * batch_size] for part in made.example(batch_size * size))
         for _ in range(_WARM_UP + steps):
             start_s = world.transport.now()
             made.loss(model(x), y).backward()

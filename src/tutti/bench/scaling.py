@@ -14,7 +14,7 @@ from tutti.launch.simulate import Simulation, simulate
 from tutti.recipes.models import large
 from tutti.replica.pace import Pace, Workload
 from tutti.replica.rehearsal import Rehearsal
-from tutti.strategies import Strategy
+from tutti.strategies import AllReduce, ParameterServer, Strategy
 
 IMAGE = (3, 224, 224)
 
@@ -59,7 +59,7 @@ def scaling(
         model = large(case.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         workload = Workload.of(model, (torch.empty(1, *IMAGE),), {})
-    even = replace(case, cluster=replace(case.cluster, slow={}, failures={}))
+    even = replace(case, cluster=replace(case.cluster, slow={}, failures={}), strategy=AllReduce())
     alone = _step_s(_run(even, (model, optimizer, workload), 1, lambda *_: None))
     for number in workers:
         start = time.perf_counter()
@@ -80,25 +80,33 @@ Parts = tuple[nn.Module, torch.optim.Optimizer, Workload]
 
 
 def _run(case: Case, parts: Parts, workers: int, pulse: Callable[[float, int], None]) -> Simulation:
-    return simulate(_train, case, parts, workers=workers, cluster=case.cluster, pulse=pulse)
+    return simulate(_train, case, parts, workers=workers + case.strategy.num_serving, cluster=case.cluster, pulse=pulse)
 
 
 def _train(case: Case, parts: Parts) -> tuple[list[float], int]:
-    """When each step ended on this rank, and how many bytes it sent. All ranks share the model: it has no values."""
+    """When each step ended on this rank, and how many bytes it sent. All ranks share the model: it has no values.
+
+    A rank that serves has no steps, and what it sends is not a worker's.
+    """
     model, optimizer, workload = parts
     transport = init().transport.channel("job")
     replica = Rehearsal(model, optimizer, Pace(transport, workload))
+    if transport.rank >= transport.size - case.strategy.num_serving:
+        case.strategy.serve(replica, transport)
+        return [], 0
     exchange = case.strategy.attach(replica, transport)
     before, ends = exchange.bytes_sent, [transport.now()]
     for _ in range(case.steps):
         replica.step(case.batch_size)
         ends.append(transport.now())
-    return ends, exchange.bytes_sent - before
+    num_bytes = exchange.bytes_sent - before
+    if isinstance(case.strategy, ParameterServer):
+        exchange.finish()  # Or whoever serves would take them for lost.
+    return ends, num_bytes
 
 
 def _step_s(done: Simulation) -> float:
     """The mean of all steps but the first, which has nothing behind it to wait for."""
-    begin, end = (
-        max(ends[place] for ends, _ in done.results) for place in (1 if len(done.results[0][0]) > 2 else 0, -1)
-    )
-    return (end - begin) / max(1, len(done.results[0][0]) - 2)
+    workers = [ends for ends, _ in done.results if ends]
+    begin, end = (max(ends[place] for ends in workers) for place in (1 if len(workers[0]) > 2 else 0, -1))
+    return (end - begin) / max(1, len(workers[0]) - 2)

@@ -7,6 +7,7 @@ from typing import Any
 from tutti.report.plots import pyplot
 
 Rows = Sequence[Mapping[str, Any]]
+Panels = Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
 
 _STYLES = (
     ("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#d55e00", "D"), ("#cc79a7", "v"), ("#56b4e9", "P"),
@@ -36,6 +37,42 @@ def plot_scaling(results: Mapping[str, Rows], title: str, path: Path) -> None:
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def plot_panels(panels: Panels, ylabel: str, title: str, path: Path) -> None:
+    """A panel for each key, in it a line of (workers, value) for each name; dotted: the first line, were it linear."""
+    plt = pyplot()
+    size = (4.2 * len(panels) + 0.8, 4.4)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for (name, lines), axis in zip(panels.items(), axes[0], strict=True):
+        _draw(axis, lines, name)
+    axes[0][0].set_ylabel(ylabel)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], name: str) -> None:
+    (thick, thin), count = _WIDTHS, len(lines)
+    workers = sorted({number for points in lines.values() for number, _ in points})
+    (fewest, start), *_, (_, end) = next(iter(lines.values()))
+    power = 1 if end > start else -1
+    linear = [start * (number / fewest) ** power for number in workers]
+    axis.plot(workers, linear, ":", color="#222222", zorder=3, label="nothing lost")
+    for place, (label, points) in enumerate(lines.items()):
+        colour, marker = _STYLES[place % len(_STYLES)]
+        width = thick - (thick - thin) * place / (count - 1) if count > 1 else 2.0
+        xs, ys = zip(*points, strict=True)
+        axis.plot(xs, ys, color=colour, marker=marker, markersize=3 + width, linewidth=width, label=label)
+    axis.set(xscale="log", yscale="log", xlabel="workers", title=name)
+    axis.set_xticks(workers, [f"{number:,}" for number in workers], fontsize=8)
+    axis.set_xticks([], minor=True)
+    axis.yaxis.set_major_formatter(_plain)
+    _space_ticks(axis)
+    axis.set_axisbelow(True)
+    axis.grid(alpha=0.2)
 
 
 def _lines(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:

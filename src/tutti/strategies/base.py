@@ -109,9 +109,10 @@ class Strategy(ABC):
         """What is wrong with using it with this optimiser on so many ranks."""
         return []
 
-    def serving(self, size: int) -> list[int]:
-        """The ranks, of so many, that do not train but serve the others; the last ones."""
-        return []
+    @property
+    def num_serving(self) -> int:
+        """How many ranks, the last ones, do not train but serve the others."""
+        return 0
 
     def serve(self, replica: Replica, transport: Transport) -> None:
         """Do what such a rank does, until nobody is left to serve. Collective with the others' `attach`."""

@@ -245,6 +245,19 @@ class SharesMemory(Protocol):
         ...
 
 
+@runtime_checkable
+class SharesAll(Protocol):
+    """A transport all of whose ranks can have one and the same memory."""
+
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat CPU tensor, zeros at first, that is one and the same on every rank. Collective."""
+        ...
+
+    def inboxes(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """A flat CPU tensor of each rank, all of them on every rank. Collective."""
+        ...
+
+
 def suited(transport: Transport, device_types: set[str]) -> Transport:
     """The transport to use for tensors of these devices: only CPU tensors can live in shared memory."""
     if isinstance(transport, SharesMemory) and not device_types <= {"cpu", "meta"}:

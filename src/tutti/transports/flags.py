@@ -61,6 +61,18 @@ def _add(typing_context, array, index, value):  # type: ignore[no-untyped-def]
     return array.dtype(array, types.intp, array.dtype), generate
 
 
+@intrinsic
+def _swap(typing_context, array, index, old, new):  # type: ignore[no-untyped-def]
+    """Put `new` where `old` is: whether it was."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        place = _element(context, builder, signature.args[0], args)
+        found = builder.cmpxchg(place, args[2], args[3], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(array, types.intp, array.dtype, array.dtype), generate
+
+
 _NUM_YIELDS = 100
 """How often to let others run before sleeping: with more ranks than cores, this is cheaper than being woken."""
 
@@ -73,6 +85,11 @@ def _publish(counters, slot, value):  # type: ignore[no-untyped-def]
     _store(counters, slot, value)
     _add(counters, _EVENT, 1)
     return _add(counters, _SLEEPERS, 0) > 0
+
+
+@njit(types.boolean(COUNTERS, types.int64, types.int64, types.int64), nogil=True, cache=True)
+def _exchanged(counters, slot, old, new):  # type: ignore[no-untyped-def]
+    return _swap(counters, slot, old, new)
 
 
 @njit(types.boolean(COUNTERS, COUNTERS, types.int64, types.int64), nogil=True, cache=True)
@@ -158,6 +175,38 @@ class Flags:
             while True:
                 event = _advance(self.counters, _EVENT, 0)
                 if _reached(self.counters, slots, value, 1):
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._futex(_FUTEX_WAIT, ctypes.c_int32(event & 0xFFFFFFFF).value, left)
+        finally:
+            _advance(self.counters, _SLEEPERS, -1)
+
+    def value(self, slot: int) -> int:
+        """What a slot holds, and everything that was written before it."""
+        return _advance(self.counters, slot, 0)
+
+    def advance(self, slot: int) -> int:
+        """Add one to what a slot holds; what it held before. Wakes nobody."""
+        return _advance(self.counters, slot, 1)
+
+    def swap(self, slot: int, old: int, new: int) -> bool:
+        """Put `new` into a slot that holds `old`; whether it did. Wakes nobody."""
+        return _exchanged(self.counters, slot, old, new)
+
+    def lock(self, slot: int, owner: int, seconds: float) -> bool:
+        """Put `owner` into a slot that holds 0, when it does; False after about `seconds`."""
+        for _ in range(_NUM_YIELDS):
+            if _exchanged(self.counters, slot, 0, owner):
+                return True
+            os.sched_yield()
+        deadline = time.monotonic() + seconds
+        _advance(self.counters, _SLEEPERS, 1)
+        try:
+            while True:
+                event = _advance(self.counters, _EVENT, 0)
+                if _exchanged(self.counters, slot, 0, owner):
                     return True
                 left = deadline - time.monotonic()
                 if left <= 0:

@@ -66,7 +66,8 @@ def loss_of(me: int, gone: dict[int, str]) -> RankLost:
     who = "; ".join(f"rank {rank} is gone: {how}" for rank, how in sorted(gone.items()))
     return RankLost(
         f"rank {me}: {who}. It failed (see its output), or it took fewer steps than this rank "
-        "(tutti.shard gives all ranks the same number)."
+        "(tutti.shard gives all ranks the same number).",
+        gone,
     )
 
 

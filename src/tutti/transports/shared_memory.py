@@ -175,6 +175,36 @@ class SharedMemoryTransport(Added):
         self._num_segments += 1
         return torch.frombuffer(memories[self.rank], dtype=dtype)[:numel]
 
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat CPU tensor, zeros at first, that is one and the same on every rank. Collective."""
+        memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
+        self._num_segments += 1
+        return torch.frombuffer(memories[0], dtype=dtype)[:numel]
+
+    def inboxes(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """A flat CPU tensor of each rank, all of them on every rank. Collective."""
+        memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
+        self._num_segments += 1
+        return [torch.frombuffer(memory, dtype=dtype)[:numel] for memory in memories]
+
+    def flags(self, num_slots: int) -> Flags:
+        """Counters that every rank can change; the first 16 are not for use. Collective."""
+        return Flags(self.common(num_slots, torch.int64).numpy(), spins_for(self.size))
+
+    def missing(self) -> dict[int, str]:
+        """Ranks that will answer here no more, and how that is known."""
+        conversation = self.inner.conversation
+        found = {}
+        for rank, peer in enumerate(self.roster.peers):
+            if rank != self.rank and (why := self.roster.how_gone(peer) or conversation.said_by(rank)) is not None:
+                found[rank] = why
+        return found | dict.fromkeys(self._closed_ranks(), "it has closed this conversation")
+
+    def check_open(self) -> None:
+        """Raise if this conversation was closed, here, meanwhile."""
+        if self._closed or self.inner.closed:
+            raise self.inner.conversation.closed_meanwhile()
+
     def all_reduce(self, tensor: Tensor) -> Work:
         if tensor.is_cuda:
             return self.inner.all_reduce(tensor)

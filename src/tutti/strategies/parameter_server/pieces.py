@@ -50,12 +50,13 @@ class Piece:
         return self.numel * self.itemsize
 
 
-def cut(buckets: Sequence[Bucket], num_servers: int, whole: bool, coded: bool) -> list[Piece]:
+def cut(buckets: Sequence[Bucket], num_servers: int, whole: bool, coded: bool, first: int = 0) -> list[Piece]:
     """Cut every bucket so that servers hold about the same number of bytes, together and of each bucket.
 
     Args:
         whole: whether a parameter has to stay in one piece.
         coded: whether what may be sent in a lossy way is.
+        first: the number of the first piece.
     """
     pieces: list[Piece] = []
     for bucket in buckets:
@@ -63,7 +64,9 @@ def cut(buckets: Sequence[Bucket], num_servers: int, whole: bool, coded: bool) -
             shares = tuple(_shares(bucket, part))
             lossy = runs if coded and part.stop <= bucket.values.numel() else None
             pieces.append(
-                Piece(len(pieces), bucket.index, part, shares, lossy, bucket.of_parameters, bucket.flat.itemsize)
+                Piece(
+                    first + len(pieces), bucket.index, part, shares, lossy, bucket.of_parameters, bucket.flat.itemsize
+                )
             )
     return _dealt(pieces, num_servers)
 

@@ -24,7 +24,7 @@ from tutti.strategies.parameter_server import saved
 from tutti.strategies.parameter_server.consistency import Consistency
 from tutti.strategies.parameter_server.ledger import Ledger, Update
 from tutti.strategies.parameter_server.pieces import Piece
-from tutti.strategies.parameter_server.stepping import Stepper
+from tutti.strategies.parameter_server.stepping import Stepper, clip_factor
 from tutti.strategies.parameter_server.wire import (
     HEAD,
     NORM,
@@ -221,7 +221,7 @@ class Server:
                 self.hear(worker, head, options, marks, payload)
                 del payload
         except RankLost as loss:
-            self._lost(worker, str(loss))
+            self._lost(worker, loss.gone.get(worker, "it answers no more"))
         except (PacketError, ReplicaMismatch, ValueError) as error:
             self._drop(worker, str(error))
 
@@ -405,7 +405,7 @@ class Server:
             return np.empty(0)
         scales = [rule.scale(update.staleness) for update in due]
         if clip is not None and not self._clips_means:
-            scales = [scale * _clip_factor(clip, update.norm) for scale, update in zip(scales, due, strict=True)]
+            scales = [scale * clip_factor(clip, update.norm) for scale, update in zip(scales, due, strict=True)]
         marks = served.stepper.combine(due, scales)
         for update in due:
             if update.values.dtype == served.stepper.values.dtype:
@@ -450,7 +450,7 @@ class Server:
                 del self._norms[server, clipping.clock]
             total = clipping.square + sum(norm for norm in known if norm is not None)
             assert self._setting.clip is not None
-            factor = _clip_factor(self._setting.clip, sqrt(total))
+            factor = clip_factor(self._setting.clip, sqrt(total))
             for served, marks, options in clipping.parts:
                 self._step(served, options, marks, factor)
             self._clipping = None
@@ -545,8 +545,3 @@ class Server:
 
 def _sent(transport: Transport, tensor: Tensor, dst: int) -> Steps:
     yield transport.isend(tensor, dst, NORM)
-
-
-def _clip_factor(most: float, norm: float) -> float:
-    """As `torch.nn.utils.clip_grad_norm_` has it."""
-    return min(1.0, most / (norm + 1e-6))

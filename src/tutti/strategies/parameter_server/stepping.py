@@ -38,6 +38,11 @@ def refusal(optimizer: Optimizer) -> str | None:
     return None
 
 
+def clip_factor(most: float, norm: float) -> float:
+    """What a gradient of that norm is multiplied by, as `torch.nn.utils.clip_grad_norm_` has it."""
+    return min(1.0, most / (norm + 1e-6))
+
+
 Choice = tuple[int, str, int | None, type]
 """A number among an optimiser's options: of which group, which, where in a tuple, and what it is."""
 
@@ -87,6 +92,8 @@ class Stepper:
         """`values` is the piece's memory: the parameters themselves, which steps change."""
         self.piece = piece
         self.values = values
+        self.whole: Tensor | None = None
+        """The memory of its bucket, where that is in one place."""
         self._slots = [bucket.slots[share.slot] for share in piece.shares]
         self._parts = [_part(values, share, slot) for share, slot in zip(piece.shares, self._slots, strict=True)]
         self._wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
@@ -143,6 +150,10 @@ class Stepper:
         for part, gradient, mark in zip(self._parts, self._gradients, marks, strict=True):
             part.grad = gradient if mark else None
         self._optimizer.step()
+
+    def state_of(self, share: int) -> dict[str, Any]:
+        """What the optimiser remembers of one share: the very dictionary that it uses."""
+        return self._optimizer.state[self._parts[share]] if self.piece.trained else {}
 
     def state(self) -> Iterator[tuple[str, Share, dict[str, Any]]]:
         """What the optimiser remembers of every share, by parameter."""

@@ -10,6 +10,7 @@ from tutti.codecs import Codec, print_codec
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.parameter_server.by_message import MessageWorker, prepare
 from tutti.strategies.parameter_server.consistency import (
     BSP,
     SSP,
@@ -18,10 +19,9 @@ from tutti.strategies.parameter_server.consistency import (
     SoftSync,
     StalenessAware,
 )
-from tutti.strategies.parameter_server.exchange import ParameterServerExchange, prepare
 from tutti.strategies.parameter_server.server import Server
 from tutti.strategies.parameter_server.stepping import refusal
-from tutti.transports import Transport
+from tutti.transports import SharesAll, Transport
 from tutti.transports.base import Steps
 
 
@@ -98,11 +98,16 @@ class ParameterServer(Strategy):
             found.append(str(error))
         return found
 
-    def serving(self, size: int) -> list[int]:
-        return [] if self.servers == "colocated" else self.roles(size)[1]
+    @property
+    def num_serving(self) -> int:
+        return 0 if self.servers == "colocated" else self.servers
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
-        return ParameterServerExchange(replica, transport, self)
+        if isinstance(transport, SharesAll) and self.servers == "colocated" and self.codec is None:
+            from tutti.strategies.parameter_server.in_memory import InMemoryWorker
+
+            return InMemoryWorker(replica, transport, self)  # type: ignore[arg-type]
+        return MessageWorker(replica, transport, self)
 
     def serve(self, replica: Replica, transport: Transport) -> None:
         made = prepare(replica, transport, self)

@@ -1,28 +1,23 @@
 """A worker of parameter servers: pushes gradients as they come, and reads parameters as old as it may."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isnan, sqrt
-from typing import Any
-from weakref import ref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tutti.codecs.base import State
 from tutti.collectives import recursive_doubling, run
-from tutti.errors import ConfigError, NonFiniteLoss, WorkerDropped
-from tutti.events import EXCHANGE, PULL, READ, Event
+from tutti.errors import NonFiniteLoss, WorkerDropped
+from tutti.events import PULL, READ, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
-from tutti.replica.left_behind import LeftBehind
-from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server import saved
 from tutti.strategies.parameter_server.pieces import Piece, Share, cut
 from tutti.strategies.parameter_server.server import Pool, Server, Setting
-from tutti.strategies.parameter_server.stepping import Options, keeps_whole, refuse_closure, whole_states
+from tutti.strategies.parameter_server.stepping import Options, keeps_whole, whole_states
 from tutti.strategies.parameter_server.wire import (
     HEAD,
     NOTHING,
@@ -34,8 +29,12 @@ from tutti.strategies.parameter_server.wire import (
     Status,
     reply_tags,
 )
+from tutti.strategies.parameter_server.worker import Worker, marks_of
 from tutti.transports import Transport, Work
 from tutti.transports.base import Signal, Steps
+
+if TYPE_CHECKING:
+    from tutti.strategies.parameter_server.strategy import ParameterServer
 
 
 class _Held:
@@ -71,14 +70,11 @@ class _Image:
     """By slot: the pieces that hold a part of it."""
 
 
-class ParameterServerExchange(Exchange):
+class MessageWorker(Worker):
     """One worker, and the server of its rank, if that serves too."""
 
-    def __init__(self, replica: Replica, transport: Transport, strategy: Any) -> None:
-        super().__init__(replica, transport)
-        self._strategy = strategy
-        self._rule = strategy.consistency
-        self._me = transport.rank
+    def __init__(self, replica: Replica, transport: Transport, strategy: "ParameterServer") -> None:
+        super().__init__(replica, transport, strategy)
         made = prepare(replica, transport, strategy)
         self._wire, self._setting, pieces = made.wire, made.setting, made.pieces
         self._peers = made.peers
@@ -86,22 +82,12 @@ class ParameterServerExchange(Exchange):
         if self._me in self._setting.servers:
             self._server = made.server(replica)
             self._server.told = self._told
-        self._options = Options(replica.optimizer)
         self._held = [self._hold(piece, replica) for piece in pieces]
         self._images = {} if replica.sizes_only else {b.index: self._image_of(b) for b in replica.buckets}
         self._of_bucket = {b.index: [h for h in self._held if h.piece.bucket == b.index] for b in replica.buckets}
         self._active = sorted({held.server for held in self._held})
-        self._weight = 1.0
-        self._backwards = 0
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._waiting: list[Bucket] = []
-        self._staleness: Counter[int] = Counter()
         self._sent_before = self._wire.bytes_sent
-        self._modules = _Modules(self) if strategy.overlap and not replica.sizes_only else None
-        self._handles = []
-        if not replica.sizes_only:
-            self._handles.append(replica.optimizer.register_step_pre_hook(refuse_closure))
-        replica.listen(self, gradients=True)
+        self._listen()
 
     def _hold(self, piece: Piece, replica: Replica) -> _Held:
         bucket, codec = replica.buckets[piece.bucket], self._setting.codec
@@ -126,81 +112,23 @@ class ParameterServerExchange(Exchange):
         return self._wire.bytes_sent
 
     @property
-    def staleness(self) -> dict[int, int]:
-        """How many of this worker's updates were so many versions old when they were applied."""
-        return dict(sorted(self._staleness.items()))
-
-    @property
     def version(self) -> int:
         """The oldest that the model has of any piece."""
         return min(held.version for held in self._held)
 
-    # The events of training
+    @property
+    def expendable(self) -> bool:
+        return self._server is None  # Else a server is lost with it.
 
-    def backward_started(self, weight: float) -> None:
-        if self._backwards and self._strategy.overlap:
-            raise ConfigError(
-                f"rank {self._me}: a second backward pass before optimizer.step(), but the gradients of the first are "
-                "with the servers already. Put all but the last into job.no_sync(), or use "
-                "ParameterServer(overlap=False)."
-            )
-        self._settle(self._held)  # What this pass did not use is still to be read.
-        if isnan(weight):
-            self._stop()
-        self._weight = weight
-        if self._strategy.overlap:
-            self._now = self._options.now()
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        if self._strategy.overlap and not self._clips_updates:
-            self._push(bucket, 0.0)
-        else:
-            self._waiting.append(bucket)
-
-    def backward_done(self) -> None:
-        self._backwards += 1
-        if self._strategy.overlap:
-            self._push_waiting()
-        else:
-            self._waiting.clear()
-
-    def before_step(self) -> None:
-        if not self._strategy.overlap and self._backwards:
-            self._now = self._options.now()
-            for bucket in self.replica.buckets:
-                _refill(bucket)
-            self._waiting = list(self.replica.buckets)
-            self._push_waiting()
-        if not self.replica.sizes_only:
-            trained = [slot.tensor for slot in self.replica.slots]
-            self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
-            for tensor, _ in self._hidden:
-                tensor.grad = None  # Servers take the step.
-
-    def after_step(self) -> None:
-        start_s = self.transport.now()
-        for tensor, gradient in self._hidden:
-            tensor.grad = gradient
-        self._hidden.clear()
-        self._backwards = 0
-        if self._modules is None:
-            self._settle(self._held)
-        else:
-            self._settle_slots(self._modules.uncalled())
-        num_bytes = self._wire.bytes_sent - self._sent_before
-        self._sent_before = self._wire.bytes_sent
-        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), num_bytes))
+    # Coming and going
 
     def consensus(self) -> None:
-        self._settle(self._held)
+        self._settle_all()
         self._together(Kind.MEET)
-
-    def dissent(self) -> None:
-        return None
 
     def leave(self) -> None:
         """Take no part until `join`: the others go on without this worker."""
-        self._settle(self._held)
+        self._settle_all()
         for task in [self._wire.beside(self._tell(server, Head(Kind.LEAVE))) for server in self._active]:
             task.wait()
 
@@ -216,36 +144,10 @@ class ParameterServerExchange(Exchange):
             self._wire.beside(_until(self._server.over)).wait()
         self.close()
 
-    def close(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._modules is not None:
-            self._modules.close()
-
     # Pushing
 
-    @property
-    def _clips_updates(self) -> bool:
-        """Whether each update is clipped by itself, so that its norm must be known before it is sent."""
-        return self._strategy.clip is not None and self._rule.bound is None
-
-    def _push_waiting(self) -> None:
-        norm = self._norm() if self._clips_updates else 0.0
-        for bucket in self._waiting:
-            self._push(bucket, norm)
-        self._waiting.clear()
-
-    def _norm(self) -> float:
-        if self.replica.sizes_only:
-            return 0.0
-        slots = [slot for bucket in self._waiting if bucket.of_parameters for slot in bucket.slots]
-        grads = [slot.view for slot in slots if slot.tensor.grad is not None]
-        return sqrt(sum(float(grad.double().square().sum()) for grad in grads))
-
     def _push(self, bucket: Bucket, norm: float) -> None:
-        marks = np.ones(len(bucket.slots), bool) if self.replica.sizes_only else _marks(bucket)
+        marks = np.ones(len(bucket.slots), bool) if self.replica.sizes_only else np.array(marks_of(bucket))
         for held in self._of_bucket[bucket.index]:
             piece = held.piece
             payload = self._payload(held, bucket)
@@ -302,10 +204,9 @@ class ParameterServerExchange(Exchange):
         else:
             yield self._wire.isend(self._setting.heads.pack(head), server, HEAD)
 
-    def _stop(self) -> None:
+    def _ask_to_stop(self) -> None:
         for task in [self._wire.beside(self._tell(server, Head(Kind.STOP))) for server in self._active]:
             task.wait()
-        raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
 
     # Reading
 
@@ -342,15 +243,13 @@ class ParameterServerExchange(Exchange):
             return held.pool.take()
         return self._images[held.piece.bucket].flat[held.piece.part].view(torch.uint8)
 
-    def _settle(self, pieces: Iterable[_Held]) -> None:
-        """Wait for what was asked for of these pieces, and let the model have it."""
-        for held in pieces:
+    def _settle_all(self) -> None:
+        for held in self._held:
             self._await(held)
         if self._images:
             self._let_have((b, range(len(b.slots))) for b in self.replica.buckets)
 
-    def _settle_slots(self, slots: Iterable[Slot]) -> None:
-        """The same for these slots only."""
+    def _need(self, slots: Iterable[Slot]) -> None:
         wanted: dict[Bucket, list[int]] = {}
         for slot in slots:
             bucket = slot.bucket
@@ -410,7 +309,7 @@ class ParameterServerExchange(Exchange):
             if self._images:
                 self._images[held.piece.bucket].stale.update(share.slot for share in held.piece.shares)
         self.events.record(Event(PULL, start_s, self.transport.now()))
-        self._settle(())
+        self._settle_all()
 
     def _meet(self, server: int, kind: Kind) -> Steps:
         yield from self._tell(server, Head(kind))
@@ -442,7 +341,7 @@ class ParameterServerExchange(Exchange):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have servers go on from the model as it is here and what their optimisers are to remember."""
-        self._settle(self._held)
+        self._settle_all()
         self._wait_for_all()
         first = self._me == self._setting.workers[0]
         tasks = [
@@ -482,65 +381,6 @@ def _until(signal: Signal) -> Steps:
     yield signal
 
 
-def _marks(bucket: Bucket) -> np.ndarray:
-    """Which slots have something to push: a gradient, if only an old one that was not cleared."""
-    return np.array([not bucket.of_parameters or slot.tensor.grad is not None for slot in bucket.slots])
-
-
-def _refill(bucket: Bucket) -> None:
-    """Have gradients that were replaced or taken away since backward so in the bucket's memory too."""
-    for slot in bucket.slots if bucket.of_parameters else ():
-        grad = slot.tensor.grad
-        if grad is None:
-            slot.view.zero_()
-        elif grad is not slot.view:
-            slot.view.copy_(grad)
-
-
-class _Modules:
-    """Lets a module's forward pass wait for what that module needs, and for no more."""
-
-    def __init__(self, exchange: ParameterServerExchange) -> None:
-        slots = {id(slot.tensor): slot for slot in [*exchange.replica.slots, *exchange.replica.statistics]}
-        self._exchange = ref(exchange)
-        self._slots: dict[nn.Module, list[Slot]] = {}
-        self._called: set[nn.Module] = set()
-        self._handles = []
-        for module in exchange.replica.model.modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if mine := [slots[id(tensor)] for tensor in own if id(tensor) in slots]:
-                self._slots[module] = mine
-                self._handles.append(module.register_forward_pre_hook(_Before(self)))
-
-    def before(self, module: nn.Module) -> None:
-        """A module is about to compute."""
-        self._called.add(module)
-        if (exchange := self._exchange()) is not None:
-            exchange._settle_slots(self._slots[module])
-
-    def uncalled(self) -> list[Slot]:
-        """What no module asked for since this was last called: it is used in a way that is not seen here."""
-        seen = {id(slot) for module in self._called for slot in self._slots[module]}
-        self._called.clear()
-        every = {id(slot): slot for slots in self._slots.values() for slot in slots}
-        return [slot for number, slot in every.items() if number not in seen]
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-class _Before(LeftBehind):
-    """A module's forward pass begins."""
-
-    def __init__(self, modules: _Modules) -> None:
-        self._modules = ref(modules)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling() and (modules := self._modules()) is not None:
-            modules.before(module)
-
-
 @dataclass
 class Prepared:
     """What a rank has before it serves or trains."""
@@ -561,7 +401,7 @@ class Prepared:
         return server
 
 
-def prepare(replica: Replica, transport: Transport, strategy: Any) -> Prepared:
+def prepare(replica: Replica, transport: Transport, strategy: "ParameterServer") -> Prepared:
     """Cut the model into pieces and open the conversation. Collective, the same on every rank."""
     plain = getattr(transport, "inner", transport)  # What is said here travels in messages.
     wire = plain.channel("servers")

@@ -1,0 +1,74 @@
+"""How long a training step of the large models takes at several batch sizes: measured on one GPU, scaled to another.
+
+Published speeds (`tutti.recipes.speeds`) are of one batch size each. Here what one H200 takes at four says how a
+step's time goes with its batch, and published speeds say how much slower another GPU is.
+"""
+
+import math
+from typing import NamedTuple
+
+from tutti.cluster import Compute
+from tutti.recipes.speeds import seconds_per_sample
+
+
+class StepTime(NamedTuple):
+    """Milliseconds of the parts of a step."""
+
+    forward_ms: float
+    backward_ms: float
+    step_ms: float
+    """Of the optimiser."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self) / 1e3
+
+
+H200: dict[str, dict[int, StepTime]] = {
+    "alexnet": {
+        64: StepTime(2.070, 3.864, 0.522),
+        128: StepTime(3.383, 7.252, 0.522),
+        256: StepTime(6.002, 15.298, 0.524),
+        512: StepTime(11.051, 29.529, 0.525),
+    },
+    "googlenet": {
+        64: StepTime(10.034, 19.866, 0.160),
+        128: StepTime(17.247, 37.013, 0.160),
+        256: StepTime(32.549, 70.704, 0.160),
+        512: StepTime(62.105, 137.739, 0.158),
+    },
+    "resnet50": {
+        64: StepTime(20.721, 46.980, 0.292),
+        128: StepTime(38.292, 87.927, 0.291),
+        256: StepTime(72.061, 167.969, 0.290),
+        512: StepTime(140.083, 329.518, 0.291),
+    },
+}
+"""By batch size, medians of 30 by `python -m tutti.bench.images`: NVIDIA H200, torch 2.11, float32 without TF32."""
+
+PUBLISHED_AT = {"resnet50": 64, "alexnet": 512}
+"""The batch sizes at which the speeds of a K80 in `tutti.recipes.speeds` were published."""
+
+
+def k80_ratios() -> dict[str, float]:
+    """How many times as long as an H200 one half of a K80, which is one of its two GPUs, takes for a step."""
+    return {
+        model: batch_size * seconds_per_sample("k80", model) / H200[model][batch_size].seconds
+        for model, batch_size in PUBLISHED_AT.items()
+    }
+
+
+def k80_factor() -> float:
+    """The geometric mean of `k80_ratios`: what a step of any model is scaled by."""
+    ratios = k80_ratios().values()
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
+def k80(model: str, batch_size: int) -> Compute:
+    """How long one GPU of a K80 would compute for a step of so many images."""
+    forward_ms, backward_ms, step_ms = H200[model][batch_size]
+    scale = k80_factor() / 1e3
+    computing_ms = forward_ms + backward_ms
+    return Compute(
+        sample_s=scale * computing_ms / batch_size, step_s=scale * step_ms, forward=forward_ms / computing_ms
+    )

@@ -1,0 +1,563 @@
+"""Parameter servers on one host: the parameters are in memory that all ranks share, and nobody has to serve.
+
+Whoever completes a version makes it: a rank that has pushed, or that waits, looks for pieces that are due, takes the
+lock of one and steps it. So no rank waits for another to serve, and what one leaves behind when it is killed is there
+for the others. Under `Async` there is nothing to complete: each rank steps with its own gradients, under the lock
+(as Hogwild does without; Niu et al. 2011).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tutti.errors import NonFiniteLoss
+from tutti.events import APPLY, PULL, READ, Event
+from tutti.replica import Bucket, Replica
+from tutti.replica.buckets import Slot
+from tutti.strategies.parameter_server.arena import Arena
+from tutti.strategies.parameter_server.ledger import Update
+from tutti.strategies.parameter_server.pieces import Piece, cut
+from tutti.strategies.parameter_server.stepping import Options, Stepper, clip_factor, keeps_whole, whole_states
+from tutti.strategies.parameter_server.worker import Worker, marks_of
+
+if TYPE_CHECKING:
+    from tutti.strategies.parameter_server.strategy import ParameterServer
+    from tutti.transports.shared_memory import SharedMemoryTransport
+
+_log = logging.getLogger("tutti")
+
+_CHECK_SECONDS = 0.2
+_WORTH_SHARING_BYTES = 256 * 2**10
+"""Smaller pieces are stepped sooner than a second rank would come."""
+
+HERE, LEFT, LOST = 0, 1, 2
+
+
+class _Slots:
+    """Hands out places among the counters, in the same order on every rank."""
+
+    def __init__(self) -> None:
+        self.used = 16
+
+    def take(self, *shape: int) -> np.ndarray:
+        numel = int(np.prod(shape))
+        self.used += numel
+        return np.arange(self.used - numel, self.used, dtype=np.int64).reshape(shape)
+
+
+class _Piece:
+    """A piece, and how to step it."""
+
+    def __init__(self, piece: Piece, stepper: Stepper, arena: Arena | None) -> None:
+        self.piece = piece
+        self.stepper = stepper
+        self.arena = arena
+
+
+class InMemoryWorker(Worker):
+    """One worker among those of a host."""
+
+    expendable = True
+
+    def __init__(self, replica: Replica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
+        super().__init__(replica, transport, strategy)
+        self._host = transport
+        self._size = transport.size
+        self._alone = self._rule.bound is None and self._rule.quorum == 1  # Every update is a step of its own.
+        replica.allocate(transport.inner, strategy.bucket_bytes)
+        replica.arrange([slot.name for slot in replica.slots])
+        self._cut()
+        self._lay_out(transport)
+        self._clocks = [0] * len(replica.buckets)
+        self._versions = [0] * len(replica.buckets)
+        """Of what the model has of each bucket: the oldest of its pieces."""
+        self._bases = [[0] * len(pieces) for pieces in self._of_bucket]
+        """The same, piece by piece."""
+        self._stale: set[int] = set()
+        """Buckets of which there is something newer to be had."""
+        self._moved_bytes = 0
+        self._listen()
+
+    def _cut(self) -> None:
+        """Cut buckets into pieces: as many as there are ranks to step them, where that is worth it."""
+        buckets, whole = self.replica.buckets, keeps_whole(self.replica.optimizer)
+        together = self._alone or self._clips_means
+        self._pieces: list[Piece] = []
+        for bucket in buckets:
+            most = 1 if together else max(1, min(self._size, bucket.flat.nbytes // _WORTH_SHARING_BYTES))
+            self._pieces += cut([bucket], most, whole, coded=False, first=len(self._pieces))
+        self._of_bucket = [[p for p in self._pieces if p.bucket == bucket.index] for bucket in buckets]
+
+    def _lay_out(self, transport: "SharedMemoryTransport") -> None:
+        """Map all that is shared. Collective."""
+        buckets, size, slots = self.replica.buckets, self._size, _Slots()
+        self._gone, self._away = slots.take(size), slots.take(size)
+        self._met, self._resumed, self._loaded = slots.take(size), slots.take(size), slots.take(1)
+        self._meetings, self._stopped = slots.take(1), slots.take(1)
+        self._clock, self._first = slots.take(len(buckets), size), slots.take(len(buckets), size)
+        self._counted, self._arrival = slots.take(len(buckets), size), slots.take(len(buckets), size)
+        self._arrivals = slots.take(len(buckets))
+        self._version, self._lock = slots.take(len(self._pieces)), slots.take(len(self._pieces))
+        self._stepping = slots.take(len(self._pieces))
+        self._taken, self._old = slots.take(len(self._pieces), size), slots.take(len(self._pieces), size)
+        self._flags = transport.flags(slots.used)
+        self._counters = self._flags.counters
+        if self._me == 0:
+            self._counters[self._counted] = 1
+        depth = self._depth = (self._rule.bound or 0) + 1
+        num_options = len(Options(self.replica.optimizer))
+        self._notes: list[np.ndarray] = []
+        self._inboxes: list[list[Tensor]] = []
+        steppers: dict[int, _Piece] = {}
+        for bucket in buckets:
+            pieces = self._of_bucket[bucket.index]
+            width = 2 + num_options + len(pieces) + len(bucket.slots)
+            self._notes.append(
+                transport.common(size * depth * width, torch.float64).numpy().reshape(size, depth, width)
+            )
+            numel = 0 if self._alone else depth * bucket.flat.numel()
+            inboxes = transport.inboxes(numel, bucket.flat.dtype)
+            self._inboxes.append([inbox.view(depth, -1) for inbox in inboxes] if numel else [])
+            values = transport.common(bucket.flat.numel(), bucket.flat.dtype)
+            if self._me == 0:
+                values.copy_(bucket.image())
+            steppers |= {p.number: self._stepped(p, bucket, values, transport) for p in pieces}
+        self._steps = [steppers[piece.number] for piece in self._pieces]
+        self._views = [bucket.views(self._values_of(bucket)) for bucket in buckets]
+        transport.common(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
+
+    def _stepped(self, piece: Piece, bucket: Bucket, values: Tensor, transport: "SharedMemoryTransport") -> _Piece:
+        stepper = Stepper(piece, bucket, self.replica.optimizer, values[piece.part])
+        stepper.whole = values
+        if not piece.trained:
+            return _Piece(piece, stepper, None)
+        arena = Arena(transport.common(Arena.size_of(piece.numel), torch.uint8), stepper)
+        if self._me == 0:
+            arena.reset()
+        return _Piece(piece, stepper, arena)
+
+    def _values_of(self, bucket: Bucket) -> Tensor:
+        whole = self._steps[self._of_bucket[bucket.index][0].number].stepper.whole
+        assert whole is not None
+        return whole
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._moved_bytes
+
+    @property
+    def version(self) -> int:
+        return min(self._versions)
+
+    @property
+    def leads(self) -> bool:
+        return self._me == min(self._living())
+
+    def _ask_to_stop(self) -> None:
+        self._flags.publish(int(self._stopped[0]), self._me + 1)
+
+    def _settle_all(self) -> None:
+        self._settle(range(len(self._versions)))
+
+    # Coming and going
+
+    def consensus(self) -> None:
+        self._meet(lambda: None)
+
+    def leave(self) -> None:
+        self._settle_all()
+        self._flags.publish(int(self._away[self._me]), 1)
+        self._count(False)
+        self._help(range(len(self._versions)))
+
+    def join(self) -> None:
+        for bucket in range(len(self._versions)):
+            numbers = [piece.number for piece in self._of_bucket[bucket]]
+            for number in numbers:
+                self._acquire(number)
+            for number in numbers:
+                while self._step_if_due(number):
+                    pass
+            self._start_at(bucket, int(self._flags.value(int(self._version[numbers[0]]))))
+            self._flags.publish(int(self._counted[bucket, self._me]), 1)
+            for number in numbers:
+                self._release(number)
+        self._flags.publish(int(self._away[self._me]), 0)
+        self._read(range(len(self._versions)))
+
+    def finish(self) -> None:
+        self.consensus()
+        self._count(False)
+        self._flags.publish(int(self._gone[self._me]), LEFT)
+        self.close()
+
+    # Pushing
+
+    def _push(self, bucket: Bucket, norm: float) -> None:
+        index, clock = bucket.index, self._clocks[bucket.index]
+        now = self.transport.now()
+        for piece, base in zip(self._of_bucket[index], self._bases[index], strict=True):
+            self.events.record(Event(READ, now, now, 0, (piece.number, clock, base)))
+        self._clocks[index] += 1
+        self._moved_bytes += bucket.flat.nbytes
+        if self._alone:
+            self._apply_own(bucket, norm, clock)
+            return
+        if self._rule.bound is not None:
+            self._staleness[clock - self._versions[index]] += index == 0
+        entry = clock % self._depth
+        self._inboxes[index][self._me][entry].copy_(bucket.flat)
+        self._notes[index][self._me, entry] = [
+            self._weight, norm, *self._now, *self._bases[index], *marks_of(bucket)
+        ]  # fmt: skip
+        self._counters[self._arrival[index, self._me]] = self._flags.advance(int(self._arrivals[index]))
+        self._flags.publish(int(self._clock[index, self._me]), self._clocks[index])
+        self._help([index])
+        needed = None if self._rule.bound is None else self._clocks[index] - self._rule.bound
+        if needed is None or self._versions[index] < needed:
+            self._stale.add(index)
+
+    def _apply_own(self, bucket: Bucket, norm: float, clock: int) -> None:
+        """Take a step with this rank's own gradients."""
+        marks = np.array(marks_of(bucket), dtype=bool)
+        for place, piece in enumerate(self._of_bucket[bucket.index]):
+            self._acquire(piece.number)
+            try:
+                version = int(self._counters[self._version[piece.number]])
+                base = self._bases[bucket.index][place]
+                own = marks[[share.slot for share in piece.shares]]
+                update = Update(self._me, base, self._weight, norm, self._now, own, bucket.flat[piece.part], clock)
+                update.staleness = version - base
+                self._make(piece.number, version, [update])
+            finally:
+                self._release(piece.number)
+            if piece.number == 0:
+                self._staleness[update.staleness] += 1
+        self._flags.publish(int(self._clock[bucket.index, self._me]), self._clocks[bucket.index])
+        self._stale.add(bucket.index)
+
+    # Steps
+
+    def _help(self, buckets: Iterable[int]) -> None:
+        """Step whatever is due and nobody else is at."""
+        if self._clips_means:
+            self._help_clipped()
+            return
+        for bucket in buckets:
+            for piece in self._of_bucket[bucket]:
+                while self._due(piece.number) and self._flags.swap(int(self._lock[piece.number]), 0, self._me + 1):
+                    try:
+                        while self._step_if_due(piece.number):
+                            pass
+                    finally:
+                        self._release(piece.number)
+
+    def _step_if_due(self, number: int) -> bool:
+        """Make the next version of a piece, whose lock is held, if it is due."""
+        due = self._due(number)
+        if due is None:
+            return False
+        version, updates = due
+        self._make(number, version, [self._update(number, worker, clock, version) for worker, clock in updates])
+        return True
+
+    def _due(self, number: int) -> tuple[int, list[tuple[int, int]]] | None:
+        """The next version of a piece and its updates, as workers and clocks, if it is due."""
+        bucket, counters = self._pieces[number].bucket, self._counters
+        version = self._flags.value(int(self._version[number]))
+        clocks, counted = counters[self._clock[bucket]], counters[self._counted[bucket]] == 1
+        if self._rule.bound is None:
+            taken = counters[self._taken[number]]
+            waiting = sorted(np.flatnonzero(clocks > taken), key=lambda w: counters[self._arrival[bucket, w]])
+            enough = min(self._rule.quorum, int(counted.sum()) or len(waiting))
+            chosen = sorted(int(worker) for worker in waiting[:enough]) if enough and len(waiting) >= enough else []
+            return (version, [(worker, int(taken[worker])) for worker in chosen]) if chosen else None
+        if (clocks[counted] <= version).any() or not (clocks > version).any():
+            return None
+        firsts = counters[self._first[bucket]]
+        # Where those who had pushed for this version are gone and forgotten, the next that there is something for.
+        version = int(np.maximum(firsts[clocks > version], version).min())
+        return version, [(int(w), version) for w in np.flatnonzero((firsts <= version) & (clocks > version))]
+
+    def _update(self, number: int, worker: int, clock: int, version: int) -> Update:
+        piece = self._pieces[number]
+        note = self._notes[piece.bucket][worker, clock % self._depth]
+        pieces, num_options = self._of_bucket[piece.bucket], len(self._now)
+        bases = note[2 + num_options :]
+        base = int(bases[pieces.index(piece)])
+        marks = bases[len(pieces) :][[share.slot for share in piece.shares]] != 0
+        values = self._inboxes[piece.bucket][worker][clock % self._depth][piece.part]
+        options = note[2 : 2 + num_options].copy()
+        return Update(worker, base, float(note[0]), float(note[1]), options, marks, values, clock, version - base)
+
+    def _make(self, number: int, version: int, updates: list[Update]) -> None:
+        """Step a piece, whose lock is held."""
+        self._flags.publish(int(self._stepping[number]), version + 1)
+        marks = self._combine(number, version, updates)
+        self._take_step(number, version, marks, updates[0].options, 1.0)
+
+    def _combine(self, number: int, version: int, updates: list[Update]) -> np.ndarray:
+        now = self.transport.now()
+        scales = [self._rule.scale(update.staleness) for update in updates]
+        if self._clips_updates:
+            clip = self._strategy.clip or 0.0
+            scales = [s * clip_factor(clip, update.norm) for s, update in zip(scales, updates, strict=True)]
+        for update in updates:
+            self.events.record(Event(APPLY, now, now, 0, (number, version, update.worker, update.clock)))
+            self._counters[self._old[number, update.worker]] = update.staleness
+            self._counters[self._taken[number, update.worker]] = update.clock + 1
+        return self._steps[number].stepper.combine(updates, scales)
+
+    def _take_step(self, number: int, version: int, marks: np.ndarray, options: np.ndarray, factor: float) -> None:
+        stepped = self._steps[number]
+        if stepped.arena is not None:
+            stepped.arena.before()
+        stepped.stepper.step(marks, options, factor)
+        if stepped.arena is not None:
+            stepped.arena.after()
+        self._flags.publish(int(self._version[number]), version + 1)
+
+    def _help_clipped(self) -> None:
+        """The same, for all pieces at once: their norm is that of the whole. The lock of the first is that of all."""
+        while self._all_due() and self._flags.swap(int(self._lock[0]), 0, self._me + 1):
+            try:
+                while due := self._all_due():
+                    parts, square = [], 0.0
+                    for number, (version, updates) in due.items():
+                        made = [self._update(number, worker, clock, version) for worker, clock in updates]
+                        self._flags.publish(int(self._stepping[number]), version + 1)
+                        marks = self._combine(number, version, made)
+                        square += self._steps[number].stepper.square_norm(marks)
+                        parts.append((number, version, marks, made[0].options))
+                    factor = clip_factor(self._strategy.clip or 0.0, sqrt(square))
+                    for number, version, marks, options in parts:
+                        self._take_step(number, version, marks, options, factor)
+            finally:
+                self._release(0)
+
+    def _all_due(self) -> dict[int, tuple[int, list[tuple[int, int]]]]:
+        """What makes the next version of all pieces; nothing, if somebody has still to push some of it."""
+        found = {}
+        for piece in self._pieces:
+            due = self._due(piece.number)
+            if due is not None:
+                found[piece.number] = due
+            elif self._awaited(piece.bucket, self._flags.value(int(self._version[piece.number]))):
+                return {}
+        lowest = min((version for version, _ in found.values()), default=0)
+        return {number: due for number, due in found.items() if due[0] == lowest}
+
+    def _awaited(self, bucket: int, version: int) -> bool:
+        """Whether somebody who counts has still to push for that version."""
+        counted = self._counters[self._counted[bucket]] == 1
+        return bool((self._counters[self._clock[bucket]][counted] <= version).any())
+
+    # Reading
+
+    def _need(self, slots: Iterable[Slot]) -> None:
+        """Wait for what these slots need and let the model have it."""
+        self._settle({slot.bucket.index for slot in slots} & self._stale)
+
+    def _settle(self, buckets: Iterable[int]) -> None:
+        """Wait until what is there is new enough, and let the model have it."""
+        wanted = [bucket for bucket in buckets if bucket in self._stale]
+        if not wanted:
+            return
+        start_s = self.transport.now()
+        for bucket in wanted:
+            self._wait(lambda bucket=bucket: self._left_to_wait_for(bucket))  # type: ignore[misc]
+        self._read(wanted)
+        self.events.record(Event(PULL, start_s, self.transport.now()))
+
+    def _left_to_wait_for(self, bucket: int) -> tuple[np.ndarray, int] | None:
+        """Counters, and what they have to come to, before this rank may read a bucket; None when it may."""
+        pieces = [piece.number for piece in self._of_bucket[bucket]]
+        clock, counters = self._clocks[bucket], self._counters
+        if self._alone:
+            return None
+        if self._rule.bound is None:
+            slots = self._taken[pieces, self._me]
+            if self._flags.reached(slots, clock):
+                return None
+            self._help([bucket])
+            return (slots, clock) if not self._flags.reached(slots, clock) else None
+        needed = clock - self._rule.bound
+        slots = self._version[pieces]
+        if self._flags.reached(slots, needed):
+            return None
+        counted = self._clock[bucket][counters[self._counted[bucket]] == 1]
+        if not self._flags.reached(counted, needed):
+            return counted, needed  # First that all have pushed; then this rank helps.
+        self._help(range(len(self._versions)) if self._clips_means else [bucket])
+        return None if self._flags.reached(slots, needed) else (slots, needed)
+
+    def _read(self, buckets: Iterable[int]) -> None:
+        """Let the model have what is there now."""
+        alone = self._rule.bound == 0  # Then nobody steps what others read.
+        with torch.no_grad():
+            for index in buckets:
+                bucket, pieces = self.replica.buckets[index], self._of_bucket[index]
+                if not alone:
+                    for piece in pieces:
+                        self._acquire(piece.number)
+                self._bases[index] = [int(self._counters[self._version[piece.number]]) for piece in pieces]
+                torch._foreach_copy_([slot.tensor for slot in bucket.slots], self._views[index])
+                if not alone:
+                    for piece in pieces:
+                        self._release(piece.number)
+                self._versions[index] = min(self._bases[index])
+                self._moved_bytes += bucket.flat.nbytes
+                if self._rule.bound is None and not self._alone and index == 0 and index in self._stale:
+                    self._staleness[int(self._counters[self._old[0, self._me]])] += 1
+                self._stale.discard(index)
+
+    # Waiting
+
+    def _wait(self, left: Callable[[], tuple[np.ndarray, int] | None]) -> None:
+        """Wait until `left` says that nothing is left to wait for, as long as others go on."""
+        patience = self.transport.timeout.total_seconds()
+        deadline, seen = time.monotonic() + patience, -1
+        while (awaited := left()) is not None:
+            if self._flags.wait(*awaited, _CHECK_SECONDS):
+                continue
+            self._look_around()
+            progress = int(self._counters[self._clock].sum() + self._counters[self._version].sum())
+            if progress != seen:
+                deadline, seen = time.monotonic() + patience, progress
+            elif time.monotonic() > deadline:
+                late = np.flatnonzero(self._counters[awaited[0]] < awaited[1]).tolist()
+                raise self._host.roster.overdue(f"other workers to push ({len(late)} have not)")
+
+    def _acquire(self, number: int) -> None:
+        deadline = time.monotonic() + self.transport.timeout.total_seconds()
+        while not self._flags.lock(int(self._lock[number]), self._me + 1, _CHECK_SECONDS):
+            self._look_around()
+            if time.monotonic() > deadline:
+                owner = self._flags.value(int(self._lock[number])) - 1
+                raise self._host.roster.overdue(f"rank {owner} to let go of piece {number}")
+
+    def _release(self, number: int) -> None:
+        self._flags.publish(int(self._lock[number]), 0)
+
+    def _look_around(self) -> None:
+        """Raise if this rank is to stop; go on without those who are gone."""
+        self._host.check_open()
+        if stopped := self._flags.value(int(self._stopped[0])):
+            raise NonFiniteLoss(self._me, [stopped - 1], self.replica.steps)
+        for worker, why in self._host.missing().items():
+            if self._flags.swap(int(self._gone[worker]), HERE, LOST):
+                clock = int(self._counters[self._clock[0, worker]])
+                left = len(self._living())
+                _log.warning(
+                    "rank %d: worker %d left at clock %d, and %d go on: %s", self._me, worker, clock, left, why
+                )
+            if int(self._counters[self._gone[worker]]) == LOST:
+                self._bury(worker)
+
+    def _bury(self, worker: int) -> None:
+        """Count no more on a worker that is gone, and let go of what it held."""
+        for bucket in range(len(self._versions)):
+            self._flags.publish(int(self._counted[bucket, worker]), 0)
+        for number in range(len(self._pieces)):
+            lock, version, stepping = int(self._lock[number]), int(self._version[number]), int(self._stepping[number])
+            if self._flags.value(lock) == worker + 1:
+                # A step that it had begun is done as far as it came: to take it again would take part of it twice.
+                if self._flags.value(stepping) > self._flags.value(version):
+                    self._flags.publish(version, self._flags.value(stepping))
+                self._flags.swap(lock, worker + 1, 0)
+                self._flags.publish(stepping, self._flags.value(stepping))  # Wakes those who wait for the lock.
+        self._help(range(len(self._versions)))
+
+    def _living(self) -> list[int]:
+        return np.flatnonzero(self._counters[self._gone] == HERE).tolist()
+
+    # Meeting
+
+    def _meet(self, then: Callable[[], None]) -> None:
+        """When everybody who is here has come, apply what is left, read, do `then`, and go on together."""
+        self._settle_all()
+        start_s = self.transport.now()
+        number = self._flags.value(int(self._meetings[0])) + 1
+        self._count(False)
+        self._flags.publish(int(self._met[self._me]), number)
+        self._help(range(len(self._versions)))
+        self._wait(lambda: self._unmet(self._met, number))
+        self._help(range(len(self._versions)))
+        self._wait(self._unapplied)
+        then()
+        for bucket in range(len(self._versions)):
+            self._start_at(bucket, self._flags.value(int(self._version[self._of_bucket[bucket][0].number])))
+        self._read(range(len(self._versions)))
+        self._count(True)
+        self._flags.publish(int(self._resumed[self._me]), number)
+        self._wait(lambda: self._unmet(self._resumed, number))
+        self._flags.publish(int(self._meetings[0]), number)
+        self.events.record(Event(PULL, start_s, self.transport.now()))
+
+    def _unmet(self, counters: np.ndarray, number: int) -> tuple[np.ndarray, int] | None:
+        here = (self._counters[self._gone] == HERE) & (self._counters[self._away] == 0)
+        slots = counters[here]
+        return None if self._flags.reached(slots, number) else (slots, number)
+
+    def _unapplied(self) -> tuple[np.ndarray, int] | None:
+        """The version of a piece that somebody is still at."""
+        self._help(range(len(self._versions)))
+        for piece in self._pieces:
+            slot = self._version[[piece.number]]
+            version, stepping = self._flags.value(int(slot[0])), self._flags.value(int(self._stepping[piece.number]))
+            if stepping > version or self._due(piece.number) is not None:
+                return slot, version + 1
+        return None
+
+    def _count(self, yes: bool) -> None:
+        for bucket in range(len(self._versions)):
+            self._flags.publish(int(self._counted[bucket, self._me]), int(yes))
+
+    def _start_at(self, bucket: int, version: int) -> None:
+        """Let this rank's next push be for the next version."""
+        if self._rule.bound is not None:
+            self._clocks[bucket] = version
+            self._counters[self._first[bucket, self._me]] = version
+            self._flags.publish(int(self._clock[bucket, self._me]), version)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimiser remembers, by parameter."""
+        shares: list[Any] = []
+
+        def copy() -> None:
+            for stepped in self._steps:
+                if stepped.arena is not None:
+                    stepped.arena.before()
+                    shares.extend(stepped.stepper.state())
+
+        self._meet(copy)
+        slots = {slot.name: slot for slot in self.replica.slots}
+        return {"optimizer": whole_states(shares, slots)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        def load() -> None:
+            number = self._flags.value(int(self._meetings[0])) + 1
+            if self.leads:
+                self._load(state)
+                self._flags.publish(int(self._loaded[0]), number)
+            self._wait(lambda: None if self._flags.reached(self._loaded, number) else (self._loaded, number))
+
+        images = [bucket.image() for bucket in self.replica.buckets]
+        self._images = images
+        self._meet(load)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for bucket, image in zip(self.replica.buckets, self._images, strict=True):
+            self._values_of(bucket).copy_(image)
+        for stepped in self._steps:
+            if stepped.arena is not None:
+                stepped.stepper.load(state["optimizer"])
+                stepped.arena.reset()
