@@ -71,6 +71,11 @@ class Exchange(ABC):
         return 0
 
     @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that are left."""
+        return self.transport.rank == 0
+
+    @property
     def expendable(self) -> bool:
         """Whether the other ranks go on when this one is lost."""
         return False

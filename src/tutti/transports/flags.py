@@ -104,6 +104,22 @@ def _reached(counters, slots, value, num_spins):  # type: ignore[no-untyped-def]
     return True
 
 
+@njit(types.int64(COUNTERS, types.int64, COUNTERS, COUNTERS, COUNTERS), nogil=True, cache=True)
+def _next_version(counters, version_slot, clocks, firsts, counted):  # type: ignore[no-untyped-def]
+    version = _load(counters, version_slot)
+    lowest = np.int64(-1)
+    for rank in range(len(clocks)):
+        clock = _load(counters, clocks[rank])
+        if clock <= version:
+            if _load(counters, counted[rank]) == 1:
+                return np.int64(-1)
+        else:
+            first = max(_load(counters, firsts[rank]), version)
+            if lowest < 0 or first < lowest:
+                lowest = first
+    return lowest
+
+
 @njit(types.void(COUNTERS, types.int64, types.int64, types.int64, types.int64, types.float64), nogil=True, cache=True)
 def _announce(counters, entry, first, second, third, weight):  # type: ignore[no-untyped-def]
     counters[entry] = first
@@ -194,6 +210,14 @@ class Flags:
     def swap(self, slot: int, old: int, new: int) -> bool:
         """Put `new` into a slot that holds `old`; whether it did. Wakes nobody."""
         return _exchanged(self.counters, slot, old, new)
+
+    def next_version(self, version: int, clocks: np.ndarray, firsts: np.ndarray, counted: np.ndarray) -> int:
+        """The lowest number, from that in slot `version` on, that some rank has passed; -1 while any counts on more.
+
+        A rank has passed the numbers from its first on and below its clock. One whose `counted` is 1 and whose clock
+        has not passed the version is waited for.
+        """
+        return int(_next_version(self.counters, version, clocks, firsts, counted))
 
     def lock(self, slot: int, owner: int, seconds: float) -> bool:
         """Put `owner` into a slot that holds 0, when it does; False after about `seconds`."""

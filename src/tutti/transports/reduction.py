@@ -15,7 +15,8 @@ from torch import Tensor
 BLOCK = 2048
 """Elements summed at a time: small enough to stay in the first-level cache."""
 
-Kernel = Callable[[np.ndarray, int, int, np.ndarray, float], None]
+Kernel = Callable[[np.ndarray, np.ndarray, int, int, np.ndarray, float], None]
+"""Takes addresses to read and to write, from where to where, a weight for each that is read, and what to divide by."""
 
 
 @intrinsic
@@ -32,12 +33,12 @@ def _compile(element: types.Float) -> Kernel:
 
     # The loops have no branches and one output each: that is what lets them vectorise.
     @njit(
-        types.void(addresses_type, types.int64, types.int64, weights_type, types.float64),
+        types.void(addresses_type, addresses_type, types.int64, types.int64, weights_type, types.float64),
         nogil=True,
         cache=True,
         error_model="numpy",
     )
-    def kernel(addresses, start, stop, weights, divisor):  # type: ignore[no-untyped-def]
+    def kernel(sources, targets, start, stop, weights, divisor):  # type: ignore[no-untyped-def]
         total = np.empty(BLOCK, element)
         narrow = np.empty(2, element)
         narrow[1] = divisor
@@ -45,12 +46,12 @@ def _compile(element: types.Float) -> Kernel:
             end = min(begin + BLOCK, stop)
             size = end - begin
             first = True
-            for rank in range(len(addresses)):
+            for rank in range(len(sources)):
                 if weights[rank] == 0:
                     continue
                 narrow[0] = weights[rank]
                 weight = narrow[0]
-                source = carray(_pointer(addresses[rank]), (stop,), element)[begin:end]
+                source = carray(_pointer(sources[rank]), (stop,), element)[begin:end]
                 if first:
                     for i in range(size):
                         total[i] = source[i] * weight
@@ -61,8 +62,8 @@ def _compile(element: types.Float) -> Kernel:
             by = narrow[1]
             for i in range(size):
                 total[i] /= by
-            for rank in range(len(addresses)):
-                target = carray(_pointer(addresses[rank]), (stop,), element)[begin:end]
+            for rank in range(len(targets)):
+                target = carray(_pointer(targets[rank]), (stop,), element)[begin:end]
                 for i in range(size):
                     target[i] = total[i]
 

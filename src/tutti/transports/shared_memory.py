@@ -81,7 +81,7 @@ class _Plan:
         if self.start == self.stop:
             return
         if self.kernel is not None:
-            self.kernel(self.addresses, self.start, self.stop, weights, divisor)
+            self.kernel(self.addresses, self.addresses, self.start, self.stop, weights, divisor)
         else:
             combine([self._view(int(address)) for address in self.addresses], weights.tolist(), divisor)
 

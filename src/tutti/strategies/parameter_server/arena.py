@@ -6,6 +6,7 @@ are not tensors are written back after every step and read before it.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,32 +14,50 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError
-from tutti.strategies.parameter_server.stepping import Stepper
 
-_DIRECTORY_BYTES = 2**20
 _NUMBERS = 4096
 _TIMES = 8
 """Room for so many float64 for each element. What is not used takes no memory."""
 
 
-class Arena:
-    """The shared state of one piece. Its lock must be held."""
+def _directory_bytes(count: int) -> int:
+    return 2**16 + 2048 * count
 
-    def __init__(self, memory: Tensor, stepper: Stepper) -> None:
-        """`memory` is `size_of` this piece, the same on every rank, zero at first."""
-        self._stepper = stepper
+
+class Arena:
+    """The shared state of some tensors. Whoever calls holds their lock."""
+
+    def __init__(self, memory: Tensor, count: int, state_of: Callable[[int], dict[str, Any]]) -> None:
+        """Keep what `state_of` each of `count` tensors is remembered, the very dictionaries that the optimiser uses.
+
+        `memory` is `size_of` them, the same on every rank, zero at first.
+        """
+        self._count = count
+        self.state_of = state_of
+        directory = _directory_bytes(count)
         self._head = memory[:64].view(torch.int64).numpy()  # Generation, bytes of the directory, bytes in use.
-        self._directory = memory[64:_DIRECTORY_BYTES].numpy()
-        self._numbers = memory[_DIRECTORY_BYTES : _DIRECTORY_BYTES + 8 * _NUMBERS].view(torch.float64).numpy()
-        self._tensors = memory[_DIRECTORY_BYTES + 8 * _NUMBERS :]
+        self._directory = memory[64:directory].numpy()
+        self._numbers = memory[directory : directory + 8 * _NUMBERS].view(torch.float64).numpy()
+        self._tensors = memory[directory + 8 * _NUMBERS :]
         self._generation = 0
         self._entries: dict[tuple[int, str], dict[str, Any]] = {}
         self._views: dict[tuple[int, str], Tensor] = {}
+        self._has_numbers = False
 
     @staticmethod
-    def size_of(numel: int) -> int:
-        """Bytes for a piece of so many elements."""
-        return _DIRECTORY_BYTES + 8 * _NUMBERS + 8 * _TIMES * numel + 2**16
+    def size_of(numel: int, count: int) -> int:
+        """Bytes for so many elements in so many tensors."""
+        return _directory_bytes(count) + 8 * _NUMBERS + 8 * _TIMES * numel + 64 * _TIMES * (count + 1)
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything has its place here, as this rank knows it, and lies where the optimiser uses it."""
+        return self._generation == int(self._head[0]) and self._generation > 0 and not self._has_numbers
+
+    @property
+    def complete(self) -> bool:
+        """Whether the optimiser remembers nothing that has no place here."""
+        return sum(len(self.state_of(share)) for share in range(self._count)) == len(self._entries)
 
     def before(self) -> None:
         """Let the optimiser remember what others have left here."""
@@ -47,13 +66,13 @@ class Arena:
         for (share, key), entry in self._entries.items():
             if "number" in entry:
                 kind = {"int": int, "float": float, "bool": bool}[entry["kind"]]
-                self._stepper.state_of(share)[key] = kind(self._numbers[entry["number"]])
+                self.state_of(share)[key] = kind(self._numbers[entry["number"]])
 
     def after(self) -> None:
         """Leave here what the optimiser remembers now."""
         new = False
-        for share in range(len(self._stepper.piece.shares)):
-            state = self._stepper.state_of(share)
+        for share in range(self._count):
+            state = self.state_of(share)
             for key, value in state.items():
                 if value is None:
                     continue
@@ -84,6 +103,7 @@ class Arena:
             number = sum("number" in entry for entry in self._entries.values())
             if number == _NUMBERS:
                 raise ConfigError(f"the optimiser remembers more than {_NUMBERS} numbers of one piece.")
+            self._has_numbers = True
             return {"number": number, "kind": type(value).__name__}
         raise ConfigError(
             f"the optimiser remembers a {type(value).__name__} as '{key}', which ranks cannot share in memory. Use "
@@ -113,9 +133,10 @@ class Arena:
         text = self._directory[: int(self._head[1])].tobytes()
         self._entries = {(share, key): entry for share, key, entry in json.loads(text)}
         self._views.clear()
+        self._has_numbers = any("number" in entry for entry in self._entries.values())
         for share, key in self._entries:
             if "start" in self._entries[share, key]:
-                self._stepper.state_of(share)[key] = self._view(share, key)
+                self.state_of(share)[key] = self._view(share, key)
         self._generation = int(self._head[0])
 
     def _write_directory(self) -> None:

@@ -26,6 +26,9 @@ class Consistency(ABC):
         """Of a counting rule: how many updates make a step."""
         return 1
 
+    locks = True
+    """Whether workers that share memory take turns at stepping what is in it."""
+
     def scale(self, staleness: int) -> float:
         """What an update is multiplied by that was computed from parameters so many steps old."""
         return 1.0
@@ -100,14 +103,21 @@ class SoftSync(Consistency):
 
 @dataclass(frozen=True)
 class Async(Consistency):
-    """A step for every update, as it comes: a read holds every update of the reader's own."""
+    """A step for every update, as it comes: a read holds every update of the reader's own.
+
+    Args:
+        locks: on one host, where workers step parameters in shared memory themselves, whether they take turns at it.
+            Without, as in Hogwild (Niu et al. 2011), nobody waits; of two that write an element at once, one is lost.
+    """
+
+    locks: bool = False
 
     @property
     def bound(self) -> None:
         return None
 
     def __str__(self) -> str:
-        return "async"
+        return "async,locks" if self.locks else "async"
 
 
 def inverse(staleness: int) -> float:
@@ -137,6 +147,10 @@ class StalenessAware(Consistency):
     @property
     def quorum(self) -> int:
         return self.inner.quorum
+
+    @property
+    def locks(self) -> bool:  # type: ignore[override]
+        return self.inner.locks
 
     def scale(self, staleness: int) -> float:
         return float(self.factor(staleness))

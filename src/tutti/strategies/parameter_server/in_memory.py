@@ -2,13 +2,12 @@
 
 Whoever completes a version makes it: a rank that has pushed, or that waits, looks for pieces that are due, takes the
 lock of one and steps it. So no rank waits for another to serve, and what one leaves behind when it is killed is there
-for the others. Under `Async` there is nothing to complete: each rank steps with its own gradients, under the lock
-(as Hogwild does without; Niu et al. 2011).
+for the others. Under `Async(locks=True)` there is nothing to complete: each rank steps with its own gradients. Without
+locks that is another matter (`hogwild`).
 """
 
-import logging
-import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -16,39 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.errors import NonFiniteLoss
 from tutti.events import APPLY, PULL, READ, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
 from tutti.strategies.parameter_server.arena import Arena
+from tutti.strategies.parameter_server.gathering import Gathering, Slots
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.pieces import Piece, cut
 from tutti.strategies.parameter_server.stepping import Options, Stepper, clip_factor, keeps_whole, whole_states
 from tutti.strategies.parameter_server.worker import Worker, marks_of
+from tutti.transports.reduction import KERNELS
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
     from tutti.transports.shared_memory import SharedMemoryTransport
 
-_log = logging.getLogger("tutti")
-
-_CHECK_SECONDS = 0.2
 _WORTH_SHARING_BYTES = 256 * 2**10
 """Smaller pieces are stepped sooner than a second rank would come."""
-
-HERE, LEFT, LOST = 0, 1, 2
-
-
-class _Slots:
-    """Hands out places among the counters, in the same order on every rank."""
-
-    def __init__(self) -> None:
-        self.used = 16
-
-    def take(self, *shape: int) -> np.ndarray:
-        numel = int(np.prod(shape))
-        self.used += numel
-        return np.arange(self.used - numel, self.used, dtype=np.int64).reshape(shape)
 
 
 class _Piece:
@@ -96,10 +79,8 @@ class InMemoryWorker(Worker):
 
     def _lay_out(self, transport: "SharedMemoryTransport") -> None:
         """Map all that is shared. Collective."""
-        buckets, size, slots = self.replica.buckets, self._size, _Slots()
-        self._gone, self._away = slots.take(size), slots.take(size)
-        self._met, self._resumed, self._loaded = slots.take(size), slots.take(size), slots.take(1)
-        self._meetings, self._stopped = slots.take(1), slots.take(1)
+        buckets, size, slots = self.replica.buckets, self._size, Slots()
+        self._crowd = Gathering(transport, slots)
         self._clock, self._first = slots.take(len(buckets), size), slots.take(len(buckets), size)
         self._counted, self._arrival = slots.take(len(buckets), size), slots.take(len(buckets), size)
         self._arrivals = slots.take(len(buckets))
@@ -108,6 +89,10 @@ class InMemoryWorker(Worker):
         self._taken, self._old = slots.take(len(self._pieces), size), slots.take(len(self._pieces), size)
         self._flags = transport.flags(slots.used)
         self._counters = self._flags.counters
+        self._crowd.open(self._flags)
+        self._crowd.clock_of = lambda worker: int(self._counters[self._clock[0, worker]])
+        self._crowd.on_loss = self._bury
+        self._crowd.progress = lambda: int(self._counters[self._clock].sum() + self._counters[self._version].sum())
         if self._me == 0:
             self._counters[self._counted] = 1
         depth = self._depth = (self._rule.bound or 0) + 1
@@ -135,9 +120,12 @@ class InMemoryWorker(Worker):
     def _stepped(self, piece: Piece, bucket: Bucket, values: Tensor, transport: "SharedMemoryTransport") -> _Piece:
         stepper = Stepper(piece, bucket, self.replica.optimizer, values[piece.part])
         stepper.whole = values
+        stepper.kernel = KERNELS.get(values.dtype)
         if not piece.trained:
             return _Piece(piece, stepper, None)
-        arena = Arena(transport.common(Arena.size_of(piece.numel), torch.uint8), stepper)
+        count = len(piece.shares)
+        memory = transport.common(Arena.size_of(piece.numel, count), torch.uint8)
+        arena = Arena(memory, count, stepper.state_of)
         if self._me == 0:
             arena.reset()
         return _Piece(piece, stepper, arena)
@@ -157,10 +145,10 @@ class InMemoryWorker(Worker):
 
     @property
     def leads(self) -> bool:
-        return self._me == min(self._living())
+        return self._crowd.leads
 
     def _ask_to_stop(self) -> None:
-        self._flags.publish(int(self._stopped[0]), self._me + 1)
+        self._crowd.stop()
 
     def _settle_all(self) -> None:
         self._settle(range(len(self._versions)))
@@ -168,11 +156,11 @@ class InMemoryWorker(Worker):
     # Coming and going
 
     def consensus(self) -> None:
-        self._meet(lambda: None)
+        self._meet()
 
     def leave(self) -> None:
         self._settle_all()
-        self._flags.publish(int(self._away[self._me]), 1)
+        self._crowd.go_away(True)
         self._count(False)
         self._help(range(len(self._versions)))
 
@@ -188,13 +176,13 @@ class InMemoryWorker(Worker):
             self._flags.publish(int(self._counted[bucket, self._me]), 1)
             for number in numbers:
                 self._release(number)
-        self._flags.publish(int(self._away[self._me]), 0)
+        self._crowd.go_away(False)
         self._read(range(len(self._versions)))
 
     def finish(self) -> None:
         self.consensus()
         self._count(False)
-        self._flags.publish(int(self._gone[self._me]), LEFT)
+        self._crowd.leave()
         self.close()
 
     # Pushing
@@ -227,14 +215,13 @@ class InMemoryWorker(Worker):
         """Take a step with this rank's own gradients."""
         marks = np.array(marks_of(bucket), dtype=bool)
         for place, piece in enumerate(self._of_bucket[bucket.index]):
+            base = self._bases[bucket.index][place]
+            own = marks[[share.slot for share in piece.shares]]
+            update = Update(self._me, base, self._weight, norm, self._now, own, bucket.flat[piece.part], clock)
             self._acquire(piece.number)
             try:
-                version = int(self._counters[self._version[piece.number]])
-                base = self._bases[bucket.index][place]
-                own = marks[[share.slot for share in piece.shares]]
-                update = Update(self._me, base, self._weight, norm, self._now, own, bucket.flat[piece.part], clock)
-                update.staleness = version - base
-                self._make(piece.number, version, [update])
+                update.staleness = self._flags.value(int(self._version[piece.number])) - base
+                self._make(piece.number, base + update.staleness, [update])
             finally:
                 self._release(piece.number)
             if piece.number == 0:
@@ -269,21 +256,27 @@ class InMemoryWorker(Worker):
 
     def _due(self, number: int) -> tuple[int, list[tuple[int, int]]] | None:
         """The next version of a piece and its updates, as workers and clocks, if it is due."""
-        bucket, counters = self._pieces[number].bucket, self._counters
-        version = self._flags.value(int(self._version[number]))
-        clocks, counted = counters[self._clock[bucket]], counters[self._counted[bucket]] == 1
+        bucket = self._pieces[number].bucket
+        if self._alone:
+            return None  # Everybody takes his own.
         if self._rule.bound is None:
-            taken = counters[self._taken[number]]
-            waiting = sorted(np.flatnonzero(clocks > taken), key=lambda w: counters[self._arrival[bucket, w]])
-            enough = min(self._rule.quorum, int(counted.sum()) or len(waiting))
-            chosen = sorted(int(worker) for worker in waiting[:enough]) if enough and len(waiting) >= enough else []
-            return (version, [(worker, int(taken[worker])) for worker in chosen]) if chosen else None
-        if (clocks[counted] <= version).any() or not (clocks > version).any():
+            return self._counted_due(number, bucket)
+        slots = self._clock[bucket], self._first[bucket], self._counted[bucket]
+        version = self._flags.next_version(int(self._version[number]), *slots)
+        if version < 0:
             return None
-        firsts = counters[self._first[bucket]]
-        # Where those who had pushed for this version are gone and forgotten, the next that there is something for.
-        version = int(np.maximum(firsts[clocks > version], version).min())
+        clocks, firsts = self._counters[slots[0]], self._counters[slots[1]]
         return version, [(int(w), version) for w in np.flatnonzero((firsts <= version) & (clocks > version))]
+
+    def _counted_due(self, number: int, bucket: int) -> tuple[int, list[tuple[int, int]]] | None:
+        counters = self._counters
+        version = self._flags.value(int(self._version[number]))
+        taken, arrival = counters[self._taken[number]], counters[self._arrival[bucket]]
+        waiting = sorted(np.flatnonzero(counters[self._clock[bucket]] > taken), key=lambda worker: arrival[worker])
+        enough = min(self._rule.quorum, int(counters[self._counted[bucket]].sum()) or len(waiting))
+        if not waiting or len(waiting) < enough:
+            return None
+        return version, [(worker, int(taken[worker])) for worker in sorted(map(int, waiting[:enough]))]
 
     def _update(self, number: int, worker: int, clock: int, version: int) -> Update:
         piece = self._pieces[number]
@@ -300,7 +293,7 @@ class InMemoryWorker(Worker):
         """Step a piece, whose lock is held."""
         self._flags.publish(int(self._stepping[number]), version + 1)
         marks = self._combine(number, version, updates)
-        self._take_step(number, version, marks, updates[0].options, 1.0)
+        self._take_step(number, version, updates, marks)
 
     def _combine(self, number: int, version: int, updates: list[Update]) -> np.ndarray:
         now = self.transport.now()
@@ -311,16 +304,19 @@ class InMemoryWorker(Worker):
         for update in updates:
             self.events.record(Event(APPLY, now, now, 0, (number, version, update.worker, update.clock)))
             self._counters[self._old[number, update.worker]] = update.staleness
-            self._counters[self._taken[number, update.worker]] = update.clock + 1
         return self._steps[number].stepper.combine(updates, scales)
 
-    def _take_step(self, number: int, version: int, marks: np.ndarray, options: np.ndarray, factor: float) -> None:
+    def _take_step(
+        self, number: int, version: int, updates: list[Update], marks: np.ndarray, factor: float = 1.0
+    ) -> None:
         stepped = self._steps[number]
         if stepped.arena is not None:
             stepped.arena.before()
-        stepped.stepper.step(marks, options, factor)
+        stepped.stepper.step(marks, updates[0].options, factor)
         if stepped.arena is not None:
             stepped.arena.after()
+        for update in updates:
+            self._counters[self._taken[number, update.worker]] = update.clock + 1
         self._flags.publish(int(self._version[number]), version + 1)
 
     def _help_clipped(self) -> None:
@@ -334,10 +330,10 @@ class InMemoryWorker(Worker):
                         self._flags.publish(int(self._stepping[number]), version + 1)
                         marks = self._combine(number, version, made)
                         square += self._steps[number].stepper.square_norm(marks)
-                        parts.append((number, version, marks, made[0].options))
+                        parts.append((number, version, made, marks))
                     factor = clip_factor(self._strategy.clip or 0.0, sqrt(square))
-                    for number, version, marks, options in parts:
-                        self._take_step(number, version, marks, options, factor)
+                    for number, version, made, marks in parts:
+                        self._take_step(number, version, made, marks, factor)
             finally:
                 self._release(0)
 
@@ -371,7 +367,7 @@ class InMemoryWorker(Worker):
             return
         start_s = self.transport.now()
         for bucket in wanted:
-            self._wait(lambda bucket=bucket: self._left_to_wait_for(bucket))  # type: ignore[misc]
+            self._crowd.wait(partial(self._left_to_wait_for, bucket), self.replica.steps)
         self._read(wanted)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
@@ -398,112 +394,59 @@ class InMemoryWorker(Worker):
         return None if self._flags.reached(slots, needed) else (slots, needed)
 
     def _read(self, buckets: Iterable[int]) -> None:
-        """Let the model have what is there now."""
-        alone = self._rule.bound == 0  # Then nobody steps what others read.
+        """Let the model have what is there now.
+
+        Without a lock: somebody may take a further step meanwhile, and what is read may have a part of it.
+        """
         with torch.no_grad():
             for index in buckets:
                 bucket, pieces = self.replica.buckets[index], self._of_bucket[index]
-                if not alone:
-                    for piece in pieces:
-                        self._acquire(piece.number)
-                self._bases[index] = [int(self._counters[self._version[piece.number]]) for piece in pieces]
+                self._bases[index] = [self._flags.value(int(self._version[piece.number])) for piece in pieces]
                 torch._foreach_copy_([slot.tensor for slot in bucket.slots], self._views[index])
-                if not alone:
-                    for piece in pieces:
-                        self._release(piece.number)
                 self._versions[index] = min(self._bases[index])
                 self._moved_bytes += bucket.flat.nbytes
                 if self._rule.bound is None and not self._alone and index == 0 and index in self._stale:
                     self._staleness[int(self._counters[self._old[0, self._me]])] += 1
                 self._stale.discard(index)
 
-    # Waiting
-
-    def _wait(self, left: Callable[[], tuple[np.ndarray, int] | None]) -> None:
-        """Wait until `left` says that nothing is left to wait for, as long as others go on."""
-        patience = self.transport.timeout.total_seconds()
-        deadline, seen = time.monotonic() + patience, -1
-        while (awaited := left()) is not None:
-            if self._flags.wait(*awaited, _CHECK_SECONDS):
-                continue
-            self._look_around()
-            progress = int(self._counters[self._clock].sum() + self._counters[self._version].sum())
-            if progress != seen:
-                deadline, seen = time.monotonic() + patience, progress
-            elif time.monotonic() > deadline:
-                late = np.flatnonzero(self._counters[awaited[0]] < awaited[1]).tolist()
-                raise self._host.roster.overdue(f"other workers to push ({len(late)} have not)")
-
     def _acquire(self, number: int) -> None:
-        deadline = time.monotonic() + self.transport.timeout.total_seconds()
-        while not self._flags.lock(int(self._lock[number]), self._me + 1, _CHECK_SECONDS):
-            self._look_around()
-            if time.monotonic() > deadline:
-                owner = self._flags.value(int(self._lock[number])) - 1
-                raise self._host.roster.overdue(f"rank {owner} to let go of piece {number}")
+        self._crowd.acquire(int(self._lock[number]))
 
     def _release(self, number: int) -> None:
-        self._flags.publish(int(self._lock[number]), 0)
+        self._crowd.release(int(self._lock[number]))
 
-    def _look_around(self) -> None:
-        """Raise if this rank is to stop; go on without those who are gone."""
-        self._host.check_open()
-        if stopped := self._flags.value(int(self._stopped[0])):
-            raise NonFiniteLoss(self._me, [stopped - 1], self.replica.steps)
-        for worker, why in self._host.missing().items():
-            if self._flags.swap(int(self._gone[worker]), HERE, LOST):
-                clock = int(self._counters[self._clock[0, worker]])
-                left = len(self._living())
-                _log.warning(
-                    "rank %d: worker %d left at clock %d, and %d go on: %s", self._me, worker, clock, left, why
-                )
-            if int(self._counters[self._gone[worker]]) == LOST:
-                self._bury(worker)
+    # Meeting
 
     def _bury(self, worker: int) -> None:
         """Count no more on a worker that is gone, and let go of what it held."""
         for bucket in range(len(self._versions)):
             self._flags.publish(int(self._counted[bucket, worker]), 0)
         for number in range(len(self._pieces)):
-            lock, version, stepping = int(self._lock[number]), int(self._version[number]), int(self._stepping[number])
-            if self._flags.value(lock) == worker + 1:
-                # A step that it had begun is done as far as it came: to take it again would take part of it twice.
-                if self._flags.value(stepping) > self._flags.value(version):
-                    self._flags.publish(version, self._flags.value(stepping))
-                self._flags.swap(lock, worker + 1, 0)
-                self._flags.publish(stepping, self._flags.value(stepping))  # Wakes those who wait for the lock.
+            version, stepping = int(self._version[number]), int(self._stepping[number])
+            # A step that it had begun is done as far as it came: to take it again would take part of it twice.
+            if self._flags.value(int(self._lock[number])) == worker + 1:
+                begun = self._flags.value(stepping)
+                if begun > self._flags.value(version):
+                    self._flags.publish(version, begun)
+                self._crowd.free(int(self._lock[number]), worker)
         self._help(range(len(self._versions)))
 
-    def _living(self) -> list[int]:
-        return np.flatnonzero(self._counters[self._gone] == HERE).tolist()
-
-    # Meeting
-
-    def _meet(self, then: Callable[[], None]) -> None:
-        """When everybody who is here has come, apply what is left, read, do `then`, and go on together."""
+    def _meet(self, then: Callable[[int], None] = lambda number: None) -> None:
+        """When everybody who is here has come, apply what is left, do `then`, read, and go on together."""
         self._settle_all()
         start_s = self.transport.now()
-        number = self._flags.value(int(self._meetings[0])) + 1
         self._count(False)
-        self._flags.publish(int(self._met[self._me]), number)
         self._help(range(len(self._versions)))
-        self._wait(lambda: self._unmet(self._met, number))
-        self._help(range(len(self._versions)))
-        self._wait(self._unapplied)
-        then()
+        self._crowd.meet(partial(self._conclude, then))
+        self.events.record(Event(PULL, start_s, self.transport.now()))
+
+    def _conclude(self, then: Callable[[int], None], number: int) -> None:
+        self._crowd.wait(self._unapplied)
+        then(number)
         for bucket in range(len(self._versions)):
             self._start_at(bucket, self._flags.value(int(self._version[self._of_bucket[bucket][0].number])))
         self._read(range(len(self._versions)))
         self._count(True)
-        self._flags.publish(int(self._resumed[self._me]), number)
-        self._wait(lambda: self._unmet(self._resumed, number))
-        self._flags.publish(int(self._meetings[0]), number)
-        self.events.record(Event(PULL, start_s, self.transport.now()))
-
-    def _unmet(self, counters: np.ndarray, number: int) -> tuple[np.ndarray, int] | None:
-        here = (self._counters[self._gone] == HERE) & (self._counters[self._away] == 0)
-        slots = counters[here]
-        return None if self._flags.reached(slots, number) else (slots, number)
 
     def _unapplied(self) -> tuple[np.ndarray, int] | None:
         """The version of a piece that somebody is still at."""
@@ -532,7 +475,7 @@ class InMemoryWorker(Worker):
         """What the optimiser remembers, by parameter."""
         shares: list[Any] = []
 
-        def copy() -> None:
+        def copy(number: int) -> None:
             for stepped in self._steps:
                 if stepped.arena is not None:
                     stepped.arena.before()
@@ -543,19 +486,11 @@ class InMemoryWorker(Worker):
         return {"optimizer": whole_states(shares, slots)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        def load() -> None:
-            number = self._flags.value(int(self._meetings[0])) + 1
-            if self.leads:
-                self._load(state)
-                self._flags.publish(int(self._loaded[0]), number)
-            self._wait(lambda: None if self._flags.reached(self._loaded, number) else (self._loaded, number))
-
         images = [bucket.image() for bucket in self.replica.buckets]
-        self._images = images
-        self._meet(load)
+        self._meet(lambda number: self._crowd.first_does(number, partial(self._load, state, images)))
 
-    def _load(self, state: dict[str, Any]) -> None:
-        for bucket, image in zip(self.replica.buckets, self._images, strict=True):
+    def _load(self, state: dict[str, Any], images: list[Tensor]) -> None:
+        for bucket, image in zip(self.replica.buckets, images, strict=True):
             self._values_of(bucket).copy_(image)
         for stepped in self._steps:
             if stepped.arena is not None:

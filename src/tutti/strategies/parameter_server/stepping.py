@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from tutti.replica import Bucket
 from tutti.replica.buckets import Slot, like
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.pieces import Piece, Share
+
+Kernel = Callable[[np.ndarray, np.ndarray, int, int, np.ndarray, float], None]
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam,
@@ -92,16 +94,17 @@ class Stepper:
         """`values` is the piece's memory: the parameters themselves, which steps change."""
         self.piece = piece
         self.values = values
+        self.kernel: Kernel | None = None
+        """Makes means in one pass, where it is at hand."""
         self.whole: Tensor | None = None
         """The memory of its bucket, where that is in one place."""
         self._slots = [bucket.slots[share.slot] for share in piece.shares]
         self._parts = [_part(values, share, slot) for share, slot in zip(piece.shares, self._slots, strict=True)]
         self._wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
         self._sum = torch.zeros_like(values, dtype=self._wide)
-        self._gradient = self._sum if self._wide == values.dtype else torch.zeros_like(values)
-        self._gradients = [
-            _part(self._gradient, share, slot) for share, slot in zip(piece.shares, self._slots, strict=True)
-        ]
+        self._mean = self._sum
+        self._viewed: tuple[int, list[Tensor]] = (0, [])
+        self._put = np.empty(0)
         if piece.trained:
             self._options = Options(optimizer)
             self._optimizer = _like_it(optimizer, self._slots, self._parts)
@@ -109,24 +112,29 @@ class Stepper:
 
     def combine(self, updates: Sequence[Update], scales: Sequence[float]) -> np.ndarray:
         """Make the mean of updates, weighted by samples, each scaled; which shares have a gradient."""
+        if len(updates) == 1 and scales[0] == 1.0 and updates[0].values.dtype == self.values.dtype:
+            self._mean = updates[0].values
+            return np.asarray(updates[0].marks)
+        self._mean = self._sum
         weights = [update.weight for update in updates]
         equal = all(weight == weights[0] for weight in weights)
         divisor = float(len(weights)) if equal else sum(weights)
         marks = np.zeros(len(self.piece.shares), dtype=bool)
-        first = True
-        for update, scale in zip(updates, scales, strict=True):
-            weight = scale if equal else scale * update.weight
-            if weight == 0:
-                continue
+        factors = [scale if equal else scale * weight for scale, weight in zip(scales, weights, strict=True)]
+        counting = [(update, factor) for update, factor in zip(updates, factors, strict=True) if factor]
+        for update, _ in counting:
             marks |= update.marks
-            if first:
-                torch.mul(update.values, weight, out=self._sum)
-            else:
-                self._sum.add_(update.values, alpha=weight)
-            first = False
-        if first:
+        if not counting:
             self._sum.zero_()
-        self._sum.div_(divisor)
+        elif self.kernel is not None:
+            sources = np.array([update.values.data_ptr() for update, _ in counting])
+            targets, numel = np.array([self._sum.data_ptr()]), self._sum.numel()
+            self.kernel(sources, targets, 0, numel, np.array([factor for _, factor in counting]), divisor)
+        else:
+            torch.mul(counting[0][0].values, counting[0][1], out=self._sum)
+            for update, factor in counting[1:]:
+                self._sum.add_(update.values, alpha=factor)
+            self._sum.div_(divisor)
         return marks
 
     def square_norm(self, marks: np.ndarray) -> float:
@@ -134,22 +142,33 @@ class Stepper:
         if not self.piece.trained:
             return 0.0
         shares = [share for share, mark in zip(self.piece.shares, marks, strict=True) if mark]
-        parts = [self._sum[share.offset : share.offset + share.stop - share.start] for share in shares]
+        parts = [self._mean[share.offset : share.offset + share.stop - share.start] for share in shares]
         return sum(float(part.double().square().sum()) for part in parts)
 
     def step(self, marks: np.ndarray, options: np.ndarray, factor: float = 1.0) -> None:
         """Step by the mean, times `factor`, with these options."""
-        if self._gradient is not self._sum:
-            self._gradient.copy_(self._sum)
         if not self.piece.trained:
-            self.values.copy_(self._gradient)
+            self.values.copy_(self._mean)
             return
         if factor != 1.0:
-            self._gradient.mul_(factor)
-        self._options.put(self._optimizer.param_groups, options)
-        for part, gradient, mark in zip(self._parts, self._gradients, marks, strict=True):
+            torch.mul(self._mean, factor, out=self._sum)
+            self._mean = self._sum
+        gradients = self._views_of(self._mean)
+        if not np.array_equal(options, self._put):
+            self._options.put(self._optimizer.param_groups, options)
+            self._put = options
+        for part, gradient, mark in zip(self._parts, gradients, marks, strict=True):
             part.grad = gradient if mark else None
         self._optimizer.step()
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """A gradient's shares, in the dtype of the parameters."""
+        if flat.dtype != self.values.dtype:
+            flat = flat.to(self.values.dtype)
+        if flat.data_ptr() != self._viewed[0]:
+            views = [_part(flat, share, slot) for share, slot in zip(self.piece.shares, self._slots, strict=True)]
+            self._viewed = flat.data_ptr(), views
+        return self._viewed[1]
 
     def state_of(self, share: int) -> dict[str, Any]:
         """What the optimiser remembers of one share: the very dictionary that it uses."""

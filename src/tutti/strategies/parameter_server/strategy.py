@@ -104,9 +104,10 @@ class ParameterServer(Strategy):
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if isinstance(transport, SharesAll) and self.servers == "colocated" and self.codec is None:
+            from tutti.strategies.parameter_server.hogwild import HogwildWorker  # They cost a compiler's import.
             from tutti.strategies.parameter_server.in_memory import InMemoryWorker
 
-            return InMemoryWorker(replica, transport, self)  # type: ignore[arg-type]
+            return (InMemoryWorker if self.consistency.locks else HogwildWorker)(replica, transport, self)  # type: ignore[arg-type]
         return MessageWorker(replica, transport, self)
 
     def serve(self, replica: Replica, transport: Transport) -> None:
@@ -138,7 +139,7 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
         if name in rest:
             if rest.pop(name):
                 raise ConfigError(f"ps: {name} takes no number. It is {_RULES}.")
-            rules.append(BSP() if name == "bsp" else Async())
+            rules.append(BSP() if name == "bsp" else Async(locks=rest.pop("locks", None) == ""))
     if "ssp" in rest:
         rules.append(SSP(int(rest.pop("ssp"))))
     if "softsync" in rest:

@@ -88,7 +88,8 @@ def _add_up(parts: list[_Part]) -> None:
     tensors = [part.tensor for part in parts]
     flats = [tensor.contiguous().view(-1) for tensor in tensors]
     if (kernel := KERNELS.get(tensors[0].dtype)) is not None:
-        kernel(np.array([flat.data_ptr() for flat in flats]), 0, flats[0].numel(), weights, divisor)
+        addresses = np.array([flat.data_ptr() for flat in flats])
+        kernel(addresses, addresses, 0, flats[0].numel(), weights, divisor)
     else:
         combine(flats, weights.tolist(), divisor)
     for tensor, flat in zip(tensors, flats, strict=True):

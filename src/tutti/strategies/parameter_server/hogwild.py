@@ -1,0 +1,233 @@
+"""`Async` on one host, without a lock: the model's parameters are in memory that all workers share.
+
+There is nothing to push or to pull. A worker computes with what is there, and its own optimiser steps what is there, as
+do all others at the same time (Hogwild; Niu et al. 2011). What the optimiser remembers is shared as well: the first
+steps, which make it, are taken in turn, and none after.
+"""
+
+from collections import Counter
+from math import isnan, sqrt
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from tutti.errors import NonFiniteLoss
+from tutti.events import APPLY, EXCHANGE, PULL, READ, Event
+from tutti.replica import Bucket, HookedReplica
+from tutti.replica.buckets import Slot, like
+from tutti.replica.left_behind import LeftBehind
+from tutti.strategies.base import Exchange
+from tutti.strategies.parameter_server.arena import Arena
+from tutti.strategies.parameter_server.gathering import Gathering, Slots
+from tutti.strategies.parameter_server.stepping import clip_factor, refuse_closure
+
+if TYPE_CHECKING:
+    from tutti.strategies.parameter_server.strategy import ParameterServer
+    from tutti.transports.shared_memory import SharedMemoryTransport
+
+_LINE_BYTES = 64
+
+
+class HogwildWorker(Exchange):
+    """One worker among those of a host."""
+
+    expendable = True
+
+    def __init__(self, replica: HookedReplica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
+        super().__init__(replica, transport)
+        self._contribution = replica.contribution
+        self._strategy, self._rule = strategy, strategy.consistency
+        self._me = transport.rank
+        self._staleness: Counter[int] = Counter()
+        self._base = self._clock = self._in_forward = 0
+        slots = Slots()
+        self._crowd = Gathering(transport, slots)
+        self._version, self._lock = int(slots.take(1)[0]), int(slots.take(1)[0])
+        self._clocks = slots.take(transport.size)
+        self._flags = transport.flags(slots.used)
+        self._crowd.open(self._flags)
+        self._crowd.clock_of = lambda worker: int(self._flags.counters[self._clocks[worker]])
+        self._crowd.on_loss = self._bury
+        self._crowd.progress = lambda: self._flags.value(self._version)
+        self._slots = [*replica.slots, *replica.statistics]
+        self._views = self._move_in(transport)
+        numel = sum(slot.tensor.numel() for slot in replica.slots)
+        states = [slot.tensor for slot in replica.slots]
+        memory = transport.common(Arena.size_of(numel, len(states)), torch.uint8)
+        self._arena = Arena(memory, len(states), lambda number: replica.optimizer.state[states[number]])
+        if self._me == 0:
+            self._arena.reset()
+        transport.common(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
+        self._locked = False
+        self._num_bytes = sum(slot.tensor.nbytes for slot in self._slots)
+        self._handles = [
+            replica.optimizer.register_step_pre_hook(refuse_closure),
+            replica.model.register_forward_pre_hook(_Forward(self)),
+        ]
+        replica.listen(self, gradients=False)
+
+    def _bury(self, worker: int) -> None:
+        self._crowd.free(self._lock, worker)
+
+    def _move_in(self, transport: "SharedMemoryTransport") -> list[Tensor]:
+        """Let the model's tensors be in shared memory, with rank 0's values."""
+        views: dict[int, Tensor] = {}
+        by_dtype: dict[torch.dtype, list[Slot]] = {}
+        for slot in self._slots:
+            by_dtype.setdefault(slot.tensor.dtype, []).append(slot)
+        for dtype, slots in by_dtype.items():
+            line = _LINE_BYTES // dtype.itemsize
+            sizes = [-(-slot.tensor.numel() // line) * line for slot in slots]
+            memory = transport.common(sum(sizes), dtype)
+            for slot, part in zip(slots, memory.split(sizes), strict=True):
+                views[id(slot)] = like(part[: slot.tensor.numel()], slot.tensor)
+        for slot in self._slots:
+            if self._me == 0:
+                views[id(slot)].copy_(slot.tensor.detach())
+            slot.tensor.data = views[id(slot)]
+        return [views[id(slot)] for slot in self._slots]
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._clock * self._num_bytes
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        return dict(sorted(self._staleness.items()))
+
+    @property
+    def version(self) -> int:
+        return self._base
+
+    @property
+    def leads(self) -> bool:
+        return self._crowd.leads
+
+    def forward(self) -> None:
+        """A forward pass begins: with what is there now."""
+        self._in_forward = self._flags.value(self._version)
+
+    def backward_started(self, weight: float) -> None:
+        return None
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        return None
+
+    def backward_done(self) -> None:
+        return None
+
+    def before_step(self) -> None:
+        if isnan(self._contribution.take()):
+            self._crowd.stop()
+            raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
+        self._crowd.check(self.replica.steps)
+        self._started_s = now = self.transport.now()
+        self._base = max(self._base, self._in_forward)
+        self._stepped = self._flags.advance(self._version)
+        staleness = self._stepped - self._base
+        self._staleness[staleness] += 1
+        self.events.record(Event(READ, now, now, 0, (0, self._clock, self._base)))
+        self._scale(self._rule.scale(staleness))
+        if not self._arena.settled:
+            self._crowd.acquire(self._lock)
+            self._locked = True
+            self._arena.before()
+
+    def after_step(self) -> None:
+        if not self._locked and not self._arena.complete:
+            self._crowd.acquire(self._lock)
+            self._locked = True
+        if self._locked:
+            self._arena.after()
+            self._crowd.release(self._lock)
+            self._locked = False
+        now = self.transport.now()
+        self.events.record(Event(APPLY, now, now, 0, (0, self._stepped, self._me, self._clock)))
+        self._clock += 1
+        self._flags.counters[self._clocks[self._me]] = self._clock
+        self._base = self._stepped + 1
+        self.events.record(Event(EXCHANGE, self._started_s, self._started_s, self._num_bytes))
+
+    def _scale(self, factor: float) -> None:
+        grads = [slot.tensor.grad for slot in self.replica.slots if slot.tensor.grad is not None]
+        if self._strategy.clip is not None:
+            norm = sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+            factor *= clip_factor(self._strategy.clip, norm)
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+
+    def consensus(self) -> None:
+        start_s = self.transport.now()
+        self._crowd.meet(lambda number: self._keep_own())
+        self.events.record(Event(PULL, start_s, self.transport.now()))
+
+    def dissent(self) -> None:
+        for slot, view in zip(self._slots, self._views, strict=True):
+            slot.tensor.data = view
+
+    def leave(self) -> None:
+        self._crowd.go_away(True)
+
+    def join(self) -> None:
+        self._crowd.go_away(False)
+        self._base = self._flags.value(self._version)
+
+    def finish(self) -> None:
+        self.consensus()
+        self._crowd.leave()
+        self.close()
+
+    def close(self) -> None:
+        """Let the model and its optimiser have memory of their own."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            self._handles.clear()
+            self._keep_own()
+            for number in range(len(self.replica.slots)):
+                state = self._arena.state_of(number)
+                state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
+
+    def _keep_own(self) -> None:
+        for slot in self._slots:
+            slot.tensor.data = slot.tensor.data.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimiser remembers, by parameter."""
+        states: dict[str, Any] = {}
+
+        def copy(number: int) -> None:
+            self._arena.before()
+            for place, slot in enumerate(self.replica.slots):
+                state = self._arena.state_of(place)
+                states[slot.name] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+        self._crowd.meet(copy)
+        return {"optimizer": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        mine = [slot.tensor.data.clone() for slot in self._slots]
+
+        def load() -> None:
+            for slot, value in zip(self._slots, mine, strict=True):
+                slot.tensor.data.copy_(value)
+            for place, slot in enumerate(self.replica.slots):
+                own = self._arena.state_of(place)
+                own.clear()
+                own.update(state["optimizer"].get(slot.name, {}))
+            self._arena.reset()
+
+        self._crowd.meet(lambda number: self._crowd.first_does(number, load))
+
+
+class _Forward(LeftBehind):
+    """A forward pass begins."""
+
+    def __init__(self, worker: HogwildWorker) -> None:
+        self._worker = ref(worker)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling() and (worker := self._worker()) is not None:
+            worker.forward()
