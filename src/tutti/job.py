@@ -58,7 +58,7 @@ class Job:
         self._replica = replica
         self._exchange = exchange
         self._started_s = exchange.transport.now()
-        self._finished = False
+        self._finished = self._leads = False
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward keeps gradients to this rank; the next one outside exchanges their sum."""
@@ -114,6 +114,16 @@ class Job:
         )
 
     @property
+    def steps(self) -> int:
+        """How many this rank has taken."""
+        return self._replica.steps
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that are left: the one to report, save or evaluate."""
+        return self._leads if self._finished else self._exchange.leads
+
+    @property
     def events(self) -> EventLog:
         return self._exchange.events
 
@@ -139,9 +149,11 @@ class Job:
     def finish(self) -> None:
         """Complete what is under way, agree on the model and let it go. Collective. Idempotent."""
         if not self._finished:
+            self._leads = self._exchange.leads
             self._finished = True
             try:
                 self._exchange.finish()
+                self.world.expendable(False)
             finally:
                 self._let_go()
 
@@ -212,6 +224,7 @@ def distribute(
     exchange = strategy.attach(replica, channel)
     job = Job(replica, exchange, strategy, trains, pace)
     setattr(model, _MARK, job)
+    world.expendable(exchange.expendable)
     return job
 
 

@@ -55,6 +55,14 @@ def loss_and_accuracy(latest: dict[str, Any]) -> str:
     return f"loss {latest['loss']:.3f}" + (f" acc {latest['accuracy']:.1%}" if "accuracy" in latest else "")
 
 
+def in_words(staleness: dict[int, int]) -> str:
+    """How old updates were: the mean, and the most common ages."""
+    total = sum(staleness.values())
+    mean = sum(age * count for age, count in staleness.items()) / total
+    most = sorted(staleness.items(), key=lambda item: -item[1])[:4]
+    return f"{mean:.2f} steps; " + ", ".join(f"{age}: {count / total:.0%}" for age, count in sorted(most))
+
+
 def in_bytes(number: float) -> str:
     """Bytes in words, by thousands."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from tutti.strategies import parse
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.")]
 StrategyText = Annotated[
-    str, typer.Option("--strategy", help="How replicas stay together, such as ring or ring+onebit.")
+    str, typer.Option("--strategy", help="How replicas stay together, such as ring, ring+onebit or ps:ssp=3.")
 ]
 DataFolder = Annotated[Path | None, typer.Option("--data", envvar="TUTTI_DATA", help="Folder with datasets.")]
 Epochs = Annotated[
@@ -56,6 +57,14 @@ def summarise(task: Task, made: Recipe, workers: int, outcome: Outcome) -> dict[
         **{"seed": task.seed, "epochs": task.epochs or made.epochs, "double": task.double},
         **{"torch": torch.__version__, **outcome.as_dict()},
     }
+
+
+def outcome_of(outcomes: list[Outcome | None]) -> Outcome:
+    """What the rank found that knows the accuracy; servers and ranks that were lost have found nothing."""
+    found = [each for each in outcomes if each is not None and not isnan(each.accuracy)]
+    if not found:
+        raise TuttiError("the ranks that knew how the run went have died, and their models with them.")
+    return found[0]
 
 
 def judge(summary: dict[str, Any], made: Recipe) -> None:

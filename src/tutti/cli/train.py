@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tutti.cli.board import board, in_bytes, loss_and_accuracy
+from tutti.cli.board import board, in_bytes, in_words, loss_and_accuracy
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.recipe_task import (
     DataFolder,
@@ -23,6 +23,7 @@ from tutti.cli.recipe_task import (
     StrategyText,
     checked,
     judge,
+    outcome_of,
     parse_options,
     summarise,
 )
@@ -31,6 +32,7 @@ from tutti.errors import ConfigError, TuttiError
 from tutti.launch import launch
 from tutti.recipes.training import Outcome, Task
 from tutti.recipes.training import train as train_worker
+from tutti.strategies import parse
 
 CHECK_TOLERANCE = 1e-10
 """Largest relative difference between parameters of runs in float64 that counts as a match."""
@@ -81,14 +83,16 @@ def train(
 def _run(task: Task, workers: int, record: Path, console: Console) -> Outcome:
     console.print(f"{task.recipe}, {workers} {'workers' if workers > 1 else 'worker'}, {task.strategy}")
     with board(record, console, _numbers) as shown:
-        results: list[Outcome] = launch(train_worker, task, workers=workers, watch=shown.show)
-    return results[0]
+        serving = parse(task.strategy).num_serving if workers > 1 else 0
+        results: list[Outcome | None] = launch(train_worker, task, workers=workers + serving, watch=shown.show)
+    return outcome_of(results)
 
 
 def _numbers(latest: dict[str, Any]) -> str:
     return (
         f"{loss_and_accuracy(latest)} {latest['samples_per_s']:.0f} samples/s "
         f"{in_bytes(latest['bytes_sent'])} sent {latest['waiting_share']:.0%} waiting"
+        + (f" {latest['staleness']:.1f} stale" if "staleness" in latest else "")
     )
 
 
@@ -103,6 +107,7 @@ def _table(summary: dict[str, Any]) -> Table:
         ("samples/s", f"{rate:,.0f}"),
         ("bytes sent per worker", in_bytes(summary["bytes_sent"])),
         ("waiting for other workers", f"{summary['waiting_share']:.1%}"),
+        *([("staleness of updates", in_words(summary["staleness"]))] if summary["staleness"] else []),
     ):
         table.add_row(label, value)
     return table

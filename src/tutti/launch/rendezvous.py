@@ -20,7 +20,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch import indoors, mpi
 from tutti.launch.environment import LOOPBACK, Place, read
-from tutti.launch.link import HOST
+from tutti.launch.link import HOST, Link
 from tutti.strategies import parse
 from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT
@@ -74,7 +74,7 @@ def init(*, timeout: timedelta | None = None, transport: str | None = None) -> W
             link = connect(roster, _listen_address(place, roster), kind)
         me = roster.peers[roster.rank]
         who = (roster.rank, roster.size, place.local_rank, me.host)
-        world = World(*who, link, generation=generation, leave=roster.leave)
+        world = World(*who, link, generation=generation, leave=roster.leave, expendable=Link().expendable)
         _say_goodbye(world)
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))

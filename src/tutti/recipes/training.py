@@ -1,6 +1,6 @@
 """Train a recipe: what every worker of `tutti train` runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run went, on rank 0."""
+    """How a run went, on one rank. Only one knows the accuracy, where ranks do not go in lockstep."""
 
     loss: float
     accuracy: float
@@ -54,6 +54,9 @@ class Outcome:
     seconds: float
     bytes_sent: int
     waiting_share: float
+    staleness: dict[int, int]
+    """How many of the rank's updates were so many steps old; empty where none can be."""
+    version: int
     parameters: Tensor
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,12 +98,14 @@ def train(task: Task) -> Outcome:
     model = made.model().double() if task.double else made.model()
     optimizer = made.optimizer(model)
     splits = made.data(Path(task.data) if task.data else None)
-    batches = GlobalBatches(len(splits.train), made.batch_size, world.size, task.seed)
-    loader = ShardedLoader(DataLoader(splits.train, batch_sampler=batches, collate_fn=collate), 0, world)
     epochs = task.epochs or made.epochs
-    with distribute(model, optimizer, parse(task.strategy), world=world) as job:
+    strategy = parse(task.strategy)
+    with distribute(model, optimizer, strategy, world=world) as job:
+        world = job.world
+        batches = GlobalBatches(len(splits.train), made.batch_size, world.size, task.seed)
+        loader = ShardedLoader(DataLoader(splits.train, batch_sampler=batches, collate_fn=collate), 0, world)
         progress = _Progress(job, world, epochs, len(loader), len(splits.train))
-        for _ in range(epochs):
+        for epoch in range(epochs):
             for x, y in loader:
                 loss = made.loss(model(x.double() if task.double and x.is_floating_point() else x), y)
                 job.watch(loss)
@@ -108,9 +113,18 @@ def train(task: Task) -> Outcome:
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.step(loss)
-            accuracy = evaluate(made, model, splits.test, job, world, task.double)
+            if strategy.lockstep:
+                with job.consensus():
+                    accuracy = evaluate(made, model, shard(_whole(splits.test), world=world), world, task.double)
+                progress.epoch(loss, accuracy)
+            elif job.leads and epoch + 1 < epochs:  # The others go on meanwhile.
+                with job.away():
+                    progress.epoch(loss, evaluate(made, model, _whole(splits.test), None, task.double))
+        metrics, leads = job.metrics, job.leads
+    if not strategy.lockstep:  # When all have finished, all have the same.
+        accuracy = evaluate(made, model, _whole(splits.test), None, task.double) if leads else float("nan")
+        if leads:
             progress.epoch(loss, accuracy)
-        metrics = job.metrics
     return Outcome(
         loss=float(loss.detach()),
         accuracy=accuracy,
@@ -120,25 +134,32 @@ def train(task: Task) -> Outcome:
         seconds=metrics.seconds,
         bytes_sent=metrics.bytes_sent,
         waiting_share=metrics.waiting_share,
+        staleness=metrics.staleness,
+        version=metrics.version,
         parameters=torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
     )
 
 
-def evaluate(made: Recipe, model: nn.Module, test: MapDataset, job: Job, world: World, double: bool) -> float:
-    """Test accuracy of the model the ranks agree on, each rank doing its part."""
+def evaluate(made: Recipe, model: nn.Module, batches: Iterable[Any], world: World | None, double: bool) -> float:
+    """Test accuracy of the model as it is: over what is given here, and what is given to the others of a world."""
     right = torch.zeros(2, dtype=torch.float64)
-    with job.consensus(), torch.no_grad():
+    with torch.no_grad():
         model.eval()
-        for x, y in shard(DataLoader(test, batch_size=256, collate_fn=collate), world=world):
+        for x, y in batches:
             scores = model(x.double() if double and x.is_floating_point() else x)
             right += torch.tensor([float(made.accuracy(scores, y)) * len(y), len(y)])
         model.train()
-    native(right, world.transport)
+    if world is not None:
+        native(right, world.transport)
     return float(right[0] / right[1])
 
 
+def _whole(test: MapDataset) -> DataLoader[Any]:
+    return DataLoader(test, batch_size=256, collate_fn=collate)
+
+
 class _Progress:
-    """Tells whoever watches how far rank 0 is: every so many steps, and by time where time is real.
+    """Tells whoever watches how far the first rank is: every so many steps, and by time where time is real.
 
     In a simulation all ranks tell: it costs nothing there, and one part of a small batch says little.
     """
@@ -148,8 +169,8 @@ class _Progress:
         self._job, self._steps, self._samples = job, steps, samples
         self._total_steps = epochs * steps
         simulated = world.transport.cluster is not None
-        self._rank = world.rank
-        self._link = Link() if world.rank == 0 or simulated else None
+        self._simulated = simulated
+        self._link = Link()
         self._every = -(-self._total_steps // _REPORTS)
         self._patience_s = float("inf") if simulated else _REPORT_SECONDS
         self._now = world.transport.now
@@ -157,21 +178,21 @@ class _Progress:
         self._zero_s = 0.0 if simulated else self._last_s - job.metrics.seconds
 
     def step(self, loss: Tensor) -> None:
-        if self._link is None:
-            return
-        first_or_due = self._job.metrics.steps % self._every == 1 % self._every
-        if first_or_due or self._now() - self._last_s > self._patience_s:
+        first_or_due = self._job.steps % self._every == 1 % self._every
+        due = first_or_due or self._now() - self._last_s > self._patience_s
+        if due and (self._simulated or self._job.leads):
             self._send("step", loss=float(loss.detach()))
 
     def epoch(self, loss: Tensor, accuracy: float) -> None:
-        if self._rank == 0:
+        if self._job.leads:
             self._send("epoch", loss=float(loss.detach()), accuracy=accuracy)
 
     def _send(self, kind: str, **values: float) -> None:
         metrics = self._job.metrics
         self._last_s = self._now()
         epoch = metrics.steps / self._steps
-        assert self._link is not None
+        old = metrics.staleness
+        stale = {"staleness": round(sum(k * n for k, n in old.items()) / sum(old.values()), 3)} if old else {}
         self._link.progress(
             kind=kind,
             epoch=round(epoch, 4),
@@ -181,5 +202,6 @@ class _Progress:
             samples_per_s=round(epoch * self._samples / metrics.seconds, 1),
             bytes_sent=metrics.bytes_sent,
             waiting_share=round(metrics.waiting_share, 4),
+            **stale,
             **values,
         )

@@ -195,7 +195,16 @@ def _runs(slots: Iterable[Slot], max_bytes: int) -> Iterator[list[Slot]]:
 
 def like(flat: Tensor, tensor: Tensor) -> Tensor:
     """`flat` in the shape and, where it is dense, the memory order of `tensor`, as autograd would make it."""
+    return flat.as_strided(tensor.shape, tensor.stride()) if is_dense(tensor) else flat.view(tensor.shape)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill a stretch of memory, in whatever order."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    if tensor.permute(order).is_contiguous():
-        return flat.as_strided(tensor.shape, tensor.stride())
-    return flat.view(tensor.shape)
+    return tensor.permute(order).is_contiguous()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as one dimension, in the order of `like`; its own memory, where it is dense."""
+    data = tensor.detach()
+    return data.as_strided((data.numel(),), (1,)) if is_dense(data) else data.view(-1)

@@ -115,6 +115,11 @@ class Strategy(ABC):
         return []
 
     @property
+    def lockstep(self) -> bool:
+        """Whether all ranks take the same steps together, so that they can do other things together between them."""
+        return True
+
+    @property
     def num_serving(self) -> int:
         """How many ranks, the last ones, do not train but serve the others."""
         return 0

@@ -20,6 +20,7 @@ from tutti.cli.recipe_task import (
     StrategyText,
     checked,
     judge,
+    outcome_of,
     parse_options,
     summarise,
 )
@@ -29,13 +30,14 @@ from tutti.cli.simulate.mean_loss import MeanLoss
 from tutti.cli.simulate.place import ClusterText, JitterSpread, Slow, cluster_of
 from tutti.cli.simulate.table import table, traffic
 from tutti.cluster import Cluster, format_time
-from tutti.errors import ConfigError, TuttiError
+from tutti.errors import ConfigError
 from tutti.launch.simulate import Simulation, simulate
 from tutti.recipes import RECIPES, Recipe
 from tutti.recipes.training import Task
 from tutti.recipes.training import train as train_worker
 from tutti.report.plots import pyplot
 from tutti.report.simulation import plot_progress, plot_utilisation
+from tutti.strategies import parse
 
 
 def run(
@@ -108,7 +110,7 @@ def _recorded(
     simulation, reports = _run(task, workers, cluster, folder / "metrics.jsonl", console)
     wall_s = time.monotonic() - started_s
     summary = {
-        **summarise(task, made, workers, simulation.results[0]),
+        **summarise(task, made, workers, outcome_of(simulation.results)),
         **{"cluster": cluster.name, "wall_s": round(wall_s, 3), **traffic(simulation)},
     }
     del summary["waiting_share"]  # Of rank 0, with its communicating: `ranks` tells the two apart, of each.
@@ -126,14 +128,12 @@ def _run(
         simulation = simulate(
             train_worker,
             task,
-            workers=workers,
+            workers=workers + (parse(task.strategy).num_serving if workers > 1 else 0),
             cluster=cluster,
             watch=mean.show,
             pulse=lambda now_s, messages: shown.note(now_s=now_s, messages=messages),
         )
         shown.note(now_s=simulation.seconds, messages=simulation.num_messages)
-    if simulation.results[0] is None:
-        raise TuttiError("rank 0 died, as the cluster says it should, and its model with it.")
     return simulation, shown.reports
 
 

@@ -13,7 +13,7 @@ from tutti.collectives import recursive_doubling, run
 from tutti.errors import NonFiniteLoss, WorkerDropped
 from tutti.events import PULL, READ, Event
 from tutti.replica import Bucket, Replica
-from tutti.replica.buckets import Slot
+from tutti.replica.buckets import Slot, in_memory_order, is_dense
 from tutti.strategies.parameter_server import saved
 from tutti.strategies.parameter_server.pieces import Piece, Share, cut
 from tutti.strategies.parameter_server.server import Pool, Server, Setting
@@ -51,23 +51,15 @@ class _Held:
         """Of what the model has."""
         self.clock = 0
         """Of the next push."""
-        self.task: Work | None = None
+        self.asked: Work | None = None
         """Under which a newer one comes."""
-        self.asked = False
+        self.image: Tensor | None = None
+        """Where it comes to; None where there are sizes alone."""
+        self.targets: list[Tensor] = []
+        """The model's own memory, and where in the image its values are."""
+        self.sources: list[Tensor] = []
         self.reply: Reply | None = None
         self.told: Signal | None = None
-
-
-@dataclass(eq=False)
-class _Image:
-    """A bucket's parameters as servers last told them."""
-
-    flat: Tensor
-    views: list[Tensor]
-    stale: set[int]
-    """Slots whose parameters are older than that."""
-    pieces: list[list[_Held]]
-    """By slot: the pieces that hold a part of it."""
 
 
 class MessageWorker(Worker):
@@ -83,10 +75,14 @@ class MessageWorker(Worker):
             self._server = made.server(replica)
             self._server.told = self._told
         self._held = [self._hold(piece, replica) for piece in pieces]
-        self._images = {} if replica.sizes_only else {b.index: self._image_of(b) for b in replica.buckets}
         self._of_bucket = {b.index: [h for h in self._held if h.piece.bucket == b.index] for b in replica.buckets}
+        self._of_slot: dict[Slot, list[_Held]] = {}
+        for held in self._held:
+            for share in held.piece.shares:
+                self._of_slot.setdefault(replica.buckets[held.piece.bucket].slots[share.slot], []).append(held)
         self._active = sorted({held.server for held in self._held})
         self._sent_before = self._wire.bytes_sent
+        self._leader = self._setting.workers[0]
         self._listen()
 
     def _hold(self, piece: Piece, replica: Replica) -> _Held:
@@ -96,16 +92,13 @@ class MessageWorker(Worker):
         pool = own.pool(piece.number) if own is not None else Pool(piece.num_bytes, bucket.flat)
         lossy = codec is not None and piece.runs is not None and not replica.sizes_only
         state = codec.start(piece.numel, seed=self._me * 65_537 + piece.number) if lossy and codec is not None else {}
-        return _Held(piece, server, pool, state)
-
-    def _image_of(self, bucket: Bucket) -> _Image:
-        flat = bucket.image()
-        held: list[list[_Held]] = [[] for _ in bucket.slots]
-        for each in self._held:
-            if each.piece.bucket == bucket.index:
-                for share in each.piece.shares:
-                    held[share.slot].append(each)
-        return _Image(flat, bucket.views(flat), set(), held)
+        held = _Held(piece, server, pool, state)
+        if not replica.sizes_only:
+            held.image = torch.empty(piece.numel, dtype=bucket.flat.dtype, device="cpu")
+            for share in piece.shares:
+                held.targets.append(in_memory_order(bucket.slots[share.slot].tensor)[share.start : share.stop])
+                held.sources.append(held.image[share.offset : share.offset + share.stop - share.start])
+        return held
 
     @property
     def bytes_sent(self) -> int:
@@ -117,18 +110,22 @@ class MessageWorker(Worker):
         return min(held.version for held in self._held)
 
     @property
+    def leads(self) -> bool:
+        return self._me == self._leader
+
+    @property
     def expendable(self) -> bool:
         return self._server is None  # Else a server is lost with it.
 
     # Coming and going
 
     def consensus(self) -> None:
-        self._settle_all()
+        self._catch_up()
         self._together(Kind.MEET)
 
     def leave(self) -> None:
         """Take no part until `join`: the others go on without this worker."""
-        self._settle_all()
+        self._catch_up()
         for task in [self._wire.beside(self._tell(server, Head(Kind.LEAVE))) for server in self._active]:
             task.wait()
 
@@ -158,11 +155,11 @@ class MessageWorker(Worker):
             if self._rule.bound is not None:
                 self._staleness[held.clock - held.version] += piece.number == 0
             held.clock += 1
-            held.asked = wanted != NOTHING
-            held.reply = None
-            held.task = self._wire.beside(self._pushed(held, head, self._now, own, payload))
-            if held.asked and self._images:
-                self._images[bucket.index].stale.update(share.slot for share in piece.shares)
+            if wanted != NOTHING:
+                held.reply = None
+            task = self._wire.beside(self._pushed(held, head, self._now, own, payload))
+            if wanted != NOTHING:
+                held.asked = task
 
     def _payload(self, held: _Held, bucket: Bucket) -> Tensor:
         """This worker's own copy: the bucket's memory is the user's, who may change it at once."""
@@ -179,11 +176,14 @@ class MessageWorker(Worker):
         return memory
 
     def _wanted(self, held: _Held) -> int:
-        """The version that the next iteration needs, if what is here is too old for it."""
-        if self._rule.bound is None:
+        """The version to ask for, if any: one that the iteration after the next will need is asked for in advance."""
+        bound = self._rule.bound
+        if bound is None:
             return 0
-        needed = held.clock + 1 - self._rule.bound
-        return needed if held.version < needed else NOTHING
+        needed = held.clock + 1 - bound
+        if held.asked is not None or held.version > needed or (bound == 0 and held.version == needed):
+            return NOTHING
+        return needed if held.version < needed else needed + 1
 
     def _pushed(self, held: _Held, head: Head, options: np.ndarray, marks: np.ndarray, payload: Tensor) -> Steps:
         if held.server == self._me:
@@ -231,7 +231,7 @@ class MessageWorker(Worker):
     def _told(self, piece: int, reply: Reply, values: Tensor | None) -> None:
         """The server of this very rank says something."""
         held = self._held[piece]
-        if values is not None and self._images:
+        if values is not None and held.image is not None:
             self._place(held).copy_(values)
         held.reply = reply
         if held.told is not None:
@@ -239,48 +239,40 @@ class MessageWorker(Worker):
 
     def _place(self, held: _Held) -> Tensor:
         """Where a piece goes, as bytes."""
-        if not self._images:
-            return held.pool.take()
-        return self._images[held.piece.bucket].flat[held.piece.part].view(torch.uint8)
+        return held.pool.take() if held.image is None else held.image.view(torch.uint8)
 
     def _settle_all(self) -> None:
         for held in self._held:
             self._await(held)
-        if self._images:
-            self._let_have((b, range(len(b.slots))) for b in self.replica.buckets)
 
     def _need(self, slots: Iterable[Slot]) -> None:
-        wanted: dict[Bucket, list[int]] = {}
         for slot in slots:
-            bucket = slot.bucket
-            number = bucket.slots.index(slot)
-            if number in self._images[bucket.index].stale:
-                wanted.setdefault(bucket, []).append(number)
-                for held in self._images[bucket.index].pieces[number]:
+            for held in self._of_slot[slot]:
+                if held.asked is not None:
                     self._await(held)
-        self._let_have(wanted.items())
 
-    def _let_have(self, slots: Iterable[tuple[Bucket, Iterable[int]]]) -> None:
-        with torch.no_grad():
-            for bucket, numbers in slots:
-                image = self._images[bucket.index]
-                stale = [number for number in numbers if number in image.stale]
-                if stale:
-                    torch._foreach_copy_(
-                        [bucket.slots[number].tensor for number in stale], [image.views[number] for number in stale]
-                    )
-                    image.stale.difference_update(stale)
+    def _catch_up(self) -> None:
+        """Wait for all that was asked for."""
+        for held in self._held:
+            self._await(held, needed=True)
 
-    def _await(self, held: _Held) -> None:
-        if held.task is None or not held.asked:
+    def _take_early(self) -> None:
+        for held in self._held:
+            if held.asked is not None and held.asked.done():
+                self._await(held, needed=True)
+
+    def _await(self, held: _Held, needed: bool = False) -> None:
+        """Wait for what was asked for, if the next iteration may not go on without it, or it is needed all the same."""
+        if held.asked is None:
             return
-        start_s = self.transport.now()
-        held.task.wait()
-        held.task = None
-        held.asked = False
+        bound, start_s = self._rule.bound, self.transport.now()
+        if bound is not None and not needed and held.version >= held.clock - bound:
+            return
+        held.asked.wait()
+        held.asked = None
         self.events.record(Event(PULL, start_s, self.transport.now()))
         self._take(held)
-        if self._rule.bound is None and held.piece.number == 0:
+        if bound is None and held.piece.number == 0:
             assert held.reply is not None
             self._staleness[held.reply.staleness] += 1
 
@@ -295,6 +287,10 @@ class MessageWorker(Worker):
                 f"piece {held.piece.number} was not what it must be. That rank's output says what was wrong with it."
             )
         held.version = reply.version
+        self._leader = reply.leader
+        if held.targets:
+            with torch.no_grad():
+                torch._foreach_copy_(held.targets, held.sources)
 
     def _together(self, kind: Kind) -> None:
         """Have all servers told all pieces, as they are when everybody has come, or at once."""
@@ -306,10 +302,7 @@ class MessageWorker(Worker):
         for held in self._held:
             self._take(held)
             held.clock = held.version
-            if self._images:
-                self._images[held.piece.bucket].stale.update(share.slot for share in held.piece.shares)
         self.events.record(Event(PULL, start_s, self.transport.now()))
-        self._settle_all()
 
     def _meet(self, server: int, kind: Kind) -> Steps:
         yield from self._tell(server, Head(kind))
@@ -341,22 +334,21 @@ class MessageWorker(Worker):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have servers go on from the model as it is here and what their optimisers are to remember."""
-        self._settle_all()
+        images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
+        self.consensus()
         self._wait_for_all()
         first = self._me == self._setting.workers[0]
         tasks = [
-            self._wire.beside(self._loaded(server, state))
+            self._wire.beside(self._loaded(server, state, images))
             for server in self._active
             if server == self._me or (first and self._server is None)
         ]
         for task in tasks:
             task.wait()
         self._wait_for_all()
-        for held in self._held:
-            held.version = held.clock = 0
+        self._together(Kind.MEET)
 
-    def _loaded(self, server: int, state: dict[str, Any]) -> Steps:
-        images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
+    def _loaded(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Steps:
         mine = [held for held in self._held if held.server == server]
         values = {str(held.piece.number): images[held.piece.bucket][held.piece.part].clone() for held in mine}
         states = {"values": values, "optimizer": state["optimizer"]}
@@ -412,7 +404,8 @@ def prepare(replica: Replica, transport: Transport, strategy: "ParameterServer")
     coded = strategy.codec is not None
     replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if coded else 0)
     replica.arrange([slot.name for slot in replica.slots])
-    pieces = cut(replica.buckets, len(servers), keeps_whole(replica.optimizer), coded)
+    whole = keeps_whole(replica.optimizer) or not all(is_dense(slot.tensor) for slot in replica.slots)
+    pieces = cut(replica.buckets, len(servers), whole, coded)
     num_marks = max((len(piece.shares) for piece in pieces), default=0)
     heads = Heads(len(Options(replica.optimizer)), num_marks)
     setting = Setting(strategy.consistency, strategy.codec, strategy.clip, tuple(workers), tuple(servers), heads)

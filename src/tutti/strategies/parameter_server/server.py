@@ -506,7 +506,8 @@ class Server:
     def _head_of(self, worker: int, served: Served, status: Status) -> Reply:
         version = self._stopped if status == Status.STOPPED else served.ledger.version
         num_bytes = served.piece.num_bytes if status == Status.HERE else 0
-        return Reply(status, version or 0, served.staleness.get(worker, 0), num_bytes)
+        leader = min(self._living, default=0)
+        return Reply(status, version or 0, served.staleness.get(worker, 0), num_bytes, leader)
 
     def _tell(self, worker: int) -> Steps:
         """Tell a worker what it is to be told, what its next forward pass needs first before the rest."""

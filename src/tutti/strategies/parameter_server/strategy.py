@@ -99,6 +99,10 @@ class ParameterServer(Strategy):
         return found
 
     @property
+    def lockstep(self) -> bool:
+        return False  # Workers may be lost, and the others go on.
+
+    @property
     def num_serving(self) -> int:
         return 0 if self.servers == "colocated" else self.servers
 

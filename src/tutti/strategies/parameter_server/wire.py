@@ -104,8 +104,8 @@ class Heads:
         return Head(Kind(kind), *fields), options, data[self._marks_at :].astype(bool)
 
 
-REPLY = Struct("<qqqq")
-"""Status, version, staleness of the reader's last update, bytes of the payload."""
+REPLY = Struct("<qqqqq")
+"""Status, version, staleness of the reader's last update, bytes of the payload, the first worker that is left."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,10 @@ class Reply:
     version: int = 0
     staleness: int = 0
     num_bytes: int = 0
+    leader: int = 0
 
     def pack(self) -> Tensor:
-        data = bytearray(REPLY.pack(self.status, self.version, self.staleness, self.num_bytes))
+        data = bytearray(REPLY.pack(self.status, self.version, self.staleness, self.num_bytes, self.leader))
         return torch.frombuffer(data, dtype=torch.uint8)
 
     @staticmethod

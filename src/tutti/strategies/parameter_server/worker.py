@@ -53,6 +53,10 @@ class Worker(Exchange):
     def _settle_all(self) -> None:
         """Wait until all that this rank may not go on without is here, and let the model have it."""
 
+    def _take_early(self) -> None:
+        """Let the model have what is here before it is needed; between steps, when nobody computes with it."""
+        return None
+
     @abstractmethod
     def _need(self, slots: Iterable[Slot]) -> None:
         """The same for these slots only."""
@@ -112,6 +116,7 @@ class Worker(Exchange):
             tensor.grad = gradient
         self._hidden.clear()
         self._backwards = 0
+        self._take_early()
         if self._modules is None:
             self._settle_all()
         else:
