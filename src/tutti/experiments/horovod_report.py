@@ -37,9 +37,8 @@ NYSDS 2018) trained AlexNet, GoogLeNet and ResNet-50 on ImageNet with Horovod, w
 400 GPUs of K80 cards joined by InfiniBand EDR, and with TensorFlow's parameter server beside it.
 
 Here the same is simulated by sizes alone: {plan["workers"][0]} to {plan["workers"][-1]} workers on the preset
-`{plan["cluster"]}`, each computing as long as [one GPU of a K80 would](#computing), with the strategies
-{_strategies(result)}.
-The ring's buckets are Horovod's, 64 MiB. An epoch is {IMAGES:,} images. Smaller models are
+`{plan["cluster"]}`, each computing as long as [one GPU of a K80 would](#computing). Compared:
+{_strategies(result)}. The ring's buckets are Horovod's, 64 MiB. An epoch is {IMAGES:,} images. Smaller models are
 [run for real](#a-real-run-beside-it) as well. Simulated and measured on {result["machine"]}.
 `tutti reproduce horovod-scaling` does it again.
 {quick if result["quick"] else ""}"""
@@ -52,7 +51,8 @@ def _strategies(result: dict[str, Any]) -> str:
 def _agreement(result: dict[str, Any]) -> str:
     lines = [
         "## Where it agrees with what they saw\n",
-        "Their curves are pictures without tables, so what is compared is what they say about them.\n",
+        "The words of their slides were at hand, not the curves: what they say is compared. That almost linear is "
+        f"an efficiency of {ALMOST_LINEAR:.0%} or more, and alike within {SAME - 1:.0%}, is the reading here.\n",
         "| they say | here | |",
         "| --- | --- | --- |",
     ]
@@ -67,7 +67,8 @@ from a larger batch is the H200's, which has more cores to fill than a K80.
 
 What the simulation cannot have seen: their 400 GPUs sat in 124 hosts and shared the hosts' network cards, while here
 every worker has a card of its own, has its images at once and takes exactly as long as its peers. So the efficiencies
-here are bounds from above. {_memory(result)}
+here are the most that could be hoped for.
+{_memory(result)}
 Their fourth picture, the loss of AlexNet over epochs, is not drawn again: sizes have no loss.
 """
     )
@@ -140,7 +141,8 @@ def _ring(result: dict[str, Any], folder: Path) -> str:
         }
         for model in result["plan"]["models"]
     }
-    plot_panels(_points(by_batch, _speed), "images a second", f"Throughput, {ring}", folder / "throughput.png")
+    title, path = f"Throughput, {ring}", folder / "throughput.png"
+    plot_panels(_points(by_batch, _speed), "images a second", title, path, scale="linear")
     plot_panels(_points(by_batch, _epoch_minutes), "minutes an epoch", f"Latency, {ring}", folder / "epoch.png")
     return """## Throughput and latency, as with Horovod
 
@@ -234,14 +236,15 @@ def _computing() -> str:
     table = "\n".join(lines)
     return f"""## Computing
 
-Measured on one NVIDIA H200 (torch 2.11, `python -m tutti.bench.images`): forward, backward and the step of SGD with
-momentum of the same models on random images, in milliseconds, medians of 30 by the GPU's clock; in float32 with TF32
+Measured on one NVIDIA H200 (torch 2.11; `python -m tutti.bench.images` does so): forward, backward and the step of SGD
+with momentum of the same models on random images, in milliseconds, medians of 30 by the GPU's clock; float32, TF32
 off, because a K80 has none. A K80 has two GPUs, and a worker is one of them: it is taken to be
 **{factor:.1f} times as slow as the H200** in every part. That is the geometric mean of what published speeds of one GPU
-of a K80 give (TensorFlow team 2017, "Benchmarks", synthetic data): {anchors}. It lies between the ratios of the peaks
-that NVIDIA states: 15 for float32 (67 Tflop/s against 4.4 at boost clock) and 20 for memory (4.8 TB/s against 0.24).
-GoogLeNet, for which no such speed was found, is scaled by the same. How the speed grows with the batch is the H200's: a
-K80 has fewer cores to fill, and may gain less.
+of a K80 give (TensorFlow team 2017, "Benchmarks", synthetic data):
+{anchors}.
+It lies between the ratios of the peaks that NVIDIA states: 15 for float32 (67 Tflop/s against 4.4 at boost clock) and
+20 for memory (4.8 TB/s against 0.24). GoogLeNet, for which no such speed was found, is scaled by the same. How the
+speed grows with the batch is the H200's: a K80 has fewer cores to fill, and may gain less.
 
 {table}
 """

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tutti.report.plots import pyplot
 
@@ -39,13 +39,17 @@ def plot_scaling(results: Mapping[str, Rows], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def plot_panels(panels: Panels, ylabel: str, title: str, path: Path) -> None:
-    """A panel for each key, in it a line of (workers, value) for each name; dotted: the first line, were it linear."""
+def plot_panels(panels: Panels, ylabel: str, title: str, path: Path, scale: Literal["log", "linear"] = "log") -> None:
+    """A panel for each key, in it a line of (workers, value) for each name; dotted: the first line, were it linear.
+
+    `scale` is that of both axes.
+    """
     plt = pyplot()
     size = (4.2 * len(panels) + 0.8, 4.4)
     figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for (name, lines), axis in zip(panels.items(), axes[0], strict=True):
-        _draw(axis, lines, name)
+        _draw(axis, lines, scale)
+        axis.set(title=name)
     axes[0][0].set_ylabel(ylabel)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
@@ -54,8 +58,7 @@ def plot_panels(panels: Panels, ylabel: str, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], name: str) -> None:
-    (thick, thin), count = _WIDTHS, len(lines)
+def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: Literal["log", "linear"]) -> None:
     workers = sorted({number for points in lines.values() for number, _ in points})
     (fewest, start), *_, (_, end) = next(iter(lines.values()))
     power = 1 if end > start else -1
@@ -63,14 +66,14 @@ def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], name: s
     axis.plot(workers, linear, ":", color="#222222", zorder=3, label="nothing lost")
     for place, (label, points) in enumerate(lines.items()):
         colour, marker = _STYLES[place % len(_STYLES)]
-        width = thick - (thick - thin) * place / (count - 1) if count > 1 else 2.0
         xs, ys = zip(*points, strict=True)
-        axis.plot(xs, ys, color=colour, marker=marker, markersize=3 + width, linewidth=width, label=label)
-    axis.set(xscale="log", yscale="log", xlabel="workers", title=name)
-    axis.set_xticks(workers, [f"{number:,}" for number in workers], fontsize=8)
-    axis.set_xticks([], minor=True)
+        axis.plot(xs, ys, color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=label)
+    axis.set(xscale=scale, yscale=scale, xlabel="workers")
+    if scale == "log":
+        axis.set_xticks(workers, [f"{number:,}" for number in workers], fontsize=8)
+        axis.set_xticks([], minor=True)
+        _space_ticks(axis)
     axis.yaxis.set_major_formatter(_plain)
-    _space_ticks(axis)
     axis.set_axisbelow(True)
     axis.grid(alpha=0.2)
 
