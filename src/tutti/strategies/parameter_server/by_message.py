@@ -294,6 +294,14 @@ class MessageWorker(Worker):
 
     def _together(self, kind: Kind) -> None:
         """Have all servers told all pieces, as they are when everybody has come, or at once."""
+        self._gather(kind)
+        if self._images:
+            for held in self._held:
+                self._images[held.piece.bucket].stale.update(share.slot for share in held.piece.shares)
+        self._settle(())
+
+    def _gather(self, kind: Kind) -> None:
+        """The same, without letting the model have it."""
         start_s = self.transport.now()
         for held in self._held:
             held.reply = None

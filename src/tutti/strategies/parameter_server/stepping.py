@@ -231,7 +231,7 @@ def whole_states(shares: Sequence[tuple[str, Share, dict[str, Any]]], slots: dic
         whole = found.setdefault(name, {})
         for key, value in state.items():
             if share.whole or not isinstance(value, Tensor) or value.shape != (share.stop - share.start,):
-                whole[key] = value
+                whole[key] = value.clone() if isinstance(value, Tensor) else value  # Servers go on with theirs.
                 continue
             if key not in whole:
                 whole[key] = torch.zeros(tensor.numel(), dtype=value.dtype)
