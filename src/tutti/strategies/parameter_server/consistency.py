@@ -159,4 +159,12 @@ class StalenessAware(Consistency):
         return f"StalenessAware({self.inner!r}, {self.factor.__name__})"  # Alike on all ranks, as addresses are not.
 
     def __str__(self) -> str:
-        return f"{self.inner},aware" + ("" if self.factor is inverse else f"={self.factor.__name__}")
+        return f"{self.inner},aware" + ("" if self.factor is inverse else f"={self._factor_name}")
+
+    def __repr__(self) -> str:
+        # Ranks compare it: without the function's address, which is another in every process.
+        return f"StalenessAware(inner={self.inner!r}, factor={self._factor_name})"
+
+    @property
+    def _factor_name(self) -> str:
+        return getattr(self.factor, "__qualname__", type(self.factor).__qualname__)

@@ -87,7 +87,10 @@ class ParameterServer(Strategy):
         workers = size if self.servers == "colocated" else size - num_servers
         quorum = self.consistency.quorum
         if self.consistency.bound is None and quorum > workers:
-            raise ConfigError(f"SoftSync({quorum}) needs {quorum} workers, and there are {workers}.")
+            raise ConfigError(
+                f"SoftSync({quorum}) needs {quorum} workers, and there are {workers}. Use SoftSync({workers}) or less, "
+                "or more ranks."
+            )
         return list(range(workers)), list(range(size - num_servers, size))
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
@@ -125,7 +128,7 @@ class ParameterServer(Strategy):
         if not self.overlap:
             options.append("overlap=0")
         if self.clip is not None:
-            options.append(f"clip={self.clip:g}")
+            options.append(f"clip={self.clip}")
         if self.bucket_bytes != type(self).bucket_bytes:
             options.append(f"bucket_bytes={self.bucket_bytes}")
         codec = "" if self.codec is None else f"+{print_codec(self.codec)}"
