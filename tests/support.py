@@ -43,6 +43,8 @@ def run_threads(
         try:
             with _world(Roster(rank, peers, store, timeout), transport) as world:
                 results[rank] = function(world, *args)
+        except SystemExit:
+            return  # It was a server.
         except Exception as error:
             results[rank] = error
 
