@@ -172,7 +172,8 @@ class Server:
         self.told: Callable[[int, Reply, Tensor | None], None] = lambda *_: None
         """Tells the worker of this very rank."""
         self.over = transport.signal()
-        """Given when no worker is left."""
+        """Given when no worker is left, or when the server has failed."""
+        self.failure: Exception | None = None
         self._clipping: _Clipping | None = None
         self._norms: dict[tuple[int, int], float] = {}
         """Squares of others' norms, by server and clock."""
@@ -198,11 +199,25 @@ class Server:
             return
         for worker in self._setting.workers:
             if worker != self._me:
-                self._transport.beside(self._attend(worker))
-                self._transport.beside(self._tell(worker))
+                self._begin(self._attend(worker))
+                self._begin(self._tell(worker))
         if self._clips_means:
             for server in others:
-                self._transport.beside(self._hear_norms(server))
+                self._begin(self._hear_norms(server))
+
+    def _begin(self, steps: Steps) -> None:
+        self._transport.beside(self._watched(steps))
+
+    def _watched(self, steps: Steps) -> Steps:
+        """The same steps. If they fail, so does the server: nobody waits for the work that they are."""
+        try:
+            yield from steps
+        except RankLost:
+            return  # Whoever attends it knows as well.
+        except Exception as error:
+            _log.error("rank %d: the server here has failed: %s: %s", self._me, type(error).__name__, str(error))
+            self.failure = error
+            self.over.give()
 
     # What workers say
 
@@ -249,9 +264,9 @@ class Server:
                 case Kind.JOIN:
                     self._join(worker)
                 case Kind.SAVE:
-                    self._transport.beside(saved.tell(self.states(), worker, self._transport))
+                    self._begin(saved.tell(self.states(), worker, self._transport))
                 case Kind.LOAD:
-                    self._transport.beside(self._load(worker))
+                    self._begin(self._load(worker))
                 case Kind.STOP:
                     self._stop(worker)
                 case Kind.BYE:

@@ -174,3 +174,5 @@ def _switch(text: str) -> bool:
 
 def _until_over(server: Server) -> Steps:
     yield server.over
+    if server.failure is not None:
+        raise server.failure
