@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tutti
 from equivalence.scenarios import SCENARIOS, assert_close, batches, part_of, prepare, train_plainly
 from support import run_ok, run_threads
+from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import Codec, ErrorFeedback, LowRank, OneBit, TopK
-from tutti.errors import ConfigError, DeadlineExceeded, NonFiniteLoss, RankLost, WorkerDropped
+from tutti.errors import ConfigError, NonFiniteLoss, RankLost, WorkerDropped
 from tutti.events import READ
 from tutti.job import Job, distribute
 from tutti.strategies import BSP, SSP, AllReduce, Async, ParameterServer, SoftSync, StalenessAware, parse
@@ -803,6 +805,32 @@ def own_factor(staleness: int) -> float:
     return 0.5**staleness
 
 
+def broken_factor(staleness: int) -> float:
+    raise ZeroDivisionError("this factor fails")
+
+
+@everywhere
+def test_what_fails_on_a_server_is_said(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = ParameterServer(StalenessAware(Async(), broken_factor), servers=1)
+    found = run_threads(trained, strategy, size=3, transport=transport)
+    assert all(isinstance(each, RankLost) and "rank 2 is gone" in str(each) for each in found[:2]), found
+    assert isinstance(found[2], ZeroDivisionError), found[2]
+    assert "rank 2: the server here has failed: ZeroDivisionError: this factor fails" in caplog.text
+
+
+def test_reads_are_logged() -> None:
+    def train(world: World) -> list[tuple[int, ...]]:
+        model, optimizer, job = start(world, ParameterServer())
+        go(job, model, optimizer, range(3))
+        reads = [event.about for event in job.events if event.kind == READ and event.about[0] == 0]
+        assert job.metrics.staleness == {0: 3}
+        job.finish()
+        return reads
+
+    for reads in run_ok(train, size=2, transport="process_group"):
+        assert reads == [(0, 0, 0), (0, 1, 1), (0, 2, 2)]
+
+
 # What is known not to work yet
 
 
@@ -826,26 +854,23 @@ def test_training_may_last_longer_than_a_wait(servers: Any) -> None:
     assert not any(isinstance(each, Exception) for each in found), found
 
 
-def broken_factor(staleness: int) -> float:
-    raise ZeroDivisionError("this factor fails")
+@pytest.mark.xfail(
+    raises=tutti.errors.Deadlock, strict=True, reason="who comes back while others step is at one clock of each server"
+)
+def test_coming_back_while_servers_clip() -> None:
+    """Servers wait for each other's norms of a clock for which a worker sends to one now, to the other later."""
 
-
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="what a server's steps raise is lost")
-def test_what_fails_on_a_server_is_said() -> None:
-    strategy = ParameterServer(StalenessAware(Async(), broken_factor), servers=1)
-    found = run_threads(trained, strategy, size=2, transport="process_group", timeout=timedelta(seconds=1))
-    assert not isinstance(found[0], DeadlineExceeded), found[0]
-    assert isinstance(found[1], ZeroDivisionError), found[1]
-
-
-def test_reads_are_logged() -> None:
-    def train(world: World) -> list[tuple[int, ...]]:
-        model, optimizer, job = start(world, ParameterServer())
-        go(job, model, optimizer, range(3))
-        reads = [event.about for event in job.events if event.kind == READ and event.about[0] == 0]
-        assert job.metrics.staleness == {0: 3}
+    def train(away_s: float) -> None:
+        world = tutti.init()
+        strategy = ParameterServer(servers=2, clip=0.1, bucket_bytes=3000)
+        model, optimizer, job = start(world, strategy)
+        go(job, model, optimizer, range(2))
+        if job.world.rank == 1:
+            with job.away():
+                world.transport.elapse(away_s)
+        go(job, model, optimizer, range(2, 8))
         job.finish()
-        return reads
 
-    for reads in run_ok(train, size=2, transport="process_group"):
-        assert reads == [(0, 0, 0), (0, 1, 1), (0, 2, 2)]
+    cluster = Cluster(link=Link("100mbit", "300us"), compute=Compute(sample_s=1e-4))
+    for number in range(20):
+        tutti.simulate(train, 0.003 + 0.0002 * number, workers=4, cluster=cluster)
