@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -193,7 +193,7 @@ def rules(num_workers: int) -> st.SearchStrategy[Consistency]:
     return st.one_of(plain, plain.map(StalenessAware))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_every_rule_keeps_its_promise(data: st.DataObject) -> None:
     num_workers = data.draw(st.integers(2, 6), "workers")
@@ -228,6 +228,29 @@ def test_no_staleness_is_lockstep(data: st.DataObject) -> None:
     cluster = data.draw(clusters(num_workers), "cluster")
     lockstep, none = (run(rule, steps, cluster).parameters[0] for rule in (BSP(), SSP(0)))
     assert all(torch.equal(one, two) for one, two in zip(lockstep, none, strict=True))
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_worker_may_die_at_any_moment(data: st.DataObject) -> None:
+    """The others go on, keep their promises to each other, and end alike."""
+    rule = data.draw(rules(1), "rule")
+    clip = data.draw(st.sampled_from([None, 0.01]), "clip")
+    servers = data.draw(st.sampled_from([1, 2]), "servers")
+    dies_ms = data.draw(st.sampled_from([10, 12, 15, 20, 30, 50]), "when, in ms")
+    cluster = replace(data.draw(clusters(3), "cluster"), failures={1: dies_ms / 1000}, link=Link("100mbit", "200us"))
+    strategy = ParameterServer(rule, bucket_bytes=10_000, servers=servers, clip=clip)
+    with noted_servers() as noted:
+        simulation = tutti.simulate(train, strategy, [8, 8, 8], workers=3 + servers, cluster=cluster)
+    applies = [event for server in noted for event in server.events if event.kind == APPLY and event.about[2] != 1]
+    living = [simulation.results[0], simulation.results[2]]
+    found = Run([8, 0, 8], [living[0][0], [], living[1][0]], applies, [parameters for _, parameters in living])
+    check_all_applied(found)
+    if rule.bound is None:
+        check_own(found)
+    else:
+        check_reads(found, rule.bound)
+    assert all(torch.equal(one, two) for one, two in zip(*found.parameters, strict=True))
 
 
 # The checks themselves
