@@ -139,7 +139,7 @@ class Job:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["strategy"] != str(self.strategy):
+        if not self.strategy.goes_on_from(state["strategy"]):
             raise ConfigError(
                 f"this state was saved under strategy '{state['strategy']}' and cannot be used under '{self.strategy}'."
             )

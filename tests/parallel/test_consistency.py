@@ -345,9 +345,6 @@ def test_stale_updates_are_scaled_down(factor: Any) -> None:
     assert any((one - two).abs().max() > 1e-6 for one, two in zip(found.parameters[0], unscaled, strict=True))
 
 
-@pytest.mark.xfail(
-    raises=tutti.errors.Deadlock, strict=True, reason="each piece has its own quorum: workers wait for each other's"
-)
 def test_soft_sync_of_several_pieces() -> None:
     """Worker 1 leaves when of one piece only worker 0's update waits for company, of another only worker 2's."""
     check(run(SoftSync(2), [4, 4, 4], STRAGGLER), SoftSync(2))

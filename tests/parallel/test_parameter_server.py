@@ -657,7 +657,6 @@ def test_a_loss_that_is_not_finite_stops_everybody_who_serves(transport: str, ru
         assert isinstance(each, NonFiniteLoss | RankLost), each
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="a server leaves with its worker before all have heard")
 def test_everybody_who_serves_hears_why() -> None:
     check_stopped(run_threads(lose_finiteness, ParameterServer(), size=3, transport="simulated"))
 
@@ -845,7 +844,6 @@ def slowly(world: World, strategy: ParameterServer) -> list[Tensor]:
     return copied(model)
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="waits beside each other have one deadline for it all")
 @pytest.mark.parametrize("servers", ["colocated", 1])
 def test_training_may_last_longer_than_a_wait(servers: Any) -> None:
     strategy = ParameterServer(Async(), servers=servers)
@@ -854,9 +852,6 @@ def test_training_may_last_longer_than_a_wait(servers: Any) -> None:
     assert not any(isinstance(each, Exception) for each in found), found
 
 
-@pytest.mark.xfail(
-    raises=tutti.errors.Deadlock, strict=True, reason="who comes back while others step is at one clock of each server"
-)
 def test_coming_back_while_servers_clip() -> None:
     """Servers wait for each other's norms of a clock for which a worker sends to one now, to the other later."""
 

@@ -114,6 +114,10 @@ class Strategy(ABC):
         """What is wrong with using it with this optimiser on so many ranks."""
         return []
 
+    def goes_on_from(self, text: str) -> bool:
+        """Whether this can go on from what was saved under the strategy of that text."""
+        return text == str(self)
+
     @property
     def lockstep(self) -> bool:
         """Whether all ranks take the same steps together, so that they can do other things together between them."""

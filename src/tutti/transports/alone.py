@@ -33,7 +33,7 @@ class AloneTransport(Transport):
             work.wait()
         return Finished()
 
-    def beside(self, steps: Steps) -> Work:
+    def beside(self, steps: Steps, patiently: bool = False) -> Work:
         return self.start(steps)
 
     def close(self) -> None:

@@ -117,11 +117,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def beside(self, steps: Steps) -> Work:
+    def beside(self, steps: Steps, patiently: bool = False) -> Work:
         """Take `steps` beside the caller and beside each other: whichever can go on does, all in one thread.
 
-        They may wait for as long as it takes; whoever waits for the work that this returns has a deadline. A transport
-        is used by steps of this kind, from the first call on, or by the other kind.
+        They may wait for as long as it takes. Whoever waits for the work that this returns has a deadline, which moves
+        on with every step; or none, if `patiently`. A transport is used by steps of this kind, from the first call on,
+        or by the other kind.
         """
 
     def signal(self) -> Signal:
@@ -168,8 +169,8 @@ class Added(Transport):
     def start(self, steps: Steps) -> Work:
         return self.inner.start(steps)
 
-    def beside(self, steps: Steps) -> Work:
-        return self.inner.beside(steps)
+    def beside(self, steps: Steps, patiently: bool = False) -> Work:
+        return self.inner.beside(steps, patiently)
 
     def signal(self) -> Signal:
         return self.inner.signal()

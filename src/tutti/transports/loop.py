@@ -1,6 +1,7 @@
 """A thread that takes the steps of many at once: whichever can go on goes on."""
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 
@@ -37,8 +38,10 @@ class Mover(ABC):
 class _Task(Work):
     """Steps that the loop takes."""
 
-    def __init__(self, steps: Steps, loop: "Loop") -> None:
+    def __init__(self, steps: Steps, loop: "Loop", patiently: bool) -> None:
         self._steps, self._loop = steps, loop
+        self._patiently = patiently
+        self._moved_at = time.monotonic()
         self._waits_for: Work | None = None
         self._ended = threading.Event()
         self._error: Exception | None = None
@@ -49,6 +52,7 @@ class _Task(Work):
         try:
             while (work := self._waits_for) is None or mover.over(work):
                 moved = True
+                self._moved_at = time.monotonic()
                 failure = None if work is None else mover.failure(work)
                 self._waits_for = next(self._steps) if failure is None else self._steps.throw(failure)
         except StopIteration:
@@ -66,8 +70,11 @@ class _Task(Work):
         return self._ended.is_set()
 
     def wait(self) -> None:
-        if not self._ended.wait(self._loop.patience_s):
-            raise self._loop.mover.overdue("a reply")
+        started = time.monotonic()
+        while not self._ended.wait(self._loop.patience_s):
+            late = time.monotonic() - max(started, self._moved_at) > self._loop.patience_s
+            if late and not self._patiently:
+                raise self._loop.mover.overdue("a reply")
         if self._error is not None:
             raise self._error
 
@@ -84,9 +91,9 @@ class Loop:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, steps: Steps) -> Work:
-        """Have `steps` taken from now on."""
-        task = _Task(steps, self)
+    def add(self, steps: Steps, patiently: bool) -> Work:
+        """Have `steps` taken from now on; those who wait for them have a deadline, or not if `patiently`."""
+        task = _Task(steps, self, patiently)
         with self._lock:
             if self._closed:
                 raise ConfigError(f"{self._name}: this transport is closed.")

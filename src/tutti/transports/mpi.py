@@ -325,14 +325,14 @@ class MpiTransport(Transport):
             work.wait()
         return Finished()
 
-    def beside(self, steps: Steps) -> Work:
+    def beside(self, steps: Steps, patiently: bool = False) -> Work:
         self._check_open()
         if not self._beside:
             raise ConfigError(
                 f"rank {self.rank}: this MPI serves one thread only (no MPI_THREAD_MULTIPLE), and nothing can go on "
                 "beside training. Use another transport, or an MPI that serves several."
             )
-        return self._loop.add(steps)
+        return self._loop.add(steps, patiently)
 
     def close(self) -> None:
         """End what is under way.

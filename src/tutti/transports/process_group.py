@@ -141,8 +141,8 @@ class ProcessGroupTransport(Transport):
     def start(self, steps: Steps) -> Work:
         return self._background.start(steps)
 
-    def beside(self, steps: Steps) -> Work:
-        return self._loop.add(steps)
+    def beside(self, steps: Steps, patiently: bool = False) -> Work:
+        return self._loop.add(steps, patiently)
 
     def interrupt(self) -> None:
         self.closed = True

@@ -1,6 +1,7 @@
 """A worker of parameter servers: pushes gradients as they come, and reads parameters as old as it may."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tutti.codecs.base import State
 from tutti.collectives import recursive_doubling, run
-from tutti.errors import NonFiniteLoss, WorkerDropped
+from tutti.errors import DeadlineExceeded, NonFiniteLoss, RankLost, WorkerDropped
 from tutti.events import PULL, READ, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot, in_memory_order, is_dense
@@ -124,22 +125,31 @@ class MessageWorker(Worker):
         self._together(Kind.MEET)
 
     def leave(self) -> None:
-        """Take no part until `join`: the others go on without this worker."""
+        """Take no part until `join`: the others go on without this worker.
+
+        Where means are clipped, servers step together, and would not agree on when it is back: the others wait for it.
+        """
         self._catch_up()
-        for task in [self._wire.beside(self._tell(server, Head(Kind.LEAVE))) for server in self._active]:
-            task.wait()
+        if self._clips_means:
+            return
+        self._tell_all(Kind.LEAVE)
 
     def join(self) -> None:
         """Take part again, from what the servers have."""
+        if self._clips_means:
+            return
         self._together(Kind.JOIN)
 
     def finish(self) -> None:
         self.consensus()
-        for task in [self._wire.beside(self._tell(server, Head(Kind.BYE))) for server in self._active]:
-            task.wait()
+        self._tell_all(Kind.BYE)
         if self._server is not None:
-            self._wire.beside(_until(self._server.over)).wait()
+            self._wire.beside(_until(self._server.over), patiently=True).wait()
         self.close()
+
+    def _tell_all(self, kind: Kind) -> None:
+        for task in [self._wire.beside(self._tell(server, Head(kind))) for server in self._active]:
+            task.wait()
 
     # Pushing
 
@@ -205,8 +215,15 @@ class MessageWorker(Worker):
             yield self._wire.isend(self._setting.heads.pack(head), server, HEAD)
 
     def _ask_to_stop(self) -> None:
-        for task in [self._wire.beside(self._tell(server, Head(Kind.STOP))) for server in self._active]:
-            task.wait()
+        self._tell_all(Kind.STOP)
+        self._stop_serving()
+
+    def _stop_serving(self) -> None:
+        """Go, but not before the server of this rank has told all others why."""
+        with suppress(RankLost, DeadlineExceeded):
+            self._tell_all(Kind.BYE)
+            if self._server is not None:
+                self._wire.beside(_until(self._server.over)).wait()
 
     # Reading
 
@@ -280,6 +297,7 @@ class MessageWorker(Worker):
         reply = held.reply
         assert reply is not None
         if reply.status == Status.STOPPED:
+            self._stop_serving()
             raise NonFiniteLoss(self._me, [reply.version], self.replica.steps)
         if reply.status == Status.DROPPED:
             raise WorkerDropped(
@@ -294,14 +312,6 @@ class MessageWorker(Worker):
 
     def _together(self, kind: Kind) -> None:
         """Have all servers told all pieces, as they are when everybody has come, or at once."""
-        self._gather(kind)
-        if self._images:
-            for held in self._held:
-                self._images[held.piece.bucket].stale.update(share.slot for share in held.piece.shares)
-        self._settle(())
-
-    def _gather(self, kind: Kind) -> None:
-        """The same, without letting the model have it."""
         start_s = self.transport.now()
         for held in self._held:
             held.reply = None
@@ -309,7 +319,8 @@ class MessageWorker(Worker):
             task.wait()
         for held in self._held:
             self._take(held)
-            held.clock = held.version
+            if self._rule.bound is not None:
+                held.clock = held.version
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def _meet(self, server: int, kind: Kind) -> Steps:
@@ -321,7 +332,7 @@ class MessageWorker(Worker):
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """What servers' optimisers remember, by parameter, and what codecs left out."""
+        """What servers' optimisers remember, by parameter."""
         self.consensus()
         found: list[Any] = []
         for task in [self._wire.beside(self._saved(server, found)) for server in self._active]:

@@ -155,9 +155,6 @@ class StalenessAware(Consistency):
     def scale(self, staleness: int) -> float:
         return float(self.factor(staleness))
 
-    def __repr__(self) -> str:
-        return f"StalenessAware({self.inner!r}, {self.factor.__name__})"  # Alike on all ranks, as addresses are not.
-
     def __str__(self) -> str:
         return f"{self.inner},aware" + ("" if self.factor is inverse else f"={self._factor_name}")
 

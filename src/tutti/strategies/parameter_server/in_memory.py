@@ -53,6 +53,8 @@ class InMemoryWorker(Worker):
         self._host = transport
         self._size = transport.size
         self._alone = self._rule.bound is None and self._rule.quorum == 1  # Every update is a step of its own.
+        self._together = self._clips_means or (self._rule.bound is None and not self._alone)
+        """Whether all pieces are stepped at once: for the norm of the whole, or to be made of the same updates."""
         replica.allocate(transport.inner, strategy.bucket_bytes)
         replica.arrange([slot.name for slot in replica.slots])
         self._cut()
@@ -70,7 +72,7 @@ class InMemoryWorker(Worker):
     def _cut(self) -> None:
         """Cut buckets into pieces: as many as there are ranks to step them, where that is worth it."""
         buckets, whole = self.replica.buckets, keeps_whole(self.replica.optimizer)
-        together = self._alone or self._clips_means
+        together = self._alone or self._together
         self._pieces: list[Piece] = []
         for bucket in buckets:
             most = 1 if together else max(1, min(self._size, bucket.flat.nbytes // _WORTH_SHARING_BYTES))
@@ -82,8 +84,8 @@ class InMemoryWorker(Worker):
         buckets, size, slots = self.replica.buckets, self._size, Slots()
         self._crowd = Gathering(transport, slots)
         self._clock, self._first = slots.take(len(buckets), size), slots.take(len(buckets), size)
-        self._counted, self._arrival = slots.take(len(buckets), size), slots.take(len(buckets), size)
-        self._arrivals = slots.take(len(buckets))
+        self._counted = slots.take(len(buckets), size)
+        self._arrival, self._arrivals = slots.take(size), slots.take(1)
         self._version, self._lock = slots.take(len(self._pieces)), slots.take(len(self._pieces))
         self._stepping = slots.take(len(self._pieces))
         self._taken, self._old = slots.take(len(self._pieces), size), slots.take(len(self._pieces), size)
@@ -204,9 +206,14 @@ class InMemoryWorker(Worker):
         self._notes[index][self._me, entry] = [
             self._weight, norm, *self._now, *self._bases[index], *marks_of(bucket)
         ]  # fmt: skip
-        self._counters[self._arrival[index, self._me]] = self._flags.advance(int(self._arrivals[index]))
-        self._flags.publish(int(self._clock[index, self._me]), self._clocks[index])
-        self._help([index])
+        if self._rule.bound is not None:
+            self._flags.publish(int(self._clock[index, self._me]), self._clocks[index])
+            self._help([index])
+        elif index + 1 == len(self._clocks):  # An update is there when all of it is.
+            self._counters[self._arrival[self._me]] = self._flags.advance(int(self._arrivals[0]))
+            for each, its in reversed(list(enumerate(self._clocks))):
+                self._flags.publish(int(self._clock[each, self._me]), its)
+            self._help([index])
         needed = None if self._rule.bound is None else self._clocks[index] - self._rule.bound
         if needed is None or self._versions[index] < needed:
             self._stale.add(index)
@@ -233,8 +240,8 @@ class InMemoryWorker(Worker):
 
     def _help(self, buckets: Iterable[int]) -> None:
         """Step whatever is due and nobody else is at."""
-        if self._clips_means:
-            self._help_clipped()
+        if self._together:
+            self._help_together()
             return
         for bucket in buckets:
             for piece in self._of_bucket[bucket]:
@@ -271,7 +278,7 @@ class InMemoryWorker(Worker):
     def _counted_due(self, number: int, bucket: int) -> tuple[int, list[tuple[int, int]]] | None:
         counters = self._counters
         version = self._flags.value(int(self._version[number]))
-        taken, arrival = counters[self._taken[number]], counters[self._arrival[bucket]]
+        taken, arrival = counters[self._taken[number]], counters[self._arrival]
         waiting = sorted(np.flatnonzero(counters[self._clock[bucket]] > taken), key=lambda worker: arrival[worker])
         enough = min(self._rule.quorum, int(counters[self._counted[bucket]].sum()) or len(waiting))
         if not waiting or len(waiting) < enough:
@@ -319,8 +326,8 @@ class InMemoryWorker(Worker):
             self._counters[self._taken[number, update.worker]] = update.clock + 1
         self._flags.publish(int(self._version[number]), version + 1)
 
-    def _help_clipped(self) -> None:
-        """The same, for all pieces at once: their norm is that of the whole. The lock of the first is that of all."""
+    def _help_together(self) -> None:
+        """The same, for all pieces at once. The lock of the first is that of all."""
         while self._all_due() and self._flags.swap(int(self._lock[0]), 0, self._me + 1):
             try:
                 while due := self._all_due():
@@ -331,7 +338,7 @@ class InMemoryWorker(Worker):
                         marks = self._combine(number, version, made)
                         square += self._steps[number].stepper.square_norm(marks)
                         parts.append((number, version, made, marks))
-                    factor = clip_factor(self._strategy.clip or 0.0, sqrt(square))
+                    factor = clip_factor(self._strategy.clip or 0.0, sqrt(square)) if self._clips_means else 1.0
                     for number, version, made, marks in parts:
                         self._take_step(number, version, made, marks, factor)
             finally:
@@ -339,6 +346,9 @@ class InMemoryWorker(Worker):
 
     def _all_due(self) -> dict[int, tuple[int, list[tuple[int, int]]]]:
         """What makes the next version of all pieces; nothing, if somebody has still to push some of it."""
+        if self._rule.bound is None:
+            due = self._due(0)
+            return {} if due is None else {piece.number: due for piece in self._pieces}
         found = {}
         for piece in self._pieces:
             due = self._due(piece.number)
@@ -390,7 +400,7 @@ class InMemoryWorker(Worker):
         counted = self._clock[bucket][counters[self._counted[bucket]] == 1]
         if not self._flags.reached(counted, needed):
             return counted, needed  # First that all have pushed; then this rank helps.
-        self._help(range(len(self._versions)) if self._clips_means else [bucket])
+        self._help([bucket])
         return None if self._flags.reached(slots, needed) else (slots, needed)
 
     def _read(self, buckets: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
 """What a server knows of one piece: who has sent what, what is due, and who may read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tutti.strategies.parameter_server.consistency import Consistency
@@ -25,6 +25,15 @@ class Update:
     staleness: int = 0
 
 
+@dataclass
+class Order:
+    """Which updates, as workers and clocks, make which version: one rank decides, and all servers keep to it."""
+
+    living: set[int]
+    """Whose updates may still come."""
+    sets: list[set[tuple[int, int]]] = field(default_factory=list)
+
+
 class Ledger:
     """Decides which updates make the next version, whatever order they come in.
 
@@ -32,8 +41,11 @@ class Ledger:
     does: so whoever waits here waits for the living.
     """
 
-    def __init__(self, consistency: Consistency, members: set[int]) -> None:
+    def __init__(self, consistency: Consistency, members: set[int], order: "Order | None" = None) -> None:
+        """`order` says which updates make which version, where pieces of several servers must agree on it."""
         self.version = 0
+        self._order = order
+        self._place = 0
         self._rule = consistency
         self._members = members
         """Those who are waited for. Shared with the other pieces of the server."""
@@ -44,8 +56,19 @@ class Ledger:
     def restart(self) -> None:
         """Begin again, with everybody at the first version."""
         self.version = 0
+        self._place = 0
         self._clocks = dict.fromkeys(self._clocks, 0)
         self._pending.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that has come is applied."""
+        return not self._pending
+
+    def drop(self, worker: int) -> None:
+        """Forget what has come from a worker that is lost: where an order is kept, it may never come into it."""
+        if self._order is not None:
+            self._pending = [update for update in self._pending if update.worker != worker]
 
     def clock_of(self, worker: int) -> int:
         """How many updates have come from a worker, and from those that it joined before."""
@@ -67,7 +90,8 @@ class Ledger:
 
     def join(self, worker: int) -> None:
         """A worker's next update is for the next version."""
-        self._clocks[worker] = self.version
+        if self._rule.bound is not None:
+            self._clocks[worker] = self.version
 
     def push(self, update: Update) -> None:
         """An update has come."""
@@ -83,11 +107,14 @@ class Ledger:
             for update in due:
                 update.staleness = self.version - update.base
             self.version += 1
+            self._place += 1
         return sorted(due, key=lambda update: update.worker)
 
     def _due(self) -> list[Update]:
         if not self._pending:
             return []
+        if self._order is not None:
+            return self._ordered()
         if self._rule.bound is None:
             enough = min(self._rule.quorum, len(self._members) or len(self._pending))
             return self._pending[:enough] if len(self._pending) >= enough else []
@@ -96,6 +123,19 @@ class Ledger:
         # Where those who had sent for this version are gone and forgotten, the next one that there is something for.
         self.version = min(update.clock for update in self._pending)
         return [update for update in self._pending if update.clock == self.version]
+
+    def _ordered(self) -> list[Update]:
+        assert self._order is not None
+        while self._place < len(self._order.sets):
+            wanted = self._order.sets[self._place]
+            here = [update for update in self._pending if (update.worker, update.clock) in wanted]
+            coming = {worker for worker, _ in wanted} - {update.worker for update in here}
+            if coming & self._order.living:
+                return []
+            if here:
+                return here
+            self._place += 1  # All of it is lost.
+        return []
 
     def readable(self, worker: int, wanted: int) -> bool:
         """Whether a worker that wants so high a version, or its own updates in it, may read."""

@@ -22,13 +22,14 @@ from tutti.events import APPLY, Event, EventLog
 from tutti.replica import Replica
 from tutti.strategies.parameter_server import saved
 from tutti.strategies.parameter_server.consistency import Consistency
-from tutti.strategies.parameter_server.ledger import Ledger, Update
+from tutti.strategies.parameter_server.ledger import Ledger, Order, Update
 from tutti.strategies.parameter_server.pieces import Piece
 from tutti.strategies.parameter_server.stepping import Stepper, clip_factor
 from tutti.strategies.parameter_server.wire import (
     HEAD,
     NORM,
     NOTHING,
+    ORDER,
     PAYLOAD,
     Head,
     Heads,
@@ -179,12 +180,16 @@ class Server:
         """Squares of others' norms, by server and clock."""
         self._others: list[int] = []
         self._served: dict[int, Served] = {}
+        rule = setting.consistency
+        self._order = Order(self._living) if rule.bound is None and rule.quorum > 1 else None
+        self._chooser: Ledger | None = None
+        """Decides the order, on the first server."""
         for piece in pieces:
             bucket = replica.buckets[piece.bucket]
             stepper = None
             if not replica.sizes_only:
                 stepper = Stepper(piece, bucket, replica.optimizer, bucket.image()[piece.part].clone())
-            ledger = Ledger(setting.consistency, self.members)
+            ledger = Ledger(rule, self.members, self._order)
             self._served[piece.number] = Served(piece, ledger, stepper, bucket.flat)
         if not self._served:
             self.over.give()
@@ -197,6 +202,12 @@ class Server:
         self._others = others
         if not self._served:
             return
+        if self._order is not None:
+            first = min([self._me, *others])
+            if self._me == first:
+                self._chooser = Ledger(self._setting.consistency, self.members)
+            else:
+                self._begin(self._hear_order(first))
         for worker in self._setting.workers:
             if worker != self._me:
                 self._begin(self._attend(worker))
@@ -218,6 +229,8 @@ class Server:
             _log.error("rank %d: the server here has failed: %s: %s", self._me, type(error).__name__, str(error))
             self.failure = error
             self.over.give()
+            if self._me in self._setting.workers:
+                self._transport.interrupt()  # The worker of this rank, too, is told that it waits in vain.
 
     # What workers say
 
@@ -259,6 +272,8 @@ class Server:
                     self._push(worker, head, options, marks, payload)
                 case Kind.MEET:
                     self._leave_clocks(worker, self._meeting)
+                    if self._stopped is not None:
+                        self._stop(self._stopped)
                 case Kind.LEAVE:
                     self._leave_clocks(worker, self._away)
                 case Kind.JOIN:
@@ -283,6 +298,10 @@ class Server:
         values = self._decoded(served, payload)
         marks = marks[: len(served.piece.shares)]
         served.ledger.push(Update(worker, head.base, head.weight, head.norm, options, marks, values))
+        if self._chooser is not None and served.piece.number == min(self._served):
+            self._chooser.push(Update(worker, 0, 0.0, 0.0, None, None, None))
+            if self._choose():
+                self._settle(list(self._served.values()))
         if head.wanted != NOTHING:
             served.asks[worker] = head.wanted
         self._settle([served])
@@ -339,9 +358,13 @@ class Server:
         """Start again from these parameters and what the optimiser is to remember of them."""
         self.members.clear()
         self.members.update(self._living)
+        if self._chooser is not None:
+            self._chooser.restart()
         self._clipping = None
         for served in self._served.values():
             served.ledger.restart()
+            if self._order is not None:
+                self._order.sets.clear()
             served.forget_snapshot()
             if served.stepper is not None:
                 served.stepper.values.copy_(states["values"][str(served.piece.number)])
@@ -375,6 +398,8 @@ class Server:
     def _lost(self, worker: int, why: str) -> None:
         if worker in self._living:
             self._say(worker, why)
+            for served in self._served.values():
+                served.ledger.drop(worker)
             self._gone(worker)
 
     def _drop(self, worker: int, why: str) -> None:
@@ -393,6 +418,7 @@ class Server:
     # Steps
 
     def _settle_all(self) -> None:
+        self._choose()
         self._settle(list(self._served.values()))
         self._conclude()
 
@@ -443,10 +469,34 @@ class Server:
 
     def _conclude(self) -> None:
         """If everybody who is here has come to the meeting, tell all the same, and go on together."""
-        if self._meeting and self._meeting == self._living - self._away and self._clipping is None:
+        all_here = self._meeting and self._meeting == self._living - self._away
+        if all_here and self._clipping is None and all(served.ledger.idle for served in self._served.values()):
             present = sorted(self._meeting)
             self._meeting.clear()
             self._count_in(present)
+
+    # Order: where a version is made of some updates only, all servers take the same.
+
+    def _choose(self) -> bool:
+        """Decide what can be decided, and tell the other servers; whether there was anything."""
+        chosen = False
+        while self._chooser is not None and self._order is not None and (due := self._chooser.take()):
+            chosen = True
+            self._order.sets.append({(update.worker, update.clock) for update in due})
+            told = torch.full((2 * self._setting.consistency.quorum,), NOTHING, dtype=torch.int64, device="cpu")
+            told[: 2 * len(due)] = torch.tensor([number for each in due for number in (each.worker, each.clock)])
+            for server in self._others:
+                self._begin(_sent(self._transport, told, server, ORDER))
+        return chosen
+
+    def _hear_order(self, first: int) -> Steps:
+        assert self._order is not None
+        while self._living:
+            told = torch.empty(2 * self._setting.consistency.quorum, dtype=torch.int64, device="cpu")
+            yield self._transport.irecv(told, first, ORDER)
+            pairs = told.view(-1, 2).tolist()
+            self._order.sets.append({(worker, clock) for worker, clock in pairs if worker != NOTHING})
+            self._settle_all()
 
     # Clipping: all pieces of all servers take a step together, when the norm of the whole is known.
 
@@ -492,7 +542,7 @@ class Server:
                 served.ledger.skip(clock)
         for server in self._others:
             told = torch.tensor([float(clock), square], dtype=torch.float64, device="cpu")
-            self._transport.beside(_sent(self._transport, told, server))
+            self._begin(_sent(self._transport, told, server, NORM))
         self._clipping = _Clipping(clock, parts, square)
         return True
 
@@ -559,5 +609,5 @@ class Server:
                 self._reply(worker, self._served[min(self._served)], Status.BEAT)
 
 
-def _sent(transport: Transport, tensor: Tensor, dst: int) -> Steps:
-    yield transport.isend(tensor, dst, NORM)
+def _sent(transport: Transport, tensor: Tensor, dst: int, tag: int) -> Steps:
+    yield transport.isend(tensor, dst, tag)

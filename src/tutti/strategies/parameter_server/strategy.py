@@ -101,6 +101,9 @@ class ParameterServer(Strategy):
             found.append(str(error))
         return found
 
+    def goes_on_from(self, text: str) -> bool:
+        return text.startswith("ps:")  # What is saved is of whole parameters, whoever held them.
+
     @property
     def lockstep(self) -> bool:
         return False  # Workers may be lost, and the others go on.
@@ -119,7 +122,7 @@ class ParameterServer(Strategy):
 
     def serve(self, replica: Replica, transport: Transport) -> None:
         made = prepare(replica, transport, self)
-        made.wire.beside(_until_over(made.server(replica))).wait()
+        made.wire.beside(_until_over(made.server(replica)), patiently=True).wait()
 
     def __str__(self) -> str:
         options = [str(self.consistency)]

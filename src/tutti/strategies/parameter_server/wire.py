@@ -10,7 +10,7 @@ from torch import Tensor
 
 HEAD, PAYLOAD = 1, 2
 """Tags of what a worker says to a server: all of it in one order."""
-NORM, STATE = 3, 4
+NORM, STATE, ORDER = 3, 4, 5
 _REPLIES = 16
 
 

@@ -100,10 +100,10 @@ class SimulatedTransport(Transport):
             raise ConfigError(f"rank {self._me.number}: this transport is closed.")
         return self._tasks.start(self._me, steps)
 
-    def beside(self, steps: Steps) -> Work:
+    def beside(self, steps: Steps, patiently: bool = False) -> Work:
         if self._closed:
             raise ConfigError(f"rank {self._me.number}: this transport is closed.")
-        return self._loose.start(self._me, steps)
+        return self._loose.start(self._me, steps, patiently)
 
     def signal(self) -> Signal:
         return SimulatedSignal(self._me)

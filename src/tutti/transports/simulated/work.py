@@ -58,8 +58,9 @@ class Pending(Work):
 class Task(Pending):
     """Steps that are taken while their rank computes: whenever what they wait for is over."""
 
-    def __init__(self, rank: "Rank", steps: Steps, queue: "Tasks") -> None:
+    def __init__(self, rank: "Rank", steps: Steps, queue: "Tasks", patiently: bool = False) -> None:
         super().__init__(rank)
+        self._patiently = patiently
         self._steps = steps
         self._queue = queue
         self._waits_for: Pending | None = None
@@ -122,6 +123,8 @@ class Task(Pending):
 
     @property
     def under_way_s(self) -> float:
+        if self._patiently:
+            return self.rank.engine.now
         first = self._queue.first or self  # Those before it go on for it, too.
         waits = first._waits_for
         return max(first._stepped_s, waits.under_way_s if isinstance(waits, Pending) else 0.0)
@@ -150,9 +153,9 @@ class Tasks:
         self._queue: list[Task] = []
         self._failure: Exception | None = None
 
-    def start(self, rank: "Rank", steps: Steps) -> Task:
+    def start(self, rank: "Rank", steps: Steps, patiently: bool = False) -> Task:
         """Have steps taken."""
-        task = Task(rank, steps, self)
+        task = Task(rank, steps, self, patiently)
         if self._failure is not None:
             task.give_up(self._failure)
         else:
