@@ -159,8 +159,10 @@ class ShardedLoader:
             return self._batched(list(range(num_samples)))
         if _is_plain(self._source, RandomSampler):
             return self._batched(_shuffled(num_samples, self._seed, self._epoch))
-        # A sampler of the user's own may draw from any generator: rank 0's draw holds for all.
         assert self._source.batch_sampler is not None
+        if getattr(self._source.batch_sampler, "alike", False):
+            return list(self._source.batch_sampler)
+        # A sampler of the user's own may draw from any generator: rank 0's draw holds for all.
         drawn = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None
         return share_json(drawn, self._world.transport)
 

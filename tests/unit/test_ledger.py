@@ -71,7 +71,8 @@ class World:
         if number not in self.members:
             self.members.add(number)
             self.ledger.join(number)
-            self.workers[number] = Worker(self.ledger.version, self.ledger.version)
+            clock = self.workers[number].clock if self.rule.bound is None else self.ledger.version
+            self.workers[number] = Worker(clock, self.ledger.version)
 
     def settle(self) -> None:
         """Take what is due, and let read who may."""

@@ -26,6 +26,9 @@ Options = Annotated[
     list[str] | None, typer.Option("--option", help="Of the recipe, such as second_hidden=800; repeatable.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of the initial parameters and the shuffle.")]
+LrScale = Annotated[
+    float, typer.Option("--lr-scale", help="Times the recipe's learning rate; stale updates need a lower one.")
+]
 RunName = Annotated[str | None, typer.Option("--name", help="The run's folder under runs/.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the summary here.")]
 
@@ -43,6 +46,8 @@ def checked(task: Task, workers: int) -> tuple[Recipe, Task]:
     """The recipe, and the task with its strategy spelt out; what no worker could do is refused here, once."""
     made = recipe(task.recipe, **task.options)
     strategy = str(parse(task.strategy))
+    if not 0 < task.lr_scale < float("inf"):
+        raise ConfigError(f"--lr-scale must be above 0, got {task.lr_scale}.")
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     splits = made.data(Path(task.data) if task.data else None)
@@ -54,7 +59,7 @@ def summarise(task: Task, made: Recipe, workers: int, outcome: Outcome) -> dict[
     """What was asked for, and what came of it."""
     return {
         **{"recipe": task.recipe, "options": task.options, "strategy": task.strategy, "workers": workers},
-        **{"seed": task.seed, "epochs": task.epochs or made.epochs, "double": task.double},
+        **{"seed": task.seed, "epochs": task.epochs or made.epochs, "double": task.double, "lr_scale": task.lr_scale},
         **{"torch": torch.__version__, **outcome.as_dict()},
     }
 

@@ -16,6 +16,7 @@ from tutti.cli.recipe_task import (
     DataFolder,
     Epochs,
     JsonFile,
+    LrScale,
     Options,
     RecipeName,
     RunName,
@@ -46,6 +47,7 @@ def train(
     epochs: Epochs = None,
     option: Options = None,
     seed: Seed = 0,
+    lr_scale: LrScale = 1.0,
     name: RunName = None,
     check: Annotated[
         bool, typer.Option("--check", help="Train with one worker too, and compare (in float64).")
@@ -60,6 +62,7 @@ def train(
         data=str(data) if data else None,
         epochs=epochs,
         seed=seed,
+        lr_scale=lr_scale,
         double=check,
     )
     made, task = checked(asked, workers)

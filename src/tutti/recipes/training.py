@@ -38,6 +38,8 @@ class Task:
     data: str | None = None
     epochs: int | None = None
     seed: int = 0
+    lr_scale: float = 1.0
+    """Times the recipe's learning rate: updates that come late need a lower one."""
     double: bool = False
     """Whether to compute in float64, where runs on different numbers of workers can be compared closely."""
 
@@ -70,6 +72,9 @@ class GlobalBatches(Sampler[list[int]]):
     have a part of each.
     """
 
+    alike = True
+    """Drawn the same by every rank, without asking the others."""
+
     def __init__(self, num_samples: int, batch_size: int, num_parts: int, seed: int) -> None:
         self.num_samples = num_samples
         self.num_parts = num_parts
@@ -97,6 +102,8 @@ def train(task: Task) -> Outcome:
     torch.manual_seed(task.seed)
     model = made.model().double() if task.double else made.model()
     optimizer = made.optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"] *= task.lr_scale
     splits = made.data(Path(task.data) if task.data else None)
     epochs = task.epochs or made.epochs
     strategy = parse(task.strategy)

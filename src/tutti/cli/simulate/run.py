@@ -14,6 +14,7 @@ from tutti.cli.recipe_task import (
     DataFolder,
     Epochs,
     JsonFile,
+    LrScale,
     Options,
     RunName,
     Seed,
@@ -53,6 +54,7 @@ def run(
     epochs: Epochs = None,
     option: Options = None,
     seed: Seed = 0,
+    lr_scale: LrScale = 1.0,
     name: RunName = None,
     json_file: JsonFile = None,
     calibration: Annotated[
@@ -85,6 +87,7 @@ def run(
         data=str(data) if data else None,
         epochs=epochs,
         seed=seed,
+        lr_scale=lr_scale,
     )
     cluster = cluster_of(cluster_text, slow, jitter)
     made, task = checked(asked, workers)

@@ -230,8 +230,8 @@ class MessageWorker(Worker):
     def _hear(self, held: _Held) -> Steps:
         """Receive a piece into its image."""
         if held.server == self._me:
-            if held.reply is None:
-                held.told = self._wire.signal()
+            while held.reply is None or held.reply.status == Status.BEAT:
+                held.reply, held.told = None, self._wire.signal()
                 yield held.told
                 held.told = None
             return

@@ -604,7 +604,7 @@ class Server:
         now = self._transport.now()
         for worker in self._meeting:
             client = self._clients[worker]
-            if worker != self._me and now - client.beat_s > self._transport.timeout.total_seconds() / 8:
+            if now - client.beat_s > self._transport.timeout.total_seconds() / 8:
                 client.beat_s = now
                 self._reply(worker, self._served[min(self._served)], Status.BEAT)
 
