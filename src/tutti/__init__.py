@@ -7,15 +7,21 @@ from tutti.launch import init, launch
 from tutti.launch.lab import lab
 from tutti.launch.simulate import Simulation, simulate
 from tutti.shard import shard
-from tutti.strategies import AllReduce
+from tutti.strategies import BSP, SSP, AllReduce, Async, ParameterServer, SoftSync, StalenessAware
 from tutti.world import World, world
 
 __all__ = [
+    "BSP",
+    "SSP",
     "AllReduce",
+    "Async",
     "Cluster",
     "Job",
     "Link",
+    "ParameterServer",
     "Simulation",
+    "SoftSync",
+    "StalenessAware",
     "TuttiError",
     "World",
     "distribute",

@@ -16,7 +16,7 @@ LAYERS = [
 """Lower first: a module imports only from its own layer and those before it."""
 
 PUBLIC = {
-    "Cluster", "Simulation", "simulate",
+    "Cluster", "Simulation", "simulate", "BSP", "SSP", "Async", "ParameterServer", "SoftSync", "StalenessAware",
     "AllReduce", "Job", "Link", "TuttiError", "World", "distribute", "init", "lab", "launch", "measure_link", "shard",
     "sync_batchnorm", "world",
 }  # fmt: skip

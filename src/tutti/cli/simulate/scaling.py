@@ -13,6 +13,7 @@ from tutti.bench.scaling import Case, Row
 from tutti.bench.scaling import scaling as simulate_scaling
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import numbers_of_workers
+from tutti.cli.servers import split_strategies
 from tutti.cli.simulate.place import ClusterText
 from tutti.cluster import Cluster, Compute, format_size, format_time, parse_time
 from tutti.errors import ConfigError, UnknownName
@@ -54,7 +55,7 @@ def scaling(
     numbers = numbers_of_workers(workers, 1, "8,64,512")
     for number in numbers:
         place.place(number)  # Better said now than after the others.
-    strategies = {text: parse(text) for text in _split(strategy)}
+    strategies = {text: parse(text) for text in split_strategies(strategy)}
     console = Console()
     console.print(f"{model}, {batch} images a worker, {place.name}: {place.compute}")
     results: dict[str, list[dict[str, Any]]] = {}
@@ -68,17 +69,6 @@ def scaling(
         drawn = {_in_words(each): results[text] for text, each in strategies.items()}
         plot_scaling(drawn, f"{model}, {batch} images a worker, {place.name}", plot)
         console.print(f"drawn in {plot}")
-
-
-def _split(text: str) -> list[str]:
-    """Strategies in one text: a comma followed by key=number belongs to the strategy before it."""
-    found: list[str] = []
-    for part in text.split(","):
-        if found and ":" in found[-1] and "=" in part and ":" not in part:
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    return found
 
 
 def _paced(cluster: Cluster, model: str, accelerator: str | None, sample: str | None) -> Cluster:

@@ -1,0 +1,117 @@
+"""`tutti bench servers`: parameter servers beside all-reduce, and what a slow worker costs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tutti.bench import servers as servers_bench
+from tutti.bench.step import CASES
+from tutti.cli.json_file import check_writable, write_json
+from tutti.cli.place import check_one_place, described, lab_if_any
+from tutti.cluster import format_size
+from tutti.errors import ConfigError, UnknownName
+from tutti.launch import launch
+from tutti.launch.lab import LabSpec
+from tutti.strategies import STRATEGIES, parse
+
+WAYS = "native,ps:bsp,ps:ssp=3,ps:async,ps:async,locks,ps:bsp,servers=1"
+
+
+def servers(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"One of {', '.join(CASES)}.")] = "mnist-mlp",
+    lab: Annotated[
+        str | None, typer.Option("--lab", metavar="SPEC", help="On hosts made for it, such as hosts=4,rate=1gbit.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", min=2, help="Workers on this machine; 2 by default.")
+    ] = None,
+    strategies: Annotated[str, typer.Option(help="What to time, with commas between.")] = WAYS,
+    slow: Annotated[
+        float, typer.Option(min=1.0, help="How many times as long the last worker takes to compute.")
+    ] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; the median counts.")] = 7,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
+) -> None:
+    """Training steps under parameter servers beside all-reduce and beside workers that exchange nothing, interleaved.
+
+    Ranks that only serve are added to the workers, and what needs them is timed in a run of its own.
+    """
+    check_writable(json_file)
+    check_one_place(workers, lab)
+    if model not in CASES:
+        raise UnknownName("model", model, CASES)
+    texts = [str(parse(text)) for text in split_strategies(strategies)]
+    if not texts:
+        raise ConfigError("--strategies needs one or more, such as native,ps:bsp.")
+    by_serving: dict[int, list[str]] = {}
+    for text in texts:
+        by_serving.setdefault(parse(text).num_serving, []).append(text)
+    console = Console()
+    results: list[dict[str, Any]] = []
+    for num_serving, ways in by_serving.items():
+        request = servers_bench.Request(model, tuple(ways), rounds, slow)
+        for each in (
+            [request] if not num_serving else [servers_bench.Request(model, (way,), rounds, slow) for way in ways]
+        ):
+            results.append(_timed(each, workers or 2, lab, num_serving, console))
+    where = described(workers or 2, None) if lab is None else f"lab {lab}"
+    console.print(_table(results, f"{model}, {where}"))
+    if slow > 1:
+        console.print(f"The last worker computes for {slow:g} times as long as the others.")
+    write_json(json_file, {"lab": lab, "runs": results})
+
+
+def split_strategies(text: str) -> list[str]:
+    """Strategies in one text: what follows a comma and is no strategy's name belongs to the one before it."""
+    found: list[str] = []
+    for part in text.split(","):
+        name = part.strip().partition(":")[0].partition("+")[0]
+        if found and name not in STRATEGIES and ":" in found[-1]:
+            found[-1] += f",{part.strip()}"
+        elif part.strip():
+            found.append(part.strip())
+    return found
+
+
+def _timed(
+    request: servers_bench.Request, workers: int, lab: str | None, num_serving: int, console: Console
+) -> dict[str, Any]:
+    if lab is not None and num_serving:
+        spec = LabSpec.parse(lab)
+        if spec.ranks_per_host > 1 or len(set(spec.rates)) > 1:
+            raise ConfigError("with servers of their own, a lab needs one rank a host and one rate.")
+        lab = lab.replace(f"hosts={spec.hosts}", f"hosts={spec.hosts + num_serving}")
+    with lab_if_any(lab) as hosts, console.status(f"{', '.join(request.ways)}: starting") as status:
+
+        def show(rank: int, values: dict[str, str]) -> None:
+            if rank == 0 and "doing" in values:
+                status.update(f"{', '.join(request.ways)}: {values['doing']}")
+
+        chosen = {"workers": workers + num_serving} if hosts is None else {"lab": hosts}
+        return dict(launch(servers_bench.measure, request, watch=show, **chosen)[0])
+
+
+def _table(results: list[dict[str, Any]], title: str) -> Table:
+    table = Table(title=f"{title}: median ms a step", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    first = next(iter(results[0]["bytes_sent"]))
+    headings = ("", "ms", "of no exchange", f"× {first}", "sent by a rank", "staleness")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for result in results:
+        solo_s, first_s = result["seconds"]["solo"], results[0]["seconds"][first]
+        for way, seconds in result["seconds"].items():
+            if way == "solo":
+                if result is results[0]:
+                    table.add_row("no exchange", f"{seconds * 1e3:.2f}", "100%")
+                continue
+            ages = {int(age): count for age, count in result["staleness"][way].items()}
+            mean = f"{sum(a * n for a, n in ages.items()) / sum(ages.values()):.1f}" if ages else ""
+            sent = format_size(round(result["bytes_sent"][way]))
+            table.add_row(
+                way, f"{seconds * 1e3:.2f}", f"{solo_s / seconds:.0%}", f"{first_s / seconds:.2f}", sent, mean
+            )
+    return table
