@@ -10,6 +10,8 @@ from tutti.replica import Bucket
 _SMALLEST_BYTES = 4096
 """Smaller pieces would cost more as messages than they spare a server."""
 
+_MANY_SERVERS = 64
+
 
 @dataclass(frozen=True)
 class Share:
@@ -59,8 +61,11 @@ def cut(buckets: Sequence[Bucket], num_servers: int, whole: bool, coded: bool, f
         first: the number of the first piece.
     """
     pieces: list[Piece] = []
+    total = sum(bucket.flat.nbytes for bucket in buckets)
     for bucket in buckets:
-        for part, runs in _parts(bucket, num_servers, whole):
+        # Among many servers each bucket goes to some of them: a piece for everyone would be very many messages.
+        among = num_servers if num_servers < _MANY_SERVERS else max(1, num_servers * bucket.flat.nbytes // total)
+        for part, runs in _parts(bucket, among, whole):
             shares = tuple(_shares(bucket, part))
             lossy = runs if coded and part.stop <= bucket.values.numel() else None
             pieces.append(
