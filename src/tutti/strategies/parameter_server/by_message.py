@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tutti.codecs.base import State
-from tutti.collectives import recursive_doubling, run
 from tutti.errors import DeadlineExceeded, NonFiniteLoss, RankLost, WorkerDropped
 from tutti.events import PULL, READ, Event
 from tutti.replica import Bucket, Replica
@@ -70,7 +69,6 @@ class MessageWorker(Worker):
         super().__init__(replica, transport, strategy)
         made = prepare(replica, transport, strategy)
         self._wire, self._setting, pieces = made.wire, made.setting, made.pieces
-        self._peers = made.peers
         self._server: Server | None = None
         if self._me in self._setting.servers:
             self._server = made.server(replica)
@@ -339,7 +337,7 @@ class MessageWorker(Worker):
             task.wait()
         shares = [(name, Share(0, start, stop, 0, whole), state) for name, (start, stop, whole), state in found]
         slots = {slot.name: slot for slot in self.replica.slots}
-        self._wait_for_all()  # Nobody goes on before all have read.
+        self._together(Kind.MEET)  # Nobody goes on before all have read.
         return {"optimizer": whole_states(shares, slots)}
 
     def _saved(self, server: int, found: list[Any]) -> Steps:
@@ -355,17 +353,14 @@ class MessageWorker(Worker):
         """Have servers go on from the model as it is here and what their optimisers are to remember."""
         images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
         self.consensus()
-        self._wait_for_all()
-        first = self._me == self._setting.workers[0]
         tasks = [
             self._wire.beside(self._loaded(server, state, images))
             for server in self._active
-            if server == self._me or (first and self._server is None)
+            if server == self._me or (self.leads and self._server is None)
         ]
         for task in tasks:
             task.wait()
-        self._wait_for_all()
-        self._together(Kind.MEET)
+        self._together(Kind.MEET)  # Servers have loaded before those who have them load come here.
 
     def _loaded(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Steps:
         mine = [held for held in self._held if held.server == server]
@@ -378,10 +373,6 @@ class MessageWorker(Worker):
             yield from self._tell(server, Head(Kind.LOAD))
             yield from saved.tell(states, server, self._wire)
             yield self._wire.irecv(Reply.room(), server, reply_tags(mine[0].piece.number)[0])
-
-    def _wait_for_all(self) -> None:
-        if self._peers.size > 1:
-            run(recursive_doubling.steps(torch.zeros(1, device="cpu"), self._peers))
 
 
 def _at(kind: str, now_s: float, about: tuple[int, ...]) -> Event:
@@ -397,8 +388,6 @@ class Prepared:
     """What a rank has before it serves or trains."""
 
     wire: Transport
-    peers: Transport
-    """Those who train; on a server's rank, nobody."""
     setting: Setting
     pieces: list[Piece]
 
@@ -417,9 +406,6 @@ def prepare(replica: Replica, transport: Transport, strategy: "ParameterServer")
     plain = getattr(transport, "inner", transport)  # What is said here travels in messages.
     wire = plain.channel("servers")
     workers, servers = strategy.roles(transport.size)
-    peers = (
-        plain if len(workers) == transport.size or transport.rank not in workers else plain.channel("workers", workers)
-    )
     coded = strategy.codec is not None
     replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if coded else 0)
     replica.arrange([slot.name for slot in replica.slots])
@@ -428,4 +414,4 @@ def prepare(replica: Replica, transport: Transport, strategy: "ParameterServer")
     num_marks = max((len(piece.shares) for piece in pieces), default=0)
     heads = Heads(len(Options(replica.optimizer)), num_marks)
     setting = Setting(strategy.consistency, strategy.codec, strategy.clip, tuple(workers), tuple(servers), heads)
-    return Prepared(wire, peers, setting, pieces)
+    return Prepared(wire, setting, pieces)
