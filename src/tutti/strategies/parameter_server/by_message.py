@@ -189,6 +189,8 @@ class MessageWorker(Worker):
         if bound is None:
             return 0
         needed = held.clock + 1 - bound
+        if held.asked is None and self._rule.eager and bound:
+            return max(needed, held.version + 1)
         if held.asked is not None or held.version > needed or (bound == 0 and held.version == needed):
             return NOTHING
         return needed if held.version < needed else needed + 1

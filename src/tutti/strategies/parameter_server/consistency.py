@@ -26,6 +26,8 @@ class Consistency(ABC):
         """Of a counting rule: how many updates make a step."""
         return 1
 
+    eager = False
+    """Of a clocked rule: whether workers ask for what is new before they have to."""
     locks = True
     """Whether workers that share memory take turns at stepping what is in it."""
 
@@ -54,9 +56,15 @@ class SSP(Consistency):
     """Bounded staleness (Ho et al. 2013).
 
     A read in iteration c holds every update of the iterations before c - staleness, of every living worker.
+
+    Args:
+        staleness: how many iterations the fastest may be ahead of the slowest.
+        eager: ask for what is new in every iteration, and take it when it comes (Dai et al. 2015): fresher, for as many
+            bytes as lockstep. Otherwise a worker keeps what it has while that is fresh enough.
     """
 
     staleness: int
+    eager: bool = False
 
     def __post_init__(self) -> None:
         if self.staleness < 0:
@@ -70,7 +78,7 @@ class SSP(Consistency):
         return self.staleness
 
     def __str__(self) -> str:
-        return f"ssp={self.staleness}"
+        return f"ssp={self.staleness}" + (",eager" if self.eager else "")
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,10 @@ class StalenessAware(Consistency):
     @property
     def locks(self) -> bool:  # type: ignore[override]
         return self.inner.locks
+
+    @property
+    def eager(self) -> bool:  # type: ignore[override]
+        return self.inner.eager
 
     def scale(self, staleness: int) -> float:
         return float(self.factor(staleness))

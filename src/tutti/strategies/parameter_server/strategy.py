@@ -138,7 +138,9 @@ class ParameterServer(Strategy):
         return f"ps:{','.join(options)}{codec}"
 
 
-_RULES = "bsp, ssp=3, softsync=4 or async, with aware after it to scale stale updates down"
+_RULES = (
+    "bsp, ssp=3 (or ssp=3,eager), softsync=4 or async (or async,locks), with aware after it to scale stale updates down"
+)
 
 
 def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
@@ -151,7 +153,7 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
                 raise ConfigError(f"ps: {name} takes no number. It is {_RULES}.")
             rules.append(BSP() if name == "bsp" else Async(locks=rest.pop("locks", None) == ""))
     if "ssp" in rest:
-        rules.append(SSP(int(rest.pop("ssp"))))
+        rules.append(SSP(int(rest.pop("ssp")), eager=rest.pop("eager", None) == ""))
     if "softsync" in rest:
         rules.append(SoftSync(int(rest.pop("softsync"))))
     if len(rules) > 1:
