@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 from tutti.experiments import allreduce_mnist, error_feedback, horovod_scaling
+from tutti.experiments import allreduce_mnist, error_feedback, staleness
 from tutti.experiments.setting import Setting
 
 EXPERIMENTS: dict[str, Callable[[Setting], str]] = {
     "allreduce-mnist": allreduce_mnist.reproduce,
     "error-feedback": error_feedback.reproduce,
     "horovod-scaling": horovod_scaling.reproduce,
+    "staleness": staleness.reproduce,
 }
 """By name: each does its work, puts figures and numbers into the setting's folder and returns a report in Markdown."""
 
