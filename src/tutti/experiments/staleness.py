@@ -90,9 +90,11 @@ class Part:
 MNIST = Part(name="mnist-mlp", recipe="mnist-mlp", batch=128, num_train=2560, num_test=2000, epochs=4, rate=0.05)
 MOMENTUM = replace(MNIST, name="mnist-mlp, momentum 0.9", momentum=0.9, workers=(8,), clusters=("even",))
 CIFAR = Part(
-    name="cifar-quick", recipe="cifar-quick", batch=32, num_train=1280, num_test=500, epochs=4, rate=0.05, tests=2
-)
-PLAN = (MNIST, MOMENTUM, CIFAR)
+    name="cifar-quick", recipe="cifar-quick", batch=32, num_train=1280, num_test=500, epochs=4, rate=0.05, tests=2,
+    workers=(8,),
+)  # fmt: skip
+CIFAR_32 = replace(CIFAR, workers=(32,), clusters=("one slow",))
+PLAN = (MNIST, MOMENTUM, CIFAR, CIFAR_32)
 QUICK = (
     Part(
         name="digits", recipe="digits", batch=64, num_train=640, num_test=200, epochs=2, rate=0.1,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.cluster import format_time
-from tutti.experiments.staleness_verdict import CLEAR, LOCKSTEP, seconds_to, verdict
+from tutti.experiments.staleness_verdict import LOCKSTEP, clear_points, seconds_to, verdict
 from tutti.report.plots import pyplot
 
 _LINES = {
@@ -31,15 +31,15 @@ def write_report(result: dict[str, Any], folder: Path) -> str:
         if part["name"] not in (before["name"] for before in result["plan"][:number]):
             sections.append(f"## {part['name']}\n")
         sections.append(_part(result, part, folder))
-    text = "\n".join([*sections, _limits()])
+    text = "\n".join([*sections, _limits(result)])
     (folder / "report.md").write_text(text)
     return text
 
 
 def _head(result: dict[str, Any]) -> str:
     clusters = dict.fromkeys(name for part in result["plan"] for name in part["clusters"])
-    listed = "\n".join(f"- {_IN_WORDS[name](result)};" for name in clusters)
-    cut = "\n".join(dict.fromkeys(_size_of(part) for part in result["plan"]))
+    listed = ";\n".join(f"- {_IN_WORDS[name](result)}" for name in clusters)
+    cut = ";\n".join(dict.fromkeys(_size_of(part) for part in result["plan"]))
     quick = "\n**The quick form: it shows that all of it runs, and is too short to show more.**\n"
     step = format_time(result["step_s"])
     return f"""# Staleness: lockstep, a bound, or none
@@ -52,11 +52,11 @@ et al. 2013) the best of both. Here all of them on Tutti's parameter servers.
 Gradients are real and time is virtual (`tutti.simulate`). A worker computes {step} for a step, whatever its batch;
 every host has {result["link"]}; one more rank for every eight workers serves, and does nothing else. The clusters:
 
-{listed}
+{listed}.
 
 Data is a random part of the recipe's, so that all of it runs in half an hour:
 
-{cut}
+{cut}.
 
 An *epoch* is as many samples as there are to train on, whoever computes them: under soft-sync and async a fast worker
 does more of them than a slow one. Accuracy on the way is that of rank 0's own copy of the parameters, which may be as
@@ -71,7 +71,7 @@ def _size_of(part: dict[str, Any]) -> str:
     return (
         f"- {part['name']}: {part['num_train']:,} samples to train on, {part['num_test']:,} to test on, "
         f"{part['epochs']} epochs, {part['batch']} samples in a batch over all workers, which makes {steps} steps of "
-        "lockstep to an epoch;"
+        "lockstep to an epoch"
     )
 
 
@@ -106,15 +106,15 @@ def _part(result: dict[str, Any], part: dict[str, Any], folder: Path) -> str:
         figure = f"{part['name'].replace(', ', '-').replace(' ', '-')}-{workers}.png"
         _draw(f"{part['name']}, {workers} workers", part, runs, folder / figure)
         what = f"Accuracy of {part['name']} with {workers} workers over epochs and seconds, and staleness"
-        lines += [f"![{what}]({figure})\n", _table(part, workers, runs)]
+        lines += [f"![{what}]({figure})\n", _table(part, workers, runs, clear_points(result, part["name"]))]
     return "\n".join(lines)
 
 
-def _table(part: dict[str, Any], workers: int, runs: list[dict[str, Any]]) -> str:
+def _table(part: dict[str, Any], workers: int, runs: list[dict[str, Any]], close: float) -> str:
     """A row for each rule: what it learnt, how fast, and how stale its updates were, by cluster."""
     lines = [
         f"{workers} workers: test accuracy after {part['epochs']} epochs · virtual seconds of an epoch · those until "
-        f"accuracy first came within {CLEAR} points of where BSP ended · mean (and largest) staleness:\n",
+        f"accuracy first came within {close:.1f} points of where BSP ended · mean (and largest) staleness:\n",
         f"| rule | rate | {' | '.join(part['clusters'])} |",
         f"| --- | ---: |{' ---: |' * len(part['clusters'])}",
     ]
@@ -123,7 +123,7 @@ def _table(part: dict[str, Any], workers: int, runs: list[dict[str, Any]]) -> st
         cells = []
         for name in part["clusters"]:
             run, lockstep = by_cluster[name], _find(runs, name, LOCKSTEP)
-            to_s = seconds_to(run, lockstep["accuracy"] - CLEAR / 100)
+            to_s = seconds_to(run, lockstep["accuracy"] - close / 100)
             reached = "never" if to_s is None else f"{to_s:.2f} s"
             cells.append(f"{run['accuracy']:.1%} · {run['epoch_s']:.2f} s · {reached} · {_staleness(run)}")
         lines.append(
@@ -188,11 +188,26 @@ def _largest(runs: list[dict[str, Any]]) -> list[int]:
     return [max(map(int, run["staleness"])) for run in runs]
 
 
-def _limits() -> str:
+def _limits(result: dict[str, Any]) -> str:
+    fewest = min(part["num_test"] for part in result["plan"])
     return f"""## What this cannot show
 
-These are the first epochs of small models on parts of their data, with one seed: differences below {CLEAR} points are
-called none here, and where a recipe would end is not known from them. Under SSP a worker reads only when what it has is
-too old, as Kim (2016) describes it, and does not see its own updates before it does: so its parameters are old on even
-workers too, by up to the bound. That the servers compute costs no virtual time.
+These are the first epochs of small models on parts of their data, with one seed: where a recipe would end is not known
+from them, and curves that rise and fall make the end of one a matter of luck, too. An accuracy measured on {fewest}
+samples is itself uncertain, by a standard error of up to {50 / fewest**0.5:.1f} points. Under SSP a worker reads only
+when what it has is too old, as Kim (2016) describes it, and does not see its own updates before it does: so its parameters
+are old on even workers too, by up to the bound. That the servers compute costs no virtual time.{_left_out(result)}
 """
+
+
+def _left_out(result: dict[str, Any]) -> str:
+    """What was done for some recipes and sizes only."""
+    clusters = dict.fromkeys(name for part in result["plan"] for name in part["clusters"])
+    rules = dict.fromkeys(rule["name"] for part in result["plan"] for rule in part["rules"])
+    gaps = []
+    for part in result["plan"]:
+        own = [rule["name"] for rule in part["rules"]]
+        missing = [name for name in clusters if name not in part["clusters"]] + [it for it in rules if it not in own]
+        sizes = " and ".join(map(str, part["workers"]))
+        gaps += [f"{part['name']} on {sizes} workers is without {', '.join(missing)}"] if missing else []
+    return f" To keep it short, {'; '.join(gaps)}." if gaps else ""
