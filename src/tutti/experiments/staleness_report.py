@@ -195,8 +195,9 @@ def _limits(result: dict[str, Any]) -> str:
 These are the first epochs of small models on parts of their data, with one seed: where a recipe would end is not known
 from them, and curves that rise and fall make the end of one a matter of luck, too. An accuracy measured on {fewest}
 samples is itself uncertain, by a standard error of up to {50 / fewest**0.5:.1f} points. Under SSP a worker reads only
-when what it has is too old, as Kim (2016) describes it, and does not see its own updates before it does: so its parameters
-are old on even workers too, by up to the bound. That the servers compute costs no virtual time.{_left_out(result)}
+when what it has is too old, as Kim (2016) describes it, and does not see its own updates before it does: so its
+parameters are old on even workers too, by up to the bound. That the servers compute costs no virtual time.
+{_left_out(result)}
 """
 
 
@@ -210,4 +211,4 @@ def _left_out(result: dict[str, Any]) -> str:
         missing = [name for name in clusters if name not in part["clusters"]] + [it for it in rules if it not in own]
         sizes = " and ".join(map(str, part["workers"]))
         gaps += [f"{part['name']} on {sizes} workers is without {', '.join(missing)}"] if missing else []
-    return f" To keep it short, {'; '.join(gaps)}." if gaps else ""
+    return f"To keep it short, {'; '.join(gaps)}." if gaps else ""
