@@ -93,7 +93,7 @@ CIFAR = Part(
     name="cifar-quick", recipe="cifar-quick", batch=32, num_train=1280, num_test=500, epochs=4, rate=0.05, tests=2,
     workers=(8,),
 )  # fmt: skip
-CIFAR_32 = replace(CIFAR, workers=(32,), clusters=("one slow",))
+CIFAR_32 = replace(CIFAR, workers=(32,), clusters=("one slow", "pauses"))
 PLAN = (MNIST, MOMENTUM, CIFAR, CIFAR_32)
 QUICK = (
     Part(
