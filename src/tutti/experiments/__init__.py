@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from tutti.experiments import allreduce_mnist, error_feedback, horovod_scaling
-from tutti.experiments import allreduce_mnist, error_feedback, staleness
+from tutti.experiments import allreduce_mnist, error_feedback, horovod_scaling, staleness
 from tutti.experiments.setting import Setting
 
 EXPERIMENTS: dict[str, Callable[[Setting], str]] = {

@@ -1,5 +1,6 @@
 """The report on Malik's experiment: figures, tables and what agrees, from what was simulated and measured."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,16 @@ def _all(result: dict[str, Any]) -> str:
                 rows = _chosen(result, model=model, batch_size=batch_size, way=way["name"])
                 by_workers = {row["workers"]: row for row in rows}
                 cells = [NAMES[model], str(batch_size), way["name"]]
-                cells += [f"{by_workers[number]['images_per_s']:,.0f}" for number in shown]
-                cells.append(f"{by_workers[shown[-1]]['efficiency']:.1%}")
-                cells += [_long(_epoch_s(by_workers[number])) for number in (shown[0], shown[-1])]
+                cells += [_cell(by_workers.get(number), lambda row: f"{row['images_per_s']:,.0f}") for number in shown]
+                cells.append(_cell(by_workers.get(shown[-1]), lambda row: f"{row['efficiency']:.1%}"))
+                cells += [_cell(by_workers.get(n), lambda row: _long(_epoch_s(row))) for n in (shown[0], shown[-1])]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any] | None, show: Callable[[dict[str, Any]], str]) -> str:
+    """What was simulated, or a dash for what was not."""
+    return "–" if row is None else show(row)
 
 
 def _lab(result: dict[str, Any]) -> str:

@@ -74,12 +74,15 @@ class MessageWorker(Worker):
             self._server = made.server(replica)
             self._server.told = self._told
         self._held = [self._hold(piece, replica) for piece in pieces]
-        self._of_bucket = {b.index: [h for h in self._held if h.piece.bucket == b.index] for b in replica.buckets}
+        self._of_bucket: dict[int, list[_Held]] = {bucket.index: [] for bucket in replica.buckets}
+        self._of_server: dict[int, list[_Held]] = {}
         self._of_slot: dict[Slot, list[_Held]] = {}
         for held in self._held:
+            self._of_bucket[held.piece.bucket].append(held)
+            self._of_server.setdefault(held.server, []).append(held)
             for share in held.piece.shares:
                 self._of_slot.setdefault(replica.buckets[held.piece.bucket].slots[share.slot], []).append(held)
-        self._active = sorted({held.server for held in self._held})
+        self._active = sorted(self._of_server)
         self._sent_before = self._wire.bytes_sent
         self._leader = self._setting.workers[0]
         self._listen()
@@ -325,9 +328,8 @@ class MessageWorker(Worker):
 
     def _meet(self, server: int, kind: Kind) -> Steps:
         yield from self._tell(server, Head(kind))
-        for held in self._held:
-            if held.server == server:
-                yield from self._hear(held)
+        for held in self._of_server[server]:
+            yield from self._hear(held)
 
     # Saving
 
@@ -365,7 +367,7 @@ class MessageWorker(Worker):
         self._together(Kind.MEET)  # Servers have loaded before those who have them load come here.
 
     def _loaded(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Steps:
-        mine = [held for held in self._held if held.server == server]
+        mine = self._of_server[server]
         values = {str(held.piece.number): images[held.piece.bucket][held.piece.part].clone() for held in mine}
         states = {"values": values, "optimizer": state["optimizer"]}
         if server == self._me:

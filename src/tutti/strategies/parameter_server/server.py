@@ -102,6 +102,8 @@ class Served:
         self.pool = Pool(piece.num_bytes, like)
         self.asks: dict[int, int] = {}
         """The version that each worker waits for."""
+        self.answered = -1
+        """The version at which all of them were last looked at."""
         self.staleness: dict[int, int] = {}
         """Of each worker's last update."""
         self._snapshot: Snapshot | None = None
@@ -304,7 +306,7 @@ class Server:
                 self._settle(list(self._served.values()))
         if head.wanted != NOTHING:
             served.asks[worker] = head.wanted
-        self._settle([served])
+        self._settle([served], worker)
         self._beat()
 
     def _decoded(self, served: Served, payload: Tensor) -> Tensor | None:
@@ -363,6 +365,7 @@ class Server:
         self._clipping = None
         for served in self._served.values():
             served.ledger.restart()
+            served.answered = -1
             if self._order is not None:
                 self._order.sets.clear()
             served.forget_snapshot()
@@ -422,8 +425,8 @@ class Server:
         self._settle(list(self._served.values()))
         self._conclude()
 
-    def _settle(self, changed: list[Served]) -> None:
-        """Take the steps that are due, and tell those who may read."""
+    def _settle(self, changed: list[Served], asked: int | None = None) -> None:
+        """Take the steps that are due, and tell those who may read; `asked` is who may have just asked."""
         if self._clips_means:
             self._settle_clipped()
         else:
@@ -433,7 +436,7 @@ class Server:
                     self._step(served, due[0].options, marks, 1.0)
         if self._clipping is None:  # Else versions are counted whose steps are still to be taken.
             for served in changed:
-                self._answer(served)
+                self._answer(served, asked)
 
     def _combine(self, served: Served, due: list[Update]) -> np.ndarray:
         rule, clip = self._setting.consistency, self._setting.clip
@@ -457,8 +460,12 @@ class Server:
         if served.stepper is not None:
             served.stepper.step(marks, options, factor)
 
-    def _answer(self, served: Served) -> None:
-        for worker, wanted in list(served.asks.items()):
+    def _answer(self, served: Served, asked: int | None = None) -> None:
+        """Tell those who may read; if nothing is new, only who asked just now can be one of them."""
+        new = self._setting.consistency.bound is None or served.answered != served.ledger.version
+        served.answered = served.ledger.version
+        for worker in list(served.asks) if new else {asked} & served.asks.keys():
+            wanted = served.asks[worker]
             if self._stopped is not None:
                 self._reply(worker, served, Status.STOPPED)
             elif served.ledger.readable(worker, wanted):

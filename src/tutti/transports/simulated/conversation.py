@@ -326,6 +326,7 @@ class Conversation:
         self.over = over
         """Called when all have closed it."""
         self.boxes: dict[tuple[int, int, int], Mailbox] = {}
+        self._of_rank: dict[int, list[Mailbox]] = {}
         self.open: dict[tuple[int, int], OpenBox] = {}
         self.closed: dict[int, str] = {}
         """Those who will answer no more, and why."""
@@ -336,6 +337,8 @@ class Conversation:
         box = self.boxes.get((src, dst, tag))
         if box is None:
             box = self.boxes[src, dst, tag] = Mailbox(self, src, dst, tag)
+            for rank in (src, dst):
+                self._of_rank.setdefault(rank, []).append(box)
         return box
 
     def open_box(self, dst: int, tag: int) -> OpenBox:
@@ -349,11 +352,10 @@ class Conversation:
         if mine in self.closed:
             return
         self.closed[mine] = why
-        for (src, dst, _), box in self.boxes.items():
-            if mine in (src, dst):
-                receives, box.receives = box.receives, deque()
-                for receive in receives:
-                    receive.fail(self.lost(receive.rank, mine))
+        for box in self._of_rank.get(mine, ()):
+            receives, box.receives = box.receives, deque()
+            for receive in receives:
+                receive.fail(self.lost(receive.rank, mine))
         for open_box in self.open.values():
             open_box.check()
         for meeting in list(self.meetings.values()):

@@ -190,13 +190,19 @@ class Tasks:
 class LooseTasks(Tasks):
     """Steps started on one transport, taken beside each other."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._under_way: dict[Task, None] = {}  # In the order in which they were started; there may be thousands.
+
     def _add(self, task: Task) -> None:
-        self._queue.append(task)
+        self._under_way[task] = None
         task.rank.engine.at(task.posted_s, task.go)
 
-    @property
-    def first(self) -> Task | None:
-        return None  # Nobody waits for another.
-
     def next(self, task: Task, error: Exception | None) -> None:
-        self._queue.remove(task)
+        del self._under_way[task]
+
+    def fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        under_way, self._under_way = self._under_way, {}
+        for task in under_way:
+            task.give_up(error)
