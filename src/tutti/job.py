@@ -96,8 +96,12 @@ class Job:
         Afterwards it goes on from what the servers have. For parameter servers only.
         """
         self._exchange.leave()
-        yield
-        self._exchange.join()
+        self._replica.away = True
+        try:
+            yield
+        finally:
+            self._replica.away = False
+            self._exchange.join()
 
     @property
     def metrics(self) -> Metrics:

@@ -71,8 +71,11 @@ class World:
         if number not in self.members:
             self.members.add(number)
             self.ledger.join(number)
-            clock = self.workers[number].clock if self.rule.bound is None else self.ledger.version
-            self.workers[number] = Worker(clock, self.ledger.version)
+            clock = self.workers[number].clock
+            if self.rule.bound is not None:
+                clock = max(clock, self.ledger.version)
+            self.workers[number] = Worker(clock, self.ledger.version, clock - (self.rule.bound or 0))
+            self.settle()
 
     def settle(self) -> None:
         """Take what is due, and let read who may."""

@@ -31,6 +31,8 @@ class HookedReplica(Replica):
         self.contribution = Contribution(draws)
         self._draws = draws
         self.syncing = True
+        self.away = False
+        """Whether this rank takes no part for the moment."""
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._listener: Listener | None = None
         self._handles: list[Any] = []
@@ -119,6 +121,8 @@ class HookedReplica(Replica):
         self.contribution.forward(args, kwargs)
 
     def _arm(self) -> None:
+        if self.away:
+            raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
         self._armed = True
         self._check_still_frozen()
         Variable._execution_engine.queue_callback(self._backward_done)

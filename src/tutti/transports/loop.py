@@ -119,13 +119,22 @@ class Loop:
 
     def _run(self) -> None:
         tasks: list[_Task] = []
-        with torch.no_grad():
-            while not self._closed:
-                while self._new:
-                    tasks.append(self._new.popleft())
-                moved = [task.advance(self.mover) for task in tasks]
-                tasks = [task for task in tasks if not task.done()]
-                if not any(moved) and not self._new and not self._closed:
-                    self.mover.idle()
+        end: Exception = RankLost(f"{self._name}: this transport was closed with work still to do.")
+        try:
+            with torch.no_grad():
+                while not self._closed:
+                    self._go_on(tasks)
+        except Exception as error:  # Of the one who moves messages: whoever waits for some must hear of it.
+            end = error
+        with self._lock:
+            self._closed = True
         for task in [*tasks, *self._new]:
-            task.give_up(RankLost(f"{self._name}: this transport was closed with work still to do."))
+            task.give_up(end)
+
+    def _go_on(self, tasks: list[_Task]) -> None:
+        while self._new:
+            tasks.append(self._new.popleft())
+        moved = [task.advance(self.mover) for task in tasks]
+        tasks[:] = [task for task in tasks if not task.done()]
+        if not any(moved) and not self._new and not self._closed:
+            self.mover.idle()

@@ -142,6 +142,7 @@ class ProcessGroupTransport(Transport):
         return self._background.start(steps)
 
     def beside(self, steps: Steps, patiently: bool = False) -> Work:
+        self._messenger.serves = True
         return self._loop.add(steps, patiently)
 
     def interrupt(self) -> None:

@@ -18,7 +18,7 @@ from itertools import islice
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from tutti.errors import ConfigError, DeadlineExceeded, ReplicaMismatch
+from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
 from tutti.transports.base import ANY, Work
 from tutti.transports.frames import CODES, DTYPES, HEADER, HELLO, Incoming, Message, Outgoing, raw
 from tutti.transports.loop import Mover
@@ -91,6 +91,8 @@ class Messenger(Mover):
         self.conversation = Conversation(roster, name)
         self.on_progress: Callable[[], None] = lambda: None
         """Called now and then while a wait is long but data moves."""
+        self.serves = False
+        """Whether a loop uses this: who is lost then is one among many."""
         self._name = f"{name}/messages"
         self._store = PrefixStore(self._name, roster.store)
         self._token = secrets.token_bytes(16)
@@ -119,7 +121,9 @@ class Messenger(Mover):
         """Start sending a contiguous CPU tensor."""
         self._check_open()
         work = Sending(self, dst, tensor)
-        out = self._outgoing.get(dst) or self._connect(dst)
+        out = self._outgoing.get(dst) or self._reach(dst)
+        if out is None:
+            return work
         data = raw(tensor)
         header = memoryview(HEADER.pack(tag, data.nbytes, CODES[tensor.dtype]))
         if data.nbytes:
@@ -223,9 +227,22 @@ class Messenger(Mover):
     def _woken(self) -> None:
         self._wake.recv(16)
 
+    def _reach(self, dst: int) -> Outgoing | None:
+        """A connection to `dst`; None if there is none to be had and others are served all the same."""
+        if not self.serves:
+            return self._connect(dst)
+        if dst in self.broken:
+            return None
+        try:
+            return self._connect(dst)
+        except (RankLost, DeadlineExceeded):
+            self.broken.add(dst)
+            return None
+
     def _connect(self, dst: int) -> Outgoing:
         address, port, token = self._address_of(dst)
-        deadline = time.monotonic() + self.roster.timeout.total_seconds()
+        patience_s = _STALLED_SECONDS if self.serves else self.roster.timeout.total_seconds()
+        deadline = time.monotonic() + patience_s
         connection = None
         while connection is None:
             if self._interrupted:
@@ -236,7 +253,7 @@ class Messenger(Mover):
                 if lost := self.conversation.lost(dst):
                     raise self.roster.loss(lost) from None
                 if time.monotonic() > deadline:
-                    self.conversation.give_up()
+                    self._give_up()
                     who = f"rank {self.roster.peers[dst].rank} at {address}"
                     raise self.roster.overdue(f"{who} to let a connection in") from None
             except OSError as error:
@@ -290,8 +307,8 @@ class Messenger(Mover):
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return  # It went away before it was let in.
+        except OSError:
+            return  # It went away before it was let in, or there are too many: it is asked for again.
         connection.setblocking(False)
         incoming = Incoming(connection)
         self._incoming.add(incoming)
@@ -478,5 +495,10 @@ class Messenger(Mover):
         # A dying peer's connections close a moment before its process is seen to have ended.
         while not (lost := self.conversation.lost(peer)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        self.conversation.give_up()
+        self._give_up()
         return self.roster.loss(lost, str(cause or "connection closed"))
+
+    def _give_up(self) -> None:
+        """Tell the others that this rank goes no further here, unless it serves, and goes on without whom it lost."""
+        if not self.serves:
+            self.conversation.give_up()

@@ -35,11 +35,11 @@ class Arena:
         self._count = count
         self.state_of = state_of
         directory = _directory_bytes(count)
-        self._head = memory[:64].view(torch.int64).numpy()  # Generation, bytes of the directory, bytes in use.
+        self._head = memory[:64].view(torch.int64).numpy()  # Generation, directory's bytes, bytes in use, resets.
         self._directory = memory[64:directory].numpy()
         self._numbers = memory[directory : directory + 8 * _NUMBERS].view(torch.float64).numpy()
         self._tensors = memory[directory + 8 * _NUMBERS :]
-        self._generation = 0
+        self._generation = self._resets = 0
         self._entries: dict[tuple[int, str], dict[str, Any]] = {}
         self._views: dict[tuple[int, str], Tensor] = {}
         self._has_numbers = False
@@ -84,7 +84,9 @@ class Arena:
             self._write_directory()
 
     def reset(self) -> None:
-        """Start again from what the stepper has been given."""
+        """Start again from what the optimiser has been given."""
+        self._head[3] += 1
+        self._resets = int(self._head[3])
         self._entries.clear()
         self._views.clear()
         self._head[2] = 0
@@ -130,6 +132,10 @@ class Arena:
         return self._views[share, key]
 
     def _read_directory(self) -> None:
+        if self._resets != int(self._head[3]):  # What was remembered before is forgotten by all.
+            self._resets = int(self._head[3])
+            for share in range(self._count):
+                self.state_of(share).clear()
         text = self._directory[: int(self._head[1])].tobytes()
         self._entries = {(share, key): entry for share, key, entry in json.loads(text)}
         self._views.clear()

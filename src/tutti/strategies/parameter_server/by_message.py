@@ -16,7 +16,8 @@ from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot, in_memory_order, is_dense
 from tutti.strategies.parameter_server import saved
 from tutti.strategies.parameter_server.pieces import Piece, Share, cut
-from tutti.strategies.parameter_server.server import Pool, Server, Setting
+from tutti.strategies.parameter_server.served import Pool
+from tutti.strategies.parameter_server.server import Server, Setting
 from tutti.strategies.parameter_server.stepping import Options, keeps_whole, whole_states
 from tutti.strategies.parameter_server.wire import (
     HEAD,
@@ -288,7 +289,7 @@ class MessageWorker(Worker):
         bound, start_s = self._rule.bound, self.transport.now()
         if bound is not None and not needed and held.version >= held.clock - bound:
             return
-        held.asked.wait()
+        self._waited(held.asked)
         held.asked = None
         self.events.record(Event(PULL, start_s, self.transport.now()))
         self._take(held)
@@ -318,18 +319,27 @@ class MessageWorker(Worker):
         start_s = self.transport.now()
         for held in self._held:
             held.reply = None
-        for task in [self._wire.beside(self._meet(server, kind)) for server in self._active]:
-            task.wait()
+        for task in [self._wire.beside(self._meet(server, Head(kind))) for server in self._active]:
+            self._waited(task)
         for held in self._held:
             self._take(held)
             if self._rule.bound is not None:
-                held.clock = held.version
+                held.clock = max(held.clock, held.version)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
-    def _meet(self, server: int, kind: Kind) -> Steps:
-        yield from self._tell(server, Head(kind))
+    def _meet(self, server: int, head: Head) -> Steps:
+        yield from self._tell(server, head)
         for held in self._of_server[server]:
             yield from self._hear(held)
+
+    def _waited(self, task: Work) -> None:
+        """Wait; if it was in vain because the server of this very rank failed, say why."""
+        try:
+            task.wait()
+        except RankLost:
+            if self._server is not None and self._server.failure is not None:
+                raise self._server.failure from None
+            raise
 
     # Saving
 
@@ -340,9 +350,9 @@ class MessageWorker(Worker):
         for task in [self._wire.beside(self._saved(server, found)) for server in self._active]:
             task.wait()
         shares = [(name, Share(0, start, stop, 0, whole), state) for name, (start, stop, whole), state in found]
-        slots = {slot.name: slot for slot in self.replica.slots}
+        states = whole_states(shares, {slot.name: slot for slot in self.replica.slots})
         self._together(Kind.MEET)  # Nobody goes on before all have read.
-        return {"optimizer": whole_states(shares, slots)}
+        return {"optimizer": states}
 
     def _saved(self, server: int, found: list[Any]) -> Steps:
         if server == self._me:
@@ -364,7 +374,9 @@ class MessageWorker(Worker):
         ]
         for task in tasks:
             task.wait()
-        self._together(Kind.MEET)  # Servers have loaded before those who have them load come here.
+        for held in self._held:
+            held.clock = 0  # Servers begin again.
+        self._together(Kind.MEET)  # They have loaded before those who have them load come here.
 
     def _loaded(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Steps:
         mine = self._of_server[server]

@@ -42,9 +42,10 @@ class Gathering:
         """Take what is needed of `slots`; `open` comes when all have."""
         self._transport = transport
         self._me = transport.rank
-        self._gone, self._away = slots.take(transport.size), slots.take(transport.size)
+        self._gone = slots.take(transport.size)
         self._met, self._resumed = slots.take(transport.size), slots.take(transport.size)
         self._meetings, self._stopped, self._said = slots.take(1), slots.take(1), slots.take(1)
+        self._alarm = int(slots.take(1)[0])
         self.clock_of: Callable[[int], int] = lambda worker: 0
         """How far a worker came."""
         self.on_loss: Callable[[int], None] = lambda worker: None
@@ -78,12 +79,8 @@ class Gathering:
         """This worker is done."""
         self.flags.publish(int(self._gone[self._me]), _LEFT)
 
-    def go_away(self, yes: bool) -> None:
-        """Be, or be no longer, one of whom meetings need not wait."""
-        self.flags.publish(int(self._away[self._me]), int(yes))
-
     def meet(self, then: Callable[[int], None]) -> None:
-        """When everybody who is here has come, do `then`, with the meeting's number; go on when all have done it."""
+        """When all that are left have come, do `then`, with the meeting's number; go on when all have done it."""
         number = self.flags.value(int(self._meetings[0])) + 1
         self.flags.publish(int(self._met[self._me]), number)
         self.wait(lambda: self._unmet(self._met, number))
@@ -93,15 +90,21 @@ class Gathering:
         self.flags.publish(int(self._meetings[0]), number)
 
     def first_does(self, number: int, what: Callable[[], None]) -> None:
-        """In a meeting: have the first do something, and go on when it is done."""
-        if self.leads:
-            what()
-            self.flags.publish(int(self._said[0]), number)
-        self.wait(lambda: None if self.flags.reached(self._said, number) else (self._said, number))
+        """In a meeting: have the first do something, and go on when it is done; if it is lost, have the next do it."""
+
+        def left() -> tuple[np.ndarray, int] | None:
+            if self.flags.reached(self._said, number):
+                return None
+            if self.leads:
+                what()
+                self.flags.publish(int(self._said[0]), number)
+                return None
+            return self._said, number
+
+        self.wait(left)
 
     def _unmet(self, counters: np.ndarray, number: int) -> tuple[np.ndarray, int] | None:
-        here = (self._counters[self._gone] == _HERE) & (self._counters[self._away] == 0)
-        slots = counters[here]
+        slots = counters[self._counters[self._gone] == _HERE]
         return None if self.flags.reached(slots, number) else (slots, number)
 
     def wait(self, left: Left, steps: int = 0) -> None:
@@ -116,7 +119,9 @@ class Gathering:
                 deadline, seen = time.monotonic() + patience, progress
             elif time.monotonic() > deadline:
                 late = np.flatnonzero(self._counters[awaited[0]] < awaited[1])
-                raise self._transport.roster.overdue(f"other workers ({len(late)} are not as far)")
+                lost = sorted(set(range(self._transport.size)) - set(self.living))
+                gone = f"; ranks {', '.join(map(str, lost))} have left" if lost else ""
+                raise self._transport.roster.overdue(f"other workers ({len(late)} are not as far{gone})")
 
     def acquire(self, lock: int) -> None:
         """Take a lock, if need be from one who is lost."""
@@ -134,7 +139,7 @@ class Gathering:
         """Take a lock away from one who is lost; whether it had it."""
         if not self.flags.swap(lock, worker + 1, 0):
             return False
-        self.flags.publish(int(self._said[0]), self.flags.value(int(self._said[0])))  # Wakes those who wait for it.
+        self.flags.publish(self._alarm, 1)  # Wakes those who wait for it.
         return True
 
     def look_around(self, steps: int = 0) -> None:

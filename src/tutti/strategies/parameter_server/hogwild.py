@@ -139,6 +139,7 @@ class HogwildWorker(Exchange):
         if not self._locked and not self._arena.complete:
             self._crowd.acquire(self._lock)
             self._locked = True
+            self._arena.before()  # What others have placed meanwhile keeps its place.
         if self._locked:
             self._arena.after()
             self._crowd.release(self._lock)
@@ -168,10 +169,9 @@ class HogwildWorker(Exchange):
             slot.tensor.data = view
 
     def leave(self) -> None:
-        self._crowd.go_away(True)
+        return None  # Nobody waits for anybody but in meetings.
 
     def join(self) -> None:
-        self._crowd.go_away(False)
         self._base = self._flags.value(self._version)
 
     def finish(self) -> None:

@@ -22,7 +22,14 @@ from tutti.strategies.parameter_server.arena import Arena
 from tutti.strategies.parameter_server.gathering import Gathering, Slots
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.pieces import Piece, cut
-from tutti.strategies.parameter_server.stepping import Options, Stepper, clip_factor, keeps_whole, whole_states
+from tutti.strategies.parameter_server.stepping import (
+    Options,
+    Stepper,
+    clip_factor,
+    keeps_whole,
+    scales_of,
+    whole_states,
+)
 from tutti.strategies.parameter_server.worker import Worker, marks_of
 from tutti.transports.reduction import KERNELS
 
@@ -89,6 +96,7 @@ class InMemoryWorker(Worker):
         self._version, self._lock = slots.take(len(self._pieces)), slots.take(len(self._pieces))
         self._stepping = slots.take(len(self._pieces))
         self._taken, self._old = slots.take(len(self._pieces), size), slots.take(len(self._pieces), size)
+        self._planned, self._plans = slots.take(1), slots.take(size)
         self._flags = transport.flags(slots.used)
         self._counters = self._flags.counters
         self._crowd.open(self._flags)
@@ -162,7 +170,6 @@ class InMemoryWorker(Worker):
 
     def leave(self) -> None:
         self._settle_all()
-        self._crowd.go_away(True)
         self._count(False)
         self._help(range(len(self._versions)))
 
@@ -178,8 +185,8 @@ class InMemoryWorker(Worker):
             self._flags.publish(int(self._counted[bucket, self._me]), 1)
             for number in numbers:
                 self._release(number)
-        self._crowd.go_away(False)
-        self._read(range(len(self._versions)))
+        self._stale.update(range(len(self._versions)))
+        self._settle_all()
 
     def finish(self) -> None:
         self.consensus()
@@ -218,6 +225,7 @@ class InMemoryWorker(Worker):
 
     def _apply_own(self, bucket: Bucket, norm: float, clock: int) -> None:
         """Take a step with this rank's own gradients."""
+        self._crowd.check(self.replica.steps)
         marks = np.array(marks_of(bucket), dtype=bool)
         for place, piece in enumerate(self._of_bucket[bucket.index]):
             base = self._bases[bucket.index][place]
@@ -302,10 +310,8 @@ class InMemoryWorker(Worker):
 
     def _combine(self, number: int, version: int, updates: list[Update]) -> np.ndarray:
         now = self.transport.now()
-        scales = [self._rule.scale(update.staleness) for update in updates]
-        if self._clips_updates:
-            clip = self._strategy.clip or 0.0
-            scales = [s * clip_factor(clip, update.norm) for s, update in zip(scales, updates, strict=True)]
+        clip = self._strategy.clip if self._clips_updates else None
+        scales = scales_of(updates, self._pieces[number], self._rule, clip)
         for update in updates:
             self.events.record(Event(APPLY, now, now, 0, (number, version, update.worker, update.clock)))
             self._counters[self._old[number, update.worker]] = update.staleness
@@ -320,15 +326,16 @@ class InMemoryWorker(Worker):
         stepped.stepper.step(marks, updates[0].options, factor)
         if stepped.arena is not None:
             stepped.arena.after()
-        for update in updates:
-            self._counters[self._taken[number, update.worker]] = update.clock + 1
         self._flags.publish(int(self._version[number]), version + 1)
+        for update in updates:
+            self._flags.publish(int(self._taken[number, update.worker]), update.clock + 1)
 
     def _help_together(self) -> None:
         """The same, for all pieces at once. The lock of the first is that of all."""
         while self._all_due() and self._flags.swap(int(self._lock[0]), 0, self._me + 1):
             try:
                 while due := self._all_due():
+                    self._plan(due)
                     parts, square = [], 0.0
                     for number, (version, updates) in due.items():
                         made = [self._update(number, worker, clock, version) for worker, clock in updates]
@@ -339,8 +346,17 @@ class InMemoryWorker(Worker):
                     factor = clip_factor(self._strategy.clip or 0.0, sqrt(square)) if self._clips_means else 1.0
                     for number, version, made, marks in parts:
                         self._take_step(number, version, made, marks, factor)
+                    self._flags.publish(int(self._planned[0]), 0)
             finally:
                 self._release(0)
+
+    def _plan(self, due: dict[int, tuple[int, list[tuple[int, int]]]]) -> None:
+        """Write down what is about to be stepped together, for who comes if this rank is killed meanwhile."""
+        version, updates = next(iter(due.values()))
+        self._counters[self._plans] = 0
+        for worker, clock in updates:
+            self._counters[self._plans[worker]] = clock + 1
+        self._flags.publish(int(self._planned[0]), version + 1)
 
     def _all_due(self) -> dict[int, tuple[int, list[tuple[int, int]]]]:
         """What makes the next version of all pieces; nothing, if somebody has still to push some of it."""
@@ -430,14 +446,27 @@ class InMemoryWorker(Worker):
         for bucket in range(len(self._versions)):
             self._flags.publish(int(self._counted[bucket, worker]), 0)
         for number in range(len(self._pieces)):
-            version, stepping = int(self._version[number]), int(self._stepping[number])
-            # A step that it had begun is done as far as it came: to take it again would take part of it twice.
-            if self._flags.value(int(self._lock[number])) == worker + 1:
-                begun = self._flags.value(stepping)
-                if begun > self._flags.value(version):
-                    self._flags.publish(version, begun)
-                self._crowd.free(int(self._lock[number]), worker)
+            lock = int(self._lock[number])
+            if self._flags.swap(lock, worker + 1, self._me + 1):  # From here on nobody else repairs it.
+                self._repair(number)
+                self._release(number)
         self._help(range(len(self._versions)))
+
+    def _repair(self, number: int) -> None:
+        """A step that one who is lost had begun is done as far as it came: to take it again would take part twice."""
+        begun = self._flags.value(int(self._stepping[number]))
+        if not self._together:
+            if begun > self._flags.value(int(self._version[number])):
+                self._flags.publish(int(self._version[number]), begun)
+            return
+        version = self._flags.value(int(self._planned[0]))
+        for piece in self._pieces if version else ():
+            if self._flags.value(int(self._version[piece.number])) < version:
+                self._flags.publish(int(self._version[piece.number]), version)
+            for worker, clock in enumerate(self._counters[self._plans].tolist()):
+                if clock > self._flags.value(int(self._taken[piece.number, worker])):
+                    self._flags.publish(int(self._taken[piece.number, worker]), clock)
+        self._flags.publish(int(self._planned[0]), 0)
 
     def _meet(self, then: Callable[[int], None] = lambda number: None) -> None:
         """When everybody who is here has come, apply what is left, do `then`, read, and go on together."""
@@ -471,8 +500,8 @@ class InMemoryWorker(Worker):
             self._flags.publish(int(self._counted[bucket, self._me]), int(yes))
 
     def _start_at(self, bucket: int, version: int) -> None:
-        """Let this rank's next push be for the next version."""
-        if self._rule.bound is not None:
+        """Let this rank's next push be for the next version, or the one after what it has pushed already."""
+        if self._rule.bound is not None and version > self._clocks[bucket]:
             self._clocks[bucket] = version
             self._counters[self._first[bucket, self._me]] = version
             self._flags.publish(int(self._clock[bucket, self._me]), version)

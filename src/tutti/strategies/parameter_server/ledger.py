@@ -32,6 +32,22 @@ class Order:
     living: set[int]
     """Whose updates may still come."""
     sets: list[set[tuple[int, int]]] = field(default_factory=list)
+    """Those that are still to be used."""
+    num_forgotten: int = 0
+
+    def at(self, place: int) -> set[tuple[int, int]] | None:
+        """The one of that number, if it is decided."""
+        place -= self.num_forgotten
+        return self.sets[place] if place < len(self.sets) else None
+
+    def forget(self, place: int) -> None:
+        """Those before that number have been used by all."""
+        del self.sets[: place - self.num_forgotten]
+        self.num_forgotten = place
+
+    def clear(self) -> None:
+        self.sets.clear()
+        self.num_forgotten = 0
 
 
 class Ledger:
@@ -45,7 +61,7 @@ class Ledger:
         """`order` says which updates make which version, where pieces of several servers must agree on it."""
         self.version = 0
         self._order = order
-        self._place = 0
+        self.place = 0
         self._rule = consistency
         self._members = members
         """Those who are waited for. Shared with the other pieces of the server."""
@@ -56,7 +72,7 @@ class Ledger:
     def restart(self) -> None:
         """Begin again, with everybody at the first version."""
         self.version = 0
-        self._place = 0
+        self.place = 0
         self._clocks = dict.fromkeys(self._clocks, 0)
         self._pending.clear()
 
@@ -91,7 +107,7 @@ class Ledger:
     def join(self, worker: int) -> None:
         """A worker's next update is for the next version."""
         if self._rule.bound is not None:
-            self._clocks[worker] = self.version
+            self._clocks[worker] = max(self.version, self._clocks[worker])  # What it sent before is still to come.
 
     def push(self, update: Update) -> None:
         """An update has come."""
@@ -107,7 +123,7 @@ class Ledger:
             for update in due:
                 update.staleness = self.version - update.base
             self.version += 1
-            self._place += 1
+            self.place += 1
         return sorted(due, key=lambda update: update.worker)
 
     def _due(self) -> list[Update]:
@@ -121,20 +137,19 @@ class Ledger:
         if self.waits:
             return []
         # Where those who had sent for this version are gone and forgotten, the next one that there is something for.
-        self.version = min(update.clock for update in self._pending)
+        self.version = max(self.version, min(update.clock for update in self._pending))
         return [update for update in self._pending if update.clock == self.version]
 
     def _ordered(self) -> list[Update]:
         assert self._order is not None
-        while self._place < len(self._order.sets):
-            wanted = self._order.sets[self._place]
+        while (wanted := self._order.at(self.place)) is not None:
             here = [update for update in self._pending if (update.worker, update.clock) in wanted]
             coming = {worker for worker, _ in wanted} - {update.worker for update in here}
             if coming & self._order.living:
                 return []
             if here:
                 return here
-            self._place += 1  # All of it is lost.
+            self.place += 1  # All of it is lost.
         return []
 
     def readable(self, worker: int, wanted: int) -> bool:

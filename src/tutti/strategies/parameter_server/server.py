@@ -4,8 +4,8 @@ Everything here happens in one thread, or in the simulator's engine: for every w
 the order in which it says it, and steps that tell it what it asked for. Nothing waits for a worker but those.
 """
 
+import copy
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
@@ -24,7 +24,8 @@ from tutti.strategies.parameter_server import saved
 from tutti.strategies.parameter_server.consistency import Consistency
 from tutti.strategies.parameter_server.ledger import Ledger, Order, Update
 from tutti.strategies.parameter_server.pieces import Piece
-from tutti.strategies.parameter_server.stepping import Stepper, clip_factor
+from tutti.strategies.parameter_server.served import Pool, Served
+from tutti.strategies.parameter_server.stepping import Stepper, clip_factor, scales_of
 from tutti.strategies.parameter_server.wire import (
     HEAD,
     NORM,
@@ -64,85 +65,13 @@ class Setting:
         return 2 * self.codec.packet_bytes(piece.numel, piece.runs) + piece.num_bytes
 
 
-class Pool:
-    """Memory for what comes and goes of one size, from any thread: made when there is none, and used again."""
-
-    def __init__(self, num_bytes: int, like: Tensor) -> None:
-        self._num_bytes, self._like = num_bytes, like
-        self._free: deque[Tensor] = deque()
-
-    def take(self) -> Tensor:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return room(self._num_bytes, self._like)
-
-    def give(self, memory: Tensor) -> None:
-        if memory.numel() == self._num_bytes:
-            self._free.append(memory)
-
-
-@dataclass(eq=False)
-class Snapshot:
-    """A piece as it was, for those who are being told of it."""
-
-    version: int
-    memory: Tensor
-    readers: int = 0
-
-
-class Served:
-    """A piece, and all that its server knows of it."""
-
-    def __init__(self, piece: Piece, ledger: Ledger, stepper: Stepper | None, like: Tensor) -> None:
-        self.piece = piece
-        self.ledger = ledger
-        self.stepper = stepper
-        """None where there are sizes alone."""
-        self.pool = Pool(piece.num_bytes, like)
-        self.asks: dict[int, int] = {}
-        """The version that each worker waits for."""
-        self.answered = -1
-        """The version at which all of them were last looked at."""
-        self.staleness: dict[int, int] = {}
-        """Of each worker's last update."""
-        self._snapshot: Snapshot | None = None
-
-    def values(self) -> Tensor:
-        """As bytes."""
-        return self.pool.take() if self.stepper is None else self.stepper.values.view(torch.uint8)
-
-    def snapshot(self) -> Snapshot:
-        """The piece as it is now, to be given back."""
-        old = self._snapshot
-        if old is None or old.version != self.ledger.version:
-            memory = self.pool.take()
-            if self.stepper is not None:
-                memory.copy_(self.stepper.values.view(torch.uint8))
-            self._snapshot = Snapshot(self.ledger.version, memory)
-            if old is not None and not old.readers:
-                self.pool.give(old.memory)
-        assert self._snapshot is not None
-        self._snapshot.readers += 1
-        return self._snapshot
-
-    def give_back(self, snapshot: Snapshot) -> None:
-        snapshot.readers -= 1
-        if not snapshot.readers and snapshot is not self._snapshot:
-            self.pool.give(snapshot.memory)
-
-    def forget_snapshot(self) -> None:
-        """What it holds is no longer so."""
-        self._snapshot = None
-
-
 @dataclass
 class _Clipping:
     """A step of all pieces that waits for the norms of the other servers' pieces."""
 
     clock: int
-    parts: list[tuple[Served, np.ndarray, np.ndarray]]
-    """With marks and options."""
+    parts: list[tuple[Served, list[Update], np.ndarray]]
+    """With what it is made of, and marks."""
     square: float
 
 
@@ -168,7 +97,6 @@ class Server:
         self.members = set(setting.workers)
         """Who is waited for."""
         self._living = set(setting.workers)
-        self._away: set[int] = set()
         self._meeting: set[int] = set()
         self._stopped: int | None = None
         self._clients = {worker: _Client() for worker in setting.workers}
@@ -181,6 +109,7 @@ class Server:
         self._norms: dict[tuple[int, int], float] = {}
         """Squares of others' norms, by server and clock."""
         self._others: list[int] = []
+        self._first = self._me
         self._served: dict[int, Served] = {}
         rule = setting.consistency
         self._order = Order(self._living) if rule.bound is None and rule.quorum > 1 else None
@@ -204,12 +133,12 @@ class Server:
         self._others = others
         if not self._served:
             return
+        self._first = min([self._me, *others])
         if self._order is not None:
-            first = min([self._me, *others])
-            if self._me == first:
+            if self._me == self._first:
                 self._chooser = Ledger(self._setting.consistency, self.members)
             else:
-                self._begin(self._hear_order(first))
+                self._begin(self._hear_order())
         for worker in self._setting.workers:
             if worker != self._me:
                 self._begin(self._attend(worker))
@@ -273,13 +202,14 @@ class Server:
                 case Kind.PUSH:
                     self._push(worker, head, options, marks, payload)
                 case Kind.MEET:
-                    self._leave_clocks(worker, self._meeting)
+                    self._meeting.add(worker)
+                    self._leave_clocks(worker)
                     if self._stopped is not None:
                         self._stop(self._stopped)
                 case Kind.LEAVE:
-                    self._leave_clocks(worker, self._away)
+                    self._leave_clocks(worker)
                 case Kind.JOIN:
-                    self._join(worker)
+                    self._count_in([worker])
                 case Kind.SAVE:
                     self._begin(saved.tell(self.states(), worker, self._transport))
                 case Kind.LOAD:
@@ -323,14 +253,9 @@ class Server:
         codec.decode(payload, wide, runs=piece.runs)
         return wide.to(values.dtype)
 
-    def _leave_clocks(self, worker: int, where: set[int]) -> None:
+    def _leave_clocks(self, worker: int) -> None:
         self.members.discard(worker)
-        where.add(worker)
         self._settle_all()
-
-    def _join(self, worker: int) -> None:
-        self._away.discard(worker)
-        self._count_in([worker])
 
     def _count_in(self, workers: list[int]) -> None:
         """Wait for these from the next version on, and tell them all pieces."""
@@ -338,7 +263,8 @@ class Server:
         for served in self._served.values():
             for worker in workers:
                 served.ledger.join(worker)
-                self._reply(worker, served, Status.HERE)
+                served.asks[worker] = served.ledger.clock_of(worker) - (self._setting.consistency.bound or 0)
+                self._answer(served, worker)  # Now, or when what it had sent before it went is in.
 
     def _stop(self, worker: int) -> None:
         self._stopped = worker
@@ -365,29 +291,27 @@ class Server:
         self._clipping = None
         for served in self._served.values():
             served.ledger.restart()
-            served.answered = -1
+            served.answered, served.version = -1, 0
             if self._order is not None:
-                self._order.sets.clear()
+                self._order.clear()
             served.forget_snapshot()
             if served.stepper is not None:
                 served.stepper.values.copy_(states["values"][str(served.piece.number)])
                 served.stepper.load(states["optimizer"])
 
     def states(self) -> dict[str, Any]:
-        """What the optimiser remembers of what is held here."""
+        """What the optimiser remembers of what is held here: copies."""
         steppers = [served.stepper for served in self._served.values() if served.stepper is not None]
-        return {
-            "shares": [
-                [name, [share.start, share.stop, share.whole], state]
-                for stepper in steppers
-                for name, share, state in stepper.state()
-            ]
-        }
+        shares = [
+            [name, [share.start, share.stop, share.whole], copy.deepcopy(state)]
+            for stepper in steppers
+            for name, share, state in stepper.state()
+        ]
+        return {"shares": shares}
 
     def _gone(self, worker: int) -> None:
         """A worker takes no part any more."""
         self._living.discard(worker)
-        self._away.discard(worker)
         self._meeting.discard(worker)
         self.members.discard(worker)
         for served in self._served.values():
@@ -422,6 +346,8 @@ class Server:
 
     def _settle_all(self) -> None:
         self._choose()
+        if self._order is not None:
+            self._order.forget(min(served.ledger.place for served in self._served.values()))
         self._settle(list(self._served.values()))
         self._conclude()
 
@@ -432,14 +358,13 @@ class Server:
         else:
             for served in changed:
                 while due := served.ledger.take():
-                    marks = self._combine(served, due)
-                    self._step(served, due[0].options, marks, 1.0)
+                    self._step(served, due, self._combine(served, due))
+                served.version = served.ledger.version
         if self._clipping is None:  # Else versions are counted whose steps are still to be taken.
             for served in changed:
                 self._answer(served, asked)
 
     def _combine(self, served: Served, due: list[Update]) -> np.ndarray:
-        rule, clip = self._setting.consistency, self._setting.clip
         now = self._transport.now()
         for update in due:
             served.staleness[update.worker] = update.staleness
@@ -447,25 +372,23 @@ class Server:
             self.events.record(Event(APPLY, now, now, 0, about))
         if served.stepper is None:
             return np.empty(0)
-        scales = [rule.scale(update.staleness) for update in due]
-        if clip is not None and not self._clips_means:
-            scales = [scale * clip_factor(clip, update.norm) for scale, update in zip(scales, due, strict=True)]
-        marks = served.stepper.combine(due, scales)
+        clip = None if self._clips_means else self._setting.clip
+        return served.stepper.combine(due, scales_of(due, served.piece, self._setting.consistency, clip))
+
+    def _step(self, served: Served, due: list[Update], marks: np.ndarray, factor: float = 1.0) -> None:
+        """Step by what was combined of these updates, whose memory is free afterwards."""
+        if served.stepper is None:
+            return
+        served.stepper.step(marks, due[0].options, factor)
         for update in due:
             if update.values.dtype == served.stepper.values.dtype:
                 served.pool.give(update.values.view(torch.uint8))
-        return marks
-
-    def _step(self, served: Served, options: np.ndarray, marks: np.ndarray, factor: float) -> None:
-        if served.stepper is not None:
-            served.stepper.step(marks, options, factor)
 
     def _answer(self, served: Served, asked: int | None = None) -> None:
         """Tell those who may read; if nothing is new, only who asked just now can be one of them."""
         new = self._setting.consistency.bound is None or served.answered != served.ledger.version
         served.answered = served.ledger.version
-        for worker in list(served.asks) if new else {asked} & served.asks.keys():
-            wanted = served.asks[worker]
+        for worker, wanted in [(who, wanted) for who, wanted in served.asks.items() if new or who == asked]:
             if self._stopped is not None:
                 self._reply(worker, served, Status.STOPPED)
             elif served.ledger.readable(worker, wanted):
@@ -475,9 +398,9 @@ class Server:
             del served.asks[worker]
 
     def _conclude(self) -> None:
-        """If everybody who is here has come to the meeting, tell all the same, and go on together."""
-        all_here = self._meeting and self._meeting == self._living - self._away
-        if all_here and self._clipping is None and all(served.ledger.idle for served in self._served.values()):
+        """If every living worker has come to the meeting, tell all the same, and go on together."""
+        idle = self._clipping is None and all(served.ledger.idle for served in self._served.values())
+        if idle and self._meeting and self._meeting == self._living:
             present = sorted(self._meeting)
             self._meeting.clear()
             self._count_in(present)
@@ -496,11 +419,11 @@ class Server:
                 self._begin(_sent(self._transport, told, server, ORDER))
         return chosen
 
-    def _hear_order(self, first: int) -> Steps:
+    def _hear_order(self) -> Steps:
         assert self._order is not None
         while self._living:
             told = torch.empty(2 * self._setting.consistency.quorum, dtype=torch.int64, device="cpu")
-            yield self._transport.irecv(told, first, ORDER)
+            yield self._transport.irecv(told, self._first, ORDER)
             pairs = told.view(-1, 2).tolist()
             self._order.sets.append({(worker, clock) for worker, clock in pairs if worker != NOTHING})
             self._settle_all()
@@ -523,10 +446,11 @@ class Server:
             total = clipping.square + sum(norm for norm in known if norm is not None)
             assert self._setting.clip is not None
             factor = clip_factor(self._setting.clip, sqrt(total))
-            for served, marks, options in clipping.parts:
-                self._step(served, options, marks, factor)
+            for served, due, marks in clipping.parts:
+                self._step(served, due, marks, factor)
             self._clipping = None
             for served in self._served.values():
+                served.version = served.ledger.version
                 self._answer(served)
             self._conclude()
 
@@ -543,7 +467,7 @@ class Server:
         for served in pieces:
             if served.ledger.next_clock == clock and (due := served.ledger.take()):
                 marks = self._combine(served, due)
-                parts.append((served, marks, due[0].options))
+                parts.append((served, due, marks))
                 square += 0.0 if served.stepper is None else served.stepper.square_norm(marks)
             else:
                 served.ledger.skip(clock)
@@ -576,7 +500,7 @@ class Server:
             client.wake.give()
 
     def _head_of(self, worker: int, served: Served, status: Status) -> Reply:
-        version = self._stopped if status == Status.STOPPED else served.ledger.version
+        version = self._stopped if status == Status.STOPPED else served.version
         num_bytes = served.piece.num_bytes if status == Status.HERE else 0
         leader = min(self._living, default=0)
         return Reply(status, version or 0, served.staleness.get(worker, 0), num_bytes, leader)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tutti.errors import ConfigError
 from tutti.replica import Bucket
 from tutti.replica.buckets import Slot, like
+from tutti.strategies.parameter_server.consistency import Consistency
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.pieces import Piece, Share
 
@@ -85,6 +86,14 @@ class Options:
             else:
                 old = groups[number][key]
                 groups[number][key] = type(old)((*old[:place], kind(value), *old[place + 1 :]))
+
+
+def scales_of(updates: Sequence[Update], piece: Piece, rule: Consistency, clip: float | None) -> list[float]:
+    """What each update is multiplied by: for its staleness, and for its norm if each is clipped by itself."""
+    if not piece.trained:
+        return [1.0] * len(updates)  # Means and variances are not to shrink.
+    factors = [1.0 if clip is None else clip_factor(clip, update.norm) for update in updates]
+    return [rule.scale(update.staleness) * factor for update, factor in zip(updates, factors, strict=True)]
 
 
 class Stepper:

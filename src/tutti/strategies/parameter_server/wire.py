@@ -11,6 +11,7 @@ from torch import Tensor
 HEAD, PAYLOAD = 1, 2
 """Tags of what a worker says to a server: all of it in one order."""
 NORM, STATE, ORDER = 3, 4, 5
+"""Of what servers say to each other, but for STATE."""
 _REPLIES = 16
 
 

@@ -111,7 +111,6 @@ class Worker(Exchange):
                 tensor.grad = None  # Servers take the step.
 
     def after_step(self) -> None:
-        start_s = self.transport.now()
         for tensor, gradient in self._hidden:
             tensor.grad = gradient
         self._hidden.clear()
@@ -121,8 +120,8 @@ class Worker(Exchange):
             self._settle_all()
         else:
             self._need(self._modules.uncalled())
-        sent = self.bytes_sent
-        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), sent - self._sent_before))
+        sent, now = self.bytes_sent, self.transport.now()
+        self.events.record(Event(EXCHANGE, now, now, sent - self._sent_before))  # Waiting is recorded where it is.
         self._sent_before = sent
 
     def dissent(self) -> None:

@@ -1,6 +1,7 @@
 """Work under way in virtual time."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -115,11 +116,12 @@ class Task(Pending):
         self._queue.next(self, error)
 
     def give_up(self, error: Exception) -> None:
-        self._steps.close()
+        with suppress(ValueError):  # It may be these very steps that have come to this.
+            self._steps.close()
         self.fail(error)
 
     def overdue(self, error: Exception) -> None:
-        self._queue.fail(error)  # Those behind it would be out of step.
+        self._queue.overdue(self, error)
 
     @property
     def under_way_s(self) -> float:
@@ -180,6 +182,10 @@ class Tasks:
             following = self._queue[0]
             following.rank.engine.at(max(following.rank.engine.now, following.posted_s), following.go)
 
+    def overdue(self, task: Task, error: Exception) -> None:
+        """Somebody has waited for too long: those behind it would be out of step."""
+        self.fail(error)
+
     def fail(self, error: Exception) -> None:
         self._failure = self._failure or error
         queue, self._queue = self._queue, []
@@ -199,7 +205,11 @@ class LooseTasks(Tasks):
         task.rank.engine.at(task.posted_s, task.go)
 
     def next(self, task: Task, error: Exception | None) -> None:
-        del self._under_way[task]
+        self._under_way.pop(task, None)
+
+    def overdue(self, task: Task, error: Exception) -> None:
+        self._under_way.pop(task, None)
+        task.give_up(error)
 
     def fail(self, error: Exception) -> None:
         self._failure = self._failure or error
