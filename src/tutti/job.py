@@ -143,9 +143,15 @@ class Job:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if missing := {"strategy", "steps", "exchange"} - state.keys():
+            raise ConfigError(
+                f"this is no state of a job: it has no {', '.join(sorted(missing))}. "
+                "Give what job.state_dict() returned."
+            )
         if not self.strategy.goes_on_from(state["strategy"]):
             raise ConfigError(
-                f"this state was saved under strategy '{state['strategy']}' and cannot be used under '{self.strategy}'."
+                f"this state was saved under strategy '{state['strategy']}' and cannot be used under "
+                f"'{self.strategy}'. Load the model and the optimiser alone, or use that strategy."
             )
         self._replica.steps = state["steps"]
         self._exchange.load_state_dict(state["exchange"])

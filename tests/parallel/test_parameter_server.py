@@ -673,8 +673,8 @@ def test_everybody_who_serves_hears_why() -> None:
         (lambda: StalenessAware(StalenessAware(BSP())), ("StalenessAware(", "BSP, SSP, SoftSync or Async")),
         (lambda: StalenessAware("bsp"), ("'bsp'", "BSP, SSP, SoftSync or Async")),  # type: ignore[arg-type]
         (lambda: ParameterServer("ssp"), ("got 'ssp'", "SSP(3)")),  # type: ignore[arg-type]
-        (lambda: ParameterServer(servers=0), ("got 0", "'colocated' or 1 or more")),
-        (lambda: ParameterServer(servers="two"), ("got 'two'", "'colocated' or 1 or more")),  # type: ignore[arg-type]
+        (lambda: ParameterServer(servers=0), ("got 0", "'colocated'", "1 or more")),
+        (lambda: ParameterServer(servers="two"), ("got 'two'", "'colocated'", "1 or more")),  # type: ignore[arg-type]
         (lambda: ParameterServer(codec=LowRank(2)), ("LowRank", "AllReduce")),
         (lambda: ParameterServer(codec=ErrorFeedback(LowRank(2))), ("LowRank", "AllReduce")),
         (lambda: ParameterServer(codec=TopK(0.1, momentum=0.5)), ("TopK", "ErrorFeedback(...)")),
@@ -770,9 +770,9 @@ def test_texts_that_say_less() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("ps:ssp=x", "ps:ssp=x"),
-        ("ps:ssp", "ps:ssp"),
-        ("ps:softsync", "ps:softsync"),
+        ("ps:ssp=x", "ssp= takes a whole number, got 'x'"),
+        ("ps:ssp", "ssp= takes a whole number, got ''"),
+        ("ps:softsync", "softsync= takes a whole number"),
         ("ps:ssp=-1", "got -1"),
         ("ps:softsync=0", "got 0"),
         ("ps:bsp,async", "more than one rule, bsp, async"),
@@ -781,9 +781,9 @@ def test_texts_that_say_less() -> None:
         ("ps:async=1", "async takes no number"),
         ("ps:async,aware=2", "aware takes nothing"),
         ("ps:foo=1", "'foo' is none of its options: bsp, ssp=3"),
-        ("ps:servers=x", "ps:servers=x"),
+        ("ps:servers=x", "servers= takes a whole number, got 'x'"),
         ("ps:servers=0", "got 0"),
-        ("ps:overlap=2", "ps:overlap=2"),
+        ("ps:overlap=2", "overlap= takes 0 or 1, got '2'"),
         ("ps:bsp+lowrank:2", "AllReduce"),
     ],
 )

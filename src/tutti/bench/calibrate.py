@@ -17,6 +17,7 @@ from tutti.launch.simulate import simulate
 from tutti.recipes import recipe
 from tutti.strategies import parse
 from tutti.transports import AllReduces, HostsTransport, Transport
+from tutti.world import World, set_world
 
 _WARM_UP, _ROUNDS = 5, 30
 
@@ -69,8 +70,17 @@ def batch_size_of(name: str, workers: int) -> int:
 
 
 def train_steps(name: str, strategy: str, steps: int) -> tuple[float, str]:
-    """Train for some steps: the median seconds of a step, and a digest of the parameters."""
+    """Train for some steps: the median seconds of a step, and a digest of the parameters; on a server, neither."""
     world = init()
+    try:
+        return _train_steps(name, strategy, steps, world)
+    except SystemExit:
+        return 0.0, ""
+    finally:
+        set_world(world)  # It may have been that of those who train.
+
+
+def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[float, str]:
     made = recipe(name)
     torch.manual_seed(0)
     model = made.model()

@@ -90,7 +90,7 @@ def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[Row]:
             cluster = cluster_of(real[0]["network"] | real[0]["training"][model])
             simulated = simulate(train_steps, model, strategy, steps, workers=spec.num_workers, cluster=cluster).results
             lived = [mine["jobs"][model, strategy] for mine in real]
-            bits = {digest for _, digest in (*lived, *simulated)}
+            bits = {digest for _, digest in (*lived, *simulated) if digest}
             seconds = [max(step_s for step_s, _ in run) for run in (lived, simulated)]
             rows.append(Row(model, strategy, rate, ranks, seconds[0], seconds[1], len(bits) == 1))
     return rows

@@ -32,7 +32,10 @@ def run(
         raise ConfigError(f"--timeout takes a number of seconds above 0, got {timeout:g}.")
     environment = {}
     if strategy is not None:
-        environment["TUTTI_STRATEGY"] = str(parse(strategy))
+        parsed = parse(strategy)
+        if workers is not None and workers > 1:
+            parsed.check_size(workers)
+        environment["TUTTI_STRATEGY"] = str(parsed)
     if timeout is not None:
         environment["TUTTI_TIMEOUT"] = str(timeout)
     if workers is None and lab is None:

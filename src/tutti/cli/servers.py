@@ -102,7 +102,7 @@ def _table(results: list[dict[str, Any]], title: str) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for result in results:
-        solo_s, first_s = result["seconds"]["solo"], results[0]["seconds"][first]
+        solo_s, first_s = results[0]["seconds"]["solo"], results[0]["seconds"][first]
         for way, seconds in result["seconds"].items():
             if way == "solo":
                 if result is results[0]:

@@ -104,7 +104,7 @@ def _table(summary: dict[str, Any]) -> Table:
     rate = summary["samples"] / summary["seconds"]
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
-        ("last loss, of rank 0's part", f"{summary['loss']:.4f}"),
+        ("last loss, of one worker's part", f"{summary['loss']:.4f}"),
         ("steps", f"{summary['steps']:,}"),
         ("time", f"{summary['seconds']:.1f} s"),
         ("samples/s", f"{rate:,.0f}"),

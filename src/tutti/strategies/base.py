@@ -110,6 +110,10 @@ class Strategy(ABC):
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         """Start working on `replica`. Collective."""
 
+    def check_size(self, size: int) -> None:
+        """Raise `ConfigError` if it cannot be used by so many ranks."""
+        return None
+
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
         """What is wrong with using it with this optimiser on so many ranks."""
         return []

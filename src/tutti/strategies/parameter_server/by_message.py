@@ -336,9 +336,15 @@ class MessageWorker(Worker):
         """Wait; if it was in vain because the server of this very rank failed, say why."""
         try:
             task.wait()
-        except RankLost:
+        except RankLost as loss:
             if self._server is not None and self._server.failure is not None:
                 raise self._server.failure from None
+            if lost := sorted(loss.gone.keys() & set(self._active)):
+                raise RankLost(
+                    f"rank {self._me}: rank {lost[0]} is gone, and the parameters that it served with it: "
+                    f"{loss.gone[lost[0]]}. Workers may be lost on one host, or if servers have ranks of their own.",
+                    loss.gone,
+                ) from None
             raise
 
     # Saving

@@ -67,10 +67,10 @@ class SSP(Consistency):
     eager: bool = False
 
     def __post_init__(self) -> None:
-        if self.staleness < 0:
+        if not isinstance(self.staleness, int) or self.staleness < 0:
             raise ConfigError(
-                f"SSP needs a staleness of 0 or more, got {self.staleness}. Use SSP(0) (ps:ssp=0) for lockstep, "
-                "Async() (ps:async) for no bound."
+                f"SSP needs a staleness of 0 or more steps, got {self.staleness!r}. Use SSP(0) (ps:ssp=0) for "
+                "lockstep, Async() (ps:async) for no bound."
             )
 
     @property
@@ -91,9 +91,9 @@ class SoftSync(Consistency):
     count: int
 
     def __post_init__(self) -> None:
-        if self.count < 1:
+        if not isinstance(self.count, int) or self.count < 1:
             raise ConfigError(
-                f"SoftSync needs a count of 1 or more updates to a step, got {self.count}. 1 is Async(), as many as "
+                f"SoftSync needs a count of 1 or more updates to a step, got {self.count!r}. 1 is Async(), as many as "
                 "there are workers is lockstep."
             )
 

@@ -340,7 +340,8 @@ class Server:
         # Every server sees it; one says it.
         if always or self._me == min(server for server in self._setting.servers if server != worker):
             left = len(self._living) - 1
-            _log.warning("rank %d: worker %d left at clock %d, and %d go on: %s", self._me, worker, clock, left, why)
+            rest = "and its server with it" if worker in self._setting.servers else f"and {left} go on"
+            _log.warning("rank %d: worker %d left at clock %d, %s: %s", self._me, worker, clock, rest, why)
 
     # Steps
 

@@ -57,7 +57,9 @@ class ParameterServer(Strategy):
         if not isinstance(self.consistency, Consistency):
             mistakes.append(f"consistency must be an object such as SSP(3), got {self.consistency!r}")
         if self.servers != "colocated" and (isinstance(self.servers, str) or self.servers < 1):
-            mistakes.append(f"servers must be 'colocated' or 1 or more, got {self.servers!r}")
+            mistakes.append(
+                f"servers must be 'colocated' or how many ranks serve only, 1 or more, got {self.servers!r}"
+            )
         if self.codec is not None and not isinstance(self.codec, Codec):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
@@ -92,6 +94,9 @@ class ParameterServer(Strategy):
                 "or more ranks."
             )
         return list(range(workers)), list(range(size - num_servers, size))
+
+    def check_size(self, size: int) -> None:
+        self.roles(size)
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
         found = [] if (why := refusal(optimizer)) is None else [why]
@@ -153,9 +158,9 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
                 raise ConfigError(f"ps: {name} takes no number. It is {_RULES}.")
             rules.append(BSP() if name == "bsp" else Async(locks=rest.pop("locks", None) == ""))
     if "ssp" in rest:
-        rules.append(SSP(int(rest.pop("ssp")), eager=rest.pop("eager", None) == ""))
+        rules.append(SSP(_number("ssp", rest.pop("ssp"), int), eager=rest.pop("eager", None) == ""))
     if "softsync" in rest:
-        rules.append(SoftSync(int(rest.pop("softsync"))))
+        rules.append(SoftSync(_number("softsync", rest.pop("softsync"), int)))
     if len(rules) > 1:
         raise ConfigError(f"ps: more than one rule, {', '.join(map(str, rules))}. It is one of {_RULES}.")
     rule = rules[0] if rules else BSP()
@@ -170,7 +175,15 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
         raise ConfigError(
             f"ps: '{min(unknown)}' is none of its options: {_RULES}; {', '.join(f'{key}=NUMBER' for key in kinds)}."
         )
-    return ParameterServer(rule, codec=codec, **{key: kinds[key](value) for key, value in rest.items()})
+    return ParameterServer(rule, codec=codec, **{key: _number(key, value, kinds[key]) for key, value in rest.items()})
+
+
+def _number(key: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = {int: "a whole number", float: "a number"}.get(kind, "0 or 1")  # type: ignore[call-overload]
+        raise ConfigError(f"ps: {key}= takes {wanted}, got '{text}'.") from None
 
 
 def _switch(text: str) -> bool:
