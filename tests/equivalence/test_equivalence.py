@@ -33,9 +33,10 @@ threads_suffice = pytest.mark.skipif(
 
 # Only what a transport does in a way of its own differs between transports; the rest is messages.
 CASES = [
-    *((name, transport, size) for name in OWN for transport in (*TRANSPORTS, "hosts") for size in (1, 2, 3, 4)),
-    *((name, "simulated_hosts", size) for name in OWN for size in (2, 3)),
-    *((name, "hosts", size) for name in EXACT if name not in {**OWN, **SERVED} for size in (3, 4)),
+    *(("allreduce", transport, size) for transport in (*TRANSPORTS, "hosts") for size in (1, 2, 3, 4)),
+    *(("allreduce, many buckets", transport, 3) for transport in (*TRANSPORTS, "hosts")),
+    *((name, "simulated_hosts", size) for name, size in zip(OWN, (2, 3), strict=True)),
+    *((name, "hosts", 3 + place % 2) for place, name in enumerate(EXACT) if name not in {**OWN, **SERVED}),
     *((name, transport, 3) for name in SERVED for transport in ("shared_memory", "hosts")),
     *(("servers, many buckets", transport, 4) for transport in ("shared_memory", "process_group", "simulated_hosts")),
 ]

@@ -59,6 +59,7 @@ RULES = (
     Rule("SSP 1", "ssp=1"),
     Rule("SSP 3", "ssp=3"),
     Rule("SSP 10", "ssp=10"),
+    Rule("SSP 3, eager", "ssp=3,eager"),
     Rule("soft-sync N/2", "softsync={half}"),
     Rule("async, rate / N", "async"),
     Rule("async, whole rate", "async", whole_rate=True),
@@ -93,7 +94,7 @@ CIFAR = Part(
     name="cifar-quick", recipe="cifar-quick", batch=32, num_train=1280, num_test=500, epochs=4, rate=0.05, tests=2,
     workers=(8,),
 )  # fmt: skip
-CIFAR_32 = replace(CIFAR, workers=(32,), clusters=("one slow", "pauses"))
+CIFAR_32 = replace(CIFAR, workers=(32,), clusters=("one slow",))
 PLAN = (MNIST, MOMENTUM, CIFAR, CIFAR_32)
 QUICK = (
     Part(

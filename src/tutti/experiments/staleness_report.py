@@ -10,6 +10,7 @@ from tutti.report.plots import pyplot
 
 _LINES = {
     "BSP": ("#000000", "-"), "SSP 1": ("#56b4e9", "-"), "SSP 3": ("#0072b2", "-"), "SSP 10": ("#003f6b", "--"),
+    "SSP 3, eager": ("#0072b2", ":"),
     "soft-sync N/2": ("#009e73", "-"), "async, rate / N": ("#e69f00", "-"), "async, whole rate": ("#d55e00", ":"),
     "async, aware": ("#cc79a7", "--"),
 }  # fmt: skip

@@ -189,7 +189,7 @@ def _bounded(cells: Cells) -> str | None:
     """The part of async's gain in time that SSP has, and what it costs in accuracy."""
     lines, both = [], []
     for cluster in ("even", "one slow", "pauses"):
-        for rule in ("SSP 1", "SSP 3", "SSP 10"):
+        for rule in ("SSP 1", "SSP 3", "SSP 10", "SSP 3, eager"):
             chosen = {key: runs for key, runs in _has(cells, LOCKSTEP, SCALED, rule).items() if key[2] == cluster}
             if not chosen:
                 continue
@@ -207,7 +207,7 @@ def _bounded(cells: Cells) -> str | None:
     reached = "; ".join(f"{rule} in {_named((part, workers, name))}" for part, workers, name, rule in both)
     named = f" ({reached})" if both else ""
     sooner = []
-    for rule in ("SSP 1", "SSP 3", "SSP 10"):
+    for rule in ("SSP 1", "SSP 3", "SSP 10", "SSP 3, eager"):
         if own := _has(cells, LOCKSTEP, rule):
             first, never = _sooner(own, rule)
             sooner.append(f"{rule} in {first} of {len(own)} cells, never in {never}")

@@ -12,6 +12,7 @@ import ctypes
 import os
 import platform
 import time
+from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
@@ -181,16 +182,20 @@ class Flags:
         """Return True once all `slots` hold at least `value`, False after about `seconds`."""
         if _reached(self.counters, slots, value, self.num_spins):
             return True
+        return self._until(lambda: _reached(self.counters, slots, value, 1), seconds)
+
+    def _until(self, true: Callable[[], bool], seconds: float) -> bool:
+        """Let others run, then sleep, until `true` is; False after about `seconds`."""
         for _ in range(_NUM_YIELDS):
             os.sched_yield()
-            if _reached(self.counters, slots, value, 1):
+            if true():
                 return True
         deadline = time.monotonic() + seconds
         _advance(self.counters, _SLEEPERS, 1)
         try:
             while True:
                 event = _advance(self.counters, _EVENT, 0)
-                if _reached(self.counters, slots, value, 1):
+                if true():
                     return True
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -221,23 +226,9 @@ class Flags:
 
     def lock(self, slot: int, owner: int, seconds: float) -> bool:
         """Put `owner` into a slot that holds 0, when it does; False after about `seconds`."""
-        for _ in range(_NUM_YIELDS):
-            if _exchanged(self.counters, slot, 0, owner):
-                return True
-            os.sched_yield()
-        deadline = time.monotonic() + seconds
-        _advance(self.counters, _SLEEPERS, 1)
-        try:
-            while True:
-                event = _advance(self.counters, _EVENT, 0)
-                if _exchanged(self.counters, slot, 0, owner):
-                    return True
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._futex(_FUTEX_WAIT, ctypes.c_int32(event & 0xFFFFFFFF).value, left)
-        finally:
-            _advance(self.counters, _SLEEPERS, -1)
+        if _exchanged(self.counters, slot, 0, owner):
+            return True
+        return self._until(lambda: _exchanged(self.counters, slot, 0, owner), seconds)
 
     def _futex(self, call: int, value: int, seconds: float | None) -> None:
         if _FUTEX_CALL is None:  # Another processor: correct all the same, only with coarser naps.
