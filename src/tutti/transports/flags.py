@@ -210,7 +210,7 @@ class Flags:
 
     def advance(self, slot: int) -> int:
         """Add one to what a slot holds; what it held before. Wakes nobody."""
-        return _advance(self.counters, slot, 1)
+        return _advance(self.counters, slot, 1) - 1
 
     def swap(self, slot: int, old: int, new: int) -> bool:
         """Put `new` into a slot that holds `old`; whether it did. Wakes nobody."""

@@ -1,23 +1,23 @@
-"""`Async` on one host, without a lock: the model's parameters are in memory that all workers share.
+"""`Async` on one host, without a lock: parameters are in memory that all workers share.
 
-There is nothing to push or to pull. A worker computes with what is there, and its own optimiser steps what is there, as
-do all others at the same time (Hogwild; Niu et al. 2011). What the optimiser remembers is shared as well: the first
-steps, which make it, are taken in turn, and none after.
+A worker's own optimiser steps what is there, as do all others at the same time (Hogwild; Niu et al. 2011), and the
+worker then takes a copy to compute with. It could compute with the shared memory itself; but others write to that all
+the time, and every line of it would come from another core's cache in the middle of a product of matrices: to read it
+once, in a row, costs far less. What the optimiser remembers is shared as well: the first steps, which make it, are
+taken in turn, and none after.
 """
 
 from collections import Counter
 from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tutti.errors import NonFiniteLoss
 from tutti.events import APPLY, EXCHANGE, PULL, READ, Event
 from tutti.replica import Bucket, HookedReplica
 from tutti.replica.buckets import Slot, like
-from tutti.replica.left_behind import LeftBehind
 from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.arena import Arena
 from tutti.strategies.parameter_server.gathering import Gathering, Slots
@@ -41,7 +41,7 @@ class HogwildWorker(Exchange):
         self._strategy, self._rule = strategy, strategy.consistency
         self._me = transport.rank
         self._staleness: Counter[int] = Counter()
-        self._base = self._clock = self._in_forward = 0
+        self._base = self._clock = 0
         slots = Slots()
         self._crowd = Gathering(transport, slots)
         self._version, self._lock = int(slots.take(1)[0]), int(slots.take(1)[0])
@@ -51,43 +51,43 @@ class HogwildWorker(Exchange):
         self._crowd.clock_of = lambda worker: int(self._flags.counters[self._clocks[worker]])
         self._crowd.on_loss = self._bury
         self._crowd.progress = lambda: self._flags.value(self._version)
-        self._slots = [*replica.slots, *replica.statistics]
-        self._views = self._move_in(transport)
+        self._trained = [slot.tensor for slot in replica.slots]
+        self._views = self._share(transport, replica.slots)
+        self._own = [tensor.data for tensor in self._trained]
+        self._statistics = [slot.tensor for slot in replica.statistics]
+        self._shared_statistics = self._share(transport, replica.statistics)
+        self._read_statistics = [tensor.data.clone() for tensor in self._statistics]
         numel = sum(slot.tensor.numel() for slot in replica.slots)
-        states = [slot.tensor for slot in replica.slots]
+        states = self._trained
         memory = transport.common(Arena.size_of(numel, len(states)), torch.uint8)
         self._arena = Arena(memory, len(states), lambda number: replica.optimizer.state[states[number]])
         if self._me == 0:
             self._arena.reset()
         transport.common(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
         self._locked = False
-        self._num_bytes = sum(slot.tensor.nbytes for slot in self._slots)
+        self._num_bytes = 2 * sum(view.nbytes for view in self._views)
         self._handles = [
             replica.optimizer.register_step_pre_hook(refuse_closure),
-            replica.model.register_forward_pre_hook(_Forward(self)),
         ]
         replica.listen(self, gradients=False)
 
     def _bury(self, worker: int) -> None:
         self._crowd.free(self._lock, worker)
 
-    def _move_in(self, transport: "SharedMemoryTransport") -> list[Tensor]:
-        """Let the model's tensors be in shared memory, with rank 0's values."""
-        views: dict[int, Tensor] = {}
+    def _share(self, transport: "SharedMemoryTransport", slots: list[Slot]) -> list[Tensor]:
+        """Places in shared memory for these tensors, with rank 0's values. Collective."""
+        views: dict[Slot, Tensor] = {}
         by_dtype: dict[torch.dtype, list[Slot]] = {}
-        for slot in self._slots:
+        for slot in slots:
             by_dtype.setdefault(slot.tensor.dtype, []).append(slot)
-        for dtype, slots in by_dtype.items():
+        for dtype, group in by_dtype.items():
             line = _LINE_BYTES // dtype.itemsize
-            sizes = [-(-slot.tensor.numel() // line) * line for slot in slots]
-            memory = transport.common(sum(sizes), dtype)
-            for slot, part in zip(slots, memory.split(sizes), strict=True):
-                views[id(slot)] = like(part[: slot.tensor.numel()], slot.tensor)
-        for slot in self._slots:
-            if self._me == 0:
-                views[id(slot)].copy_(slot.tensor.detach())
-            slot.tensor.data = views[id(slot)]
-        return [views[id(slot)] for slot in self._slots]
+            sizes = [-(-slot.tensor.numel() // line) * line for slot in group]
+            for slot, part in zip(group, transport.common(sum(sizes), dtype).split(sizes), strict=True):
+                views[slot] = like(part[: slot.tensor.numel()], slot.tensor)
+                if self._me == 0:
+                    views[slot].copy_(slot.tensor.detach())
+        return [views[slot] for slot in slots]
 
     @property
     def bytes_sent(self) -> int:
@@ -105,10 +105,6 @@ class HogwildWorker(Exchange):
     def leads(self) -> bool:
         return self._crowd.leads
 
-    def forward(self) -> None:
-        """A forward pass begins: with what is there now."""
-        self._in_forward = self._flags.value(self._version)
-
     def backward_started(self, weight: float) -> None:
         return None
 
@@ -124,12 +120,13 @@ class HogwildWorker(Exchange):
             raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
         self._crowd.check(self.replica.steps)
         self._started_s = now = self.transport.now()
-        self._base = max(self._base, self._in_forward)
         self._stepped = self._flags.advance(self._version)
         staleness = self._stepped - self._base
         self._staleness[staleness] += 1
         self.events.record(Event(READ, now, now, 0, (0, self._clock, self._base)))
         self._scale(self._rule.scale(staleness))
+        for tensor, view in zip(self._trained, self._views, strict=True):
+            tensor.data = view
         if not self._arena.settled:
             self._crowd.acquire(self._lock)
             self._locked = True
@@ -144,11 +141,14 @@ class HogwildWorker(Exchange):
             self._arena.after()
             self._crowd.release(self._lock)
             self._locked = False
+        self._add_statistics()
+        version = self._flags.value(self._version)
+        self._read()
         now = self.transport.now()
         self.events.record(Event(APPLY, now, now, 0, (0, self._stepped, self._me, self._clock)))
         self._clock += 1
         self._flags.counters[self._clocks[self._me]] = self._clock
-        self._base = self._stepped + 1
+        self._base = version
         self.events.record(Event(EXCHANGE, self._started_s, self._started_s, self._num_bytes))
 
     def _scale(self, factor: float) -> None:
@@ -159,19 +159,35 @@ class HogwildWorker(Exchange):
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
 
+    def _read(self) -> None:
+        """Compute with a copy of what is there now."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._own, self._views)
+            if self._statistics:
+                torch._foreach_copy_(self._statistics, self._shared_statistics)
+                torch._foreach_copy_(self._read_statistics, self._statistics)
+        for tensor, own in zip(self._trained, self._own, strict=True):
+            tensor.data = own
+
+    def _add_statistics(self) -> None:
+        """Add to what is shared what this rank's forward passes have changed since it last read."""
+        if self._statistics:
+            changes = torch._foreach_sub(self._statistics, self._read_statistics)
+            torch._foreach_add_(self._shared_statistics, changes)
+
     def consensus(self) -> None:
         start_s = self.transport.now()
-        self._crowd.meet(lambda number: self._keep_own())
+        self._crowd.meet(lambda number: self._read())
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def dissent(self) -> None:
-        for slot, view in zip(self._slots, self._views, strict=True):
-            slot.tensor.data = view
+        return None
 
     def leave(self) -> None:
         return None  # Nobody waits for anybody but in meetings.
 
     def join(self) -> None:
+        self._read()
         self._base = self._flags.value(self._version)
 
     def finish(self) -> None:
@@ -185,14 +201,11 @@ class HogwildWorker(Exchange):
             handle.remove()
         if self._handles:
             self._handles.clear()
-            self._keep_own()
-            for number in range(len(self.replica.slots)):
+            for tensor, own in zip(self._trained, self._own, strict=True):
+                tensor.data = own
+            for number in range(len(self._trained)):
                 state = self._arena.state_of(number)
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
-
-    def _keep_own(self) -> None:
-        for slot in self._slots:
-            slot.tensor.data = slot.tensor.data.clone()
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimiser remembers, by parameter."""
@@ -208,26 +221,22 @@ class HogwildWorker(Exchange):
         return {"optimizer": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        mine = [slot.tensor.data.clone() for slot in self._slots]
+        mine = [tensor.data.clone() for tensor in self._trained]
+        statistics = [tensor.data.clone() for tensor in self._statistics]
 
         def load() -> None:
-            for slot, value in zip(self._slots, mine, strict=True):
-                slot.tensor.data.copy_(value)
+            for view, value in zip(self._views, mine, strict=True):
+                view.copy_(value)
+            for view, value in zip(self._shared_statistics, statistics, strict=True):
+                view.copy_(value)
             for place, slot in enumerate(self.replica.slots):
                 own = self._arena.state_of(place)
                 own.clear()
                 own.update(state["optimizer"].get(slot.name, {}))
             self._arena.reset()
 
-        self._crowd.meet(lambda number: self._crowd.first_does(number, load))
+        def then(number: int) -> None:
+            self._crowd.first_does(number, load)
+            self._read()
 
-
-class _Forward(LeftBehind):
-    """A forward pass begins."""
-
-    def __init__(self, worker: HogwildWorker) -> None:
-        self._worker = ref(worker)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling() and (worker := self._worker()) is not None:
-            worker.forward()
+        self._crowd.meet(then)
