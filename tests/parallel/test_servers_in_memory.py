@@ -140,6 +140,26 @@ def test_consensus_away_and_states(rule: Any) -> None:
         assert same(last, found[0][3])
 
 
+@pytest.mark.parametrize("rule", [BSP(), SSP(2), SoftSync(2)], ids=str)
+def test_coming_back_takes_no_step_unclipped(rule: Any) -> None:
+    """Who comes back finds steps that are due, of pieces that are stepped together."""
+
+    def work(world: World) -> float:
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        job = distribute(model, optimizer, ParameterServer(rule, clip=1e-3, bucket_bytes=100), world=world)
+        before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+        for _ in range(10):
+            go(model, optimizer, world.rank, 1)
+            with job.away():
+                pass
+        job.finish()
+        return float((torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm())
+
+    # 30 updates, each of which may move the model by 1e-3 at most, but for rounding.
+    assert all(moved <= 0.0301 for moved in run_ok(work, size=3, transport="shared_memory"))
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_others_go_on_without_one_that_fails(rule: Any, caplog: pytest.LogCaptureFixture) -> None:
     def work(world: World) -> Any:

@@ -31,7 +31,7 @@ from tutti.strategies.parameter_server.wire import (
     reply_tags,
 )
 from tutti.strategies.parameter_server.worker import Worker, marks_of
-from tutti.transports import Transport, Work
+from tutti.transports import SharesMemory, Transport, Work
 from tutti.transports.base import Signal, Steps
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ class MessageWorker(Worker):
             piece = held.piece
             payload = self._payload(held, bucket)
             wanted = self._wanted(held)
-            self.events.record(_at(READ, self.transport.now(), (piece.number, held.clock, held.version)))
+            now = self.transport.now()
+            self.events.record(Event(READ, now, now, 0, (piece.number, held.clock, held.version)))
             head = Head(Kind.PUSH, piece.number, held.version, wanted, payload.nbytes, self._weight, norm)
             own = marks[[share.slot for share in piece.shares]]
             if self._rule.bound is not None:
@@ -397,10 +398,6 @@ class MessageWorker(Worker):
             yield self._wire.irecv(Reply.room(), server, reply_tags(mine[0].piece.number)[0])
 
 
-def _at(kind: str, now_s: float, about: tuple[int, ...]) -> Event:
-    return Event(kind, now_s, now_s, 0, about)
-
-
 def _until(signal: Signal) -> Steps:
     yield signal
 
@@ -425,7 +422,7 @@ class Prepared:
 
 def prepare(replica: Replica, transport: Transport, strategy: "ParameterServer") -> Prepared:
     """Cut the model into pieces and open the conversation. Collective, the same on every rank."""
-    plain = getattr(transport, "inner", transport)  # What is said here travels in messages.
+    plain = transport.inner if isinstance(transport, SharesMemory) else transport  # All of it travels in messages.
     wire = plain.channel("servers")
     workers, servers = strategy.roles(transport.size)
     coded = strategy.codec is not None

@@ -42,10 +42,9 @@ _WORTH_SHARING_BYTES = 256 * 2**10
 
 
 class _Piece:
-    """A piece, and how to step it."""
+    """How to step a piece."""
 
-    def __init__(self, piece: Piece, stepper: Stepper, arena: Arena | None) -> None:
-        self.piece = piece
+    def __init__(self, stepper: Stepper, arena: Arena | None) -> None:
         self.stepper = stepper
         self.arena = arena
 
@@ -109,6 +108,8 @@ class InMemoryWorker(Worker):
         num_options = len(Options(self.replica.optimizer))
         self._notes: list[np.ndarray] = []
         self._inboxes: list[list[Tensor]] = []
+        self._values: list[Tensor] = []
+        """The parameters, by bucket."""
         steppers: dict[int, _Piece] = {}
         for bucket in buckets:
             pieces = self._of_bucket[bucket.index]
@@ -122,28 +123,23 @@ class InMemoryWorker(Worker):
             values = transport.common(bucket.flat.numel(), bucket.flat.dtype)
             if self._me == 0:
                 values.copy_(bucket.image())
+            self._values.append(values)
             steppers |= {p.number: self._stepped(p, bucket, values, transport) for p in pieces}
         self._steps = [steppers[piece.number] for piece in self._pieces]
-        self._views = [bucket.views(self._values_of(bucket)) for bucket in buckets]
+        self._views = [bucket.views(values) for bucket, values in zip(buckets, self._values, strict=True)]
         transport.common(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
 
     def _stepped(self, piece: Piece, bucket: Bucket, values: Tensor, transport: "SharedMemoryTransport") -> _Piece:
         stepper = Stepper(piece, bucket, self.replica.optimizer, values[piece.part])
-        stepper.whole = values
         stepper.kernel = KERNELS.get(values.dtype)
         if not piece.trained:
-            return _Piece(piece, stepper, None)
+            return _Piece(stepper, None)
         count = len(piece.shares)
         memory = transport.common(Arena.size_of(piece.numel, count), torch.uint8)
         arena = Arena(memory, count, stepper.state_of)
         if self._me == 0:
             arena.reset()
-        return _Piece(piece, stepper, arena)
-
-    def _values_of(self, bucket: Bucket) -> Tensor:
-        whole = self._steps[self._of_bucket[bucket.index][0].number].stepper.whole
-        assert whole is not None
-        return whole
+        return _Piece(stepper, arena)
 
     @property
     def bytes_sent(self) -> int:
@@ -174,18 +170,22 @@ class InMemoryWorker(Worker):
         self._help(range(len(self._versions)))
 
     def join(self) -> None:
-        for bucket in range(len(self._versions)):
-            numbers = [piece.number for piece in self._of_bucket[bucket]]
-            for number in numbers:
+        every = range(len(self._versions))
+        groups = [[0]] if self._together else [[piece.number for piece in self._of_bucket[b]] for b in every]
+        for place, locks in enumerate(groups):
+            for number in locks:
                 self._acquire(number)
-            for number in numbers:
-                while self._step_if_due(number):
-                    pass
-            self._start_at(bucket, int(self._flags.value(int(self._version[numbers[0]]))))
-            self._flags.publish(int(self._counted[bucket, self._me]), 1)
-            for number in numbers:
+            if self._together:
+                self._step_together()
+            else:
+                for number in locks:
+                    self._step_all(number)
+            for bucket in every if self._together else [place]:
+                self._start_at(bucket, self._flags.value(int(self._version[self._of_bucket[bucket][0].number])))
+                self._flags.publish(int(self._counted[bucket, self._me]), 1)
+            for number in locks:
                 self._release(number)
-        self._stale.update(range(len(self._versions)))
+        self._stale.update(every)
         self._settle_all()
 
     def finish(self) -> None:
@@ -253,19 +253,15 @@ class InMemoryWorker(Worker):
             for piece in self._of_bucket[bucket]:
                 while self._due(piece.number) and self._flags.swap(int(self._lock[piece.number]), 0, self._me + 1):
                     try:
-                        while self._step_if_due(piece.number):
-                            pass
+                        self._step_all(piece.number)
                     finally:
                         self._release(piece.number)
 
-    def _step_if_due(self, number: int) -> bool:
-        """Make the next version of a piece, whose lock is held, if it is due."""
-        due = self._due(number)
-        if due is None:
-            return False
-        version, updates = due
-        self._make(number, version, [self._update(number, worker, clock, version) for worker, clock in updates])
-        return True
+    def _step_all(self, number: int) -> None:
+        """Make all versions of a piece, whose lock is held, that are due."""
+        while (due := self._due(number)) is not None:
+            version, updates = due
+            self._make(number, version, [self._update(number, worker, clock, version) for worker, clock in updates])
 
     def _due(self, number: int) -> tuple[int, list[tuple[int, int]]] | None:
         """The next version of a piece and its updates, as workers and clocks, if it is due."""
@@ -334,21 +330,25 @@ class InMemoryWorker(Worker):
         """The same, for all pieces at once. The lock of the first is that of all."""
         while self._all_due() and self._flags.swap(int(self._lock[0]), 0, self._me + 1):
             try:
-                while due := self._all_due():
-                    self._plan(due)
-                    parts, square = [], 0.0
-                    for number, (version, updates) in due.items():
-                        made = [self._update(number, worker, clock, version) for worker, clock in updates]
-                        self._flags.publish(int(self._stepping[number]), version + 1)
-                        marks = self._combine(number, version, made)
-                        square += self._steps[number].stepper.square_norm(marks)
-                        parts.append((number, version, made, marks))
-                    factor = clip_factor(self._strategy.clip or 0.0, sqrt(square)) if self._clips_means else 1.0
-                    for number, version, made, marks in parts:
-                        self._take_step(number, version, made, marks, factor)
-                    self._flags.publish(int(self._planned[0]), 0)
+                self._step_together()
             finally:
                 self._release(0)
+
+    def _step_together(self) -> None:
+        """Make all versions that are due, of all pieces, whose lock is held."""
+        while due := self._all_due():
+            self._plan(due)
+            parts, square = [], 0.0
+            for number, (version, updates) in due.items():
+                made = [self._update(number, worker, clock, version) for worker, clock in updates]
+                self._flags.publish(int(self._stepping[number]), version + 1)
+                marks = self._combine(number, version, made)
+                square += self._steps[number].stepper.square_norm(marks)
+                parts.append((number, version, made, marks))
+            factor = clip_factor(self._strategy.clip or 0.0, sqrt(square)) if self._clips_means else 1.0
+            for number, version, made, marks in parts:
+                self._take_step(number, version, made, marks, factor)
+            self._flags.publish(int(self._planned[0]), 0)
 
     def _plan(self, due: dict[int, tuple[int, list[tuple[int, int]]]]) -> None:
         """Write down what is about to be stepped together, for who comes if this rank is killed meanwhile."""
@@ -527,8 +527,8 @@ class InMemoryWorker(Worker):
         self._meet(lambda number: self._crowd.first_does(number, partial(self._load, state, images)))
 
     def _load(self, state: dict[str, Any], images: list[Tensor]) -> None:
-        for bucket, image in zip(self.replica.buckets, images, strict=True):
-            self._values_of(bucket).copy_(image)
+        for values, image in zip(self._values, images, strict=True):
+            values.copy_(image)
         for stepped in self._steps:
             if stepped.arena is not None:
                 stepped.stepper.load(state["optimizer"])

@@ -4,7 +4,6 @@ Everything here happens in one thread, or in the simulator's engine: for every w
 the order in which it says it, and steps that tell it what it asked for. Nothing waits for a worker but those.
 """
 
-import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -155,7 +154,7 @@ class Server:
         try:
             yield from steps
         except RankLost:
-            return  # Whoever attends it knows as well.
+            return  # A worker, and whoever attends it knows; or a server, and its workers do.
         except Exception as error:
             _log.error("rank %d: the server here has failed: %s: %s", self._me, type(error).__name__, str(error))
             self.failure = error
@@ -300,10 +299,10 @@ class Server:
                 served.stepper.load(states["optimizer"])
 
     def states(self) -> dict[str, Any]:
-        """What the optimiser remembers of what is held here: copies."""
+        """What the optimiser remembers of what is held here."""
         steppers = [served.stepper for served in self._served.values() if served.stepper is not None]
         shares = [
-            [name, [share.start, share.stop, share.whole], copy.deepcopy(state)]
+            [name, [share.start, share.stop, share.whole], state]
             for stepper in steppers
             for name, share, state in stepper.state()
         ]
@@ -338,7 +337,7 @@ class Server:
     def _say(self, worker: int, why: str, always: bool = False) -> None:
         clock = next(iter(self._served.values())).ledger.clock_of(worker)
         # Every server sees it; one says it.
-        if always or self._me == min(server for server in self._setting.servers if server != worker):
+        if always or self._me == min({self._me, *self._others} - {worker}):
             left = len(self._living) - 1
             rest = "and its server with it" if worker in self._setting.servers else f"and {left} go on"
             _log.warning("rank %d: worker %d left at clock %d, %s: %s", self._me, worker, clock, rest, why)
@@ -479,14 +478,11 @@ class Server:
         return True
 
     def _hear_norms(self, server: int) -> Steps:
-        try:
-            while self._living:
-                told = torch.empty(2, dtype=torch.float64, device="cpu")
-                yield self._transport.irecv(told, server, NORM)
-                self._norms[server, int(told[0])] = float(told[1])
-                self._settle(list(self._served.values()))
-        except RankLost:
-            return  # A server that is done. Workers notice one that is lost.
+        while self._living:
+            told = torch.empty(2, dtype=torch.float64, device="cpu")
+            yield self._transport.irecv(told, server, NORM)
+            self._norms[server, int(told[0])] = float(told[1])
+            self._settle(list(self._served.values()))
 
     # What workers are told
 
@@ -509,27 +505,24 @@ class Server:
     def _tell(self, worker: int) -> Steps:
         """Tell a worker what it is to be told, what its next forward pass needs first before the rest."""
         client, transport = self._clients[worker], self._transport
-        try:
-            while worker in self._living or client.outbox:
-                if not client.outbox:
-                    client.wake = transport.signal()
-                    yield client.wake
-                    client.wake = None
-                    continue
-                number = max(client.outbox)
-                served, status = client.outbox.pop(number)
-                head, payload = reply_tags(number)
-                reply = self._head_of(worker, served, status)
-                if status == Status.HERE:
-                    snapshot = served.snapshot()
-                    sending = [transport.isend(reply.pack(), worker, head)]
-                    sending.append(transport.isend(snapshot.memory, worker, payload))
-                    yield from sending
-                    served.give_back(snapshot)
-                else:
-                    yield transport.isend(reply.pack(), worker, head)
-        except RankLost:
-            return  # Whoever attends it knows as well.
+        while worker in self._living or client.outbox:
+            if not client.outbox:
+                client.wake = transport.signal()
+                yield client.wake
+                client.wake = None
+                continue
+            number = max(client.outbox)
+            served, status = client.outbox.pop(number)
+            head, payload = reply_tags(number)
+            reply = self._head_of(worker, served, status)
+            if status == Status.HERE:
+                snapshot = served.snapshot()
+                sending = [transport.isend(reply.pack(), worker, head)]
+                sending.append(transport.isend(snapshot.memory, worker, payload))
+                yield from sending
+                served.give_back(snapshot)
+            else:
+                yield transport.isend(reply.pack(), worker, head)
 
     def _beat(self) -> None:
         """Tell those who wait in a meeting, now and then, that the others are on their way."""

@@ -105,8 +105,6 @@ class Stepper:
         self.values = values
         self.kernel: Kernel | None = None
         """Makes means in one pass, where it is at hand."""
-        self.whole: Tensor | None = None
-        """The memory of its bucket, where that is in one place."""
         self._slots = [bucket.slots[share.slot] for share in piece.shares]
         self._parts = [_part(values, share, slot) for share, slot in zip(piece.shares, self._slots, strict=True)]
         self._wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
@@ -184,10 +182,10 @@ class Stepper:
         return self._optimizer.state[self._parts[share]] if self.piece.trained else {}
 
     def state(self) -> Iterator[tuple[str, Share, dict[str, Any]]]:
-        """What the optimiser remembers of every share, by parameter."""
+        """What the optimiser remembers of every share, by parameter: copies, which steps leave alone."""
         if self.piece.trained:
             for slot, share, part in zip(self._slots, self.piece.shares, self._parts, strict=True):
-                yield slot.name, share, dict(self._optimizer.state.get(part, {}))
+                yield slot.name, share, copy.deepcopy(self._optimizer.state.get(part, {}))
 
     def load(self, states: dict[str, dict[str, Any]]) -> None:
         """Remember what belongs to these shares of what is remembered of whole parameters."""
