@@ -7,7 +7,18 @@ from tutti.launch import init, launch
 from tutti.launch.lab import lab
 from tutti.launch.simulate import Simulation, simulate
 from tutti.shard import shard
-from tutti.strategies import BSP, SSP, AllReduce, Async, ParameterServer, SoftSync, StalenessAware
+from tutti.strategies import (
+    BSP,
+    SSP,
+    AllReduce,
+    Async,
+    Averaging,
+    BlockMomentum,
+    DiLoCo,
+    ParameterServer,
+    SoftSync,
+    StalenessAware,
+)
 from tutti.world import World, world
 
 __all__ = [
@@ -15,7 +26,10 @@ __all__ = [
     "SSP",
     "AllReduce",
     "Async",
+    "Averaging",
+    "BlockMomentum",
     "Cluster",
+    "DiLoCo",
     "Job",
     "Link",
     "ParameterServer",

@@ -15,7 +15,7 @@ from tutti.collectives import share_json
 from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
 from tutti.replica.left_behind import LeftBehind
-from tutti.replica.replica import Listener, Replica
+from tutti.replica.replica import Heard, Listener, Replica
 from tutti.replica.samples import Contribution, Draws
 
 
@@ -43,16 +43,21 @@ class HookedReplica(Replica):
         self._next = 0
         self._kept: list[tuple[Slot, Tensor]] = []
 
-    def listen(self, listener: Listener, gradients: bool) -> None:
-        """Tell `listener` what happens from now on: steps and, if it wants them, gradients."""
+    def listen(self, listener: Listener, to: Heard) -> None:
         self._listener = listener
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
-        if gradients:
+        if to == "steps":
+            return
+        self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
+        if to == "gradients":
             self._draws.models.add(self.model)
-            self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
-            for slot in self.slots:
-                self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._gradient_hook(slot)))
+        for slot in self.slots:
+            hook = self._gradient_hook(slot) if to == "gradients" else self._counting_hook()
+            self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
+
+    def take_samples(self) -> float:
+        return self.contribution.take()
 
     def detach(self) -> None:
         """Take all hooks away and give parameters gradients of their own. Idempotent."""
@@ -98,6 +103,15 @@ class HookedReplica(Replica):
                 replica._order.append(slot)
             if bucket.missing == 0 or not replica._armed:
                 replica._advance()
+
+        return arrived
+
+    def _counting_hook(self) -> Callable[[Tensor], None]:
+        replica_of = ref(self)
+
+        def arrived(_: Tensor) -> None:
+            if (replica := replica_of()) is not None:
+                replica.contribution.backward()
 
         return arrived
 

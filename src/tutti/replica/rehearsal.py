@@ -4,7 +4,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.replica.pace import Pace
-from tutti.replica.replica import Listener, Replica
+from tutti.replica.replica import Heard, Listener, Replica
 
 
 class Rehearsal(Replica):
@@ -20,15 +20,21 @@ class Rehearsal(Replica):
         self._pace = pace
         self._listener: Listener | None = None
         self._gradients = False
+        self._num_samples = 0.0
 
-    def listen(self, listener: Listener, gradients: bool) -> None:
-        self._listener, self._gradients = listener, gradients
+    def listen(self, listener: Listener, to: Heard) -> None:
+        self._listener, self._gradients = listener, to == "gradients"
+
+    def take_samples(self) -> float:
+        num_samples, self._num_samples = self._num_samples, 0.0
+        return num_samples
 
     def step(self, num_samples: int) -> None:
         """Forward, backward and a step of the optimiser, of so many samples."""
         listener, pace = self._listener, self._pace
         assert listener is not None
         pace.backward(pace.forward(num_samples))
+        self._num_samples += num_samples
         if self._gradients:
             self._backward(listener, num_samples)
         else:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,6 +11,8 @@ from tutti.errors import ConfigError
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
 from tutti.transports import Transport
+
+Heard = Literal["steps", "samples", "gradients"]
 
 
 class Listener(Protocol):
@@ -59,8 +61,12 @@ class Replica(ABC):
         self._cut()
 
     @abstractmethod
-    def listen(self, listener: Listener, gradients: bool) -> None:
-        """Tell `listener` what happens from now on: steps and, if it wants them, gradients."""
+    def listen(self, listener: Listener, to: Heard) -> None:
+        """Tell `listener` what happens from now on: steps; steps, with samples counted; or gradients too."""
+
+    @abstractmethod
+    def take_samples(self) -> float:
+        """How many this rank contributed since it was last asked; NaN if one of its losses was not finite."""
 
     def arrange(self, names: Sequence[str]) -> None:
         """Cut buckets anew, parameters in the order of these names, as all ranks give them."""

@@ -1,6 +1,7 @@
 """Ways of keeping replicas together."""
 
 from tutti.strategies.allreduce import AllReduce
+from tutti.strategies.averaging import Averaging, BlockMomentum, DiLoCo
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.parameter_server import BSP, SSP, Async, ParameterServer, SoftSync, StalenessAware
 from tutti.strategies.parse import STRATEGIES, parse
@@ -11,6 +12,9 @@ __all__ = [
     "STRATEGIES",
     "AllReduce",
     "Async",
+    "Averaging",
+    "BlockMomentum",
+    "DiLoCo",
     "Exchange",
     "ParameterServer",
     "SoftSync",

@@ -89,7 +89,7 @@ class AllReduceExchange(Exchange):
         self._under_way: list[tuple[Bucket, Work]] = []
         if not alone:
             replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
-        replica.listen(self, gradients=not alone)
+        replica.listen(self, to="steps" if alone else "gradients")
 
     def backward_started(self, weight: float) -> None:
         self._sent_before = self.transport.bytes_sent

@@ -46,8 +46,7 @@ class CodedMean:
 
     def start(self, bucket: Bucket) -> Work:
         """Take the first steps of this bucket, and the next of those before it: links are busy while ranks wait."""
-        self._follow_buckets()
-        steps = when_filled(bucket.flat, self._steps(bucket, self._weights))
+        steps = when_filled(bucket.flat, self.steps(bucket, self._weights))
         opened = _Opened(steps, self._num_pauses if bucket.values.numel() else 0)
         self._open.append(opened)
         self._advance()
@@ -64,6 +63,11 @@ class CodedMean:
 
     def finish(self, bucket: Bucket) -> None:
         return None
+
+    def steps(self, bucket: Bucket, weights: Tensor) -> Steps:
+        """What `start` has taken, for ranks of these weights; they pause where others may be taken first."""
+        self._follow_buckets()
+        return self._steps(bucket, weights)
 
     def _steps(self, bucket: Bucket, weights: Tensor) -> Steps:
         flat, size = bucket.flat, self._transport.size

@@ -85,7 +85,7 @@ class SteppedMean:
         return Finished()
 
     def start(self, bucket: Bucket) -> Work:
-        return self._transport.start(when_filled(bucket.flat, self._steps(bucket.flat, self._weights)))
+        return self._transport.start(when_filled(bucket.flat, self.steps(bucket, self._weights)))
 
     def flush(self) -> None:
         return None
@@ -93,10 +93,15 @@ class SteppedMean:
     def finish(self, bucket: Bucket) -> None:
         return None
 
-    def _steps(self, tensor: Tensor, weights: Tensor) -> Steps:
-        weigh(tensor, weights, self._transport.rank)
-        yield from self._choose(tensor.nbytes).steps(tensor, self._transport)
-        tensor.div_(self._transport.size)
+    def steps(self, bucket: Bucket, weights: Tensor) -> Steps:
+        """What `start` has taken, for ranks of these weights."""
+        yield from self.of_flat(bucket.flat, weights)
+
+    def of_flat(self, flat: Tensor, weights: Tensor) -> Steps:
+        """The same for any flat tensor."""
+        weigh(flat, weights, self._transport.rank)
+        yield from self._choose(flat.nbytes).steps(flat, self._transport)
+        flat.div_(self._transport.size)
 
 
 def announced(weight: float, transport: Transport) -> Tensor:

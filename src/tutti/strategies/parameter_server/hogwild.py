@@ -37,7 +37,6 @@ class HogwildWorker(Exchange):
 
     def __init__(self, replica: HookedReplica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
         super().__init__(replica, transport)
-        self._contribution = replica.contribution
         self._strategy, self._rule = strategy, strategy.consistency
         self._me = transport.rank
         self._staleness: Counter[int] = Counter()
@@ -69,7 +68,7 @@ class HogwildWorker(Exchange):
         self._handles = [
             replica.optimizer.register_step_pre_hook(refuse_closure),
         ]
-        replica.listen(self, gradients=False)
+        replica.listen(self, to="samples")
 
     def _bury(self, worker: int) -> None:
         self._crowd.free(self._lock, worker)
@@ -115,7 +114,7 @@ class HogwildWorker(Exchange):
         return None
 
     def before_step(self) -> None:
-        if isnan(self._contribution.take()):
+        if isnan(self.replica.take_samples()):
             self._crowd.stop()
             raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
         self._crowd.check(self.replica.steps)

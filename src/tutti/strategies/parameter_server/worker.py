@@ -43,7 +43,7 @@ class Worker(Exchange):
         if not self.replica.sizes_only:
             self._handles.append(self.replica.optimizer.register_step_pre_hook(refuse_closure))
             self._modules = Modules(self.replica, self._need) if self._strategy.overlap else None
-        self.replica.listen(self, gradients=True)
+        self.replica.listen(self, to="gradients")
 
     @abstractmethod
     def _push(self, bucket: Bucket, norm: float) -> None:

@@ -1,0 +1,259 @@
+"""Blocks of local steps, and what ranks do together at their ends."""
+
+from collections.abc import Generator, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.sums import PAUSE
+from tutti.collectives import native, recursive_doubling
+from tutti.errors import NonFiniteLoss
+from tutti.events import EXCHANGE, Event
+from tutti.replica import Bucket, Replica
+from tutti.replica.state import share_buffers
+from tutti.strategies.averaging import saved
+from tutti.strategies.averaging.cadence import Entry, Intent, Roll, cadence, refuse_different
+from tutti.strategies.averaging.optimizer_state import StateMean, reset
+from tutti.strategies.averaging.outer import Outer, Stretch
+from tutti.strategies.base import Exchange
+from tutti.strategies.coded import CodedMean
+from tutti.strategies.means import SteppedMean, when_filled
+from tutti.transports import HostsTransport, SharesMemory, Transport, Work
+from tutti.transports.base import Steps
+
+if TYPE_CHECKING:
+    from tutti.strategies.averaging.strategy import Blocks
+
+
+class BlockExchange(Exchange):
+    """Lets the optimiser of this rank step by itself, and at the end of a block goes on from what all ranks made.
+
+    With overlap the exchange of a block runs behind the computation of the next, at whose end it is waited for: every
+    rank then holds what all agree on and its own progress since.
+
+    A rank that comes to `consensus`, `state_dict` or `finish` takes part in the blocks of those who are still on their
+    way there, so that ranks may take different numbers of steps.
+    """
+
+    def __init__(self, replica: Replica, transport: Transport, strategy: "Blocks", outer: Outer) -> None:
+        super().__init__(replica, transport)
+        codec = None if transport.size == 1 else strategy.codec
+        if codec is not None and isinstance(transport, SharesMemory) and not isinstance(transport, HostsTransport):
+            transport = transport.inner  # What is encoded travels in messages.
+        self._wire = transport
+        self._strategy = strategy
+        replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
+        replica.arrange([slot.name for slot in replica.slots])
+        self._exactly = SteppedMean(transport, lambda num_bytes: native)
+        self._coded = None if codec is None else CodedMean(replica, transport, codec, "native")
+        buckets = [] if replica.sizes_only else replica.buckets
+        self._stretches = [Stretch(bucket, outer, strategy.overlap) for bucket in buckets]
+        self._cadence = cadence(strategy.every, strategy.share, strategy.overlap)
+        self._states = StateMean(replica, self._exactly) if strategy.optimizer_state == "average" else None
+        self._under_way: Work | None = None
+        self._own: list[list[Tensor]] = []
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._steps, self._weight, self._blocks = 0, 0.0, 0
+        self._exchange_s, self._sent_before = 0.0, self.bytes_sent
+        self._began_s = transport.now()
+        replica.listen(self, to="samples")
+
+    @property
+    def version(self) -> int:
+        return self._blocks
+
+    def backward_started(self, weight: float) -> None:
+        return None
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        return None
+
+    def backward_done(self) -> None:
+        return None
+
+    def before_step(self) -> None:
+        weight = self.replica.take_samples()
+        self._weight += weight
+        if weight == 0 and not self.replica.sizes_only:  # A batch that does not count.
+            trained = [slot.tensor for slot in self.replica.slots]
+            self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
+            for tensor, _ in self._hidden:
+                tensor.grad = None
+
+    def after_step(self) -> None:
+        for tensor, gradient in self._hidden:
+            tensor.grad = gradient
+        self._hidden.clear()
+        self._steps += 1
+        if self._cadence.due(self._steps, self._wire.now() - self._began_s):
+            self._end_block()
+
+    @torch.no_grad()
+    def _end_block(self) -> None:
+        start_s = self._wire.now()
+        if self._under_way is not None:
+            self._receive(since=True)
+        self._send(Intent.BLOCK, start_s)
+        self._steps, self._weight = 0, 0.0
+        if self._strategy.overlap:
+            for stretch in self._stretches:
+                stretch.go_on()
+        else:
+            self._receive(since=False)
+        self._record(start_s)
+
+    def _record(self, start_s: float) -> None:
+        """Write down what this rank has waited since, and begin to count the time of a block."""
+        self._began_s, sent = self._wire.now(), self.bytes_sent
+        self.events.record(Event(EXCHANGE, start_s, self._began_s, sent - self._sent_before))
+        self._sent_before = sent
+
+    def _send(self, intent: Intent, now_s: float) -> None:
+        """Start the exchange of what was done since the last."""
+        for stretch in self._stretches:
+            stretch.pack()
+        states = 0 if self._states is None else self._states.pack()
+        step_s = (now_s - self._began_s) / self._steps if self._steps else 0.0
+        entry = Entry(intent, self._weight, step_s, self._exchange_s, states)
+        self._roll = Roll(self._wire.rank, self._wire.size, entry)
+        self._under_way = self._start(self._exchange(self._roll))
+
+    def _start(self, steps: Steps) -> Work:
+        return self._wire.start(when_filled(self.replica.buckets[0].flat, steps))
+
+    def _exchange(self, roll: Roll) -> Steps:
+        start_s = self._wire.now()
+        yield from recursive_doubling.steps(roll.rows, self._wire)
+        if roll.refused or Intent.BLOCK not in roll.intents:
+            return
+        mean = self._coded or self._exactly
+        yield from in_turns(mean.steps(bucket, roll.weights) for bucket in self.replica.buckets)
+        if self._states is not None and roll.states_alike:
+            yield from self._states.steps(roll.weights)
+        self._exchange_s = self._wire.now() - start_s
+
+    def _receive(self, since: bool) -> Intent:
+        """Wait for the exchange under way, and go on from what it brought, if it ended a block; why all have come."""
+        assert self._under_way is not None
+        self._under_way.wait()
+        self._under_way = None
+        roll, intents = self._roll, self._roll.intents
+        if roll.refused:
+            raise NonFiniteLoss(self._wire.rank, roll.refused, self.replica.steps)
+        if Intent.BLOCK in intents:
+            for stretch in self._stretches:
+                stretch.step(since)
+            self._follow_states()
+            self._cadence.learn(roll)
+            self._blocks += 1
+        elif len(set(intents)) > 1:
+            raise refuse_different(intents, self._wire.rank)
+        return min(intents)
+
+    def _follow_states(self) -> None:
+        if self._states is not None and self._roll.states_alike:
+            self._states.unpack()
+        elif self._strategy.optimizer_state == "reset":
+            reset(self.replica.optimizer)
+
+    # Together
+
+    def _meet(self, intent: Intent) -> None:
+        """Come together with all ranks, in the middle of a block."""
+        if self._under_way is not None:
+            self._receive(since=True)
+        while True:
+            self._send(intent, self._wire.now())
+            if self._receive(since=False) == intent:
+                return
+            self._steps, self._weight = 0, 0.0  # What was done is in the block that another rank ended.
+
+    def _average(self) -> None:
+        """Hold the mean of all ranks' parameters, which have come together."""
+        weights = self._roll.weights
+        if weights.any() and self._stretches:
+            for stretch in self._stretches:
+                stretch.pack()
+            self._start(in_turns(self._exactly.steps(each.bucket, weights) for each in self._stretches)).wait()
+            for stretch in self._stretches:
+                stretch.agree()
+        share_buffers(self.replica.model, self.transport)
+
+    @torch.no_grad()
+    def consensus(self) -> None:
+        start_s = self._wire.now()
+        self._meet(Intent.CONSENSUS)
+        self._own = [[tensor.clone() for tensor in stretch.tensors] for stretch in self._stretches]
+        self._average()
+        self._record(start_s)
+
+    @torch.no_grad()
+    def dissent(self) -> None:
+        for stretch, own in zip(self._stretches, self._own, strict=True):
+            torch._foreach_copy_(stretch.tensors, own)
+        self._own.clear()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        start_s = self._wire.now()
+        self._meet(Intent.FINISH)
+        self._average()
+        self._record(start_s)
+
+    # Saving
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Where the block started, and what each rank has done since, with its optimiser."""
+        self._meet(Intent.SAVE)
+        by_name: tuple[dict[str, Tensor], ...] = ({}, {}, {})
+        for stretch in self._stretches:
+            names = [slot.name for slot in stretch.bucket.slots]
+            for found, values in zip(by_name, stretch.saved(), strict=True):
+                found.update(zip(names, values, strict=False))
+        start, velocity, progress = by_name
+        mine = {"progress": progress, "weight": self._weight, "steps": self._steps}
+        ranks = saved.gather({**mine, "optimizer": self.replica.optimizer.state_dict()}, self._wire)
+        coded = None if self._coded is None else self._coded.state_dict()
+        return {"start": start, "velocity": velocity, "ranks": ranks, "block": self._cadence.length, "coded": coded}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; if ranks are now more or fewer, from the mean of what they had done."""
+        ranks = state["ranks"]
+        mine = ranks[self._wire.rank % len(ranks)]
+        progress, weight, steps = mine["progress"], mine["weight"], mine["steps"]
+        if len(ranks) != self._wire.size:
+            progress, weight, steps = saved.mean_progress(ranks), 0.0, 0
+        parts = state["start"], state["velocity"], progress
+        for stretch in self._stretches:
+            names = [slot.name for slot in stretch.bucket.slots]
+            start, velocities, own = ([part[name] for name in names if name in part] for part in parts)
+            stretch.load(start, velocities, own)
+        self._steps, self._weight = steps, weight
+        self._cadence.length = state["block"]
+        self.replica.optimizer.load_state_dict(mine["optimizer"])
+        if self._coded is not None and state["coded"]:
+            self._coded.load_state_dict(state["coded"])
+        self._began_s = self._wire.now()
+
+
+def in_turns(many: Iterable[Steps]) -> Steps:
+    """All of these steps, each up to where they pause, in turn: links are busy while ranks wait."""
+    going = list(many)
+    while going:
+        left = []
+        for steps in going:
+            if (yield from _up_to_pause(steps)):
+                left.append(steps)
+        going = left
+
+
+def _up_to_pause(steps: Steps) -> Generator[Work, None, bool]:
+    """Whether there are more."""
+    for work in steps:
+        if work is PAUSE:
+            return True
+        yield work
+    return False

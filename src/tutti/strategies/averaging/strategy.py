@@ -1,0 +1,185 @@
+"""Strategies whose ranks train by themselves for a block of steps, and then bring their models together."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from tutti.codecs import Codec, print_codec
+from tutti.errors import ConfigError
+from tutti.replica import Replica
+from tutti.strategies.averaging.cadence import Every, check_every, check_share, read_every
+from tutti.strategies.averaging.exchange import BlockExchange
+from tutti.strategies.averaging.outer import PLAIN, Outer
+from tutti.strategies.base import Exchange, Strategy
+from tutti.transports import Transport
+
+OptimizerState = Literal["keep", "average", "reset"]
+
+
+@dataclass(frozen=True)
+class Blocks(Strategy):
+    """What all of them have.
+
+    Args:
+        every: steps in a block. "2s" makes blocks of that much time, in which fast workers take more steps and count
+            for more; "auto" keeps communication below `share` of the time; "end" brings models together once, when
+            the job finishes.
+        codec: how the progress of a block is said in fewer bytes, such as `ErrorFeedback(OneBit())`.
+        overlap: let the exchange of a block run behind the computation of the next, at whose end it counts.
+        optimizer_state: what becomes of the momentum, say, of each worker at the end of a block: it is kept, averaged,
+            which sends as much again for each number that is remembered of a parameter, or begun anew.
+        share: of the time, for `every="auto"`.
+        bucket_bytes: parameters that travel together.
+    """
+
+    every: Every = 16
+    codec: Codec | None = field(default=None, kw_only=True)
+    overlap: bool = field(default=False, kw_only=True)
+    optimizer_state: OptimizerState = field(default="keep", kw_only=True)
+    share: float = field(default=0.1, kw_only=True)
+    bucket_bytes: int = field(default=4 * 2**20, kw_only=True)
+
+    exact_below = 1024
+    """With a codec, parameters of fewer elements are exact all the same."""
+
+    def __post_init__(self) -> None:
+        mistakes = [*check_every(self.every), *check_share(self.share), *self._own_mistakes()]
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
+        elif self.codec is not None and self.codec.needs_feedback:
+            mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+        if self.optimizer_state not in get_args(OptimizerState):
+            wanted = ", ".join(get_args(OptimizerState))
+            mistakes.append(f"optimizer_state must be one of {wanted}, got {self.optimizer_state!r}")
+        elif self.overlap and self.optimizer_state != "keep":
+            mistakes.append("overlap lets steps go on while models come together, so that optimizer_state stays 'keep'")
+        if self.bucket_bytes < 1:
+            mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
+        if mistakes:
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(mistakes)}.")
+
+    def _own_mistakes(self) -> list[str]:
+        return []
+
+    @abstractmethod
+    def outer(self, num_workers: int) -> Outer:
+        """What the mean progress of so many workers does."""
+
+    def attach(self, replica: Replica, transport: Transport) -> Exchange:
+        return BlockExchange(replica, transport, self, self.outer(transport.size))
+
+    def _text(self, name: str, default: "Blocks") -> str:
+        keys = [each.name for each in fields(self) if each.name not in ("every", "codec")]
+        changed = [(key, getattr(self, key)) for key in keys if getattr(self, key) != getattr(default, key)]
+        options = [f"every={self.every}", *(f"{key}={_printed(value)}" for key, value in changed)]
+        return f"{name}:{','.join(options)}" + ("" if self.codec is None else f"+{print_codec(self.codec)}")
+
+
+@dataclass(frozen=True)
+class Averaging(Blocks):
+    """Every so many steps, every worker goes on from the mean of all parameters, weighted by samples.
+
+    `every="end"` is ParallelSGD (Zinkevich et al. 2010); `every=1` with plain SGD is `AllReduce`.
+    """
+
+    def outer(self, num_workers: int) -> Outer:
+        return PLAIN
+
+    def __str__(self) -> str:
+        return self._text("averaging", Averaging())
+
+
+@dataclass(frozen=True)
+class BlockMomentum(Blocks):
+    """Blockwise model-update filtering, BMUF: what workers have done in a block moves parameters with momentum.
+
+    G is the mean progress of workers in a block; Δ = momentum · Δ + lr · G, and W = W + Δ (Chen & Huo 2016). With
+    Nesterov momentum and AdamW inside it is what is now called DiLoCo (Douillard et al. 2023).
+
+    Args:
+        momentum: from 0 to below 1; by default 1 - 1/N for N workers, as CNTK has it: in the long run, a block of N
+            workers then moves parameters as far as N blocks of one.
+        lr: how much of G counts.
+        nesterov: start a block from where the momentum would lead.
+    """
+
+    momentum: float | None = None
+    lr: float = 1.0
+    nesterov: bool = False
+
+    def _own_mistakes(self) -> list[str]:
+        mistakes = []
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            mistakes.append(f"momentum must be 0 or more and below 1, got {self.momentum}")
+        if not 0 < self.lr < float("inf"):
+            mistakes.append(f"lr must be above 0, got {self.lr}")
+        return mistakes
+
+    def outer(self, num_workers: int) -> Outer:
+        momentum = 1 - 1 / num_workers if self.momentum is None else self.momentum
+        return Outer(momentum, self.lr, self.nesterov)
+
+    def __str__(self) -> str:
+        like_diloco = (self.momentum, self.lr, self.nesterov) == _DILOCO
+        return self._text("diloco", DiLoCo()) if like_diloco else self._text("bmuf", BlockMomentum())
+
+
+_DILOCO = (0.9, 0.7, True)
+
+
+def DiLoCo(every: Every = 100, **options: Any) -> BlockMomentum:  # It makes one, as a class would.
+    """`BlockMomentum` as Douillard et al. (2023) use it: Nesterov momentum of 0.9 at a rate of 0.7.
+
+    Give it an AdamW inside. `options` are those of `BlockMomentum`.
+    """
+    momentum, lr, nesterov = _DILOCO
+    return BlockMomentum(every, **{"momentum": momentum, "lr": lr, "nesterov": nesterov, **options})
+
+
+def _printed(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _switch(text: str) -> bool:
+    return bool(("0", "1").index(text))
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "every": read_every,
+    "overlap": _switch,
+    "optimizer_state": str,
+    "share": float,
+    "bucket_bytes": int,
+}
+_MOMENTUM: dict[str, Callable[[str], Any]] = {**_KINDS, "momentum": float, "lr": float, "nesterov": _switch}
+
+
+def _reader(
+    name: str, make: Callable[..., Blocks], kinds: dict[str, Callable[[str], Any]]
+) -> Callable[[dict[str, str], Codec | None], Blocks]:
+    """Makes a strategy from options at the command line."""
+
+    def read(options: dict[str, str], codec: Codec | None) -> Blocks:
+        if unknown := options.keys() - kinds.keys():
+            raise ConfigError(
+                f"{name}: '{min(unknown)}' is none of its options: {', '.join(f'{key}=' for key in kinds)}."
+            )
+        given = {}
+        for key, text in options.items():
+            try:
+                given[key] = kinds[key](text)
+            except ValueError:
+                wanted = {int: "a whole number", float: "a number"}.get(kinds[key], "0 or 1")  # type: ignore[call-overload]
+                raise ConfigError(f"{name}: {key}= takes {wanted}, got '{text}'.") from None
+        return make(**given, codec=codec)
+
+    return read
+
+
+READERS = {
+    "averaging": _reader("averaging", Averaging, _KINDS),
+    "bmuf": _reader("bmuf", BlockMomentum, _MOMENTUM),
+    "diloco": _reader("diloco", DiLoCo, _MOMENTUM),
+}
+"""By name at the command line."""
