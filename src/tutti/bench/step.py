@@ -145,8 +145,14 @@ def _slowest(seconds: float, world: World) -> float:
     return max(gather_json(seconds, world.transport))
 
 
-def stepper(model: nn.Module, case: Case, between: Callable[[], None] = lambda: None) -> tuple[Callable[[], None], Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+def stepper(
+    model: nn.Module,
+    case: Case,
+    between: Callable[[], None] = lambda: None,
+    wrap: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer,
+) -> tuple[Callable[[], None], Any]:
+    """A step of training, and its optimiser: SGD, in whatever `wrap` makes of it."""
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.001))
     x, y = case.batch
 
     def step() -> None:

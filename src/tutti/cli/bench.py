@@ -21,7 +21,7 @@ from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, described, lab_if_any, numbers_of_workers
-from tutti.cli.servers import servers
+from tutti.cli.strategies import strategies
 from tutti.cli.worth import worth
 from tutti.cluster import Link, format_size, parse_size
 from tutti.errors import ConfigError, UnknownName
@@ -41,7 +41,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; 
 
 
 app.command("worth")(worth)
-app.command("servers")(servers)
+app.command("strategies")(strategies)
 
 
 @app.command("step")

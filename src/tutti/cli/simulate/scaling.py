@@ -13,8 +13,8 @@ from tutti.bench.scaling import Case, Row
 from tutti.bench.scaling import scaling as simulate_scaling
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import numbers_of_workers
-from tutti.cli.servers import split_strategies
 from tutti.cli.simulate.place import ClusterText
+from tutti.cli.strategies import split_strategies
 from tutti.cluster import Cluster, Compute, format_size, format_time, parse_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.recipes.models import LARGE

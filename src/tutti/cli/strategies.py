@@ -1,4 +1,4 @@
-"""`tutti bench servers`: parameter servers beside all-reduce, and what a slow worker costs."""
+"""`tutti bench strategies`: training steps of each beside the others, and what a slow worker costs."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench import servers as servers_bench
+from tutti.bench import strategies as bench
 from tutti.bench.step import CASES
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, described, lab_if_any
@@ -21,7 +21,7 @@ from tutti.strategies import STRATEGIES, parse
 WAYS = "native,ps:bsp,ps:ssp=3,ps:async,ps:async,locks,ps:bsp,servers=1"
 
 
-def servers(
+def strategies(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"One of {', '.join(CASES)}.")] = "mnist-mlp",
     lab: Annotated[
         str | None, typer.Option("--lab", metavar="SPEC", help="On hosts made for it, such as hosts=4,rate=1gbit.")
@@ -29,22 +29,29 @@ def servers(
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", min=2, help="Workers on this machine; 2 by default.")
     ] = None,
-    strategies: Annotated[str, typer.Option(help="What to time, with commas between.")] = WAYS,
+    ways: Annotated[str, typer.Option("--strategies", help="What to time, with commas between.")] = WAYS,
+    peers: Annotated[
+        int | None,
+        typer.Option(
+            "--peers", metavar="STEPS", min=1, help="Also time DDP, and torch's PostLocalSGD of so many steps."
+        ),
+    ] = None,
     slow: Annotated[
         float, typer.Option(min=1.0, help="How many times as long the last worker takes to compute.")
     ] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; the median counts.")] = 7,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
 ) -> None:
-    """Training steps under parameter servers beside all-reduce and beside workers that exchange nothing, interleaved.
+    """Training steps of strategies beside each other and beside workers that exchange nothing, interleaved.
 
-    Ranks that only serve are added to the workers, and what needs them is timed in a run of its own.
+    Ranks that only serve are added to the workers, and what needs them is timed in a run of its own. What exchanges
+    something every so many steps is timed over as many.
     """
     check_writable(json_file)
     check_one_place(workers, lab)
     if model not in CASES:
         raise UnknownName("model", model, CASES)
-    texts = [str(parse(text)) for text in split_strategies(strategies)]
+    texts = [str(parse(text)) for text in split_strategies(ways)]
     if not texts:
         raise ConfigError("--strategies needs one or more, such as native,ps:bsp.")
     by_serving: dict[int, list[str]] = {}
@@ -52,12 +59,10 @@ def servers(
         by_serving.setdefault(parse(text).num_serving, []).append(text)
     console = Console()
     results: list[dict[str, Any]] = []
-    for num_serving, ways in by_serving.items():
-        request = servers_bench.Request(model, tuple(ways), rounds, slow)
-        for each in (
-            [request] if not num_serving else [servers_bench.Request(model, (way,), rounds, slow) for way in ways]
-        ):
-            results.append(_timed(each, workers or 2, lab, num_serving, console))
+    for num_serving, alike in by_serving.items():
+        for group in [tuple(alike)] if not num_serving else [(way,) for way in alike]:
+            request = bench.Request(model, group, rounds, slow, None if num_serving else peers)
+            results.append(_timed(request, workers or 2, lab, num_serving, console))
     where = described(workers or 2, None) if lab is None else f"lab {lab}"
     console.print(_table(results, f"{model}, {where}"))
     if slow > 1:
@@ -77,9 +82,7 @@ def split_strategies(text: str) -> list[str]:
     return found
 
 
-def _timed(
-    request: servers_bench.Request, workers: int, lab: str | None, num_serving: int, console: Console
-) -> dict[str, Any]:
+def _timed(request: bench.Request, workers: int, lab: str | None, num_serving: int, console: Console) -> dict[str, Any]:
     if lab is not None and num_serving:
         spec = LabSpec.parse(lab)
         if spec.ranks_per_host > 1 or len(set(spec.rates)) > 1:
@@ -92,7 +95,7 @@ def _timed(
                 status.update(f"{', '.join(request.ways)}: {values['doing']}")
 
         chosen = {"workers": workers + num_serving} if hosts is None else {"lab": hosts}
-        return dict(launch(servers_bench.measure, request, watch=show, **chosen)[0])
+        return dict(launch(bench.measure, request, watch=show, **chosen)[0])
 
 
 def _table(results: list[dict[str, Any]], title: str) -> Table:
@@ -108,9 +111,9 @@ def _table(results: list[dict[str, Any]], title: str) -> Table:
                 if result is results[0]:
                     table.add_row("no exchange", f"{seconds * 1e3:.2f}", "100%")
                 continue
-            ages = {int(age): count for age, count in result["staleness"][way].items()}
+            ages = {int(age): count for age, count in result["staleness"].get(way, {}).items()}
             mean = f"{sum(a * n for a, n in ages.items()) / sum(ages.values()):.1f}" if ages else ""
-            sent = format_size(round(result["bytes_sent"][way]))
+            sent = format_size(round(result["bytes_sent"][way])) if way in result["bytes_sent"] else ""
             table.add_row(
                 way, f"{seconds * 1e3:.2f}", f"{solo_s / seconds:.0%}", f"{first_s / seconds:.2f}", sent, mean
             )

@@ -1,0 +1,140 @@
+"""Training steps under any strategies, beside each other, torch's own ways, and workers that exchange nothing."""
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from tutti.bench.rounds import Rounds, Ways
+from tutti.bench.step import Case, ddp, make_case, solo, stepper, torch_group
+from tutti.job import Job, distribute
+from tutti.launch import init
+from tutti.launch.link import Link
+from tutti.strategies import parse
+from tutti.world import World
+
+WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to time."""
+
+    model: str
+    ways: tuple[str, ...]
+    """Strategies, which need the same ranks to train; "solo" is beside them."""
+    rounds: int
+    slowness: float = 1.0
+    """How many times as long the last worker takes to compute."""
+    peers: int | None = None
+    """Also time DDP, and PostLocalSGD that averages every so many steps."""
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Time a step of every way, on this rank and its peers: seconds, the slowest rank's, and bytes, on every rank.
+
+    A rank that serves only takes part in the one way there is then, and gives nothing.
+    """
+    world, link = init(), Link()
+    torch.manual_seed(0)
+    num_serving = parse(request.ways[0]).num_serving
+    case = make_case(request.model, world.size - num_serving)
+    link.progress(doing="warming up")
+    jobs: dict[str, Job] = {}
+    ways: Ways = {}
+    for text in request.ways:
+        ways[text], jobs[text] = _tutti(case, text, world)
+    trains = jobs[request.ways[0]].world
+    ways = {"solo": solo(case), **ways}
+    with ExitStack() as stack:
+        if request.peers is not None:
+            stack.enter_context(torch_group(world))
+            ways |= {"DDP": ddp(case), f"PostLocalSGD({request.peers})": _post_local_sgd(case, request.peers)}
+        seconds = _timed(ways, request, trains, link)
+    metrics = {text: job.metrics for text, job in jobs.items()}
+    for job in jobs.values():
+        job.finish()
+    return {
+        "model": request.model,
+        "workers": trains.size,
+        "slowness": request.slowness,
+        "seconds": seconds,
+        "bytes_sent": {text: its.bytes_sent / its.steps for text, its in metrics.items()},
+        "staleness": {text: its.staleness for text, its in metrics.items()},
+    }
+
+
+def _timed(ways: Ways, request: Request, trains: World, link: Link) -> dict[str, float]:
+    """Seconds a step, of every way."""
+    if request.slowness > 1 and trains.rank == trains.size - 1:
+        extra_s = (request.slowness - 1) * _seconds(ways["solo"])
+        ways = {name: _slowed(way, extra_s) for name, way in ways.items()}
+    lengths = {name: _block(name, request) for name in ways}
+    blocks: Ways = {name: _repeated(way, lengths[name]) for name, way in ways.items()}
+    for name, block in blocks.items():
+        for _ in range(-(-WARM_UP // lengths[name])):
+            block()
+    seconds = Rounds(request.rounds, round_s=1.0, most_repeats=200, total_s=240.0).medians(
+        blocks, trains.transport, lambda text: link.progress(doing=f"{text} of {len(ways)} ways")
+    )
+    return {name: each / lengths[name] for name, each in seconds.items()}
+
+
+def _block(name: str, request: Request) -> int:
+    """After how many steps a way has done all that it does."""
+    if name not in request.ways:
+        return request.peers if request.peers and name.startswith("Post") else 1
+    every = getattr(parse(name), "every", 1)
+    return every if isinstance(every, int) else 1
+
+
+def _repeated(way: Callable[[], Any], times: int) -> Callable[[], None]:
+    def block() -> None:
+        for _ in range(times):
+            way()
+
+    return block
+
+
+def _post_local_sgd(case: Case, every: int) -> Callable[[], None]:
+    """torch's own: gradients stay on each rank, and parameters are averaged by a flat all-reduce."""
+    model = DistributedDataParallel(copy.deepcopy(case.model), gradient_as_bucket_view=True)
+    alone, _ = dist.new_subgroups(1)
+    state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
+    model.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=every, warmup_steps=0)
+    return stepper(model, case, wrap=lambda optimizer: PostLocalSGDOptimizer(optimizer, averager))[0]
+
+
+def _tutti(case: Case, text: str, world: World) -> tuple[Callable[[], None], Job]:
+    model = copy.deepcopy(case.model)
+    step, optimizer = stepper(model, case)
+    return step, distribute(model, optimizer, parse(text), world=world)
+
+
+def _seconds(way: Callable[[], Any], repeats: int = 10) -> float:
+    for _ in range(WARM_UP):
+        way()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        way()
+    return (time.perf_counter() - start) / repeats
+
+
+def _slowed(way: Callable[[], Any], extra_s: float) -> Callable[[], None]:
+    """The same on a slower machine, which takes nothing from the others."""
+
+    def slow() -> None:
+        time.sleep(extra_s)
+        way()
+
+    return slow
