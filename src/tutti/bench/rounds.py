@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,12 +24,16 @@ class Rounds:
     total_s: float
     """All of it takes no longer than about this, as far as the fewest rounds allow."""
     fewest: int = 3
+    before: Ways = field(default_factory=dict)
+    """What is done before a way is timed, by name: what it leaves under way is then there at the start too."""
+    after: Ways = field(default_factory=dict)
+    """And after it: what is still under way would be in the way of the next."""
 
     def medians(
         self, ways: Ways, transport: Transport, say: Callable[[str], object] = lambda text: None
     ) -> dict[str, float]:
         """Median over rounds of the slowest rank's seconds, of every way; the same on all ranks."""
-        first = _times(ways, transport, dict.fromkeys(ways, 1))
+        first = self._times(ways, transport, dict.fromkeys(ways, 1))
         guess = {name: max(seconds) for name, seconds in _by_way(first, ways, transport).items()}
         repeats = {name: max(1, min(self.most_repeats, int(self.round_s / guess[name]))) for name in ways}
         per_round = sum(guess[name] * repeats[name] for name in ways)
@@ -40,19 +44,24 @@ class Rounds:
             # Each time another begins: what follows a certain one may suffer from it.
             names = list(ways)
             turned = {name: ways[name] for name in names[number % len(names) :] + names[: number % len(names)]}
-            samples.append(_by_way(_times(turned, transport, repeats), turned, transport))
+            samples.append(_by_way(self._times(turned, transport, repeats), turned, transport))
         return {name: statistics.median(max(sample[name]) for sample in samples) for name in ways}
 
+    def _times(self, ways: Ways, transport: Transport, repeats: dict[str, int]) -> list[float]:
+        times = []
+        for name, way in ways.items():
+            self.before.get(name, _nothing)()
+            run(recursive_doubling.steps(torch.zeros(1), transport))  # All start together.
+            start = transport.now()
+            for _ in range(repeats[name]):
+                way()
+            times.append((transport.now() - start) / repeats[name])
+            self.after.get(name, _nothing)()
+        return times
 
-def _times(ways: Ways, transport: Transport, repeats: dict[str, int]) -> list[float]:
-    times = []
-    for name, way in ways.items():
-        run(recursive_doubling.steps(torch.zeros(1), transport))  # All start together.
-        start = transport.now()
-        for _ in range(repeats[name]):
-            way()
-        times.append((transport.now() - start) / repeats[name])
-    return times
+
+def _nothing() -> None:
+    return None
 
 
 def _by_way(times: list[float], ways: Ways, transport: Transport) -> dict[str, list[float]]:

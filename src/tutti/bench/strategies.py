@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def measure(request: Request) -> dict[str, Any]:
         if request.peers is not None:
             stack.enter_context(torch_group(world))
             ways |= {"DDP": ddp(case), f"PostLocalSGD({request.peers})": _post_local_sgd(case, request.peers)}
-        seconds = _timed(ways, request, trains, link)
+        seconds = _timed(ways, jobs, request, link)
     metrics = {text: job.metrics for text, job in jobs.items()}
     for job in jobs.values():
         job.finish()
@@ -73,8 +74,9 @@ def measure(request: Request) -> dict[str, Any]:
     }
 
 
-def _timed(ways: Ways, request: Request, trains: World, link: Link) -> dict[str, float]:
+def _timed(ways: Ways, jobs: dict[str, Job], request: Request, link: Link) -> dict[str, float]:
     """Seconds a step, of every way."""
+    trains = jobs[request.ways[0]].world
     if request.slowness > 1 and trains.rank == trains.size - 1:
         extra_s = (request.slowness - 1) * _seconds(ways["solo"])
         ways = {name: _slowed(way, extra_s) for name, way in ways.items()}
@@ -83,9 +85,16 @@ def _timed(ways: Ways, request: Request, trains: World, link: Link) -> dict[str,
     for name, block in blocks.items():
         for _ in range(-(-WARM_UP // lengths[name])):
             block()
-    seconds = Rounds(request.rounds, round_s=1.0, most_repeats=200, total_s=240.0).medians(
-        blocks, trains.transport, lambda text: link.progress(doing=f"{text} of {len(ways)} ways")
+    in_blocks = [name for name in jobs if lengths[name] > 1]
+    rounds = Rounds(
+        request.rounds,
+        round_s=1.0,
+        most_repeats=200,
+        total_s=240.0,
+        before={name: blocks[name] for name in in_blocks},
+        after={name: partial(_settle, jobs[name]) for name in in_blocks},
     )
+    seconds = rounds.medians(blocks, trains.transport, lambda text: link.progress(doing=f"{text} of {len(ways)} ways"))
     return {name: each / lengths[name] for name, each in seconds.items()}
 
 
@@ -95,6 +104,11 @@ def _block(name: str, request: Request) -> int:
         return request.peers if request.peers and name.startswith("Post") else 1
     every = getattr(parse(name), "every", 1)
     return every if isinstance(every, int) else 1
+
+
+def _settle(job: Job) -> None:
+    with job.consensus():
+        return
 
 
 def _repeated(way: Callable[[], Any], times: int) -> Callable[[], None]:
