@@ -15,8 +15,8 @@ Every = int | str
 """Steps in a block, "2s" for blocks of that much time, "auto", or "end" for one block that is the whole run."""
 
 _MOST = 10_000
-_GROWTH = 4
-"""A block may be this many times as long as the one before: first exchanges, which open connections, mislead."""
+_GROWTH = 16
+"""A block may be this many times as long as the one before, whatever happened to one exchange."""
 
 
 class Intent(IntEnum):
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     """Its samples in this block."""
     step_s: float
     exchange_s: float
-    """How long the last exchange took."""
+    """How long the last exchange took; 0 if that was the first, which opened connections."""
     states: int
     """A digest of what its optimiser remembers: names and sizes."""
 

@@ -131,7 +131,7 @@ class BlockExchange(Exchange):
         yield from in_turns(mean.steps(bucket, roll.weights) for bucket in self.replica.buckets)
         if self._states is not None and roll.states_alike:
             yield from self._states.steps(roll.weights)
-        self._exchange_s = self._wire.now() - start_s
+        self._exchange_s = self._wire.now() - start_s if self._blocks else 0.0
 
     def _receive(self, since: bool) -> Intent:
         """Wait for the exchange under way, and go on from what it brought, if it ended a block; why all have come."""

@@ -45,6 +45,6 @@ class StateMean:
 
     def _found(self) -> Iterator[tuple[str, Tensor]]:
         for slot in self._replica.slots:
-            for key, value in sorted(self._replica.optimizer.state[slot.tensor].items()):
+            for key, value in sorted(self._replica.optimizer.state.get(slot.tensor, {}).items()):
                 if isinstance(value, Tensor) and value.is_floating_point() and value.shape == slot.tensor.shape:
                     yield f"{slot.name}.{key}", value
