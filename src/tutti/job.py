@@ -38,6 +38,8 @@ class Metrics:
     """Under parameter servers: how many of this rank's updates were computed from parameters so many steps old."""
     version: int = 0
     """Under parameter servers: how many steps they had taken when this rank last read."""
+    spectral_gap: float | None = None
+    """Under gossip: how fast what ranks have comes together, from 0 to 1."""
 
     @property
     def waiting_share(self) -> float:
@@ -93,7 +95,7 @@ class Job:
     def away(self) -> Iterator[None]:
         """Within it this rank takes no part and the others do not wait for it: to evaluate, say.
 
-        Afterwards it goes on from what the servers have. For parameter servers only.
+        Afterwards it goes on from what the others have. For parameter servers, peers' updates and gossip only.
         """
         self._exchange.leave()
         self._replica.away = True
@@ -115,6 +117,7 @@ class Job:
             waiting_s=total.seconds + totals[PULL].seconds,
             staleness=self._exchange.staleness,
             version=self._exchange.version,
+            spectral_gap=self._exchange.spectral_gap,
         )
 
     @property

@@ -111,6 +111,7 @@ def _table(summary: dict[str, Any]) -> Table:
         ("bytes sent per worker", in_bytes(summary["bytes_sent"])),
         ("waiting for other workers", f"{summary['waiting_share']:.1%}"),
         *([("staleness of updates", in_words(summary["staleness"]))] if summary["staleness"] else []),
+        *([("spectral gap", f"{summary['spectral_gap']:.4f}")] if summary["spectral_gap"] is not None else []),
     ):
         table.add_row(label, value)
     return table

@@ -59,6 +59,7 @@ class Outcome:
     staleness: dict[int, int]
     """How many of the rank's updates were so many steps old; empty where none can be."""
     version: int
+    spectral_gap: float | None
     parameters: Tensor
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,6 +144,7 @@ def train(task: Task) -> Outcome:
         waiting_share=metrics.waiting_share,
         staleness=metrics.staleness,
         version=metrics.version,
+        spectral_gap=metrics.spectral_gap,
         parameters=torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
     )
 

@@ -3,6 +3,7 @@
 from tutti.strategies.allreduce import AllReduce
 from tutti.strategies.averaging import Averaging, BlockMomentum, DiLoCo
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.decentralised import Gossip, Graph, PeerUpdates
 from tutti.strategies.parameter_server import BSP, SSP, Async, ParameterServer, SoftSync, StalenessAware
 from tutti.strategies.parse import STRATEGIES, parse
 
@@ -16,7 +17,10 @@ __all__ = [
     "BlockMomentum",
     "DiLoCo",
     "Exchange",
+    "Gossip",
+    "Graph",
     "ParameterServer",
+    "PeerUpdates",
     "SoftSync",
     "StalenessAware",
     "Strategy",

@@ -71,6 +71,11 @@ class Exchange(ABC):
         return 0
 
     @property
+    def spectral_gap(self) -> float | None:
+        """How fast what ranks have comes together by mixing with neighbours, from 0 to 1; None where none mix."""
+        return None
+
+    @property
     def leads(self) -> bool:
         """Whether this rank is the first of those that are left."""
         return self.transport.rank == 0
@@ -83,8 +88,8 @@ class Exchange(ABC):
     def leave(self) -> None:
         """Take no part until `join`, and let the others go on."""
         raise ConfigError(
-            f"rank {self.transport.rank}: under this strategy every rank takes part in every step. Only parameter "
-            "servers let a worker go away for a while."
+            f"rank {self.transport.rank}: under this strategy every rank takes part in every step. Parameter "
+            "servers, peers' updates and gossip let a worker go away for a while."
         )
 
     def join(self) -> None:

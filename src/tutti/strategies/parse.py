@@ -5,7 +5,7 @@ from functools import partial
 
 from tutti.codecs import Codec, parse_codec
 from tutti.errors import ConfigError, UnknownName
-from tutti.strategies import averaging, parameter_server
+from tutti.strategies import averaging, decentralised, parameter_server
 from tutti.strategies.allreduce import NAMES, Algorithm, AllReduce
 from tutti.strategies.base import Strategy
 
@@ -21,6 +21,8 @@ STRATEGIES: dict[str, Callable[[Options, Codec | None], Strategy]] = {
     **{name: partial(_all_reduce, name) for name in NAMES},
     "ps": parameter_server.read,
     **averaging.READERS,
+    "peers": decentralised.read_peers,
+    "gossip": decentralised.read_gossip,
 }
 
 

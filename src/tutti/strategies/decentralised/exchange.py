@@ -1,0 +1,175 @@
+"""What all peers do, however they exchange: meet, leave, come back, stop, and count."""
+
+from abc import abstractmethod
+from math import isnan
+
+from torch import Tensor
+
+from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.events import EXCHANGE, PULL, Event
+from tutti.replica import Bucket, HookedReplica, Replica
+from tutti.strategies.base import Exchange
+from tutti.strategies.decentralised.company import Company
+from tutti.strategies.decentralised.images import Images
+from tutti.strategies.decentralised.meetings import Meetings, Outcome, Purpose
+from tutti.strategies.decentralised.wire import Head, Kind
+from tutti.transports import SharesMemory, Transport
+from tutti.transports.base import Steps
+
+_BUCKET_BYTES = 4 * 2**20
+
+
+class PeerExchange(Exchange):
+    """A rank among equals: nobody serves, and whoever is lost is done without.
+
+    Nothing is kept of it but the model: what is saved is saved within `consensus`, and what a codec has not said yet is
+    dropped then.
+    """
+
+    expendable = True
+
+    def __init__(self, replica: Replica, transport: Transport, name: str, exact_below: int = 0) -> None:
+        super().__init__(replica, transport)
+        plain = transport.inner if isinstance(transport, SharesMemory) else transport  # All of it travels in messages.
+        self._wire = plain.channel(name)
+        self._me = transport.rank
+        replica.allocate(plain, _BUCKET_BYTES, exact_below)
+        replica.arrange([slot.name for slot in replica.slots])
+        self.images = Images(replica)
+        self.base = self.images.read(self.images.room())
+        """What the model had after the last exchange."""
+        like = replica.buckets[0].flat
+        self.company = Company(self._wire, self, like, self._most_bytes())
+        self.meetings = Meetings(self.company, self.images.average, replica.sizes_only)
+        self._own: Tensor | None = None
+        self._away = False
+        self._sent_before = 0
+
+    def _begin(self) -> None:
+        """Hear peers and answer to training from now on: the last thing that is done to make an exchange."""
+        self.company.start()
+        self.replica.listen(self, gradients=False)
+
+    def _most_bytes(self) -> int:
+        """Of any message."""
+        return 4 * self.images.num_meeting_bytes + 64 * self.transport.size + 2**16
+
+    # What differs
+
+    @abstractmethod
+    def hear(self, peer: int, head: Head, payload: Tensor | None) -> None:
+        """Act on what a peer says."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Exchange what the optimiser's step has changed."""
+
+    @property
+    @abstractmethod
+    def _clock(self) -> int:
+        """How many steps this rank has exchanged."""
+
+    def _before_meeting(self) -> Steps:
+        """Do what is to be done before others are told that this rank has come."""
+        yield from ()
+
+    def _ready(self) -> bool:
+        """Whether all is here that was under way when everybody came to a meeting."""
+        return True
+
+    def _current(self) -> Tensor:
+        """What this rank has, when everybody has come."""
+        return self.base
+
+    def _met(self, outcome: Outcome) -> None:
+        """Go on from a meeting."""
+
+    def lost(self, peer: int) -> None:
+        """Go on without a peer."""
+        self.meetings.lost(peer)
+
+    # The events of training
+
+    def backward_started(self, weight: float) -> None:
+        return None
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        return None
+
+    def backward_done(self) -> None:
+        return None
+
+    def before_step(self) -> None:
+        if self._away:
+            raise ConfigError("a step inside job.away(), in which this rank takes no part: train outside it.")
+        if isinstance(self.replica, HookedReplica) and isnan(self.replica.contribution.take()):
+            self.company.wait(self._stop())
+            raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
+        self.company.check(self.replica.steps)
+
+    def after_step(self) -> None:
+        start_s = self.transport.now()
+        self._step()
+        sent = self.bytes_sent
+        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), sent - self._sent_before))
+        self._sent_before = sent
+
+    def _stop(self) -> Steps:
+        self.company.tell_all(Head(Kind.STOP, origin=self._me))
+        yield from self.company.until(self.company.flushed)
+
+    # Meetings
+
+    def meet(self, purpose: Purpose) -> Outcome:
+        """Wait until everybody is here; what comes of it."""
+        start_s = self.transport.now()
+        self._wait(self._meeting(purpose))
+        self.events.record(Event(PULL, start_s, self.transport.now()))
+        return self.meetings.outcome
+
+    def _wait(self, steps: Steps) -> None:
+        self.company.wait(steps, self.replica.steps)
+
+    def _meeting(self, purpose: Purpose) -> Steps:
+        yield from self._before_meeting()
+        number = self.meetings.number
+        bring = lambda: self.images.for_meeting(self._current())  # noqa: E731
+        yield from self.meetings.attend(purpose, self._clock, self._ready, bring)
+        if self.meetings.number > number and not self.company.over:
+            self._met(self.meetings.outcome)
+
+    def consensus(self) -> None:
+        while (outcome := self.meet(Purpose.AGREE)).purpose != Purpose.AGREE:
+            pass
+        assert outcome.value is not None
+        self._own = self.images.for_meeting(self.base)
+        self.images.take_meeting(outcome.value)
+
+    def dissent(self) -> None:
+        if self._own is not None:
+            self.images.take_meeting(self._own)
+            self._own = None
+
+    def finish(self) -> None:
+        self.consensus()
+        self._own = None
+        self._wait(self.meetings.part(self._clock))
+
+    def leave(self) -> None:
+        self._away = True
+        self._wait(self._say(Kind.AWAY))
+
+    def join(self) -> None:
+        self._away = False
+
+    def _say(self, kind: Kind) -> Steps:
+        self.company.tell_all(Head(kind))
+        yield from ()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._wire.bytes_sent
+
+    @property
+    def leads(self) -> bool:
+        return self._me == self.company.leader
