@@ -1,4 +1,4 @@
-"""Gossip in step: neighbours mix their values at every clock, while they compute the next gradient (Lian et al. 2017)."""
+"""Gossip in step: neighbours mix their values while they compute the next gradient (Lian et al. 2017)."""
 
 import logging
 from typing import TYPE_CHECKING

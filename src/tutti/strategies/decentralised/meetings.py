@@ -8,6 +8,7 @@ no two ranks that are left ever have different outcomes of one meeting, and nobo
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,8 +78,7 @@ class Meetings:
             elif told != company.leader:
                 told = company.leader
                 company.tell(told, Head(Kind.VALUE, number, 0, clock, 0 if mine is None else mine.nbytes), mine)
-            leader = company.leader
-            yield from company.until(lambda: self.number >= number or leader != company.leader or self._complete())
+            yield from company.until(partial(self._moved_on, number, company.leader))
         self._within = False
 
     def part(self, clock: int) -> Steps:
@@ -147,8 +147,10 @@ class Meetings:
         if self._last is not None and peer < leader != self._me:
             self._company.tell(leader, *self._last)  # It may have to tell those who do not know.
 
-    def _complete(self) -> bool:
-        return self._company.leader == self._me and self._company.others <= self._brought.keys()
+    def _moved_on(self, number: int, leader: int) -> bool:
+        """Whether the outcome is known, another leads, or this rank leads and has what it takes."""
+        complete = self._company.leader == self._me and self._company.others <= self._brought.keys()
+        return self.number >= number or self._company.leader != leader or complete
 
     def _conclude(self, number: int, clock: int, mine: Tensor | None) -> None:
         brought = {peer: self._brought[peer] for peer in sorted(self._company.others)}

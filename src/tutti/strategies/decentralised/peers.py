@@ -168,8 +168,9 @@ class PeerUpdatesExchange(PeerExchange):
 
     def lost(self, peer: int) -> None:
         super().lost(peer)
-        for other in sorted(self.company.others):
-            self._make_up(other)
+        if self.company.any_lost:  # Else it has left in peace, when everybody had everything.
+            for other in sorted(self.company.others):
+                self._make_up(other)
         self._forget()
 
     # Meetings

@@ -1,0 +1,390 @@
+"""Peers' updates and gossip at work: what they end with, who waits for whom, and what happens when some are lost."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from support import run_ok, run_threads
+from tutti.cluster import Cluster, Compute, Link
+from tutti.codecs import ErrorFeedback, OneBit, TopK
+from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.job import Job, distribute
+from tutti.strategies import Gossip, Graph, PeerUpdates, Strategy, parse
+from tutti.strategies.decentralised.graphs import sized
+from tutti.world import World
+
+TRANSPORTS = ("simulated", "process_group", "shared_memory", "hosts")
+everywhere = pytest.mark.parametrize("transport", TRANSPORTS)
+ALL = ("peers", "peers+threshold", "peers:graph=ring,inbox=2", "gossip", "gossip:graph=ring", "gossip:pairs=async")
+LR = 0.05
+WEB = Graph(4, ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2)), directed=True)
+
+
+def net() -> nn.Sequential:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
+    return model
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def start(world: World, strategy: Strategy) -> tuple[nn.Module, torch.optim.Optimizer, Job]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    return model, optimizer, distribute(model, optimizer, strategy, world=world)
+
+
+def go(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        model(batch(job.world.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradient_step(values: Tensor, rank: int, step: int) -> Tensor:
+    """What a step of a rank changes, computed in this process alone."""
+    model = net()
+    nn.utils.vector_to_parameters(values.clone(), model.parameters())
+    model(batch(rank, step)).square().mean().backward()
+    return -LR * torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def close(one: Tensor, two: Tensor) -> None:
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
+
+
+def same(found: list[Tensor]) -> None:
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+# What they end with
+
+
+def watched(world: World, strategy: Strategy, steps: int) -> tuple[Tensor, Tensor]:
+    """The rank's own parameters after all steps, and what all agree on."""
+    model, optimizer, job = start(world, strategy)
+    go(job, model, optimizer, range(steps))
+    own = flat(model)
+    with job.consensus():
+        pass
+    close(flat(model), own)
+    job.finish()
+    return own, flat(model)
+
+
+def by_matrices(strategy: Gossip, size: int, steps: int) -> list[Tensor]:
+    """D-PSGD, with push-sum weights, as its papers write it."""
+    graph = sized(strategy.graph, size)
+    x, w = torch.stack([flat(net())] * size), torch.ones(size, 1, dtype=torch.float64)
+    for step in range(steps):
+        mixing = torch.tensor(graph.mixing(step).copy())
+        changes = torch.stack([gradient_step(x[rank] / w[rank], rank, step) for rank in range(size)])
+        x, w = mixing @ x + changes, mixing @ w
+    return list(x / w)
+
+
+@everywhere
+@pytest.mark.parametrize("text", ["gossip", "gossip:graph=ring", "gossip:graph=torus", "gossip:graph=random"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_gossip_in_step_is_the_recurrence(transport: str, text: str, size: int) -> None:
+    strategy = parse(text)
+    assert isinstance(strategy, Gossip)
+    found = run_ok(watched, strategy, 5, size=size, transport=transport)
+    expected = by_matrices(strategy, size, 5)
+    for (own, _), wanted in zip(found, expected, strict=True):
+        close(own, wanted)
+    same([agreed for _, agreed in found])
+    close(found[0][1], torch.stack(expected).mean(0))
+
+
+@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize(("size", "text"), [(4, f"gossip:graph={WEB}"), (7, "gossip"), (6, "gossip:graph=torus")])
+def test_larger_and_directed_graphs(transport: str, size: int, text: str) -> None:
+    strategy = parse(text)
+    assert isinstance(strategy, Gossip)
+    found = run_ok(watched, strategy, 4, size=size, transport=transport)
+    for (own, _), wanted in zip(found, by_matrices(strategy, size, 4), strict=True):
+        close(own, wanted)
+
+
+def still(world: World, strategy: Strategy, steps: int) -> tuple[Tensor, Tensor]:
+    """Ranks that differ at first and learn nothing: where mixing alone brings them."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    job = distribute(model, optimizer, strategy, world=world)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(world.rank)  # Seen as this rank's first change.
+    go(job, model, optimizer, range(steps))
+    own = flat(model)
+    job.finish()
+    return own, flat(model)
+
+
+@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+def test_push_sum_finds_the_true_mean(transport: str) -> None:
+    for own, _ in run_ok(still, Gossip(WEB), 150, size=4, transport=transport):
+        torch.testing.assert_close(own, flat(net()) + 1.5, rtol=0, atol=1e-9)
+
+
+@everywhere
+@pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
+def test_pairs_keep_the_sum(transport: str, graph: str) -> None:
+    found = run_ok(still, Gossip(graph, "async"), 30, size=5, transport=transport)
+    same([agreed for _, agreed in found])
+    close(found[0][1], flat(net()) + 2.0)
+
+
+def told(world: World, strategy: PeerUpdates, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """All this rank's changes as the optimiser made them, what is not said yet, and the model in the end."""
+    model, optimizer, job = start(world, strategy)
+    total = torch.zeros_like(flat(model))
+    for step in range(steps):
+        before = flat(model)
+        model(batch(world.rank, step)).square().mean().backward()
+        with torch.no_grad():
+            total -= LR * torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(flat(model), before)
+    exchange: Any = job._exchange
+    left = torch.zeros_like(total)
+    ((bucket, state),) = zip(exchange.images.buckets, exchange._packets.states, strict=True)
+    if state:
+        named = dict(zip((slot.name for slot in bucket.slots), bucket.starts, strict=True))
+        place = 0
+        for name, p in model.named_parameters():
+            at = named[name]
+            if at < bucket.values.numel():
+                left[place : place + p.numel()] = state["residual"][at : at + p.numel()]
+            place += p.numel()
+    job.finish()
+    return total, left, flat(model)
+
+
+@everywhere
+@pytest.mark.parametrize("graph", ["all", "ring", "torus", "exponential"])
+def test_exact_updates_add_up(transport: str, graph: str) -> None:
+    found = run_ok(told, PeerUpdates(None, graph, 3), 6, size=4, transport=transport)
+    same([model for _, _, model in found])
+    close(found[0][2], flat(net()) + sum(total for total, _, _ in found))
+
+
+@everywhere
+@pytest.mark.parametrize("codec", [ErrorFeedback(OneBit()), ErrorFeedback(TopK(0.05))], ids=str)
+def test_what_is_said_and_what_is_left_add_up(transport: str, codec: Any) -> None:
+    found = run_ok(told, PeerUpdates(codec), 6, size=3, transport=transport)
+    same([model for _, _, model in found])
+    said = sum(total - left for total, left, _ in found)
+    assert isinstance(said, Tensor)
+    torch.testing.assert_close(found[0][2], flat(net()) + said, rtol=0, atol=1e-6)
+    assert any(left.abs().max() > 1e-4 for _, left, _ in found)
+
+
+# Waiting
+
+
+def test_an_inbox_holds_the_others_back() -> None:
+    """A rank of a fifth of the speed: nobody is more than so many updates ahead of what it has applied."""
+
+    def train(strategy: Strategy) -> dict[int, int]:
+        world = tutti.init()
+        model, optimizer, job = start(world, strategy)
+        go(job, model, optimizer, range(12))
+        job.finish()
+        return job.metrics.staleness
+
+    def seen(inbox: int, graph: str) -> int:
+        cluster = Cluster(link=Link("1gbit", "50us"), slow={3: 8}, compute=Compute(sample_s=1e-3))
+        found = tutti.simulate(train, PeerUpdates(None, graph, inbox), workers=4, cluster=cluster).results
+        return max(found[3])
+
+    for graph in ("all", "ring"):
+        assert 0 < seen(2, graph) <= 6
+        assert seen(64, graph) > 12
+
+
+def test_each_update_comes_once_along_a_graph() -> None:
+    def train(world: World) -> list[int]:
+        model, optimizer, job = start(world, PeerUpdates(None, "ring"))
+        heard: list[tuple[int, int]] = []
+        exchange: Any = job._exchange
+        take = exchange._take
+        exchange._take = lambda head, payload: (heard.append((head.origin, head.number)), take(head, payload))
+        go(job, model, optimizer, range(5))
+        job.finish()
+        assert len(heard) == len(set(heard)) == 5 * (world.size - 1)
+        return [job.world.rank]
+
+    run_ok(train, size=5, transport="simulated")
+    run_ok(train, size=5, transport="process_group")
+
+
+@pytest.mark.parametrize("text", ["gossip", "gossip:graph=ring", "gossip:graph=random", "gossip:pairs=async"])
+def test_bytes_do_not_grow_with_ranks(text: str) -> None:
+    def sent(world: World) -> float:
+        model, optimizer, job = start(world, parse(text))
+        go(job, model, optimizer, range(8))
+        sent = job.metrics.bytes_sent / 8
+        job.finish()
+        return sent
+
+    few = max(run_ok(sent, size=4, transport="simulated"))
+    assert max(run_ok(sent, size=16, transport="simulated")) <= 1.3 * few
+
+
+@everywhere
+@pytest.mark.parametrize("text", ALL)
+def test_a_rank_may_go_away_and_come_back(transport: str, text: str) -> None:
+    def train(world: World) -> Tensor:
+        model, optimizer, job = start(world, parse(text))
+        go(job, model, optimizer, range(3))
+        if world.rank == 1:
+            with job.away(), pytest.raises(ConfigError, match="away"):
+                go(job, model, optimizer, range(1))
+        go(job, model, optimizer, range(3, 6 + world.rank))
+        job.finish()
+        return flat(model)
+
+    same(run_ok(train, size=3, transport=transport))
+
+
+# Losing ranks
+
+
+def mortal(strategy: Strategy, dies_at: dict[int, int], in_meeting: bool) -> Callable[[World], Tensor | None]:
+    def train(world: World) -> Tensor | None:
+        model, optimizer, job = start(world, strategy)
+        for step in range(12):
+            if step == dies_at.get(world.rank):
+                world.close()
+                return None
+            go(job, model, optimizer, range(step, step + 1))
+            if in_meeting and step % 4 == 3:
+                with job.consensus():
+                    pass
+        job.finish()
+        return flat(model)
+
+    return train
+
+
+@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("text", ALL)
+def test_the_rest_go_on_and_agree(transport: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    found = run_ok(mortal(parse(text), {0: 3, 2: 6}, True), size=5, transport=transport)
+    same([each for each in found if each is not None])
+    assert [each is None for each in found] == [True, False, True, False, False]
+    assert "rank 1: rank 0 is gone at clock" in caplog.text
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_deaths_at_any_moment(text: str) -> None:
+    """In virtual time, moments of death spread over steps, meetings and the end."""
+
+    def train() -> Tensor:
+        result = mortal(parse(text), {}, True)(tutti.init())
+        assert result is not None
+        return result
+
+    calm = Cluster(link=Link("100mbit", "300us"), compute=Compute(sample_s=2e-4), jitter=0.3, seed=1)
+    whole_s = tutti.simulate(train, workers=4, cluster=calm).seconds
+    for number in range(25):
+        rng = np.random.default_rng(number)
+        dying = rng.choice(4, size=1 + number % 2, replace=False)
+        failures = {int(rank): float(rng.uniform(0.15, 1.0)) * whole_s for rank in dying}
+        found = tutti.simulate(train, workers=4, cluster=replace(calm, failures=failures)).results
+        same([each for each in found if each is not None])
+        assert sum(each is not None for each in found) >= 4 - len(failures)
+
+
+# The rest
+
+
+@everywhere
+@pytest.mark.parametrize("text", ALL)
+def test_a_loss_that_is_not_finite_stops_everybody(transport: str, text: str) -> None:
+    def train(world: World) -> None:
+        model, optimizer, job = start(world, parse(text))
+        for step in range(60):
+            loss = model(batch(world.rank, step)).square().mean()
+            loss = loss * float("nan") if world.rank == 1 and step == 3 else loss
+            job.watch(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        job.finish()
+
+    for rank, each in enumerate(run_threads(train, size=3, transport=transport)):
+        assert isinstance(each, NonFiniteLoss), each
+        assert str(each).startswith(f"rank {rank}: the loss on rank 1 is NaN or infinite")
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_alone(text: str) -> None:
+    ((own, agreed),) = run_ok(watched, parse(text), 3, size=1, transport="process_group")
+    expected = flat(net())
+    for step in range(3):
+        expected = expected + gradient_step(expected, 0, step)
+    close(own, expected)
+    close(agreed, expected)
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_statistics_counters_and_mixed_dtypes(text: str) -> None:
+    def train(world: World) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 30))
+        model[2].double()
+        model[0].bias.requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        job = distribute(model, optimizer, parse(text), world=world)
+        for step in range(4 + world.rank):
+            x = model[1](model[0](batch(world.rank, step).float()))
+            model[2](x.double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        job.finish()
+        return [each.detach().clone() for each in model.state_dict().values()]
+
+    found = run_ok(train, size=3, transport="process_group")
+    for each in found:
+        assert all(torch.equal(one, two) for one, two in zip(each, found[0], strict=True))
+        assert (each[5] > 0).all()
+        assert int(each[6]) == 4, "a counter is the lowest living rank's"
+
+
+def test_a_graph_for_another_world() -> None:
+    for strategy in (Gossip(WEB), PeerUpdates(None, WEB)):
+        for each in run_threads(start, strategy, size=3, transport="process_group"):
+            assert isinstance(each, ConfigError)
+            assert "a graph of 4 ranks in a world of 3" in str(each)
+
+
+def test_the_spectral_gap_is_reported() -> None:
+    def gap(world: World, text: str) -> float | None:
+        model, optimizer, job = start(world, parse(text))
+        go(job, model, optimizer, range(1))
+        gap = job.metrics.spectral_gap
+        job.finish()
+        return gap
+
+    assert run_ok(gap, "gossip:graph=ring", size=4, transport="simulated") == pytest.approx([2 / 3] * 4)
+    assert run_ok(gap, "peers", size=2, transport="simulated") == [None, None]
