@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tutti
 from support import run_ok, run_threads
+from tutti.bench.scaling import Case, scaling
 from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import ErrorFeedback, OneBit, TopK
 from tutti.errors import ConfigError, NonFiniteLoss
@@ -388,3 +389,15 @@ def test_the_spectral_gap_is_reported() -> None:
 
     assert run_ok(gap, "gossip:graph=ring", size=4, transport="simulated") == pytest.approx([2 / 3] * 4)
     assert run_ok(gap, "peers", size=2, transport="simulated") == [None, None]
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_sizes_alone_can_be_rehearsed(text: str) -> None:
+    def bytes_of(workers: int) -> float:
+        cluster = Cluster(link=Link("10gbit", "50us"))
+        case = Case(model="alexnet", cluster=cluster, strategy=parse(text), batch_size=8, steps=3)
+        (row,) = scaling(case, [workers])
+        return row.bytes_per_worker
+
+    grows = bytes_of(8) / bytes_of(4)
+    assert (grows > 1.5) == text.startswith("peers")
