@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.job import Job, distribute
 from tutti.strategies import Gossip, Graph, PeerUpdates, Strategy, parse
 from tutti.strategies.decentralised.graphs import sized
+from tutti.strategies.decentralised.wire import Kind
 from tutti.world import World
 
 TRANSPORTS = ("simulated", "process_group", "shared_memory", "hosts")
@@ -314,6 +316,93 @@ def test_deaths_at_any_moment(text: str) -> None:
         found = tutti.simulate(train, workers=4, cluster=replace(calm, failures=failures)).results
         same([each for each in found if each is not None])
         assert sum(each is not None for each in found) >= 4 - len(failures)
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_an_outcome_that_few_heard_is_everybodys(text: str) -> None:
+    """The first of a meeting is lost when it has told one other than the next: that one tells the rest."""
+
+    def train(world: World) -> Tensor | None:
+        model, optimizer, job = start(world, parse(text))
+        go(job, model, optimizer, range(4))
+        if world.rank == 0:
+            company: Any = job._exchange.company  # type: ignore[attr-defined]
+            tell = company.tell
+            company.tell = lambda peer, head, *rest: (
+                None if head.kind == Kind.RESULT and peer != 2 else tell(peer, head, *rest)
+            )
+            job._exchange.consensus()
+            agreed = flat(model)
+            world.transport.elapse(0.1)
+            world.close()
+            return agreed
+        job.finish()
+        return flat(model)
+
+    same(run_ok(train, size=4, transport="simulated"))
+
+
+@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+def test_the_graph_is_made_anew_over_those_who_are_left(transport: str) -> None:
+    def train(world: World) -> tuple[Any, int] | None:
+        model, optimizer, job = start(world, Gossip("ring"))
+        go(job, model, optimizer, range(4))
+        if world.rank == 1:
+            world.close()
+            return None
+        go(job, model, optimizer, range(4, 12))
+        exchange: Any = job._exchange
+        group, size = exchange._group, exchange.topology.size
+        job.finish()
+        return group, size
+
+    found = run_ok(train, size=5, transport=transport)
+    assert [each for each in found if each] == [((0, 2, 3, 4), 4)] * 4
+
+
+@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+def test_what_is_told_twice_is_applied_once(transport: str) -> None:
+    def train(world: World) -> tuple[Tensor, Tensor]:
+        model, optimizer, job = start(world, PeerUpdates(None, "ring"))
+        total = torch.zeros_like(flat(model))
+        exchange: Any = job._exchange
+
+        def again() -> Any:
+            for peer in exchange.company.others:
+                exchange._make_up(peer)
+            yield from ()
+
+        for step in range(5):
+            model(batch(world.rank, step)).square().mean().backward()
+            total -= LR * torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+            optimizer.step()
+            optimizer.zero_grad()
+            exchange._wait(again())
+        job.finish()
+        return total, flat(model)
+
+    found = run_ok(train, size=4, transport=transport)
+    close(found[0][1], flat(net()) + sum(total for total, _ in found))
+
+
+@pytest.mark.parametrize("text", [*ALL, "peers:inbox=1", "gossip:graph=random"])
+def test_nobody_waits_for_one_who_is_away(text: str) -> None:
+    def train() -> float:
+        world = tutti.init()
+        model, optimizer, job = start(world, parse(text))
+        go(job, model, optimizer, range(2))
+        if world.rank == 1:
+            with job.away():
+                world.transport.elapse(1000.0)
+        go(job, model, optimizer, range(2, 10))
+        stepped_s = world.transport.now()
+        job.finish()
+        return stepped_s
+
+    cluster = Cluster(link=Link("1gbit", "50us"), compute=Compute(sample_s=1e-3))
+    times = tutti.simulate(train, workers=4, cluster=cluster, timeout=timedelta(hours=1)).results
+    assert times[1] > 1000
+    assert max(times[0], *times[2:]) < 10
 
 
 # The rest
