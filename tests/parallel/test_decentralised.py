@@ -248,8 +248,8 @@ def test_bytes_do_not_grow_with_ranks(text: str) -> None:
         job.finish()
         return sent
 
-    few = max(run_ok(sent, size=4, transport="simulated"))
-    assert max(run_ok(sent, size=16, transport="simulated")) <= 1.3 * few
+    few = sum(run_ok(sent, size=4, transport="simulated"))
+    assert sum(run_ok(sent, size=16, transport="simulated")) / 16 <= 1.3 * few / 4
 
 
 @everywhere

@@ -123,8 +123,8 @@ class Company:
                 yield from sending
                 if box:  # Else it was emptied meanwhile.
                     box.popleft()
-        except RankLost as loss:
-            self._lose(peer, loss.gone.get(peer, "it takes no more messages"))
+        except RankLost:
+            box.clear()  # What it said last may be still to be heard: whoever listens to it finds out.
         self.change()
 
     # Hearing
