@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, PULL, Event
-from tutti.replica import Bucket, HookedReplica, Replica
+from tutti.replica import Bucket, Replica
 from tutti.strategies.base import Exchange
 from tutti.strategies.decentralised.company import Company
 from tutti.strategies.decentralised.images import Images
@@ -48,7 +48,7 @@ class PeerExchange(Exchange):
     def _begin(self) -> None:
         """Hear peers and answer to training from now on: the last thing that is done to make an exchange."""
         self.company.start()
-        self.replica.listen(self, gradients=False)
+        self.replica.listen(self, to="samples")
 
     def _most_bytes(self) -> int:
         """Of any message."""
@@ -102,7 +102,7 @@ class PeerExchange(Exchange):
     def before_step(self) -> None:
         if self._away:
             raise ConfigError("a step inside job.away(), in which this rank takes no part: train outside it.")
-        if isinstance(self.replica, HookedReplica) and isnan(self.replica.contribution.take()):
+        if isnan(self.replica.take_samples()):
             self.company.wait(self._stop())
             raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
         self.company.check(self.replica.steps)
