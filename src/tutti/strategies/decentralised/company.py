@@ -68,6 +68,7 @@ class Company:
 
     def check(self, num_steps: int) -> None:
         if self._stopped is not None:
+            self.wire.beside(self._flush()).wait()
             raise NonFiniteLoss(self.me, [self._stopped], num_steps)
         if self._failure is not None:
             raise self._failure
@@ -88,6 +89,16 @@ class Company:
         if self._changed is not None:
             signal, self._changed = self._changed, None
             signal.give()
+
+    def stop(self, origin: int) -> None:
+        """Have everybody stop, for the loss on that rank is not finite.
+
+        Whoever hears of it tells the others before it goes: they might hear that `origin` is gone before they hear why.
+        """
+        if self._stopped is None:
+            self._stopped = origin
+            self.tell_all(Head(Kind.STOP, origin=origin))
+            self.change()
 
     def fail(self, error: Exception) -> None:
         """Have this rank raise that."""
@@ -112,6 +123,11 @@ class Company:
     def flushed(self) -> bool:
         """Whether all that was to be told is on its way."""
         return not any(self._outbox.values())
+
+    def _flush(self) -> Steps:
+        while not self.flushed():
+            self._changed = self.wire.signal()
+            yield self._changed
 
     def _send(self, peer: int, box: deque[tuple[Head, Tensor | None]]) -> Steps:
         try:
@@ -155,7 +171,7 @@ class Company:
     def _hear(self, peer: int, head: Head, payload: Tensor | None) -> None:
         match head.kind:
             case Kind.STOP:
-                self._stopped = head.origin
+                self.stop(head.origin)
             case Kind.AWAY:
                 self.away |= {peer}
             case Kind.BACK:

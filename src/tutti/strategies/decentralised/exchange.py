@@ -5,7 +5,7 @@ from math import isnan
 
 from torch import Tensor
 
-from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.errors import ConfigError
 from tutti.events import EXCHANGE, PULL, Event
 from tutti.replica import Bucket, Replica
 from tutti.strategies.base import Exchange
@@ -103,8 +103,7 @@ class PeerExchange(Exchange):
         if self._away:
             raise ConfigError("a step inside job.away(), in which this rank takes no part: train outside it.")
         if isnan(self.replica.take_samples()):
-            self.company.wait(self._stop())
-            raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
+            self._wait(self._stop())
         self.company.check(self.replica.steps)
 
     def after_step(self) -> None:
@@ -115,8 +114,8 @@ class PeerExchange(Exchange):
         self._sent_before = sent
 
     def _stop(self) -> Steps:
-        self.company.tell_all(Head(Kind.STOP, origin=self._me))
-        yield from self.company.until(self.company.flushed)
+        self.company.stop(self._me)
+        yield from ()
 
     # Meetings
 
