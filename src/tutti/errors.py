@@ -112,3 +112,6 @@ class WorkerFailed(TuttiError):
         self.reason = reason
         self.traceback = traceback
         self.status = status
+
+    def __reduce__(self) -> tuple[type["WorkerFailed"], tuple[int, str, str, int]]:
+        return type(self), (self.rank, self.reason, self.traceback, self.status)

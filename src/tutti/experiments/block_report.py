@@ -1,0 +1,160 @@
+"""The report on block momentum: tables as in Kim (2016), curves, and a verdict, from what was measured."""
+
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tutti.cluster import format_size, format_time
+from tutti.report.plots import pyplot
+
+_SINGLE = "single worker"
+_COLOURS = {
+    _SINGLE: "#000000", "averaging": "#e69f00", "BMUF": "#0072b2", "1-bit": "#d55e00", "BMUF and 1-bit": "#009e73",
+}  # fmt: skip
+
+
+def write_report(result: dict[str, Any], folder: Path) -> str:
+    """Draw the figures into `folder`; the report, in Markdown."""
+    sections = [_head(result)]
+    for number, part in enumerate(result["plan"]):
+        runs = [run for run in result["runs"] if run["part"] == part["name"]]
+        sections.append(_seeds(part, runs) if part["seeds"] > 1 else _table(part, runs))
+        if number == 0:
+            _draw(part, runs, folder / f"{part['name']}.png")
+            sections.append(f"![{part['name']}]({part['name']}.png)\n")
+    text = "\n".join([*sections, _limits()])
+    (folder / "report.md").write_text(text)
+    return text
+
+
+def _head(result: dict[str, Any]) -> str:
+    quick = "\n**The quick form: it shows that all of it runs, and is too short to show more.**\n"
+    return f"""# Block momentum: to communicate less often
+
+Kim (2016) shows how CNTK trains an LSTM on 4 to 64 GPUs: with 1-bit SGD, which communicates less (Seide et al. 2014),
+and with blockwise model-update filtering, BMUF, which communicates less often (Chen & Huo 2016). In his table of word
+error rates, from Seide's talk on CNTK, a single GPU has 11.08 %; 1-bit SGD has 10.79, 10.59 and 11.02 on 4, 8 and 16
+GPUs; BMUF has 10.82, 10.82, 10.85, 10.92 and 11.08 on 4, 8, 16, 32 and 64. Dong's slides say that plain averaging
+does worse the less often models are averaged.
+{quick if result["quick"] else ""}
+Here the same in small: all methods train on the same number of samples, so that more workers mean fewer steps of each.
+Gradients are real and time is virtual (`tutti.simulate`): a worker computes {format_time(result["step_s"])} for a step
+of its own batch, and hosts have {result["link"]}. The optimiser is plain SGD, its rate falling to 0 in a straight line,
+gradients clipped to a norm of 1, and the same for all but 1-bit SGD, whose rate grows with the root of the number of
+workers, as its batch grows. BMUF has Nesterov momentum of 1 - 1/N for N workers and a block rate of 1.
+
+Measured on {result["machine"]}. `tutti reproduce block-momentum` does it again.
+"""
+
+
+def _better(run: dict[str, Any]) -> str:
+    return f"{run['value']:.3f}" if run["metric"] == "perplexity" else f"{run['value']:.2%}"
+
+
+def _table(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    metric = runs[0]["metric"]
+    single = next(run for run in runs if run["method"] == _SINGLE)
+    head = " | ".join(f"{workers} workers" for workers in part["workers"])
+    alone = f"{_better(single)}, {format_time(single['points'][-1][1])}"
+    rows = [f"| {_SINGLE} | {alone} |" + " |" * (len(part["workers"]) - 1)]
+    for method in part["methods"][1:]:
+        cells = []
+        for workers in part["workers"]:
+            run = next(r for r in runs if (r["method"], r["workers"]) == (method, workers))
+            cells.append(f"{_better(run)}, {format_time(run['points'][-1][1])}")
+        rows.append(f"| {method} | {' | '.join(cells)} |")
+    bytes_sent = ", ".join(
+        f"{method} {format_size(run['bytes_per_step'])}"
+        for method in part["methods"][1:]
+        for run in [next(r for r in runs if (r["method"], r["workers"]) == (method, part["workers"][-1]))]
+    )
+    return f"""## {part["name"]}
+
+{part["epochs"]} epochs, {part["batch"]} samples in a worker's batch, blocks of {part["every"]} steps, a rate of
+{part["rate"]:g}. Test {metric} at the end, and the time that took:
+
+| | {head} |
+| --- |{" --- |" * len(part["workers"])}
+{chr(10).join(rows)}
+
+A worker of {part["workers"][-1]} sends in a step, on average: {bytes_sent}.
+
+{_verdict(part, runs, single)}
+"""
+
+
+def _verdict(part: dict[str, Any], runs: list[dict[str, Any]], single: dict[str, Any]) -> str:
+    """What the numbers say of BMUF and of averaging, on every number of workers."""
+    lines = []
+    for workers in part["workers"]:
+        of = {run["method"]: run["value"] for run in runs if run["workers"] == workers}
+        if single["metric"] == "perplexity":
+            lost = {method: f"{of[method] / single['value'] - 1:+.1%}" for method in ("BMUF", "averaging")}
+        else:
+            lost = {method: f"{100 * (of[method] - single['value']):+.2f} points" for method in ("BMUF", "averaging")}
+        lines.append(
+            f"- {workers} workers: BMUF {lost['BMUF']}, averaging {lost['averaging']} against a single worker."
+        )
+    return "\n".join(lines)
+
+
+def _seeds(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    rows, means = [], {}
+    for method in part["methods"]:
+        mine = [run for run in runs if run["method"] == method]
+        means[method] = mean(run["value"] for run in mine)
+        each = " | ".join(_better(run) for run in mine)
+        seconds = format_time(mean(run["points"][-1][1] for run in mine))
+        rows.append(f"| {method} | `{mine[0]['strategy']}` | {each} | {means[method]:.2%} | {seconds} |")
+    first = part["methods"][0]
+    away = "; ".join(f"{method} {100 * (means[method] - means[first]):+.2f}" for method in part["methods"][1:])
+    seeds = " | ".join(f"seed {seed}" for seed in range(part["seeds"]))
+    return f"""## {part["name"]}, {part["workers"][0]} workers
+
+{part["epochs"]} epochs of all 60,000 digits, {part["batch"]} samples in a worker's batch, a rate of {part["rate"]:g}.
+Test accuracy:
+
+| | strategy | {seeds} | mean | time |
+| --- | --- |{" --- |" * part["seeds"]} --- | --- |
+{chr(10).join(rows)}
+
+Points away from {first}, which is what DDP computes, on average: {away}.
+"""
+
+
+def _draw(part: dict[str, Any], runs: list[dict[str, Any]], path: Path) -> None:
+    """Quality against epochs and against time: a panel for each number of workers."""
+    plt = pyplot()
+    sizes = part["workers"]
+    figure, axes = plt.subplots(
+        2, len(sizes), figsize=(3.4 * len(sizes) + 1, 7), sharey=True, layout="constrained", squeeze=False
+    )
+    for column, workers in enumerate(sizes):
+        for method in part["methods"]:
+            run = next(r for r in runs if r["method"] == method and r["workers"] in (workers, 1))
+            epochs, seconds, values = zip(*run["points"], strict=True)
+            style = {"color": _COLOURS[method], "marker": "o", "markersize": 3, "linewidth": 1.5, "label": method}
+            axes[0][column].plot(epochs, values, **style)
+            axes[1][column].plot(seconds, values, **style)
+        axes[0][column].set(title=f"{workers} workers", xlabel="epochs")
+        axes[1][column].set(xlabel="virtual seconds", xscale="log")
+    metric = runs[0]["metric"]
+    for row in axes:
+        row[0].set_ylabel(f"test {metric}")
+        if metric == "perplexity":
+            row[0].set(yscale="log")
+            row[0].set_yticks([5, 6, 8, 10, 15], labels=["5", "6", "8", "10", "15"])
+            row[0].minorticks_off()
+    axes[0][-1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _limits() -> str:
+    return """## What this is not
+
+CNTK's LSTM was trained on hours of speech, far more than a megabyte of Shakespeare: here 64 workers share so little
+text that a whole epoch is a few dozen blocks, and momentum needs about as many blocks as there are workers to come to
+its speed. The model is small, and so are its gradients; on this link they take longer than a step all the same.
+One seed, but where a table shows more.
+"""
