@@ -85,10 +85,13 @@ class Job:
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
         """Within it, the model holds the parameters and buffers all ranks agree on, to evaluate or save. Collective."""
+        self._refuse_agreeing("a second job.consensus()")
         self._exchange.consensus()
+        self._replica.agreeing = True
         try:
             yield self._replica.model
         finally:
+            self._replica.agreeing = False
             self._exchange.dissent()
 
     @contextmanager
@@ -154,7 +157,7 @@ class Job:
         if not self.strategy.goes_on_from(state["strategy"]):
             raise ConfigError(
                 f"this state was saved under strategy '{state['strategy']}' and cannot be used under "
-                f"'{self.strategy}'. Load the model and the optimiser alone, or use that strategy."
+                f"'{self.strategy}'. Load the model and the optimiser alone, before distribute, or use it."
             )
         self._replica.steps = state["steps"]
         self._exchange.load_state_dict(state["exchange"])
@@ -162,6 +165,7 @@ class Job:
     def finish(self) -> None:
         """Complete what is under way, agree on the model and let it go. Collective. Idempotent."""
         if not self._finished:
+            self._refuse_agreeing("job.finish()")
             self._leads = self._exchange.leads
             self._finished = True
             try:
@@ -169,6 +173,10 @@ class Job:
                 self.world.expendable(False)
             finally:
                 self._let_go()
+
+    def _refuse_agreeing(self, what: str) -> None:
+        if self._replica.agreeing:
+            raise ConfigError(f"{what} inside job.consensus(): end that first.")
 
     def _let_go(self) -> None:
         self._finished = True

@@ -365,7 +365,7 @@ def test_auto_keeps_communication_to_its_share(overlap: bool) -> None:
         assert len({length for _, length in results}) == 1
         assert all(found <= 1.25 * share for found, _ in results)
         lengths.append(results[0][1])
-    assert lengths == [4, 4] if overlap else lengths[0] > 3 * lengths[1] > 30
+    assert lengths[0] == lengths[1] < 8 if overlap else lengths[0] > 3 * lengths[1] > 30
 
 
 def test_auto_takes_short_blocks_where_the_link_is_fast() -> None:

@@ -76,11 +76,11 @@ class Part:
 
 
 TEXT = Part(
-    name="char-lstm", recipe="char-lstm", batch=2, every=2, epochs=6, rate=1.0, workers=(4, 8, 16, 32, 64),
+    name="char-lstm", recipe="char-lstm", batch=4, every=2, epochs=4, rate=2.0, workers=(4, 8, 16, 32, 64),
     methods=tuple(METHODS),
 )  # fmt: skip
 SIXTEEN = Part(
-    name="mnist-mlp", recipe="mnist-mlp", batch=8, every=16, epochs=6, rate=0.02, workers=(16,),
+    name="mnist-mlp", recipe="mnist-mlp", batch=16, every=8, epochs=4, rate=0.05, workers=(16,),
     methods=(SINGLE, "averaging", "BMUF"),
 )  # fmt: skip
 WIDE = Part(

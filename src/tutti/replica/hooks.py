@@ -33,6 +33,8 @@ class HookedReplica(Replica):
         self.syncing = True
         self.away = False
         """Whether this rank takes no part for the moment."""
+        self.agreeing = False
+        """Whether the model holds what all agree on, and not what this rank trains."""
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._listener: Listener | None = None
         self._handles: list[Any] = []
@@ -223,6 +225,9 @@ class HookedReplica(Replica):
                 )
 
     def _before_step(self, *_: Any) -> None:
+        if self.agreeing or self.away:
+            where = "job.consensus(), whose model is not this rank's own" if self.agreeing else "job.away()"
+            raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
         assert self._listener is not None
         self._listener.before_step()
 

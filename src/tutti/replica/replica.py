@@ -42,6 +42,7 @@ class Replica(ABC):
         self.buckets: list[Bucket] = []
         self.steps = 0
         self._memories: dict[Kind, Memory] = {}
+        self._hidden: list[tuple[Tensor, Tensor]] = []
 
     @property
     def device_types(self) -> set[str]:
@@ -63,6 +64,20 @@ class Replica(ABC):
     @abstractmethod
     def listen(self, listener: Listener, to: Heard) -> None:
         """Tell `listener` what happens from now on: steps; steps, with samples counted; or gradients too."""
+
+    def hide_gradients(self) -> None:
+        """Let the optimiser's next step find none, and change nothing."""
+        if not self.sizes_only:
+            trained = [slot.tensor for slot in self.slots]
+            self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
+            for tensor, _ in self._hidden:
+                tensor.grad = None
+
+    def show_gradients(self) -> None:
+        """Give back those that were hidden, if any."""
+        for tensor, gradient in self._hidden:
+            tensor.grad = gradient
+        self._hidden.clear()
 
     @abstractmethod
     def take_samples(self) -> float:

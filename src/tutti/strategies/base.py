@@ -23,17 +23,17 @@ class Exchange(ABC):
         self.transport = transport
         self.events = EventLog()
 
-    @abstractmethod
     def backward_started(self, weight: float) -> None:
         """The first gradient of a backward pass is there; it counts for `weight` samples."""
+        return None
 
-    @abstractmethod
     def bucket_ready(self, bucket: Bucket) -> None:
         """All gradients of `bucket` are in its memory. Called in the order of the buckets' indices."""
+        return None
 
-    @abstractmethod
     def backward_done(self) -> None:
         """Backward is over; what is in the buckets when this returns becomes `p.grad`."""
+        return None
 
     @abstractmethod
     def before_step(self) -> None:

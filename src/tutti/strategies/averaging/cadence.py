@@ -1,15 +1,10 @@
-"""When a block of local steps ends, and what ranks tell each other then."""
+"""When a block of local steps ends."""
 
 import math
 import re
 from abc import ABC, abstractmethod
-from enum import IntEnum
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from tutti.errors import ConfigError
+from tutti.strategies.averaging.roll import Roll
 
 Every = int | str
 """Steps in a block, "2s" for blocks of that much time, "auto", or "end" for one block that is the whole run."""
@@ -17,64 +12,6 @@ Every = int | str
 _MOST = 10_000
 _GROWTH = 16
 """A block may be this many times as long as the one before, whatever happened to one exchange."""
-
-
-class Intent(IntEnum):
-    """Why a rank has come: to end a block, or for what all do together between blocks."""
-
-    BLOCK = 0
-    CONSENSUS = 1
-    SAVE = 2
-    FINISH = 3
-
-
-class Entry(NamedTuple):
-    """What one rank says."""
-
-    intent: Intent
-    weight: float
-    """Its samples in this block."""
-    step_s: float
-    exchange_s: float
-    """How long the last exchange took; 0 if that was the first, which opened connections."""
-    states: int
-    """A digest of what its optimiser remembers: names and sizes."""
-
-
-class Roll:
-    """What every rank says before an exchange, a row for each; the same on all when they have heard each other."""
-
-    def __init__(self, rank: int, size: int, mine: "Entry") -> None:
-        self.rows = torch.zeros(size, len(mine), dtype=torch.float64, device="cpu")
-        self.rows[rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
-
-    @property
-    def intents(self) -> list[Intent]:
-        return [Intent(int(number)) for number in self.rows[:, 0]]
-
-    @property
-    def weights(self) -> Tensor:
-        return self.rows[:, 1]
-
-    @property
-    def refused(self) -> list[int]:
-        """Ranks with a loss that was not finite."""
-        return self.weights.isnan().nonzero().flatten().tolist()
-
-    @property
-    def step_s(self) -> float:
-        """Of the slowest, for whom the others wait."""
-        return float(self.rows[:, 2].max())
-
-    @property
-    def exchange_s(self) -> float:
-        """Of the one that came last, and so waited for nobody."""
-        return float(self.rows[:, 3].min())
-
-    @property
-    def states_alike(self) -> bool:
-        """Whether all optimisers remember the same things."""
-        return bool((self.rows[:, 4] == self.rows[0, 4]).all())
 
 
 class Cadence(ABC):
@@ -167,14 +104,3 @@ def _seconds(text: str) -> float:
 
 def check_share(share: float) -> list[str]:
     return [] if 0 < share < 1 else [f"share must be above 0 and below 1, got {share}"]
-
-
-def refuse_different(intents: list[Intent], rank: int) -> ConfigError:
-    """The error for ranks that are all between blocks, and not for the same."""
-    doing = {
-        Intent.CONSENSUS: "consensus()",
-        Intent.SAVE: "state_dict() or load_state_dict()",
-        Intent.FINISH: "finish()",
-    }
-    said = ", ".join(f"rank {number} in {doing[intent]}" for number, intent in enumerate(intents))
-    return ConfigError(f"rank {rank}: ranks came together for different things: {said}. Call them alike on all ranks.")

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from tutti.codecs.sums import PAUSE
-from tutti.collectives import native, recursive_doubling
+from tutti.collectives import native
 from tutti.errors import NonFiniteLoss
 from tutti.events import EXCHANGE, Event
-from tutti.replica import Bucket, Replica
+from tutti.replica import Replica
 from tutti.replica.state import share_buffers
 from tutti.strategies.averaging import saved
-from tutti.strategies.averaging.cadence import Entry, Intent, Roll, cadence, refuse_different
+from tutti.strategies.averaging.cadence import cadence
 from tutti.strategies.averaging.optimizer_state import StateMean, reset
 from tutti.strategies.averaging.outer import Outer, Stretch
+from tutti.strategies.averaging.roll import Entry, Intent, Roll, RollCall, refuse_different
 from tutti.strategies.base import Exchange
 from tutti.strategies.coded import CodedMean
 from tutti.strategies.means import SteppedMean, when_filled
@@ -51,51 +52,41 @@ class BlockExchange(Exchange):
         self._stretches = [Stretch(bucket, outer, strategy.overlap) for bucket in buckets]
         self._cadence = cadence(strategy.every, strategy.share, strategy.overlap)
         self._states = StateMean(replica, self._exactly) if strategy.optimizer_state == "average" else None
+        self._calls = RollCall(transport)
         self._under_way: Work | None = None
         self._own: list[list[Tensor]] = []
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._own_buffers: list[Tensor] = []
         self._steps, self._weight, self._blocks = 0, 0.0, 0
+        self._trained_s, self._since_s = 0.0, transport.now()
         self._exchange_s, self._sent_before = 0.0, self.bytes_sent
-        self._began_s = transport.now()
         replica.listen(self, to="samples")
 
     @property
     def version(self) -> int:
         return self._blocks
 
-    def backward_started(self, weight: float) -> None:
-        return None
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        return None
-
-    def backward_done(self) -> None:
-        return None
-
     def before_step(self) -> None:
         weight = self.replica.take_samples()
         self._weight += weight
-        if weight == 0 and not self.replica.sizes_only:  # A batch that does not count.
-            trained = [slot.tensor for slot in self.replica.slots]
-            self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
-            for tensor, _ in self._hidden:
-                tensor.grad = None
+        if weight == 0:  # A batch that does not count.
+            self.replica.hide_gradients()
 
     def after_step(self) -> None:
-        for tensor, gradient in self._hidden:
-            tensor.grad = gradient
-        self._hidden.clear()
-        self._steps += 1
-        if self._cadence.due(self._steps, self._wire.now() - self._began_s):
+        self.replica.show_gradients()
+        now_s = self._wire.now()
+        self._steps, self._trained_s, self._since_s = self._steps + 1, self._trained_s + now_s - self._since_s, now_s
+        if self._cadence.due(self._steps, self._trained_s):
             self._end_block()
+        else:
+            self._calls.beat()
 
     @torch.no_grad()
     def _end_block(self) -> None:
         start_s = self._wire.now()
         if self._under_way is not None:
             self._receive(since=True)
-        self._send(Intent.BLOCK, start_s)
-        self._steps, self._weight = 0, 0.0
+        self._send(Intent.BLOCK)
+        self._begin_block()
         if self._strategy.overlap:
             for stretch in self._stretches:
                 stretch.go_on()
@@ -103,28 +94,32 @@ class BlockExchange(Exchange):
             self._receive(since=False)
         self._record(start_s)
 
+    def _begin_block(self) -> None:
+        self._steps, self._weight, self._trained_s = 0, 0.0, 0.0
+
     def _record(self, start_s: float) -> None:
-        """Write down what this rank has waited since, and begin to count the time of a block."""
-        self._began_s, sent = self._wire.now(), self.bytes_sent
-        self.events.record(Event(EXCHANGE, start_s, self._began_s, sent - self._sent_before))
+        """Write down that this rank has waited since then, and train on from now."""
+        self._since_s, sent = self._wire.now(), self.bytes_sent
+        self.events.record(Event(EXCHANGE, start_s, self._since_s, sent - self._sent_before))
         self._sent_before = sent
 
-    def _send(self, intent: Intent, now_s: float) -> None:
+    def _send(self, intent: Intent) -> None:
         """Start the exchange of what was done since the last."""
         for stretch in self._stretches:
             stretch.pack()
         states = 0 if self._states is None else self._states.pack()
-        step_s = (now_s - self._began_s) / self._steps if self._steps else 0.0
-        entry = Entry(intent, self._weight, step_s, self._exchange_s, states)
-        self._roll = Roll(self._wire.rank, self._wire.size, entry)
-        self._under_way = self._start(self._exchange(self._roll))
+        step_s = self._trained_s / self._steps if self._steps else 0.0
+        self._roll, called = self._calls.start(Entry(intent, self._weight, step_s, self._exchange_s, states))
+        self._under_way = self._start(self._exchange(self._roll, called))
 
     def _start(self, steps: Steps) -> Work:
-        return self._wire.start(when_filled(self.replica.buckets[0].flat, steps))
+        for flat in {bucket.flat.device: bucket.flat for bucket in self.replica.buckets}.values():
+            steps = when_filled(flat, steps)
+        return self._wire.start(steps)
 
-    def _exchange(self, roll: Roll) -> Steps:
+    def _exchange(self, roll: Roll, called: Work) -> Steps:
         start_s = self._wire.now()
-        yield from recursive_doubling.steps(roll.rows, self._wire)
+        yield called
         if roll.refused or Intent.BLOCK not in roll.intents:
             return
         mean = self._coded or self._exactly
@@ -164,10 +159,10 @@ class BlockExchange(Exchange):
         if self._under_way is not None:
             self._receive(since=True)
         while True:
-            self._send(intent, self._wire.now())
+            self._send(intent)
             if self._receive(since=False) == intent:
                 return
-            self._steps, self._weight = 0, 0.0  # What was done is in the block that another rank ended.
+            self._begin_block()  # What was done is in the block that another rank ended.
 
     def _average(self) -> None:
         """Hold the mean of all ranks' parameters, which have come together."""
@@ -185,14 +180,18 @@ class BlockExchange(Exchange):
         start_s = self._wire.now()
         self._meet(Intent.CONSENSUS)
         self._own = [[tensor.clone() for tensor in stretch.tensors] for stretch in self._stretches]
+        self._own_buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
         self._average()
         self._record(start_s)
 
     @torch.no_grad()
     def dissent(self) -> None:
-        for stretch, own in zip(self._stretches, self._own, strict=True):
-            torch._foreach_copy_(stretch.tensors, own)
-        self._own.clear()
+        for buffer, own in zip(self.replica.model.buffers(), self._own_buffers, strict=True):
+            buffer.copy_(own)
+        for stretch, values in zip(self._stretches, self._own, strict=True):
+            torch._foreach_copy_(stretch.tensors, values)
+        self._own, self._own_buffers = [], []
+        self._since_s = self._wire.now()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -207,36 +206,42 @@ class BlockExchange(Exchange):
     def state_dict(self) -> dict[str, Any]:
         """Where the block started, and what each rank has done since, with its optimiser."""
         self._meet(Intent.SAVE)
-        by_name: tuple[dict[str, Tensor], ...] = ({}, {}, {})
-        for stretch in self._stretches:
+        start: dict[str, Tensor] = {}
+        velocity: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
+        values = self._own or [stretch.tensors for stretch in self._stretches]  # Within consensus, or not.
+        for stretch, mine in zip(self._stretches, values, strict=True):
             names = [slot.name for slot in stretch.bucket.slots]
-            for found, values in zip(by_name, stretch.saved(), strict=True):
-                found.update(zip(names, values, strict=False))
-        start, velocity, progress = by_name
-        mine = {"progress": progress, "weight": self._weight, "steps": self._steps}
-        ranks = saved.gather({**mine, "optimizer": self.replica.optimizer.state_dict()}, self._wire)
+            starts, velocities = stretch.saved()
+            start.update(zip(names, starts, strict=True))
+            velocity.update(zip(names, velocities, strict=False))
+            own.update(zip(names, mine, strict=True))
+        optimizer = self.replica.optimizer.state_dict()
+        entry = {"own": own, "weight": self._weight, "steps": self._steps, "optimizer": optimizer}
+        ranks = saved.gather(entry, self._wire)
         coded = None if self._coded is None else self._coded.state_dict()
+        self._since_s = self._wire.now()
         return {"start": start, "velocity": velocity, "ranks": ranks, "block": self._cadence.length, "coded": coded}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; if ranks are now more or fewer, from the mean of what they had done."""
+        """Go on from there; if ranks are now more or fewer, from the mean of what they had."""
+        self._meet(Intent.SAVE)  # Nothing of before may be under way.
         ranks = state["ranks"]
         mine = ranks[self._wire.rank % len(ranks)]
-        progress, weight, steps = mine["progress"], mine["weight"], mine["steps"]
-        if len(ranks) != self._wire.size:
-            progress, weight, steps = saved.mean_progress(ranks), 0.0, 0
-        parts = state["start"], state["velocity"], progress
+        self._begin_block()
+        own = mine["own"] if len(ranks) == self._wire.size else saved.mean(ranks)
+        if len(ranks) == self._wire.size:
+            self._steps, self._weight = mine["steps"], mine["weight"]
         for stretch in self._stretches:
             names = [slot.name for slot in stretch.bucket.slots]
-            start, velocities, own = ([part[name] for name in names if name in part] for part in parts)
-            stretch.load(start, velocities, own)
-        self._steps, self._weight = steps, weight
+            parts = (state["start"], state["velocity"], own)
+            stretch.load(*([part[name] for name in names if name in part] for part in parts))
         self._cadence.length = state["block"]
         self.replica.optimizer.load_state_dict(mine["optimizer"])
         if self._coded is not None and state["coded"]:
             self._coded.load_state_dict(state["coded"])
-        self._began_s = self._wire.now()
+        self._since_s = self._wire.now()
 
 
 def in_turns(many: Iterable[Steps]) -> Steps:

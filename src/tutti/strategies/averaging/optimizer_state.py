@@ -46,5 +46,10 @@ class StateMean:
     def _found(self) -> Iterator[tuple[str, Tensor]]:
         for slot in self._replica.slots:
             for key, value in sorted(self._replica.optimizer.state.get(slot.tensor, {}).items()):
-                if isinstance(value, Tensor) and value.is_floating_point() and value.shape == slot.tensor.shape:
+                if isinstance(value, Tensor) and value.is_floating_point() and _of_elements(value, slot.tensor):
                     yield f"{slot.name}.{key}", value
+
+
+def _of_elements(value: Tensor, parameter: Tensor) -> bool:
+    """Whether it is remembered of each element; the number of steps, which is on the CPU, is not."""
+    return value.shape == parameter.shape and value.device == parameter.device

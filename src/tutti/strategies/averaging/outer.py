@@ -29,7 +29,6 @@ class Stretch:
     def __init__(self, bucket: Bucket, outer: Outer, overlap: bool) -> None:
         self.bucket = bucket
         self.outer = outer if bucket.of_parameters else PLAIN  # Statistics have no direction to go on in.
-        self.tensors = [slot.tensor.detach() for slot in bucket.slots]
         self._travels = bucket.views(bucket.flat)
         self.start = torch.zeros_like(bucket.flat)
         """What all ranks have agreed on: a block starts from it."""
@@ -40,6 +39,11 @@ class Stretch:
         """Where this rank's progress is counted from: where its last one, which may be on its way, ended."""
         self._bases = bucket.views(self._base)
         self._base.copy_(self.start)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The model's own, which may have got other memory since."""
+        return [slot.tensor.detach() for slot in self.bucket.slots]
 
     def pack(self) -> None:
         """Let this rank's progress travel."""
@@ -75,17 +79,17 @@ class Stretch:
         torch._foreach_copy_(self.tensors, self.starts)
         torch._foreach_add_(self.tensors, self._travels)
 
-    def saved(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Copies of where the block started, of the velocities, if there are any, and of this rank's progress."""
-        progress = torch._foreach_sub(self.tensors, self._bases)
+    def saved(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies of where the block started and of the velocities, if there are any."""
         velocities = [] if self.velocity is None else self.bucket.views(self.velocity.clone())
-        return [each.clone() for each in self.starts], velocities, list(progress)
+        return [each.clone() for each in self.starts], velocities
 
-    def load(self, start: list[Tensor], velocities: list[Tensor], progress: list[Tensor]) -> None:
+    def load(self, start: list[Tensor], velocities: list[Tensor], own: list[Tensor]) -> None:
         """Go on from these."""
         torch._foreach_copy_(self.starts, start)
-        torch._foreach_copy_(self._bases, start)
+        self._base.copy_(self.start)
         if self.velocity is not None:
+            self.velocity.zero_()
+        if self.velocity is not None and velocities:
             torch._foreach_copy_(self.bucket.views(self.velocity), velocities)
-        torch._foreach_copy_(self.tensors, self.starts)
-        torch._foreach_add_(self.tensors, progress)
+        torch._foreach_copy_(self.tensors, own)

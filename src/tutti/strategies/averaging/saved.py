@@ -23,13 +23,13 @@ def gather(mine: Any, transport: Transport) -> list[Any]:
     return [_from_bytes(rows[place][:size]) for place, size in zip(places, sizes, strict=True)]
 
 
-def mean_progress(ranks: list[Any]) -> dict[str, Tensor]:
-    """What ranks had done since their block started, each counting for its samples."""
+def mean(ranks: list[Any]) -> dict[str, Tensor]:
+    """Of what ranks had, each counting for its samples since their block started."""
     total = sum(each["weight"] for each in ranks)
     shares = [each["weight"] / total if total else 1 / len(ranks) for each in ranks]
     return {
-        name: torch.stack([share * each["progress"][name] for share, each in zip(shares, ranks, strict=True)]).sum(0)
-        for name in ranks[0]["progress"]
+        name: torch.stack([share * each["own"][name] for share, each in zip(shares, ranks, strict=True)]).sum(0)
+        for name in ranks[0]["own"]
     }
 
 

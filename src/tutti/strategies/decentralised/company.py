@@ -122,7 +122,7 @@ class Company:
 
     def flushed(self) -> bool:
         """Whether all that was to be told is on its way."""
-        return not any(self._outbox.values())
+        return not any(self._outbox.get(peer) for peer in self.others)
 
     def _flush(self) -> Steps:
         while not self.flushed():
@@ -131,7 +131,7 @@ class Company:
 
     def _send(self, peer: int, box: deque[tuple[Head, Tensor | None]]) -> Steps:
         try:
-            while box and peer in self.living:
+            while box:
                 head, payload = box[0]
                 sending = [self.wire.isend(head.pack(), peer, HEAD)]
                 if payload is not None:
@@ -141,6 +141,8 @@ class Company:
                     box.popleft()
         except RankLost:
             box.clear()  # What it said last may be still to be heard: whoever listens to it finds out.
+        except Exception as error:
+            self.fail(error)
         self.change()
 
     # Hearing
@@ -162,8 +164,7 @@ class Company:
                 del payload
         except RankLost as loss:
             self._lose(peer, loss.gone.get(peer, "it answers no more"))
-        except (PacketError, ReplicaMismatch, ValueError) as error:
-            self.tell(peer, Head(Kind.GONE, origin=peer))
+        except (PacketError, ReplicaMismatch) as error:
             self._lose(peer, f"it was dropped, having sent {error}")
         except Exception as error:
             self.fail(error)
@@ -189,12 +190,12 @@ class Company:
         self.change()
 
     def _lose(self, peer: int, why: str) -> None:
-        """Go on without a peer, and have the others do so."""
+        """Go on without a peer, and have the others do so. It is told too: if it lives, it must not go on alone."""
         if peer not in self.living or peer == self.me:
             return
         self.any_lost = True
-        self._part(peer)
         self.tell_all(Head(Kind.GONE, origin=peer))
+        self._part(peer)
         if self.me == self.leader:  # All see it; one says it.
             _log.warning(
                 "rank %d: rank %d is gone at clock %d (%s); the other %d go on",
@@ -204,7 +205,5 @@ class Company:
     def _part(self, peer: int) -> None:
         self.living -= {peer}
         self.away -= {peer}
-        if peer in self._outbox:
-            self._outbox[peer].clear()
         self._ears.lost(peer)
         self.change()

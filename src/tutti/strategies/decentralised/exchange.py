@@ -5,9 +5,8 @@ from math import isnan
 
 from torch import Tensor
 
-from tutti.errors import ConfigError
 from tutti.events import EXCHANGE, PULL, Event
-from tutti.replica import Bucket, Replica
+from tutti.replica import Replica
 from tutti.strategies.base import Exchange
 from tutti.strategies.decentralised.company import Company
 from tutti.strategies.decentralised.images import Images
@@ -90,23 +89,16 @@ class PeerExchange(Exchange):
 
     # The events of training
 
-    def backward_started(self, weight: float) -> None:
-        return None
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        return None
-
-    def backward_done(self) -> None:
-        return None
-
     def before_step(self) -> None:
-        if self._away:
-            raise ConfigError("a step inside job.away(), in which this rank takes no part: train outside it.")
-        if isnan(self.replica.take_samples()):
+        weight = self.replica.take_samples()
+        if isnan(weight):
             self._wait(self._stop())
+        if weight == 0:  # A batch that does not count.
+            self.replica.hide_gradients()
         self.company.check(self.replica.steps)
 
     def after_step(self) -> None:
+        self.replica.show_gradients()
         start_s = self.transport.now()
         self._step()
         sent = self.bytes_sent
@@ -150,9 +142,14 @@ class PeerExchange(Exchange):
             self._own = None
 
     def finish(self) -> None:
-        self.consensus()
-        self._own = None
-        self._wait(self.meetings.part(self._clock))
+        while not self.meetings.parted:  # As often as others meet who go on meanwhile: all end with the same.
+            self.consensus()
+            self._own = None
+            self._wait(self.meetings.part(self._clock))
+        self.close()
+
+    def close(self) -> None:
+        self._wire.close()  # Nothing is heard any more when the model is let go.
 
     def leave(self) -> None:
         self._away = True

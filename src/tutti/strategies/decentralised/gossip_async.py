@@ -45,10 +45,7 @@ class AsyncGossip(PeerExchange):
         return self.topology.over(sorted(self.company.living)).spectral_gap
 
     def _step(self) -> None:
-        change = self.images.read(self.images.room())
-        for part, base in zip(self.images.parts(change), self.images.parts(self.base), strict=True):
-            part.sub_(base)
-        self._wait(self._contribute(change))
+        self._wait(self._contribute(self.images.change(self.base)))
         self.images.write(self.base)
 
     def _contribute(self, change: Tensor) -> Steps:
@@ -105,3 +102,13 @@ class AsyncGossip(PeerExchange):
 
     def leave(self) -> None:
         self._away = True  # Others are answered all the same.
+
+    def join(self) -> None:
+        super().join()
+        self._wait(self._catch_up())
+        self.images.write(self.base)
+
+    def _catch_up(self) -> Steps:
+        if not self.images.sizes_only:
+            self.base.copy_(self._values)
+        yield from ()

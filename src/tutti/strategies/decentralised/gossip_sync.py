@@ -51,10 +51,7 @@ class SyncGossip(PeerExchange):
         return self.topology.spectral_gap
 
     def _step(self) -> None:
-        change = self.images.read(self.images.room())
-        for part, base in zip(self.images.parts(change), self.images.parts(self.base), strict=True):
-            part.sub_(base)
-        self._wait(self._mix(change))
+        self._wait(self._mix(self.images.change(self.base)))
         if self._regroup_due():
             self.meet(Purpose.REGROUP)
         self.images.write(self.base)
@@ -79,8 +76,10 @@ class SyncGossip(PeerExchange):
 
     def _settled(self, peer: int) -> bool:
         """Whether a neighbour's values are here, or nobody should wait for them."""
-        absent = peer not in self.company.living or peer in self.company.away or self.meetings.waits(peer)
-        return absent or (self._since, self._at, peer) in self._heard
+        return self._absent(peer) or (self._since, self._at, peer) in self._heard
+
+    def _absent(self, peer: int) -> bool:
+        return peer not in self.company.living or peer in self.company.away or self.meetings.waits(peer)
 
     @torch.no_grad()
     def _combine(self, own: float, taken: list[tuple[float, Tensor | None, float]], change: Tensor) -> None:
@@ -100,7 +99,8 @@ class SyncGossip(PeerExchange):
             values = self.images.copy(self._values)
             head = Head(Kind.VALUES, self._since, self._me, self._at, values.nbytes, self._weight)
             for place in targets:
-                self.company.tell(self._group[place], head, values)
+                if not self._absent(self._group[place]):
+                    self.company.tell(self._group[place], head, values)
         yield from ()
 
     def hear(self, peer: int, head: Head, payload: Tensor | None) -> None:
@@ -110,6 +110,8 @@ class SyncGossip(PeerExchange):
         if payload is None or payload.nbytes != self.images.num_bytes:
             raise PacketError(f"values of {head.num_bytes} bytes, wanted {self.images.num_bytes}")
         self.company.clocks[peer] = head.clock
+        if head.number == self._since and (self._away or self.meetings.within):
+            return  # Others may be far ahead when this rank takes part again, and say anew what they have.
         if (head.number, head.clock) >= (self._since, self._at):
             self._heard[head.number, head.clock, peer] = payload, head.weight
 

@@ -22,7 +22,7 @@ class Images:
     """
 
     def __init__(self, replica: Replica) -> None:
-        self.buckets: list[Bucket] = replica.buckets
+        self.buckets: list[Bucket] = list(replica.buckets)
         self.sizes_only = replica.sizes_only
         self._starts: list[int] = []
         self.num_bytes = 0
@@ -63,6 +63,14 @@ class Images:
             for view, slot in zip(bucket.views(part), bucket.slots, strict=True):
                 view.copy_(slot.tensor.detach())
         return memory
+
+    @torch.no_grad()
+    def change(self, base: Tensor) -> Tensor:
+        """What the model has now, less what `base` holds."""
+        change = self.read(self.room())
+        for part, before in zip(self.parts(change), self.parts(base), strict=True):
+            part.sub_(before)
+        return change
 
     @torch.no_grad()
     def write(self, memory: Tensor) -> None:

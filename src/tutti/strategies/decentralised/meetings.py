@@ -51,7 +51,9 @@ class Meetings:
         self._me = company.me
         self.number = 0
         """Of the last whose outcome is known here."""
-        self._within = False
+        self.within = False
+        """Whether this rank is in one."""
+        self.parted = False
         self._arrivals: dict[int, Head] = {}
         self._brought: dict[int, tuple[Head, Tensor | None]] = {}
         self._last: tuple[Head, Tensor | None] | None = None
@@ -64,7 +66,7 @@ class Meetings:
     ) -> Steps:
         """Come to the next meeting, and be there until it is over; `bring` is asked when all are here and `ready`."""
         company, number = self._company, self.number + 1
-        self._within = True
+        self.within = True
         company.tell_all(Head(Kind.ARRIVED, number, purpose, clock))
         yield from company.until(lambda: self.number >= number or (self.all_here(number) and ready()))
         regroup = purpose == Purpose.REGROUP or self.regroup_called
@@ -79,15 +81,23 @@ class Meetings:
                 told = company.leader
                 company.tell(told, Head(Kind.VALUE, number, 0, clock, 0 if mine is None else mine.nbytes), mine)
             yield from company.until(partial(self._moved_on, number, company.leader))
-        self._within = False
+        self.within = False
 
     def part(self, clock: int) -> Steps:
-        """Leave when everybody knows the last outcome."""
+        """Leave when everybody knows the last outcome and wants to leave; or come to know that somebody does not."""
         company, number = self._company, self.number + 1
         company.tell_all(Head(Kind.ARRIVED, number, Purpose.PART, clock))
-        yield from company.until(lambda: self.all_here(number))
+        yield from company.until(lambda: self.all_here(number) or self._others_meet(number))
+        if self._others_meet(number):
+            return
+        self.parted = True
         company.tell_all(Head(Kind.BYE))
         yield from company.until(company.flushed)
+
+    def _others_meet(self, number: int) -> bool:
+        """Whether somebody has come to that meeting for something else than to leave."""
+        came = [self._arrivals[peer] for peer in self._company.others if self.waits(peer, number)]
+        return any(arrival.origin != Purpose.PART for arrival in came)
 
     def all_here(self, number: int) -> bool:
         """Whether everybody has come to that meeting."""
@@ -121,7 +131,7 @@ class Meetings:
     def beat(self) -> None:
         """Tell those who wait, now and then, that this rank is on its way."""
         now = self._company.wire.now()
-        if not self._within and now - self._beat_s > self._company.wire.timeout.total_seconds() / 8:
+        if not self.within and now - self._beat_s > self._company.wire.timeout.total_seconds() / 8:
             self._beat_s = now
             for peer in sorted(self._company.others):
                 if self.waits(peer):

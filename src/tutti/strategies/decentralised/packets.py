@@ -34,13 +34,13 @@ class Packets:
             return self._images.room(self._estimate())
         messages = []
         for number, (bucket, part) in enumerate(zip(self._images.buckets, self._images.parts(change), strict=True)):
-            packet = torch.empty(0, dtype=torch.uint8)
+            packet = torch.empty(0, dtype=torch.uint8, device="cpu")
             numel = bucket.values.numel()
             if (runs := self._runs[number]) is not None:
                 values = part[:numel].to(torch.float32)
                 packet, self.states[number] = self._codec.encode(values, self.states[number], runs=runs)
             messages.append(join(packet, part[numel:]))
-        lengths = torch.tensor([each.numel() for each in messages])
+        lengths = torch.tensor([each.numel() for each in messages], device="cpu")
         padded = [torch.nn.functional.pad(each, (0, aligned(each.numel()) - each.numel())) for each in messages]
         return torch.cat([lengths.view(torch.uint8), *padded])
 
@@ -67,7 +67,7 @@ class Packets:
             if part.dtype == torch.float32:
                 codec.decode(packet, part[:numel], runs=runs, add=True)
             else:
-                wide = torch.empty(numel, dtype=torch.float32)
+                wide = torch.empty(numel, dtype=torch.float32, device="cpu")
                 codec.decode(packet, wide, runs=runs)
                 part[:numel] += wide
         part[numel:] += exact

@@ -79,11 +79,9 @@ class PeerUpdatesExchange(PeerExchange):
 
     def _change(self) -> Tensor:
         """What this rank has changed since the last exchange; of running statistics, its part of a mean."""
-        change = self.images.read(self.images.room())
+        change = self.images.change(self.base)
         share = 1 / len(self.company.living)
-        parts = zip(self.images.buckets, self.images.parts(change), self.images.parts(self.base), strict=False)
-        for bucket, part, base in parts:
-            part.sub_(base)
+        for bucket, part in zip(self.images.buckets, self.images.parts(change), strict=False):
             if not bucket.of_parameters:
                 part.mul_(share)
         return change
@@ -99,7 +97,8 @@ class PeerUpdatesExchange(PeerExchange):
         yield from self.company.until(lambda: not any(self._behind(peer) for peer in self.company.others))
         self._number += 1
         head = Head(Kind.UPDATE, self._number, self._me, num_bytes=message.nbytes)
-        self._kept.append((head, message))
+        if not self._routes.direct:
+            self._kept.append((head, message))
         for peer in self._routes.children(self._me, self._me, self.company.living):
             self.company.tell(peer, head, message)
         self.meetings.beat()
@@ -112,10 +111,9 @@ class PeerUpdatesExchange(PeerExchange):
 
     def _make_up(self, peer: int) -> None:
         """Tell a peer directly what may have been lost on the way."""
-        if not self._routes.direct:
-            for head, message in self._kept:
-                if head.number > self._peers[peer].has_mine:
-                    self.company.tell(peer, head, message)
+        for head, message in self._kept:
+            if head.number > self._peers[peer].has_mine:
+                self.company.tell(peer, head, message)
 
     # What others say
 
@@ -189,6 +187,18 @@ class PeerUpdatesExchange(PeerExchange):
 
     def _met(self, outcome: Outcome) -> None:
         self._open = False  # Training goes on.
+        if outcome.value is not None and not self.images.sizes_only:  # Updates add up in another order on each rank.
+            self.base.copy_(outcome.value[: self.images.num_bytes])
+
+    def leave(self) -> None:
+        self._away = True
+        self._wait(self._go())
+
+    def _go(self) -> Steps:
+        self._open = True  # What comes is applied all the same, so that nobody waits.
+        self._apply_all()
+        self.company.tell_all(Head(Kind.AWAY))
+        yield from ()
 
     def join(self) -> None:
         super().join()
@@ -196,6 +206,7 @@ class PeerUpdatesExchange(PeerExchange):
         self.images.write(self.base)
 
     def _come_back(self) -> Steps:
+        self._open = False
         self._apply_all()
         for peer in sorted(self.company.others):
             self._acknowledge(peer)

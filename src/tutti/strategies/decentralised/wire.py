@@ -7,6 +7,8 @@ from struct import Struct
 import torch
 from torch import Tensor
 
+from tutti.errors import PacketError
+
 HEAD, PAYLOAD = 1, 2
 """Tags: all that one peer says to another is in one order."""
 
@@ -69,6 +71,9 @@ class Head:
 
     @classmethod
     def read(cls, message: Tensor) -> "Head":
-        """Raises `ValueError` if it is none."""
+        """Raises `PacketError` if it is none."""
         kind, *fields = _LAYOUT.unpack(message.numpy().tobytes())
-        return cls(Kind(kind), *fields)
+        try:
+            return cls(Kind(kind), *fields)
+        except ValueError:
+            raise PacketError(f"a message of kind {kind}, which there is not") from None

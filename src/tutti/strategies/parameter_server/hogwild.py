@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tutti.errors import NonFiniteLoss
 from tutti.events import APPLY, EXCHANGE, PULL, READ, Event
-from tutti.replica import Bucket, HookedReplica
+from tutti.replica import HookedReplica
 from tutti.replica.buckets import Slot, like
 from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.arena import Arena
@@ -103,15 +103,6 @@ class HogwildWorker(Exchange):
     @property
     def leads(self) -> bool:
         return self._crowd.leads
-
-    def backward_started(self, weight: float) -> None:
-        return None
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        return None
-
-    def backward_done(self) -> None:
-        return None
 
     def before_step(self) -> None:
         if isnan(self.replica.take_samples()):

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
@@ -32,7 +30,6 @@ class Worker(Exchange):
         self._options = Options(replica.optimizer)
         self._now = self._options.now()
         self._waiting: list[Bucket] = []
-        self._hidden: list[tuple[Tensor, Tensor]] = []
         self._staleness: Counter[int] = Counter()
         self._sent_before = 0
         self._handles: list[Any] = []
@@ -104,16 +101,10 @@ class Worker(Exchange):
                 _refill(bucket)
             self._waiting = list(self.replica.buckets)
             self._push_waiting()
-        if not self.replica.sizes_only:
-            trained = [slot.tensor for slot in self.replica.slots]
-            self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
-            for tensor, _ in self._hidden:
-                tensor.grad = None  # Servers take the step.
+        self.replica.hide_gradients()  # Servers take the step.
 
     def after_step(self) -> None:
-        for tensor, gradient in self._hidden:
-            tensor.grad = gradient
-        self._hidden.clear()
+        self.replica.show_gradients()
         self._backwards = 0
         self._take_early()
         if self._modules is None:
