@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -496,9 +497,7 @@ def test_going_on_from_a_saved_state_changes_nothing(transport: str, codec: Any,
 
     plain = run_ok(whole, False, size=2, transport=transport)
     resumed = run_ok(whole, True, size=2, transport=transport)
-    for one, other in zip(plain, resumed, strict=True):
-        for name, value in one.items():
-            torch.testing.assert_close(other[name], value, rtol=1e-12, atol=1e-14)
+    assert_same_bits([*plain, *resumed])
 
 
 def test_a_state_is_taken_over_by_another_number_of_ranks() -> None:
@@ -632,3 +631,78 @@ def test_strategies_print_as_the_texts_that_make_them(text: str) -> None:
 def test_bmuf_and_diloco_are_one_thing() -> None:
     assert DiLoCo(7) == BlockMomentum(7, momentum=0.9, lr=0.7, nesterov=True)
     assert str(AllReduce()) == "native"
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_a_slow_rank_is_waited_for_as_long_as_it_goes_on(transport: str) -> None:
+    """Its steps take half of what a wait may last, and its block many times that."""
+
+    def slow(world: World) -> int:
+        model = Net()
+        optimizer = optimizer_of(model)
+        with distribute(model, optimizer, Averaging("end"), world=world) as job:
+            for step in range(12 if world.rank else 1):
+                if world.rank:
+                    time.sleep(0.25)  # It computes: nothing is waited for here.
+                step_on(model, optimizer, batch(world.rank, step))
+        return job.steps
+
+    assert run_threads(slow, size=2, transport=transport, timeout=timedelta(seconds=1)) == [1, 12]
+
+
+def test_what_is_done_in_consensus_is_no_time_of_training() -> None:
+    def blocks(look: bool) -> int:
+        model = Net()
+        optimizer = optimizer_of(model)
+        world = tutti.init()
+        with distribute(model, optimizer, Averaging("100ms"), world=world) as job:
+            for step in range(100):  # Of 10 ms.
+                step_on(model, optimizer, batch(world.rank, step))
+                if look and step % 3 == 0:
+                    with job.consensus():
+                        world.transport.elapse(0.2)
+            found = job.metrics.version
+        return found
+
+    cluster = Cluster(link=Link("1gbit", "50us"), compute=Compute(sample_s=0.010 / 8))
+    for look in (False, True):
+        assert simulate(blocks, look, workers=2, cluster=cluster).results == [10, 10]
+
+
+def test_parameters_may_get_other_memory() -> None:
+    def swapped(world: World) -> dict[str, Tensor]:
+        model = Net()
+        optimizer = optimizer_of(model)
+        with distribute(model, optimizer, Averaging(3), world=world):
+            for step in range(9):
+                if step == 4:
+                    for parameter in model.parameters():
+                        parameter.data = parameter.data.clone()
+                step_on(model, optimizer, batch(world.rank, step))
+        return state(model)
+
+    assert_same_bits(run_ok(swapped, size=2, transport="process_group"))
+
+
+def test_consensus_gives_back_every_buffer_and_refuses_to_train() -> None:
+    def within(world: World) -> int:
+        model = Net()
+        optimizer = optimizer_of(model)
+        job = distribute(model, optimizer, Averaging(4), world=world)
+        for step in range(3 + 2 * world.rank):
+            step_on(model, optimizer, batch(world.rank, step))
+        with job.consensus():
+            assert model.norm.num_batches_tracked == 3  # The lowest rank's.
+            F.cross_entropy(model(batch(0, 0)[0]), batch(0, 0)[1]).backward()
+            for wrong in (optimizer.step, job.finish, lambda: job.consensus().__enter__()):
+                with pytest.raises(ConfigError, match=r"inside job.consensus\(\)"):
+                    wrong()
+            saved = job.state_dict()["exchange"]["ranks"][world.rank]["own"]["head.weight"]
+            assert not torch.equal(saved, model.head.weight)  # Each rank's own, not the mean.
+        found = int(model.norm.num_batches_tracked)
+        assert torch.equal(saved, model.head.weight)
+        optimizer.zero_grad()
+        job.finish()
+        return found
+
+    assert run_ok(within, size=2, transport="process_group") == [3, 5]

@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tutti.bench.rounds import Rounds, Ways
@@ -121,6 +118,11 @@ def _repeated(way: Callable[[], Any], times: int) -> Callable[[], None]:
 
 def _post_local_sgd(case: Case, every: int) -> Callable[[], None]:
     """torch's own: gradients stay on each rank, and parameters are averaged by a flat all-reduce."""
+    # They cost a compiler's import, and a warning.
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
     model = DistributedDataParallel(copy.deepcopy(case.model), gradient_as_bucket_view=True)
     alone, _ = dist.new_subgroups(1)
     state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
