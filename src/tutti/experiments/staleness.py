@@ -4,27 +4,22 @@ Parameter servers in virtual time with real gradients: lockstep, bounded stalene
 clusters whose workers are even, have one that is slow, or pause at random.
 """
 
-import copy
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from tutti.cluster import Cluster, Compute, Jitter, Link, Pauses
+from tutti.experiments.samples import accuracy_of, endless, some
 from tutti.experiments.setting import Setting, machine
 from tutti.experiments.staleness_report import write_report
-from tutti.job import Job, distribute
+from tutti.job import distribute
 from tutti.launch import init
 from tutti.launch.simulate import simulate
-from tutti.recipes import ArrayDataset, Recipe, collate, recipe
-from tutti.shard import shard
+from tutti.recipes import recipe
 from tutti.strategies import ParameterServer, parse
 
 STEP_S = 0.040
@@ -198,7 +193,7 @@ def _train(run: Run, workers: int) -> dict[str, Any]:
     for group in optimizer.param_groups:
         group["lr"] = run.part.rate * (1 if run.rule.whole_rate else in_step / workers)
         group["momentum"] = run.part.momentum
-    train, test = _data(run.part, run.data)
+    train, test = some(run.part.recipe, run.part.num_train, run.part.num_test, run.data)
     epoch_steps = len(train) // (run.batch * workers)
     points: list[tuple[float, float, float]] = []
     tests = run.part.tests
@@ -210,19 +205,19 @@ def _train(run: Run, workers: int) -> dict[str, Any]:
             """How many are in this rank's copy."""
             return job.metrics.version * in_step / workers / epoch_steps
 
-        for x, y in _endless(run, train, job):
+        for x, y in endless(run.batch, train, job):
             made.loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             if world.rank == 0 and int(epochs() * tests) > (int(points[-1][0] * tests) if points else 0):
-                points.append((epochs(), now() - start_s, _accuracy(made, model, test)))
+                points.append((epochs(), now() - start_s, accuracy_of(made, model, test)))
             if (job.metrics.steps / epoch_steps if clocked else epochs()) >= run.part.epochs:
                 break
         ended = epochs(), now() - start_s
         with job.consensus():
             if clocked:  # Everybody's last update is in.
                 ended = epochs(), now() - start_s
-            accuracy = _accuracy(made, model, test) if world.rank == 0 else 0.0
+            accuracy = accuracy_of(made, model, test) if world.rank == 0 else 0.0
         staleness = job.metrics.staleness
     points = [*(point for point in points if point[0] < ended[0]), (*ended, accuracy)]
     return {
@@ -230,32 +225,3 @@ def _train(run: Run, workers: int) -> dict[str, Any]:
         "epochs": ended[0], "seconds": ended[1], "staleness": staleness,
         "learning_rate": optimizer.param_groups[0]["lr"],
     }  # fmt: skip
-
-
-def _endless(run: Run, train: ArrayDataset, job: Job) -> Iterator[tuple[Tensor, Tensor]]:
-    """This worker's batches, epoch after epoch: a fast one begins its next while others are in theirs."""
-    loader = DataLoader(train, run.batch, shuffle=True, drop_last=True, collate_fn=collate)
-    dealt = shard(loader, world=job.world)
-    while True:
-        yield from dealt
-
-
-@cache
-def _data(part: Part, root: Path | None) -> tuple[ArrayDataset, ArrayDataset]:
-    """The samples to train on, in the same random choice every time, and those to test on."""
-    splits = recipe(part.recipe).data(root)
-    chosen = []
-    for whole, number in ((splits.train, part.num_train), (splits.test, part.num_test)):
-        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))[:number]
-        batch = whole.__getitems__(order.tolist())  # type: ignore[attr-defined]  # of images
-        chosen.append(ArrayDataset(batch.inputs, batch.targets))
-    return chosen[0], chosen[1]
-
-
-def _accuracy(made: Recipe, model: nn.Module, test: ArrayDataset) -> float:
-    """Of this rank's own parameters, as they are; a copy without hooks is tested, so that it takes no virtual time."""
-    tested = copy.deepcopy(model).eval()
-    with torch.no_grad():
-        parts = zip(test.inputs.split(250), test.targets.split(250), strict=True)
-        right = sum(float(made.accuracy(tested(x), y)) * len(y) for x, y in parts)
-    return round(right / len(test), 5)
