@@ -2,12 +2,20 @@
 
 from collections.abc import Callable
 
-from tutti.experiments import allreduce_mnist, block_momentum, error_feedback, horovod_scaling, staleness
+from tutti.experiments import (
+    allreduce_mnist,
+    block_momentum,
+    decentralised,
+    error_feedback,
+    horovod_scaling,
+    staleness,
+)
 from tutti.experiments.setting import Setting
 
 EXPERIMENTS: dict[str, Callable[[Setting], str]] = {
     "allreduce-mnist": allreduce_mnist.reproduce,
     "block-momentum": block_momentum.reproduce,
+    "decentralised": decentralised.reproduce,
     "error-feedback": error_feedback.reproduce,
     "horovod-scaling": horovod_scaling.reproduce,
     "staleness": staleness.reproduce,
