@@ -78,24 +78,35 @@ def _residual(sizes: dict[int, Runs]) -> str:
 
 
 def _faster(sizes: dict[int, Runs]) -> str:
-    lines, shares = [], []
+    lines = []
+    shares: dict[str, list[float]] = {way: [] for way in SERVERS}
     for workers, runs in sizes.items():
         ours = seconds_to(runs[RESIDUAL], goal(runs))
-        if ours is None:
-            lines.append(f"On {workers} workers peers never came so far.")
-            shares.append(1.0)
-            continue
         told = []
-        for way in SERVERS:
+        for way, known in shares.items():
             theirs = seconds_to(runs[way], goal(runs))
-            told.append(f"{way} {'never' if theirs is None else f'{theirs:.1f} s ({ours / theirs:.0%})'}")
-            shares.append(0.0 if theirs is None else ours / theirs)
-        lines.append(f"On {workers} workers {ours:.1f} s; {', '.join(told)}.")
-    shows = "It shows." if max(shares) < FRACTION else "It does not show against each of them."
+            known.append(1.0 if ours is None else 0.0 if theirs is None else ours / theirs)
+            told.append(f"{way} {'never' if theirs is None else f'{theirs:.1f} s'}")
+        lines.append(f"On {workers} workers peers {'never' if ours is None else f'{ours:.1f} s'}; {', '.join(told)}.")
+    clear = [way for way, known in shares.items() if max(known) < FRACTION]
+    other = [f"{way} ({max(known):.0%})" for way, known in shares.items() if way not in clear]
+    shows = f"It shows against {' and '.join(f'*{way}*' for way in clear)}. " if clear else ""
+    shows += f"It does not show against {', '.join(other)}. " if other else ""
     return (
         "**Peers with the residual are there in a fraction of the servers' time.** Virtual seconds until accuracy "
-        f"first came within {CLOSE:g} points of where all-reduce ended, and what part of the servers' the peers' are: "
-        f"{' '.join(lines)} A fraction is less than half. {shows}\n"
+        f"first came within {CLOSE:g} points of where all-reduce ended: {' '.join(lines)} A fraction is less than "
+        f"half. {shows}{_neighbour(sizes)}\n"
+    )
+
+
+def _neighbour(sizes: dict[int, Runs]) -> str:
+    """How uneven the shares of workers are with one server."""
+    parts = [run["steps"] for run in (runs["1 server"] for runs in sizes.values())]
+    most = [sum(sorted(steps)[-(len(steps) // 4) :]) / sum(steps) for steps in parts]
+    return (
+        "With one server, the workers at its site, whose messages have no way to go, take "
+        f"{' and '.join(f'{share:.0%}' for share in most)} of all steps; held to equal shares, it is done when the "
+        "farthest is."
     )
 
 
@@ -168,11 +179,19 @@ def _independent(result: dict[str, Any]) -> str:
     text += f"Not alike on {', '.join(other)}. " if other else ""
     if any(name.startswith("torus") for name in other):
         text += "A torus has four neighbours from 3 x 3 on, and fewer on less: from there on it is alike, too. "
+    if any(name.startswith("async") for name in other):
+        text += "Pairs that meet at any time ask when their last question is answered: in a few steps, that varies. "
     return text + (
         f"All-reduce by the ring sends {_range(sizes[LOCKSTEP]['step_bytes'])}, 2 (N - 1) / N of the model, which does "
-        "not grow for long either: what gossip saves beside it is waiting, not bytes. Peers' exact updates grow with "
-        f"N: {_range(sizes[EXACT]['step_bytes'])}.\n"
+        f"not grow for long either: beside it gossip saves waiting, {_range_of_seconds(result)} virtual seconds, not "
+        f"{mean(run['seconds'] for run in of_seeds(result, LOCKSTEP)):.1f}, and bytes where a step has one "
+        f"neighbour. Peers' exact updates grow with N: {_range(sizes[EXACT]['step_bytes'])}.\n"
     )
+
+
+def _range_of_seconds(result: dict[str, Any]) -> str:
+    seconds = [mean(run["seconds"] for run in of_seeds(result, way)) for way in _gossip_ways(result)]
+    return f"{min(seconds):.1f} to {max(seconds):.1f}"
 
 
 def _range(sent: list[int]) -> str:
