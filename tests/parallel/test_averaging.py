@@ -474,8 +474,10 @@ def test_going_on_from_a_saved_state_changes_nothing(transport: str, codec: Any,
     strategy = DiLoCo(4, codec=codec, overlap=overlap)
 
     def make(world: World) -> tuple[nn.Module, torch.optim.Optimizer, Job]:
-        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3)).double()
+        generator = torch.Generator().manual_seed(0)  # Ranks that are threads share torch's own.
+        for parameter in model.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return model, optimizer, distribute(model, optimizer, strategy, world=world)
 
@@ -665,8 +667,9 @@ def test_what_is_done_in_consensus_is_no_time_of_training() -> None:
         return found
 
     cluster = Cluster(link=Link("1gbit", "50us"), compute=Compute(sample_s=0.010 / 8))
-    for look in (False, True):
-        assert simulate(blocks, look, workers=2, cluster=cluster).results == [10, 10]
+    plain, looked = (simulate(blocks, look, workers=2, cluster=cluster).results for look in (False, True))
+    assert plain == looked
+    assert 9 <= plain[0] <= 10
 
 
 def test_parameters_may_get_other_memory() -> None:
