@@ -16,11 +16,12 @@ from support import run_ok, run_threads
 from tutti.bench.scaling import Case, scaling
 from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import ErrorFeedback, OneBit, TopK
-from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job import Job, distribute
 from tutti.strategies import Gossip, Graph, PeerUpdates, Strategy, parse
 from tutti.strategies.decentralised.graphs import sized
-from tutti.strategies.decentralised.wire import Kind
+from tutti.strategies.decentralised.wire import Head, Kind
+from tutti.transports.base import Steps
 from tutti.world import World
 
 TRANSPORTS = ("simulated", "process_group", "shared_memory", "hosts")
@@ -490,3 +491,79 @@ def test_sizes_alone_can_be_rehearsed(text: str) -> None:
 
     grows = bytes_of(8) / bytes_of(4)
     assert (grows > 1.5) == text.startswith("peers")
+
+
+@pytest.mark.parametrize("text", ["peers", "gossip", "gossip:pairs=async"])
+def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> None:
+    """It sent what can be no message: the others go on without it, and it must not train, and save, by itself."""
+    kind = {"peers": Kind.UPDATE, "gossip": Kind.VALUES}.get(text, Kind.ASK)
+
+    def train(world: World) -> Tensor:
+        model, optimizer, job = start(world, parse(text))
+        exchange: Any = job._exchange
+        go(job, model, optimizer, range(5))
+        if world.rank == 0:
+            nonsense = torch.zeros(8, dtype=torch.uint8)
+
+            def speak() -> Steps:
+                exchange.company.tell_all(Head(kind, 6, world.rank, 6, nonsense.nbytes), nonsense)
+                yield from ()
+
+            exchange._wire.beside(speak()).wait()
+        go(job, model, optimizer, range(5, 10))
+        job.finish()
+        return flat(model)
+
+    zero, *others = run_threads(train, size=4, transport="process_group")
+    assert isinstance(zero, RankLost)
+    assert "the others have gone on without this rank" in str(zero)
+    same(others)
+
+
+@pytest.mark.parametrize("where", ["in finish", "away"])
+@pytest.mark.parametrize("text", ["peers", "gossip", "gossip:graph=ring"])
+def test_what_a_rank_holds_while_others_go_on_is_bounded(text: str, where: str) -> None:
+    def held(exchange: Any) -> int:
+        return sum(len(getattr(exchange, name, ())) for name in ("_heard", "_inbox", "_kept"))
+
+    def train() -> int:
+        world = tutti.init()
+        model, optimizer, job = start(world, parse(text))
+        exchange: Any = job._exchange
+        most = 0
+        for step in range(5 if world.rank == 1 else 200):
+            go(job, model, optimizer, range(step, step + 1))
+            most = max(most, held(exchange))
+        if world.rank == 1 and where == "away":
+            with job.away():
+                world.transport.elapse(1.0)
+            most = max(most, held(exchange))
+        counted = exchange.hear
+
+        def hear(*args: Any) -> None:
+            nonlocal most
+            counted(*args)
+            most = max(most, held(exchange))
+
+        exchange.hear = hear
+        job.finish()
+        return most
+
+    cluster = Cluster(link=Link("1gbit", "50us"), compute=Compute(sample_s=0.01 / 4))
+    assert max(tutti.simulate(train, workers=3, cluster=cluster).results) <= 24
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_who_finishes_while_others_meet_ends_with_what_they_have(text: str) -> None:
+    def train(world: World) -> Tensor:
+        model, optimizer, job = start(world, parse(text))
+        go(job, model, optimizer, range(4))
+        for step in range(4, 4 + 3 * world.rank):
+            with job.consensus():
+                go_no_further = flat(model)
+            assert go_no_further.isfinite().all()
+            go(job, model, optimizer, range(step, step + 1))
+        job.finish()
+        return flat(model)
+
+    same(run_ok(train, size=3, transport="process_group"))

@@ -80,15 +80,14 @@ TEXT = Part(
     methods=tuple(METHODS),
 )  # fmt: skip
 SIXTEEN = Part(
-    name="mnist-mlp", recipe="mnist-mlp", batch=16, every=8, epochs=4, rate=0.05, workers=(16,),
+    name="mnist-mlp", recipe="mnist-mlp", batch=16, every=2, epochs=8, rate=0.1, workers=(16,),
     methods=(SINGLE, "averaging", "BMUF"),
 )  # fmt: skip
 WIDE = Part(
-    name="MNIST, 784-1024-1024-10", recipe="mnist-mlp", wide=True, batch=64, every=16, epochs=5, rate=0.1, workers=(4,),
-    methods=("all-reduce", "bmuf", "bmuf, streamed", "bmuf and 1-bit"), seeds=3,
+    name="MNIST, 784-1024-1024-10", recipe="mnist-mlp", wide=True, batch=64, every=16, epochs=3, rate=0.1, workers=(4,),
+    methods=("all-reduce", "bmuf", "bmuf and 1-bit"), seeds=3,
     strategies={
-        "all-reduce": "ring", "bmuf": "bmuf:every=16", "bmuf, streamed": "bmuf:every=16,overlap=1",
-        "bmuf and 1-bit": "bmuf:every=16+onebit",
+        "all-reduce": "ring", "bmuf": "bmuf:every=16", "bmuf and 1-bit": "bmuf:every=16+onebit",
     },
 )  # fmt: skip
 PLAN = (TEXT, SIXTEEN, WIDE)

@@ -163,9 +163,9 @@ class Company:
                     self._hear(peer, head, payload)
                 del payload
         except RankLost as loss:
-            self._lose(peer, loss.gone.get(peer, "it answers no more"))
+            self.lose(peer, loss.gone.get(peer, "it answers no more"))
         except (PacketError, ReplicaMismatch) as error:
-            self._lose(peer, f"it was dropped, having sent {error}")
+            self.lose(peer, f"it was dropped, having sent {error}")
         except Exception as error:
             self.fail(error)
 
@@ -180,7 +180,7 @@ class Company:
             case Kind.GONE if head.origin == self.me:
                 self.fail(RankLost(f"rank {self.me}: the others have gone on without this rank, says rank {peer}."))
             case Kind.GONE:
-                self._lose(head.origin, f"rank {peer} has lost it")
+                self.lose(head.origin, f"rank {peer} has lost it")
             case Kind.BYE:
                 self._part(peer)
             case Kind.BEAT:
@@ -189,7 +189,7 @@ class Company:
                 self._ears.hear(peer, head, payload)
         self.change()
 
-    def _lose(self, peer: int, why: str) -> None:
+    def lose(self, peer: int, why: str) -> None:
         """Go on without a peer, and have the others do so. It is told too: if it lives, it must not go on alone."""
         if peer not in self.living or peer == self.me:
             return

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from tutti.errors import PacketError
 from tutti.replica import Replica
 from tutti.strategies.decentralised.exchange import PeerExchange
 from tutti.strategies.decentralised.meetings import Outcome
@@ -49,7 +50,7 @@ class PeerUpdatesExchange(PeerExchange):
         self._number = 0
         self._peers = {peer: _Heard() for peer in range(transport.size) if peer != self._me}
         self._early: set[tuple[int, int]] = set()
-        self._inbox: deque[Tensor | None] = deque()
+        self._inbox: deque[tuple[int, Tensor | None]] = deque()
         self._kept: deque[tuple[Head, Tensor]] = deque()
         """What this rank has told that not all have applied."""
         self._open = False
@@ -140,14 +141,18 @@ class PeerUpdatesExchange(PeerExchange):
         self.company.clocks[origin] = max(self.company.clocks[origin], number)
         for child in self._routes.children(self._me, origin, self.company.living):
             self.company.tell(child, head, payload)
-        self._inbox.append(payload)
+        self._inbox.append((origin, payload))
         if self._open:
             self._apply_all()
 
     def _apply_all(self) -> None:
         while self._inbox:
-            if (payload := self._inbox.popleft()) is not None:
-                self._packets.add(payload, self.base)
+            origin, payload = self._inbox.popleft()
+            try:
+                if payload is not None:
+                    self._packets.add(payload, self.base)
+            except PacketError as error:
+                self.company.lose(origin, f"it was dropped, having sent {error}")
         for origin, about in self._peers.items():
             about.applied = about.queued
             if about.applied - about.told >= max(1, self._inbox_size // 2):
