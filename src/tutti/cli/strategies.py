@@ -101,9 +101,9 @@ def _timed(request: bench.Request, workers: int, lab: str | None, num_serving: i
 def _table(results: list[dict[str, Any]], title: str) -> Table:
     table = Table(title=f"{title}: median ms a step", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     first = next(iter(results[0]["bytes_sent"]))
-    headings = ("", "ms", "of no exchange", f"× {first}", "sent by a rank", "staleness")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    table.caption = f"× is how many times as fast as {first}; % of the speed without any exchange"
+    for heading in ("", "ms", "%", "×", "sent", "stale"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading), overflow="fold")
     for result in results:
         solo_s, first_s = results[0]["seconds"]["solo"], results[0]["seconds"][first]
         for way, seconds in result["seconds"].items():

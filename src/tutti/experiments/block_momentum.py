@@ -71,8 +71,8 @@ class Part:
         return (self.strategies or METHODS)[method].format(every=self.every)
 
     def rate_of(self, method: str, workers: int) -> float:
-        """1-bit SGD takes steps of larger batches, not more of them: its rate grows with their root."""
-        return self.rate * (math.sqrt(workers) if method == "1-bit" else 1.0)
+        """All-reduce takes steps of larger batches, not more of them, so its rate grows: on text with the root of them."""
+        return self.rate * {"1-bit": math.sqrt(workers), "all-reduce": float(workers)}.get(method, 1.0)
 
 
 TEXT = Part(

@@ -40,8 +40,8 @@ does worse the less often models are averaged.
 Here the same in small: all methods train on the same number of samples, so that more workers mean fewer steps of each.
 Gradients are real and time is virtual (`tutti.simulate`): a worker computes {format_time(result["step_s"])} for a step
 of its own batch, and hosts have {result["link"]}. The optimiser is plain SGD, its rate falling to 0 in a straight line,
-gradients clipped to a norm of 1, and the same for all but 1-bit SGD, whose rate grows with the root of the number of
-workers, as its batch grows. BMUF has Nesterov momentum of 1 - 1/N for N workers and a block rate of 1.
+gradients clipped to a norm of 1, and the same for all, but for 1-bit SGD, whose rate grows with the root of the number
+of workers, and exact all-reduce, whose rate grows with their number: their batches do. BMUF has Nesterov momentum of 1 - 1/N for N workers and a block rate of 1.
 
 Measured on {result["machine"]}. `tutti reproduce block-momentum` does it again.
 """
@@ -60,13 +60,14 @@ def _table(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     for method in part["methods"][1:]:
         cells = []
         for workers in part["workers"]:
-            run = next(r for r in runs if (r["method"], r["workers"]) == (method, workers))
-            cells.append(f"{_better(run)}, {format_time(run['points'][-1][1])}")
+            found = [r for r in runs if (r["method"], r["workers"]) == (method, workers)]
+            cells.append(f"{_better(found[0])}, {format_time(found[0]['points'][-1][1])}" if found else "not run")
         rows.append(f"| {method} | {' | '.join(cells)} |")
     bytes_sent = ", ".join(
         f"{method} {format_size(run['bytes_per_step'])}"
         for method in part["methods"][1:]
-        for run in [next(r for r in runs if (r["method"], r["workers"]) == (method, part["workers"][-1]))]
+        for run in runs
+        if (run["method"], run["workers"]) == (method, part["workers"][-1])
     )
     return f"""## {part["name"]}
 
@@ -88,6 +89,8 @@ def _verdict(part: dict[str, Any], runs: list[dict[str, Any]], single: dict[str,
     lines = []
     for workers in part["workers"]:
         of = {run["method"]: run["value"] for run in runs if run["workers"] == workers}
+        if not {"BMUF", "averaging"} <= of.keys():
+            continue
         if single["metric"] == "perplexity":
             lost = {method: f"{of[method] / single['value'] - 1:+.1%}" for method in ("BMUF", "averaging")}
         else:
@@ -131,7 +134,10 @@ def _draw(part: dict[str, Any], runs: list[dict[str, Any]], path: Path) -> None:
     )
     for column, workers in enumerate(sizes):
         for method in part["methods"]:
-            run = next(r for r in runs if r["method"] == method and r["workers"] in (workers, 1))
+            found = [r for r in runs if r["method"] == method and r["workers"] in (workers, 1)]
+            if not found:
+                continue
+            run = found[0]
             epochs, seconds, values = zip(*run["points"], strict=True)
             style = {"color": _COLOURS[method], "marker": "o", "markersize": 3, "linewidth": 1.5, "label": method}
             axes[0][column].plot(epochs, values, **style)
