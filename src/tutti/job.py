@@ -157,7 +157,7 @@ class Job:
         if not self.strategy.goes_on_from(state["strategy"]):
             raise ConfigError(
                 f"this state was saved under strategy '{state['strategy']}' and cannot be used under "
-                f"'{self.strategy}'. Load the model and the optimiser alone, before distribute, or use it."
+                f"'{self.strategy}'. Load the model and the optimiser alone, before distribute, or use that strategy."
             )
         self._replica.steps = state["steps"]
         self._exchange.load_state_dict(state["exchange"])

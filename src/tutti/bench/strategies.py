@@ -79,17 +79,20 @@ def _timed(ways: Ways, jobs: dict[str, Job], request: Request, link: Link) -> di
         ways = {name: _slowed(way, extra_s) for name, way in ways.items()}
     lengths = {name: _block(name, request) for name in ways}
     blocks: Ways = {name: _repeated(way, lengths[name]) for name, way in ways.items()}
+    # What is still under way would be in the way of others, and peers wait for those who train elsewhere.
+    settled = [name for name in jobs if lengths[name] > 1 or not parse(name).lockstep]
+    settle: Ways = {name: partial(_settle, jobs[name]) for name in settled}
     for name, block in blocks.items():
         for _ in range(-(-WARM_UP // lengths[name])):
             block()
-    in_blocks = [name for name in jobs if lengths[name] > 1]
+        settle.get(name, _nothing)()
     rounds = Rounds(
         request.rounds,
         round_s=1.0,
         most_repeats=200,
         total_s=240.0,
-        before={name: blocks[name] for name in in_blocks},
-        after={name: partial(_settle, jobs[name]) for name in in_blocks},
+        before={name: blocks[name] for name in jobs if lengths[name] > 1},
+        after=settle,
     )
     seconds = rounds.medians(blocks, trains.transport, lambda text: link.progress(doing=f"{text} of {len(ways)} ways"))
     return {name: each / lengths[name] for name, each in seconds.items()}
@@ -101,6 +104,10 @@ def _block(name: str, request: Request) -> int:
         return request.peers if request.peers and name.startswith("Post") else 1
     every = getattr(parse(name), "every", 1)
     return every if isinstance(every, int) else 1
+
+
+def _nothing() -> None:
+    return None
 
 
 def _settle(job: Job) -> None:

@@ -54,6 +54,8 @@ def strategies(
     texts = [str(parse(text)) for text in split_strategies(ways)]
     if not texts:
         raise ConfigError("--strategies needs one or more, such as native,ps:bsp.")
+    if timed := [text for text in texts if isinstance(getattr(parse(text), "every", 1), str)]:
+        raise ConfigError(f"whole blocks are timed: give '{timed[0]}' a number of steps, such as every=16.")
     by_serving: dict[int, list[str]] = {}
     for text in texts:
         by_serving.setdefault(parse(text).num_serving, []).append(text)

@@ -71,8 +71,8 @@ class Part:
         return (self.strategies or METHODS)[method].format(every=self.every)
 
     def rate_of(self, method: str, workers: int) -> float:
-        """All-reduce takes steps of larger batches, not more of them, so its rate grows: on text with the root of them."""
-        return self.rate * {"1-bit": math.sqrt(workers), "all-reduce": float(workers)}.get(method, 1.0)
+        """1-bit SGD takes steps of larger batches, not more of them: its rate grows with their root."""
+        return self.rate * (math.sqrt(workers) if method == "1-bit" else 1.0)
 
 
 TEXT = Part(
@@ -84,7 +84,7 @@ SIXTEEN = Part(
     methods=(SINGLE, "averaging", "BMUF"),
 )  # fmt: skip
 WIDE = Part(
-    name="MNIST, 784-1024-1024-10", recipe="mnist-mlp", wide=True, batch=64, every=16, epochs=3, rate=0.1, workers=(4,),
+    name="MNIST, 784-1024-1024-10", recipe="mnist-mlp", wide=True, batch=64, every=16, epochs=5, rate=0.4, workers=(4,),
     methods=("all-reduce", "bmuf", "bmuf and 1-bit"), seeds=3,
     strategies={
         "all-reduce": "ring", "bmuf": "bmuf:every=16", "bmuf and 1-bit": "bmuf:every=16+onebit",

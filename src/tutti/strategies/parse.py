@@ -32,7 +32,10 @@ def parse(text: str) -> Strategy:
     name, _, rest = own.partition(":")
     if name not in STRATEGIES:
         raise UnknownName("strategy", name, STRATEGIES)
-    options = {key: value for key, _, value in (part.partition("=") for part in rest.split(",") if part)}
+    given = [(key, value) for key, _, value in (part.partition("=") for part in rest.split(",") if part)]
+    options = dict(given)
+    if len(options) < len(given):
+        raise ConfigError(f"strategy '{text}' says one of its options twice.")
     try:
         return STRATEGIES[name](options, parse_codec(codec) if plus else None)
     except (TypeError, ValueError) as error:

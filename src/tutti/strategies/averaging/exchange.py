@@ -221,7 +221,14 @@ class BlockExchange(Exchange):
         ranks = saved.gather(entry, self._wire)
         coded = None if self._coded is None else self._coded.state_dict()
         self._since_s = self._wire.now()
-        return {"start": start, "velocity": velocity, "ranks": ranks, "block": self._cadence.length, "coded": coded}
+        return {
+            "start": start,
+            "velocity": velocity,
+            "ranks": ranks,
+            "block": self._cadence.length,
+            "blocks": self._blocks,
+            "coded": coded,
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -237,7 +244,7 @@ class BlockExchange(Exchange):
             names = [slot.name for slot in stretch.bucket.slots]
             parts = (state["start"], state["velocity"], own)
             stretch.load(*([part[name] for name in names if name in part] for part in parts))
-        self._cadence.length = state["block"]
+        self._cadence.length, self._blocks = state["block"], state["blocks"]
         self.replica.optimizer.load_state_dict(mine["optimizer"])
         if self._coded is not None and state["coded"]:
             self._coded.load_state_dict(state["coded"])

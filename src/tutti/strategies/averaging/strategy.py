@@ -49,6 +49,8 @@ class Blocks(Strategy):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
             mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+        if not isinstance(self.overlap, bool):
+            mistakes.append(f"overlap must be True or False, got {self.overlap!r}")
         if self.optimizer_state not in get_args(OptimizerState):
             wanted = ", ".join(get_args(OptimizerState))
             mistakes.append(f"optimizer_state must be one of {wanted}, got {self.optimizer_state!r}")
@@ -112,6 +114,8 @@ class BlockMomentum(Blocks):
         mistakes = []
         if self.momentum is not None and not 0 <= self.momentum < 1:
             mistakes.append(f"momentum must be 0 or more and below 1, got {self.momentum}")
+        if not isinstance(self.nesterov, bool):
+            mistakes.append(f"nesterov must be True or False, got {self.nesterov!r}")
         if not 0 < self.lr < float("inf"):
             mistakes.append(f"lr must be above 0, got {self.lr}")
         return mistakes

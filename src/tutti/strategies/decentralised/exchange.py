@@ -145,8 +145,12 @@ class PeerExchange(Exchange):
         while not self.meetings.parted:  # As often as others meet who go on meanwhile: all end with the same.
             self.consensus()
             self._own = None
-            self._wait(self.meetings.part(self._clock))
+            self._wait(self._parting())
         self.close()
+
+    def _parting(self) -> Steps:
+        yield from self._before_meeting()
+        yield from self.meetings.part(self._clock)
 
     def close(self) -> None:
         self._wire.close()  # Nothing is heard any more when the model is let go.

@@ -9,7 +9,7 @@ from torch import Tensor
 from tutti.errors import PacketError
 from tutti.replica import Replica
 from tutti.strategies.decentralised.exchange import PeerExchange
-from tutti.strategies.decentralised.graphs import Graph, sized
+from tutti.strategies.decentralised.graphs import Graph, ring, sized
 from tutti.strategies.decentralised.meetings import Outcome, Purpose
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import Transport
@@ -122,9 +122,13 @@ class SyncGossip(PeerExchange):
             return
         self._since, self._at, self._group = outcome.number, outcome.clock, outcome.group
         self.topology = self._whole.over(outcome.group)
-        if isinstance(self.topology, Graph) and self._me == self.company.leader and len(self.topology.parts) > 1:
-            apart = [[self._group[place] for place in part] for part in self.topology.parts]
-            _log.warning("rank %d: the graph of those who are left has fallen apart: %s", self._me, apart)
+        if isinstance(self.topology, Graph) and len(self.topology.parts) > 1:
+            if self._me == self.company.leader:
+                _log.warning("rank %d: without those who are lost the graph falls apart; the rest are a ring", self._me)
+            self.topology = ring(len(outcome.group))
+        for value in self.images.parts(self._values):  # Weights begin anew: those who are lost took some with them.
+            value.div_(self._weight)
+        self._weight = 1.0
         self._heard = {key: got for key, got in self._heard.items() if key[:2] >= (self._since, self._at)}
         for _ in self._send_out():
             pass
