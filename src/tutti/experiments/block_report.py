@@ -52,23 +52,28 @@ def _better(run: dict[str, Any]) -> str:
     return f"{run['value']:.3f}" if run["metric"] == "perplexity" else f"{run['value']:.2%}"
 
 
+def _entry(run: dict[str, Any]) -> str:
+    """How good it was in the end and, where it was kept, how long that took."""
+    seconds = run["points"][-1][1]
+    return _better(run) if seconds is None else f"{_better(run)}, {format_time(seconds)}"
+
+
 def _table(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     metric = runs[0]["metric"]
     single = next(run for run in runs if run["method"] == _SINGLE)
     head = " | ".join(f"{workers} workers" for workers in part["workers"])
-    alone = f"{_better(single)}, {format_time(single['points'][-1][1])}"
-    rows = [f"| {_SINGLE} | {alone} |" + " |" * (len(part["workers"]) - 1)]
+    rows = [f"| {_SINGLE} | {_entry(single)} |" + " |" * (len(part["workers"]) - 1)]
     for method in part["methods"][1:]:
         cells = []
         for workers in part["workers"]:
             found = [r for r in runs if (r["method"], r["workers"]) == (method, workers)]
-            cells.append(f"{_better(found[0])}, {format_time(found[0]['points'][-1][1])}" if found else "not run")
+            cells.append(_entry(found[0]) if found else "not run")
         rows.append(f"| {method} | {' | '.join(cells)} |")
     bytes_sent = ", ".join(
         f"{method} {format_size(run['bytes_per_step'])}"
         for method in part["methods"][1:]
         for run in runs
-        if (run["method"], run["workers"]) == (method, part["workers"][-1])
+        if (run["method"], run["workers"]) == (method, part["workers"][-1]) and run["bytes_per_step"] is not None
     )
     return f"""## {part["name"]}
 
@@ -79,7 +84,7 @@ def _table(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
 | --- |{" --- |" * len(part["workers"])}
 {chr(10).join(rows)}
 
-A worker of {part["workers"][-1]} sends in a step, on average: {bytes_sent}.
+{f"A worker of {part['workers'][-1]} sends in a step, on average: {bytes_sent}." if bytes_sent else ""}
 
 {_verdict(part, runs, single)}
 """
