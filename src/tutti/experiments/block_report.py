@@ -60,9 +60,9 @@ def _entry(run: dict[str, Any]) -> str:
 
 def _table(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     metric = runs[0]["metric"]
-    single = next(run for run in runs if run["method"] == _SINGLE)
+    single = next((run for run in runs if run["method"] == _SINGLE), None)
     head = " | ".join(f"{workers} workers" for workers in part["workers"])
-    rows = [f"| {_SINGLE} | {_entry(single)} |" + " |" * (len(part["workers"]) - 1)]
+    rows = [f"| {_SINGLE} | {'not run' if single is None else _entry(single)} |" + " |" * (len(part["workers"]) - 1)]
     for method in part["methods"][1:]:
         cells = []
         for workers in part["workers"]:
@@ -86,7 +86,7 @@ def _table(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
 
 {f"A worker of {part['workers'][-1]} sends in a step, on average: {bytes_sent}." if bytes_sent else ""}
 
-{_verdict(part, runs, single)}
+{"" if single is None else _verdict(part, runs, single)}
 """
 
 
