@@ -148,8 +148,10 @@ def _draw(part: dict[str, Any], runs: list[dict[str, Any]], path: Path) -> None:
             style = {"color": _COLOURS[method], "marker": "o", "markersize": 3, "linewidth": 1.5, "label": method}
             axes[0][column].plot(epochs, values, **style)
             axes[1][column].plot(seconds, values, **style)
-        axes[0][column].set(title=f"{workers} workers", xlabel="epochs")
+        axes[0][column].set(title=f"{workers} workers", xlabel="epochs", xticks=range(1, part["epochs"] + 1))
         axes[1][column].set(xlabel="virtual seconds", xscale="log")
+        axes[1][column].set_xticks([10, 30, 100, 300, 600], labels=["10", "30", "100", "300", "600"])
+        axes[1][column].minorticks_off()
     metric = runs[0]["metric"]
     for row in axes:
         row[0].set_ylabel(f"test {metric}")
@@ -157,7 +159,8 @@ def _draw(part: dict[str, Any], runs: list[dict[str, Any]], path: Path) -> None:
             row[0].set(yscale="log")
             row[0].set_yticks([5, 6, 8, 10, 15], labels=["5", "6", "8", "10", "15"])
             row[0].minorticks_off()
-    axes[0][-1].legend(frameon=False, fontsize=8)
+    handles = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -121,6 +121,10 @@ class Strategy(ABC):
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
         """What is wrong with using it with this optimiser on so many ranks."""
+        try:
+            self.check_size(size)
+        except ConfigError as error:
+            return [str(error)]
         return []
 
     def goes_on_from(self, text: str) -> bool:

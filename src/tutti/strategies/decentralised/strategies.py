@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch.optim import Optimizer
-
 from tutti.codecs import Codec, ErrorFeedback, Threshold, print_codec
 from tutti.errors import ConfigError
 from tutti.replica import Replica
@@ -48,17 +46,14 @@ class PeerUpdates(Strategy):
         elif self.codec is not None and self.codec.linear:
             mistakes.append(f"{self.codec!r} works on sums over ranks, which peers do not make; use AllReduce with it")
         mistakes += mistakes_of(self.graph, _WAYS)
-        if self.inbox < 1:
-            mistakes.append(f"inbox must be 1 or more, got {self.inbox}")
+        if not isinstance(self.inbox, int) or self.inbox < 1:
+            mistakes.append(f"inbox must be 1 or more, got {self.inbox!r}")
         if mistakes:
             raise ConfigError(f"PeerUpdates: {'; '.join(mistakes)}.")
 
     def check_size(self, size: int) -> None:
         if self.graph != "all":
             sized(self.graph, size)
-
-    def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
-        return _said(self, size)
 
     @property
     def lockstep(self) -> bool:
@@ -100,9 +95,6 @@ class Gossip(Strategy):
     def check_size(self, size: int) -> None:
         sized(self.graph, size)
 
-    def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
-        return _said(self, size)
-
     @property
     def lockstep(self) -> bool:
         return False
@@ -114,14 +106,6 @@ class Gossip(Strategy):
         options = [f"graph={self.graph}"] if self.graph != type(self).graph else []
         options += ["pairs=async"] if self.pairs == "async" else []
         return f"gossip:{','.join(options)}".rstrip(":")
-
-
-def _said(strategy: Strategy, size: int) -> list[str]:
-    try:
-        strategy.check_size(size)
-    except ConfigError as error:
-        return [str(error)]
-    return []
 
 
 def read_peers(options: dict[str, str], codec: Codec | None) -> PeerUpdates:

@@ -100,11 +100,7 @@ class ParameterServer(Strategy):
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
         found = [] if (why := refusal(optimizer)) is None else [why]
-        try:
-            self.roles(size)
-        except ConfigError as error:
-            found.append(str(error))
-        return found
+        return found + super().mistakes(optimizer, size)
 
     def goes_on_from(self, text: str) -> bool:
         return text.startswith("ps:")  # What is saved is of whole parameters, whoever held them.
