@@ -112,7 +112,7 @@ def _seeds(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     for method in part["methods"]:
         mine = [run for run in runs if run["method"] == method]
         means[method] = mean(run["value"] for run in mine)
-        each = " | ".join(_better(run) for run in mine)
+        each = " | ".join([*(_better(run) for run in mine), *["not run"] * (part["seeds"] - len(mine))])
         seconds = format_time(mean(run["points"][-1][1] for run in mine))
         rows.append(f"| {method} | `{mine[0]['strategy']}` | {each} | {means[method]:.2%} | {seconds} |")
     first = part["methods"][0]
