@@ -96,7 +96,7 @@ def test_a_text_for_a_strategy() -> None:
 
 
 def test_an_unknown_strategy() -> None:
-    with pytest.raises(UnknownName, match=r"unknown strategy 'nativ'. Did you mean 'native'\? Known: auto, butterfly"):
+    with pytest.raises(UnknownName, match=r"unknown strategy 'nativ'. Did you mean 'native'\? Known: auto, averaging"):
         parse("nativ")
 
 
