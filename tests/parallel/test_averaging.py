@@ -551,7 +551,7 @@ def test_a_loss_that_is_not_finite_stops_everybody(overlap: bool) -> None:
         assert "rank 1" in str(result)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "simulated"])
+@pytest.mark.parametrize("transport", ["shared_memory", "simulated"])  # A sum by Gloo ends with its process only.
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_rank_that_fails_is_named(transport: str, overlap: bool) -> None:
     def failing(world: World) -> None:
