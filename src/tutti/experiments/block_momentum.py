@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,16 @@ from tutti.world import World
 
 STEP_S = 0.040
 """What a worker computes in a step."""
-LINK = Link("100mbit", "1ms")
+DELAY = "1ms"
+"""Of every link."""
 SINGLE = "single worker"
 
 METHODS = {
     SINGLE: "native",
     "averaging": "averaging:every={every}",
-    "BMUF": "bmuf:every={every},nesterov=1",
+    "BMUF": "bmuf:every={every}",
     "1-bit": "ring+onebit",
-    "BMUF and 1-bit": "bmuf:every={every},nesterov=1+onebit",
+    "BMUF and 1-bit": "bmuf:every={every}+onebit",
 }
 """Each by the strategy that does it."""
 
@@ -60,10 +62,15 @@ class Part:
     epochs: int
     rate: float
     """The learning rate of plain SGD, which falls to 0 in a straight line."""
-    num_train: int | None = None
     workers: tuple[int, ...]
     methods: tuple[str, ...]
     seeds: int = 1
+    link: str = "100mbit"
+    """Of every worker's host."""
+    tests: int = 1
+    """In an epoch."""
+    target: float | None = None
+    """An accuracy, to which the time is measured."""
     strategies: dict[str, str] | None = None
     """Instead of those of `METHODS`."""
 
@@ -76,7 +83,7 @@ class Part:
 
 
 TEXT = Part(
-    name="char-lstm", recipe="char-lstm", batch=4, every=2, epochs=4, rate=2.0, workers=(4, 8, 16, 32, 64),
+    name="char-lstm", recipe="char-lstm", batch=2, every=2, epochs=8, rate=1.0, workers=(4, 8, 16, 32, 64),
     methods=tuple(METHODS),
 )  # fmt: skip
 SIXTEEN = Part(
@@ -90,10 +97,21 @@ WIDE = Part(
         "all-reduce": "ring", "bmuf": "bmuf:every=16", "bmuf and 1-bit": "bmuf:every=16+onebit",
     },
 )  # fmt: skip
-PLAN = (TEXT, SIXTEEN, WIDE)
+SLOW = replace(
+    WIDE,
+    name="10 Mbit/s",
+    epochs=3,
+    seeds=1,
+    link="10mbit",
+    tests=20,
+    target=0.97,
+    methods=("all-reduce", "bmuf and 1-bit"),
+)
+PLAN = (TEXT, SIXTEEN, WIDE, SLOW)
 QUICK = (
     replace(TEXT, name="digits", recipe="digits", batch=4, every=4, epochs=2, rate=0.1, workers=(4,)),
     replace(SIXTEEN, name="digits again", recipe="digits", batch=2, every=4, epochs=1, rate=0.1),
+    replace(SLOW, name="slow digits", recipe="digits", wide=False, epochs=2, tests=2, batch=8, target=0.5),
 )
 
 
@@ -153,7 +171,7 @@ def _in_words(cell: Cell, result: dict[str, Any]) -> str:
 
 def conclude(plan: tuple[Part, ...], runs: list[dict[str, Any]], setting: Setting) -> str:
     """Write down what was measured; the report."""
-    about = {"machine": machine(), "quick": setting.quick, "step_s": STEP_S, "link": str(LINK)}
+    about = {"machine": machine(), "quick": setting.quick, "step_s": STEP_S, "delay": DELAY}
     result = {**about, "plan": [asdict(part) for part in plan], "runs": runs}
     lines = json.dumps(result).replace('{"part"', '\n{"part"')
     (setting.folder / "results.json").write_text(lines + "\n")
@@ -164,7 +182,8 @@ def one(cell: Cell) -> dict[str, Any]:
     """Train once in virtual time, and how it went."""
     torch.set_num_threads(1)
     compute = Compute(sample_s=STEP_S / cell.part.batch)
-    simulation = simulate(_train, cell, workers=cell.workers, cluster=Cluster(link=LINK, compute=compute))
+    cluster = Cluster(link=Link(cell.part.link, DELAY), compute=compute)
+    simulation = simulate(_train, cell, workers=cell.workers, cluster=cluster)
     first = simulation.results[0]
     return {
         "part": cell.part.name, "method": cell.method, "workers": cell.workers, "seed": cell.seed,
@@ -183,19 +202,20 @@ def _train(cell: Cell) -> dict[str, Any]:
     with distribute(model, optimizer, parse(part.strategy(cell.method)), world=world) as job:
         loader = _loader(splits.train, cell, world)
         total, start_s = part.epochs * len(loader), job.metrics.seconds
-        for epoch in range(part.epochs):
-            for x, y in loader:
-                optimizer.param_groups[0]["lr"] = rate * (1 - job.steps / total)
-                made.loss(model(x), y).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+        for x, y in chain.from_iterable(repeat(loader, part.epochs)):
+            optimizer.param_groups[0]["lr"] = rate * (1 - job.steps / total)
+            made.loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.steps * part.tests // len(loader) == (job.steps - 1) * part.tests // len(loader):
+                continue
             with job.consensus():
                 if world.rank == 0:
-                    seconds = job.metrics.seconds - start_s
-                    points.append([epoch + 1, round(seconds, 3), _quality(made, model, splits.test)])
+                    epochs, seconds = job.steps / len(loader), job.metrics.seconds - start_s
+                    points.append([round(epochs, 4), round(seconds, 3), _quality(made, model, splits.test)])
         sent = job.metrics.bytes_sent / job.steps
-    return {"points": points, "bytes_per_step": round(sent), "metric": _metric(made), "rate": rate}
+    return {"points": points, "bytes_per_step": round(sent), "metric": _metric(made), "rate": rate, "steps": total}
 
 
 def _loader(train: Any, cell: Cell, world: World) -> ShardedLoader:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -180,10 +181,16 @@ def _sizes(part: Part, setting: Setting) -> Iterator[dict[str, Any]]:
     """What a worker sends in a step, by number of workers."""
     sizes = SIZES[:3] if setting.quick else SIZES
     for way in SIZE_WAYS:
-        runs = [Run(part=part, way=way, workers=size, num_steps=SIZE_STEPS, data=setting.data) for size in sizes]
-        sent = [_sent(run, simulate_run(run)) for run in runs]
+        runs = [Run(part=part, way=way, workers=size, num_steps=2 * SIZE_STEPS, data=setting.data) for size in sizes]
+        sent = [mean(_amid(outcome["sent"]) for outcome in simulate_run(run).results) for run in runs]
         setting.say(f"bytes of {way.name}: {', '.join(f'{num_bytes:,.0f}' for num_bytes in sent)}")
         yield {"name": way.name, "workers": sizes, "step_bytes": [round(num_bytes) for num_bytes in sent]}
+
+
+def _amid(sent: list[int]) -> float:
+    """Bytes in a step, neither at the start nor near the end: who is there first is sent nothing any more."""
+    begin, end = 1, len(sent) // 2
+    return (sent[end] - sent[begin]) / (end - begin)
 
 
 def cluster_of(run: Run) -> Cluster:
@@ -246,6 +253,7 @@ def _train(run: Run) -> dict[str, Any]:
     train, test = some(part.recipe, part.num_train, part.num_test, run.data)
     between_tests = part.num_train // part.batch / part.tests
     points: list[list[float]] = []
+    sent: list[int] = []
     with distribute(model, optimizer, strategy, world=world) as job:
         now = world.transport.now
         start_s = now()
@@ -256,6 +264,7 @@ def _train(run: Run) -> dict[str, Any]:
 
         batches = endless(run.batch, train, job, run.seed)
         while steps() < run.num_steps:
+            sent.append(job.metrics.bytes_sent)
             x, y = next(batches)
             loss = made.loss(model(x), y)  # Now all that was to be read is here.
             if world.rank == 0 and steps() >= between_tests * (1 + len(points)):
@@ -274,4 +283,5 @@ def _train(run: Run) -> dict[str, Any]:
             accuracy = accuracy_of(made, model, test) if world.rank == 0 else 0.0
     return {
         "points": points, "accuracy": accuracy, "own": own, "seconds": seconds, "steps": num_steps, "spectral_gap": gap,
+        "sent": sent,
     }  # fmt: skip

@@ -120,15 +120,16 @@ class SyncGossip(PeerExchange):
     def _met(self, outcome: Outcome) -> None:
         if self._me not in outcome.group:
             return
+        if outcome.group != self._group:  # Those who are lost took weight with them: it begins anew.
+            for value in self.images.parts(self._values):
+                value.div_(self._weight)
+            self._weight = 1.0
         self._since, self._at, self._group = outcome.number, outcome.clock, outcome.group
         self.topology = self._whole.over(outcome.group)
         if isinstance(self.topology, Graph) and len(self.topology.parts) > 1:
             if self._me == self.company.leader:
                 _log.warning("rank %d: without those who are lost the graph falls apart; the rest are a ring", self._me)
             self.topology = ring(len(outcome.group))
-        for value in self.images.parts(self._values):  # Weights begin anew: those who are lost took some with them.
-            value.div_(self._weight)
-        self._weight = 1.0
         self._heard = {key: got for key, got in self._heard.items() if key[:2] >= (self._since, self._at)}
         for _ in self._send_out():
             pass
