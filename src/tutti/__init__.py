@@ -19,6 +19,7 @@ from tutti.strategies import (
     Graph,
     ParameterServer,
     PeerUpdates,
+    Poseidon,
     SoftSync,
     StalenessAware,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "Link",
     "ParameterServer",
     "PeerUpdates",
+    "Poseidon",
     "Simulation",
     "SoftSync",
     "StalenessAware",

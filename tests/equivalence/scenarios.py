@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from tutti.job import distribute
-from tutti.strategies import BSP, SSP, AllReduce, ParameterServer, SoftSync, Strategy
+from tutti.strategies import BSP, SSP, AllReduce, ParameterServer, Poseidon, SoftSync, Strategy
 from tutti.strategies.allreduce import NAMES
 from tutti.world import World
 
@@ -37,7 +37,17 @@ SERVED: dict[str, Strategy] = {
 }
 """Parameter servers in lockstep: their gradients stay each rank's own, and servers clip."""
 
-EXACT: dict[str, Strategy] = {**OWN, **{name: AllReduce(name, 1000) for name in NAMES if name != "native"}, **SERVED}
+FACTORED: dict[str, Strategy] = {
+    "poseidon, to all": Poseidon("broadcast", bucket_bytes=300),
+    "poseidon, to owners": Poseidon("owners"),
+    "poseidon, as published, no overlap": Poseidon("sacp", overlap=False),
+}
+"""Layers of which only the factors of gradients travel."""
+
+BY_NAME: dict[str, Strategy] = {name: AllReduce(name, 1000) for name in NAMES if name != "native"}
+"""All-reduce by every algorithm."""
+
+EXACT: dict[str, Strategy] = {**OWN, **BY_NAME, **FACTORED, **SERVED}
 """Strategies that must match one worker. A strategy joins by being listed."""
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {

@@ -8,7 +8,9 @@ import torch
 
 import tutti
 from equivalence.scenarios import (
+    BY_NAME,
     EXACT,
+    FACTORED,
     OWN,
     SCENARIOS,
     SERVED,
@@ -37,7 +39,8 @@ CASES = [
     *(("allreduce", transport, size) for transport in ("process_group", "hosts") for size in (3, 4)),
     *(("allreduce, many buckets", transport, 3) for transport in (*TRANSPORTS, "hosts")),
     *((name, "simulated_hosts", size) for name, size in zip(OWN, (2, 3), strict=True)),
-    *((name, "hosts", 3 + place % 2) for place, name in enumerate(EXACT) if name not in {**OWN, **SERVED}),
+    *((name, "hosts", 3 + place % 2) for place, name in enumerate(BY_NAME)),
+    *((name, transport, 3) for name in FACTORED for transport in ("shared_memory", "process_group", "simulated_hosts")),
     *((name, transport, 3) for name in SERVED for transport in ("shared_memory", "hosts")),
     *(("servers, many buckets", transport, 4) for transport in ("shared_memory", "process_group", "simulated_hosts")),
 ]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tutti.collectives import share_json
 from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
+from tutti.replica.factors import Catcher, FactoredLayer, Pair
 from tutti.replica.left_behind import LeftBehind
 from tutti.replica.replica import Heard, Listener, Replica
 from tutti.replica.samples import Contribution, Draws
@@ -44,6 +45,9 @@ class HookedReplica(Replica):
         self._weight = 1.0
         self._next = 0
         self._kept: list[tuple[Slot, Tensor]] = []
+        self._catcher: Catcher | None = None
+        self.computed: Callable[[str], None] = lambda name: None
+        """Told of every gradient of which only the factors were computed."""
 
     def listen(self, listener: Listener, to: Heard) -> None:
         self._listener = listener
@@ -66,6 +70,8 @@ class HookedReplica(Replica):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._catcher is not None:
+            self._catcher.detach()
         self._draws.models.discard(self.model)
         for slot in self.slots:
             if slot.tensor.grad is slot.view:
@@ -99,6 +105,9 @@ class HookedReplica(Replica):
             if slot.arrived:
                 return
             slot.arrived = True
+            if slot.name in replica.apart:  # Another use of a weight whose factors are caught.
+                replica._advance()
+                return
             bucket = slot.bucket
             bucket.missing -= 1
             if replica._order is not None:
@@ -162,12 +171,46 @@ class HookedReplica(Replica):
             with torch.no_grad():
                 return self._backward_done()
         assert self._listener is not None
+        apart = self.apart
+        for layer in self.factored:
+            if layer.catching and not layer.handed_over:
+                self._listener.factors_ready(layer)
         self._hand_over(complete_only=False)
         self._listener.backward_done()
         self._settle()
         if self._order and len(self.buckets) > 1:
             self._cut_again(self._order)
+        elif self.apart != apart:
+            self.arrange([slot.name for slot in self.slots])
         self._order = None
+
+    # Factors
+
+    def watch_factors(self) -> list[FactoredLayer]:
+        self._catcher = Catcher(self.model, self.slots, self._caught)
+        return self._catcher.layers
+
+    def set_apart(self, names: frozenset[str]) -> None:
+        assert self._catcher is not None
+        super().set_apart(names)
+        self._catcher.keep(names)
+
+    @property
+    def factored(self) -> list[FactoredLayer]:
+        return [] if self._catcher is None else self._catcher.layers
+
+    @torch.no_grad()
+    def _caught(self, layer: FactoredLayer, pair: Pair) -> None:
+        self.computed(layer.slot.name)
+        with self._lock:
+            if not self.syncing:
+                self.contribution.backward()
+            elif not self._armed:
+                self._arm()
+            layer.catch(pair, stays=not self.syncing)
+            if self.syncing and layer.complete:
+                assert self._listener is not None
+                self._listener.factors_ready(layer)
 
     def _settle(self) -> None:
         """Make the buckets' content the gradients and statistics of the model."""
@@ -181,6 +224,9 @@ class HookedReplica(Replica):
                 elif not (slot.touched and self._weight):
                     self._settle_absent(slot)
             bucket.expect()
+        for layer in self.factored:
+            layer.slot.arrived = False
+            layer.expect()
         self._kept.clear()
         self._next = 0
         self._armed = False

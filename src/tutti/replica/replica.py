@@ -4,12 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor, nn, zeros_like
 from torch.optim import Optimizer
 
 from tutti.errors import ConfigError
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
+from tutti.replica.factors import FactoredLayer
 from tutti.transports import Transport
 
 Heard = Literal["steps", "samples", "gradients"]
@@ -20,6 +21,7 @@ class Listener(Protocol):
 
     def backward_started(self, weight: float) -> None: ...
     def bucket_ready(self, bucket: Bucket) -> None: ...
+    def factors_ready(self, layer: FactoredLayer) -> None: ...
     def backward_done(self) -> None: ...
     def before_step(self) -> None: ...
     def after_step(self) -> None: ...
@@ -40,6 +42,8 @@ class Replica(ABC):
         self.slots.reverse()  # Backward reaches the last layers first; the first pass tells precisely.
         self.statistics = [Slot(name, buffer) for name, buffer in _running_statistics(model)]
         self.buckets: list[Bucket] = []
+        self.apart: frozenset[str] = frozenset()
+        """Parameters whose gradients are in no bucket: their factors are exchanged."""
         self.steps = 0
         self._memories: dict[Kind, Memory] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -94,8 +98,25 @@ class Replica(ABC):
         self.slots = [by_name[name] for name in names]
         self._cut()
 
+    def watch_factors(self) -> list[FactoredLayer]:
+        """Layers whose gradients are products of few rows, perhaps: how many is seen in the first backward pass."""
+        return []
+
+    @property
+    def factored(self) -> list[FactoredLayer]:
+        """Layers whose factors are caught."""
+        return []
+
+    def set_apart(self, names: frozenset[str]) -> None:
+        """Have these parameters' gradients as factors from the next backward pass on, as all ranks say in this one."""
+        self.apart = names
+
     def _cut(self) -> None:
-        self.buckets = cut((self.slots, self.statistics), self._memories, self._bucket_bytes)
+        slots = [slot for slot in self.slots if slot.name not in self.apart]
+        self.buckets = cut((slots, self.statistics), self._memories, self._bucket_bytes)
+        for slot in self.slots:
+            if slot.name in self.apart:
+                slot.view = zeros_like(slot.tensor)
 
 
 def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

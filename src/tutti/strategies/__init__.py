@@ -6,6 +6,7 @@ from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.decentralised import Gossip, Graph, PeerUpdates
 from tutti.strategies.parameter_server import BSP, SSP, Async, ParameterServer, SoftSync, StalenessAware
 from tutti.strategies.parse import STRATEGIES, parse
+from tutti.strategies.poseidon import Poseidon
 
 __all__ = [
     "BSP",
@@ -21,6 +22,7 @@ __all__ = [
     "Graph",
     "ParameterServer",
     "PeerUpdates",
+    "Poseidon",
     "SoftSync",
     "StalenessAware",
     "Strategy",

@@ -60,7 +60,9 @@ class AllReduce(Strategy):
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
             transport = transport if isinstance(transport, HostsTransport) else HostsTransport(transport)
-        return AllReduceExchange(replica, transport, self)
+        exchange = AllReduceExchange(replica, transport, self)
+        replica.listen(exchange, to="steps" if transport.size == 1 else "gradients")
+        return exchange
 
     def __str__(self) -> str:
         default = type(self)(self.algorithm)
@@ -89,7 +91,6 @@ class AllReduceExchange(Exchange):
         self._under_way: list[tuple[Bucket, Work]] = []
         if not alone:
             replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
-        replica.listen(self, to="steps" if alone else "gradients")
 
     def backward_started(self, weight: float) -> None:
         self._sent_before = self.transport.bytes_sent
@@ -102,6 +103,12 @@ class AllReduceExchange(Exchange):
 
     def backward_done(self) -> None:
         start_s = self.transport.now()
+        self.complete()
+        num_bytes = self.transport.bytes_sent - self._sent_before
+        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), num_bytes))
+
+    def complete(self) -> None:
+        """Wait for all that was started, and start what was not."""
         self._weights_known.wait()
         self._start_waiting()
         self._mean.flush()
@@ -109,11 +116,9 @@ class AllReduceExchange(Exchange):
             try:
                 work.wait()
             except WeightRefused as refusal:
-                raise self._stopped(refusal) from None
+                raise self.stopped(refusal) from None
             self._mean.finish(bucket)
         self._under_way.clear()
-        num_bytes = self.transport.bytes_sent - self._sent_before
-        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), num_bytes))
 
     def before_step(self) -> None:
         return None
@@ -145,9 +150,9 @@ class AllReduceExchange(Exchange):
             try:
                 self._under_way.append((bucket, self._mean.start(bucket)))
             except WeightRefused as refusal:
-                raise self._stopped(refusal) from None
+                raise self.stopped(refusal) from None
 
-    def _stopped(self, refusal: WeightRefused) -> NonFiniteLoss:
+    def stopped(self, refusal: WeightRefused) -> NonFiniteLoss:
         return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
 
 

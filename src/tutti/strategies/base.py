@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from tutti.errors import ConfigError
 from tutti.events import EventLog
-from tutti.replica import Bucket, Replica
+from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.transports import Transport
 
 
@@ -29,6 +29,10 @@ class Exchange(ABC):
 
     def bucket_ready(self, bucket: Bucket) -> None:
         """All gradients of `bucket` are in its memory. Called in the order of the buckets' indices."""
+        return None
+
+    def factors_ready(self, layer: FactoredLayer) -> None:
+        """All factors of the gradient of `layer` are there. In any order, for those that were set apart."""
         return None
 
     def backward_done(self) -> None:

@@ -1,0 +1,142 @@
+"""Poseidon at work: some layers' gradients as factors, the others in buckets, all while backward still runs."""
+
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+
+from tutti.cluster import Link
+from tutti.collectives import choices, share_json
+from tutti.errors import WeightRefused
+from tutti.events import EXCHANGE, Event
+from tutti.replica import Bucket, FactoredLayer, Replica
+from tutti.strategies.allreduce import AllReduceExchange
+from tutti.strategies.base import Exchange
+from tutti.strategies.poseidon.rule import Decision, Method, Shape, decide
+from tutti.strategies.poseidon.sums import FactorSums
+from tutti.transports import Transport
+
+if TYPE_CHECKING:
+    from tutti.strategies.poseidon.strategy import Poseidon
+
+_TRIES = 5
+
+
+class PoseidonExchange(Exchange):
+    """In the first backward pass sees how many rows each layer has; from then on each goes its own way."""
+
+    def __init__(self, replica: Replica, transport: Transport, strategy: "Poseidon") -> None:
+        super().__init__(replica, transport)
+        self._strategy = strategy
+        self._buckets = AllReduceExchange(replica, transport, strategy.in_full)
+        self._factors = FactorSums(transport.channel("factors"))
+        self._choice = choices(transport) if strategy.rule == "priced" else None
+        self._watched: list[FactoredLayer] | None = replica.watch_factors()
+        self._held: list[Bucket | FactoredLayer] = []
+        self.decisions: list[Decision] = []
+        """Of every layer that has factors, once the first backward pass has been."""
+        replica.listen(self, to="gradients")
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.transport.bytes_sent + self._factors.bytes_sent
+
+    def backward_started(self, weight: float) -> None:
+        self._sent_before = self.bytes_sent
+        self._buckets.backward_started(weight)
+        self._factors.begin(weight)
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        if self._strategy.overlap:
+            self._buckets.bucket_ready(bucket)
+        else:
+            self._held.append(bucket)
+
+    def factors_ready(self, layer: FactoredLayer) -> None:
+        if self._strategy.overlap:
+            self._factors.start(layer)
+        else:
+            layer.handed_over = True
+            self._held.append(layer)
+
+    def backward_done(self) -> None:
+        start_s = self.transport.now()
+        for held in self._held:
+            if isinstance(held, Bucket):
+                self._buckets.bucket_ready(held)
+            else:
+                self._factors.start(held)
+        self._held.clear()
+        self._buckets.complete()
+        if self.replica.factored and self._watched is None:
+            self._finish_factors()
+        if self._watched is not None:
+            self._decide(self._watched)
+            self._watched = None
+        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), self.bytes_sent - self._sent_before))
+
+    def _finish_factors(self) -> None:
+        try:
+            partial = self._factors.finish(self.replica.factored)
+        except WeightRefused as refusal:
+            raise self._buckets.stopped(refusal) from None
+        if partial:  # Their gradients are more than their factors: they go in full from now on.
+            self._follow({name: method for name, method in self._methods.items() if name not in partial})
+
+    def _decide(self, layers: list[FactoredLayer]) -> None:
+        """From what rank 0 has seen of its layers, how each goes from now on. Collective."""
+        shapes = [
+            Shape(layer.slot.name, layer.num_out, layer.num_in, layer.rows, layer.slot.tensor.itemsize)
+            for layer in layers
+        ]
+        rows, flops = share_json([[shape.rows for shape in shapes], self._speed(shapes)], self.transport)
+        link = Link("100gbit") if self._choice is None or self._choice.link is None else self._choice.link
+        self.decisions = [
+            decide(
+                Shape(shape.name, shape.num_out, shape.num_in, seen, shape.itemsize),
+                self._strategy.rule, self.transport.size, link, self._sum_s, flops,
+            )
+            for shape, seen in zip(shapes, rows, strict=True)
+        ]  # fmt: skip
+        self._follow({each.shape.name: each.method for each in self.decisions if each.shape.rows})
+
+    def _follow(self, methods: dict[str, Method]) -> None:
+        self._methods: dict[str, Method] = {name: method for name, method in methods.items() if method != "full"}
+        self._factors.follow(self._methods)
+        self.replica.set_apart(frozenset(self._methods))
+
+    def _sum_s(self, num_bytes: int) -> float:
+        """What a sum takes, by the best of ways; nothing where memory is shared."""
+        if self._choice is None or self._choice.link is None:
+            return 0.0
+        return min(self._choice.costs(num_bytes).values())
+
+    def _speed(self, shapes: list[Shape]) -> float:
+        """Operations a second of the largest product that there is to make, on this rank's clock."""
+        cluster = self.transport.cluster
+        if cluster is not None or not shapes:
+            return cluster.compute.flops if cluster is not None else 1e11
+        largest = max(shapes, key=lambda shape: shape.rows * shape.num_out * shape.num_in)
+        rows = max(1, largest.rows * self.transport.size)
+        outputs, inputs = torch.rand(rows, largest.num_out), torch.rand(rows, largest.num_in)
+        times = []
+        for _ in range(_TRIES):
+            start_s = self.transport.now()
+            torch.mm(outputs.t(), inputs)
+            times.append(self.transport.now() - start_s)
+        return 2.0 * rows * largest.num_out * largest.num_in / max(1e-9, statistics.median(times))
+
+    def before_step(self) -> None:
+        return None
+
+    def after_step(self) -> None:
+        return None
+
+    def consensus(self) -> None:
+        self._buckets.consensus()
+
+    def dissent(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        self._buckets.finish()

@@ -1,0 +1,82 @@
+"""What Poseidon is told, and the text that says it."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tutti.codecs import Codec
+from tutti.errors import ConfigError
+from tutti.replica import Replica
+from tutti.strategies.allreduce import AllReduce
+from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.poseidon.exchange import PoseidonExchange
+from tutti.transports import Transport
+
+Rule = Literal["priced", "sacp", "broadcast", "owners", "full"]
+_RULES: tuple[Rule, ...] = get_args(Rule)
+
+
+@dataclass(frozen=True)
+class Poseidon(Strategy):
+    """Every step, every rank gets the mean of all gradients, each layer's in the cheapest way for its shape.
+
+    The gradient of a linear layer is a product of two matrices with a row for every row of the batch: where those are
+    smaller, they travel instead, and every rank multiplies (Zhang et al. 2015). It is as exact as `AllReduce`, but for
+    the order of additions.
+
+    Args:
+        rule: "priced" takes for each layer what is fastest on the measured link; "sacp" is the published rule, factors
+            to all or to owners; "broadcast", "owners" and "full" say one way for all.
+        overlap: exchange upper layers while backward computes lower ones; without it all waits for backward's end.
+        bucket_bytes: as for `AllReduce`, of what travels in full.
+    """
+
+    rule: Rule = "priced"
+    overlap: bool = True
+    bucket_bytes: int = 4 * 2**20
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        if self.rule not in _RULES:
+            mistakes.append(f"rule '{self.rule}' is not one of {', '.join(_RULES)}")
+        if not isinstance(self.overlap, bool):
+            mistakes.append(f"overlap must be True or False, got {self.overlap!r}")
+        if self.bucket_bytes < 1:
+            mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
+        if mistakes:
+            raise ConfigError(f"Poseidon: {'; '.join(mistakes)}.")
+
+    @property
+    def in_full(self) -> AllReduce:
+        """How layers go that have no factors, or too many rows."""
+        return AllReduce(bucket_bytes=self.bucket_bytes)
+
+    def attach(self, replica: Replica, transport: Transport) -> Exchange:
+        if transport.size == 1:
+            return self.in_full.attach(replica, transport)
+        return PoseidonExchange(replica, transport, self)
+
+    def __str__(self) -> str:
+        default = Poseidon()
+        options = [
+            f"{key}={int(value) if isinstance(value, bool) else value}"
+            for key in ("rule", "overlap", "bucket_bytes")
+            if (value := getattr(self, key)) != getattr(default, key)
+        ]
+        return "poseidon" + (f":{','.join(options)}" if options else "")
+
+
+def read(options: dict[str, str], codec: Codec | None) -> Poseidon:
+    """Make one from options at the command line."""
+    if codec is not None:
+        raise ConfigError("poseidon is exact and takes no codec; ring+onebit, say, is all-reduce with one.")
+    given: dict[str, object] = {}
+    for key, text in options.items():
+        if key == "rule":
+            given[key] = text
+        elif key == "overlap" and text in ("0", "1"):
+            given[key] = text == "1"
+        elif key == "bucket_bytes":
+            given[key] = int(text)
+        else:
+            raise ConfigError(f"poseidon: '{key}={text}' is none of rule=NAME, overlap=0 or 1, bucket_bytes=NUMBER.")
+    return Poseidon(**given)  # type: ignore[arg-type]

@@ -1,0 +1,57 @@
+"""Poseidon's rule: the published one on the published shapes, and the one that knows the link."""
+
+import pytest
+
+from tutti.cluster import Link
+from tutti.collectives import ring
+from tutti.strategies.poseidon.rule import Shape, decide, published, published_floats, sent_bytes
+
+FC6, FC7, FC8 = Shape("fc6", 4096, 9216, 256), Shape("fc7", 4096, 4096, 256), Shape("fc8", 1000, 4096, 256)
+
+
+def test_what_the_paper_says_of_alexnet() -> None:
+    """On 8 workers with a batch of 256 the largest layers are broadcast, and the protocols cost what is published."""
+    floats = published_floats(FC7, 8)
+    assert floats["full"] == 2 * 8 * 4096 * 4096
+    assert floats["broadcast"] == 7 * 7 * 256 * (4096 + 4096)
+    assert floats["owners"] == 8 * 256 * 8192 + 8 * 4096 * 4096
+    assert published(FC6, 8) == published(FC7, 8) == "broadcast"
+    assert published(FC8, 8) == "owners"  # 64 million against 43.
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 8, 32])
+def test_rows_turn_the_choice(num_workers: int) -> None:
+    few, many = Shape("fc", 4096, 4096, 1), Shape("fc", 4096, 4096, 4096)
+    assert published(few, num_workers) == "broadcast"
+    if num_workers > 2:
+        assert published(many, num_workers) == "owners"
+
+
+def test_bytes_of_a_worker() -> None:
+    sent = sent_bytes(Shape("fc", 10, 20, 3), 4)
+    assert sent == {"full": 2 * 3 / 4 * 800, "broadcast": 3 * 3 * 30 * 4, "owners": 3 / 4 * 120 + 3 * 240 + 3 / 4 * 800}
+
+
+def test_the_link_decides() -> None:
+    """Factors pay where bytes are dear; where they cost nothing, the products are not worth their operations."""
+    shape = Shape("fc", 1024, 1024, 64)
+
+    def method(rate: str, rows: int = 64) -> str:
+        link = Link(rate, "100us")
+        return decide(
+            Shape("fc", 1024, 1024, rows), "priced", 4, link, lambda size: ring.cost(4, size, link), 1e11
+        ).method
+
+    assert method("100mbit") == "broadcast"
+    assert method("100gbit") == "full"
+    assert method("100mbit", rows=100_000) == "full"
+    link = Link("100mbit", "100us")
+    taken = decide(shape, "priced", 4, link, lambda size: ring.cost(4, size, link), 1e11)
+    assert taken.seconds[taken.method] == min(taken.seconds.values())
+
+
+def test_between_few_rows_and_many_owners_are_the_fastest() -> None:
+    link = Link("100mbit", "100us")
+    shape = Shape("fc", 4096, 1024, 100)
+    chosen = decide(shape, "priced", 32, link, lambda size: ring.cost(32, size, link), 1e12)
+    assert chosen.method == "owners"
