@@ -72,15 +72,16 @@ class Row:
         }
 
 
-def make_case(name: str, workers: int) -> Case:
-    """The case of that name, with this rank's share of its batch."""
+def make_case(name: str, workers: int, batch_size: int | None = None) -> Case:
+    """The case of that name, with so many samples, or this rank's share of its own batch."""
     if name in MLPS:
-        batch = torch.randn(MLP_BATCH, 784), torch.randint(0, 10, (MLP_BATCH,))
+        size = batch_size or MLP_BATCH
+        batch = torch.randn(size, 784), torch.randint(0, 10, (size,))
         return Case(mlp(*MLPS[name]), batch, F.cross_entropy)
     if name not in RECIPES:
         raise UnknownName("benchmark case", name, CASES)
     made = recipe(name)
-    return Case(made.model(), made.example(max(1, made.batch_size // workers)), made.loss)
+    return Case(made.model(), made.example(batch_size or max(1, made.batch_size // workers)), made.loss)
 
 
 def measure(cases: list[str], rounds: int) -> list[dict[str, Any]]:

@@ -35,6 +35,8 @@ class Request:
     """How many times as long the last worker takes to compute."""
     peers: int | None = None
     """Also time DDP, and PostLocalSGD that averages every so many steps."""
+    batch_size: int | None = None
+    """Of a worker; the model's own by default."""
 
 
 def measure(request: Request) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def measure(request: Request) -> dict[str, Any]:
     world, link = init(), Link()
     torch.manual_seed(0)
     num_serving = parse(request.ways[0]).num_serving
-    case = make_case(request.model, world.size - num_serving)
+    case = make_case(request.model, world.size - num_serving, request.batch_size)
     link.progress(doing="warming up")
     jobs: dict[str, Job] = {}
     ways: Ways = {}

@@ -36,6 +36,7 @@ def strategies(
             "--peers", metavar="STEPS", min=1, help="Also time DDP, and torch's PostLocalSGD of so many steps."
         ),
     ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples of a worker; the model's own by default.")] = None,
     slow: Annotated[
         float, typer.Option(min=1.0, help="How many times as long the last worker takes to compute.")
     ] = 1.0,
@@ -63,7 +64,7 @@ def strategies(
     results: list[dict[str, Any]] = []
     for num_serving, alike in by_serving.items():
         for group in [tuple(alike)] if not num_serving else [(way,) for way in alike]:
-            request = bench.Request(model, group, rounds, slow, None if num_serving else peers)
+            request = bench.Request(model, group, rounds, slow, None if num_serving else peers, batch)
             results.append(_timed(request, workers or 2, lab, num_serving, console))
     where = described(workers or 2, None) if lab is None else f"lab {lab}"
     console.print(_table(results, f"{model}, {where}"))
