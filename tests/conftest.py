@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ _MARK = f"TUTTI_TEST_RUN={uuid.uuid4()}"
 os.environ.update([_MARK.split("=")])
 
 _SETTLE_SECONDS = 5.0
+_LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 
 _THERE_BEFORE = frozenset(name for name in os.listdir("/proc") if name.isdigit())
 """Processes that no test can have started: they are many, and to look at each around every test takes long."""
@@ -47,12 +49,18 @@ def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves processes, threads, ports, shared memory or network namespaces."""
     before = _everything()
     yield
-    if _everything() - before:
-        gc.collect()  # What only a cycle keeps is not lost.
-    deadline = time.monotonic() + _SETTLE_SECONDS
+    wait_s, deadline = 0.001, time.monotonic() + _SETTLE_SECONDS
     while (left := _everything() - before) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        gc.collect()  # What only a cycle keeps is not lost.
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, 0.05)
     assert not left, f"left behind: {sorted(left)}"
+
+
+def pytest_collection_finish() -> None:
+    """What is there now is there to the end: the collector need not look at it after every test."""
+    gc.collect()
+    gc.freeze()
 
 
 def _everything() -> set[str]:
@@ -81,22 +89,16 @@ def _threads() -> set[str]:
 
 def _listening() -> set[str]:
     """Ports on which this process listens; other processes of ours are found as processes."""
-    ours = set()
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(link)
-        except FileNotFoundError:
-            continue
-        if target.startswith("socket:["):
-            ours.add(target[8:-1])
     found = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        if not Path(table).exists():
-            continue
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in ours:
-                found.add(f"port {int(fields[1].rpartition(':')[2], 16)}")
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(*_LISTENS):
+                    found.add(f"port {one.getsockname()[1]}")
+        except OSError:
+            continue  # It was closed meanwhile.
     return found
 
 

@@ -242,7 +242,7 @@ def distribute(
     pace = Pace(channel) if channel.cluster is not None else None
     if pace is not None:
         pace.listen(model, optimizer)
-        replica.computed = pace.gradient
+        replica.pace = pace
     exchange = strategy.attach(replica, channel)
     job = Job(replica, exchange, strategy, trains, pace)
     setattr(model, _MARK, job)

@@ -119,11 +119,7 @@ class Catcher:
 
     def __init__(self, model: nn.Module, slots: list[Slot], caught: Callable[[FactoredLayer, Pair], None]) -> None:
         self._tell = caught
-        by_tensor = {id(slot.tensor): slot for slot in slots}
-        self.layers = [
-            FactoredLayer(by_tensor[id(m.weight)], m) for m in _factorable(model) if id(m.weight) in by_tensor
-        ]
-        self.layers.sort(key=lambda layer: layer.slot.name)
+        self.layers = layers_of(model, slots)
         mine = ref(self)
         for layer in self.layers:
             layer.module.forward = _Forward(layer.module, layer, mine)
@@ -151,7 +147,15 @@ def _restore(module: nn.Module) -> None:
         del module.forward
 
 
-def _factorable(model: nn.Module) -> Iterator[nn.Module]:
+def layers_of(model: nn.Module, slots: list[Slot]) -> list[FactoredLayer]:
+    """Those of a model that have factors, in the order of their names."""
+    by_tensor = {id(slot.tensor): slot for slot in slots}
+    found = [(by_tensor.get(id(module.weight)), module) for module in factorable(model)]
+    layers = [FactoredLayer(slot, module) for slot, module in found if slot is not None]
+    return sorted(layers, key=lambda layer: layer.slot.name)
+
+
+def factorable(model: nn.Module) -> Iterator[nn.Module]:
     """Linear layers and convolutions of single points whose weight no other module has."""
     owners: dict[int, int] = {}
     for module in model.modules():

@@ -46,8 +46,6 @@ class HookedReplica(Replica):
         self._next = 0
         self._kept: list[tuple[Slot, Tensor]] = []
         self._catcher: Catcher | None = None
-        self.computed: Callable[[str], None] = lambda name: None
-        """Told of every gradient of which only the factors were computed."""
 
     def listen(self, listener: Listener, to: Heard) -> None:
         self._listener = listener
@@ -201,7 +199,8 @@ class HookedReplica(Replica):
 
     @torch.no_grad()
     def _caught(self, layer: FactoredLayer, pair: Pair) -> None:
-        self.computed(layer.slot.name)
+        if self.pace is not None:
+            self.pace.gradient(layer.slot.name)
         with self._lock:
             if not self.syncing:
                 self.contribution.backward()

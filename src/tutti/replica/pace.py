@@ -5,7 +5,7 @@ import random
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tutti.cluster import Cluster
+from tutti.replica.factors import factorable
 from tutti.replica.left_behind import LeftBehind
 from tutti.replica.samples import num_rows
 from tutti.transports import Transport
@@ -29,6 +30,8 @@ class Workload:
     """Backward takes twice as many."""
     shares: dict[str, float]
     """The part of backward that each trained parameter's gradient takes, by name; one together."""
+    rows: dict[str, float] = field(default_factory=dict)
+    """Of the inputs of layers whose gradients have factors, for one sample, by parameter."""
     guessed: bool = False
     """Whether operations could not be counted."""
 
@@ -40,9 +43,10 @@ class Workload:
         """
         sizes = {name: float(p.numel()) for name, p in model.named_parameters() if p.requires_grad}
         counts: dict[str, float] = {}
+        seen: dict[str, int] = {}
         for stand_in in (_bare, _itself):
             with suppress(Exception), torch.random.fork_rng(devices=[]):  # What it draws, it must draw again.
-                counts = _count(model, args, kwargs, stand_in)
+                counts, seen = _count(model, args, kwargs, stand_in)
                 break
         rows = max(1, num_rows(args or kwargs))
         by_layer = {name: counts.get(f"{type(model).__name__}.{name.rpartition('.')[0]}", 0.0) for name in sizes}
@@ -54,7 +58,14 @@ class Workload:
         total = sum(raw.values()) or 1.0
         counted = counts.get("Global", 0.0) / rows
         shares = {name: value / total for name, value in raw.items()}
-        return cls(counted or 2.0 * sum(p.numel() for p in model.parameters()), shares, guessed=not counted)
+        flops = counted or 2.0 * sum(p.numel() for p in model.parameters())
+        each = {name: number / rows for name, number in seen.items()}
+        return cls(flops, shares, each, guessed=not counted)
+
+    def speed(self, cluster: Cluster) -> float:
+        """Operations a second."""
+        compute = cluster.compute
+        return compute.flops if compute.sample_s is None else 3 * self.forward_flops / compute.sample_s
 
     def forward_s(self, rows: int, cluster: Cluster) -> float:
         compute = cluster.compute
@@ -75,8 +86,8 @@ def _layer(name: str) -> str:
 
 def _count(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
-    """Operations of each module, by its path from the model's class name on, and of all as "Global"."""
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Operations of each module, by its path from the model's class name on, and of all as "Global"; and rows."""
     from torch.utils.flop_counter import FlopCounterMode  # Costs a compiler's import.
 
     values = [*model.parameters(), *model.buffers()]
@@ -85,10 +96,19 @@ def _count(
     for module in bare.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
+    names = {module: f"{name}.weight".lstrip(".") for name, module in bare.named_modules()}
+    rows: dict[str, int] = {}
+
+    def count_rows(module: nn.Module, given: tuple[Any, ...]) -> None:
+        num_in = module.get_parameter("weight").shape[1]
+        rows[names[module]] = rows.get(names[module], 0) + given[0].numel() // num_in
+
+    for module in factorable(bare):
+        module.register_forward_pre_hook(count_rows)
     bare_args, bare_kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         bare(*bare_args, **bare_kwargs)
-    return {path: float(sum(ops.values())) for path, ops in counter.get_flop_counts().items()}
+    return {path: float(sum(ops.values())) for path, ops in counter.get_flop_counts().items()}, rows
 
 
 def _bare(value: Tensor) -> Tensor:
@@ -173,6 +193,20 @@ class Pace:
         if self._workload is not None:  # Else only parts of the model were called: nobody knows what was computed.
             self._in_backward = True
             self._elapse(self._backward_s * self._workload.shares.get(name, 0.0))
+
+    @property
+    def workload(self) -> Workload | None:
+        """What the model asks for, once it has been met."""
+        return self._workload
+
+    @property
+    def speed(self) -> float:
+        """Operations a second."""
+        return self._cluster.compute.flops if self._workload is None else self._workload.speed(self._cluster)
+
+    def operations(self, number: float) -> None:
+        """So many are done beside those of the model."""
+        self._elapse(self._factor * number / self.speed)
 
     def step(self) -> None:
         """The optimiser steps."""

@@ -11,6 +11,7 @@ from tutti.errors import ConfigError
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
 from tutti.replica.factors import FactoredLayer
+from tutti.replica.pace import Pace
 from tutti.transports import Transport
 
 Heard = Literal["steps", "samples", "gradients"]
@@ -45,6 +46,8 @@ class Replica(ABC):
         self.apart: frozenset[str] = frozenset()
         """Parameters whose gradients are in no bucket: their factors are exchanged."""
         self.steps = 0
+        self.pace: Pace | None = None
+        """Of its computing, in virtual time."""
         self._memories: dict[Kind, Memory] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
@@ -115,7 +118,7 @@ class Replica(ABC):
         slots = [slot for slot in self.slots if slot.name not in self.apart]
         self.buckets = cut((slots, self.statistics), self._memories, self._bucket_bytes)
         for slot in self.slots:
-            if slot.name in self.apart:
+            if slot.name in self.apart and not self.sizes_only:
                 slot.view = zeros_like(slot.tensor)
 
 

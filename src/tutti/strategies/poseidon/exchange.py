@@ -29,7 +29,7 @@ class PoseidonExchange(Exchange):
         super().__init__(replica, transport)
         self._strategy = strategy
         self._buckets = AllReduceExchange(replica, transport, strategy.in_full)
-        self._factors = FactorSums(transport.channel("factors"))
+        self._factors = FactorSums(transport.channel("factors"), replica.pace)
         self._choice = choices(transport) if strategy.rule == "priced" else None
         self._watched: list[FactoredLayer] | None = replica.watch_factors()
         self._held: list[Bucket | FactoredLayer] = []
@@ -113,9 +113,10 @@ class PoseidonExchange(Exchange):
 
     def _speed(self, shapes: list[Shape]) -> float:
         """Operations a second of the largest product that there is to make, on this rank's clock."""
-        cluster = self.transport.cluster
-        if cluster is not None or not shapes:
-            return cluster.compute.flops if cluster is not None else 1e11
+        if self.replica.pace is not None:
+            return self.replica.pace.speed
+        if not shapes:
+            return 1.0  # Of no consequence.
         largest = max(shapes, key=lambda shape: shape.rows * shape.num_out * shape.num_in)
         rows = max(1, largest.rows * self.transport.size)
         outputs, inputs = torch.rand(rows, largest.num_out), torch.rand(rows, largest.num_in)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from tutti.collectives import parts, recursive_doubling, ring
 from tutti.collectives.mean import weigh
 from tutti.errors import ConfigError, WeightRefused
 from tutti.replica import FactoredLayer
+from tutti.replica.pace import Pace
 from tutti.strategies.means import when_filled
 from tutti.strategies.poseidon.rule import Method
 from tutti.transports import Transport, Work
 from tutti.transports.base import Finished, Steps
+from tutti.transports.extent import Extent
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NO_DTYPE = -1
@@ -35,9 +37,9 @@ class _Gathering:
     """One layer's exchange under way."""
 
     layer: FactoredLayer
-    outputs: Tensor
+    outputs: Tensor = field(default_factory=lambda: torch.empty(0))
     """Factors of this rank, and later of all, by rank."""
-    inputs: Tensor
+    inputs: Tensor = field(default_factory=lambda: torch.empty(0))
     heads: list[_Head] = field(default_factory=list)
     """Of all ranks."""
     done: Work = field(default_factory=Finished)
@@ -83,8 +85,9 @@ class FactorSums:
     factors do not hold, of earlier passes or of another use of the weight, is found at the end and summed in full.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, pace: Pace | None) -> None:
         self._wire = transport
+        self._pace = pace
         self._others = [(transport.rank + step) % transport.size for step in range(1, transport.size)]
         self._methods: dict[str, Method] = {}
         self._weight = 1.0
@@ -103,14 +106,17 @@ class FactorSums:
 
     def start(self, layer: FactoredLayer) -> None:
         """Send the factors of a layer and receive those of others."""
+        tag = _TAGS * (1 + sorted(self._methods).index(layer.slot.name))
+        if layer.slot.tensor.is_meta:
+            self._under_way.append(_Gathering(layer, done=self._wire.beside(self._sized(layer, tag))))
+            return
         pairs = layer.hand_over()
         tensor = layer.slot.tensor
         outputs = torch.cat([e for e, _ in pairs]) if pairs else tensor.new_empty(0, layer.num_out)
         inputs = torch.cat([a for _, a in pairs]) if pairs else tensor.new_empty(0, layer.num_in)
         gathering = _Gathering(layer, outputs.cpu(), inputs.cpu())
-        number = sorted(self._methods).index(layer.slot.name)
         steps = self._broadcast if self._methods[layer.slot.name] == "broadcast" else self._owned
-        gathering.done = self._wire.beside(when_filled(outputs, steps(gathering, _TAGS * (number + 1))))
+        gathering.done = self._wire.beside(when_filled(outputs, steps(gathering, tag)))
         self._under_way.append(gathering)
 
     def finish(self, layers: list[FactoredLayer]) -> frozenset[str]:
@@ -120,9 +126,19 @@ class FactorSums:
         partial = frozenset(layer.slot.name for layer, any_has in zip(layers, more, strict=True) if any_has)
         for gathering in self._under_way:
             gathering.done.wait()
-            self._conclude(gathering, gathering.layer.slot.name in partial)
+            if self._pace is not None:
+                self._pace.operations(self._operations(gathering))
+            if not gathering.layer.slot.tensor.is_meta:
+                self._conclude(gathering, gathering.layer.slot.name in partial)
         self._under_way.clear()
         return partial
+
+    def _operations(self, gathering: _Gathering) -> float:
+        """Of products that this rank makes for others: backward's own time is that of its own."""
+        layer, others = gathering.layer, len(self._others)
+        rows = sum(head.rows for head in gathering.heads) * others / (others + 1) or others * layer.rows
+        parts_made = 1 if self._methods[layer.slot.name] == "broadcast" else others + 1
+        return 2.0 * rows * layer.num_out * layer.num_in / parts_made
 
     def _conclude(self, gathering: _Gathering, partial: bool) -> None:
         slot = gathering.layer.slot
@@ -146,6 +162,22 @@ class FactorSums:
         return tensor.div_(self._wire.size)
 
     # Steps
+
+    def _sized(self, layer: FactoredLayer, tag: int) -> Steps:
+        """The same messages, without values: of as many rows on every rank."""
+        tensor, others, split = layer.slot.tensor, len(self._others), self._methods[layer.slot.name] == "owners"
+        widths = [-(-layer.num_out // (others + 1)) if split else layer.num_out, layer.num_in]
+        yield from self._all_to_all(Extent(len(_Head._fields), torch.float64, 8), tag)
+        for number, width in enumerate(widths, 1):
+            yield from self._all_to_all(Extent(layer.rows * width, tensor.dtype, tensor.itemsize), tag + number)
+        if split:
+            yield from self._all_to_all(Extent(widths[0] * layer.num_in, tensor.dtype, tensor.itemsize), tag + 3)
+
+    def _all_to_all(self, extent: Extent, tag: int) -> Steps:
+        message = cast(Tensor, extent)
+        sending = [self._wire.isend(message, peer, tag) for peer in self._others]
+        yield from [self._wire.irecv(message, peer, tag) for peer in self._others]
+        yield from sending
 
     def _broadcast(self, gathering: _Gathering, tag: int) -> Steps:
         """Everybody's factors to everybody."""
