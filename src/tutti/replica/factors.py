@@ -186,17 +186,18 @@ class _Forward:
 
     def __init__(self, module: nn.Module, layer: FactoredLayer, catcher: "ref[Catcher]") -> None:
         self._module, self._layer, self._catcher = module, layer, catcher
+        self._own: Callable[[nn.Module, Tensor], Tensor] = type(module).forward
 
     def __call__(self, input: Tensor) -> Tensor:
-        made: Tensor
-        catcher = None if torch.compiler.is_compiling() else self._catcher()
+        if torch.compiler.is_compiling():
+            return self._own(self._module, input)
+        catcher = self._catcher()
         if catcher is not None and self._can_catch(input):
             self._layer.went_forward(input)
             if self._layer.catching:
-                made = _Product.apply(input, self._module.weight, self._module.bias, (self._layer, catcher))
+                made: Tensor = _Product.apply(input, self._module.weight, self._module.bias, (self._layer, catcher))
                 return made
-        made = _own_forward(self._module)(input)
-        return made
+        return self._own(self._module, input)
 
     def _can_catch(self, input: Tensor) -> bool:
         weight = self._layer.slot.tensor
