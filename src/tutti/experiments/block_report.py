@@ -65,11 +65,14 @@ def _table(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     head = " | ".join(f"{workers} workers" for workers in part["workers"])
     rows = [f"| {_SINGLE} | {_entry(single)} |" + " |" * (len(part["workers"]) - 1)]
     for method in part["methods"][1:]:
-        cells = " | ".join(_entry(found[method, workers]) for workers in part["workers"])
+        mine = [found.get((method, workers)) for workers in part["workers"]]
+        cells = " | ".join("" if run is None else _entry(run) for run in mine)
         rows.append(f"| {method} | {cells} |")
     most = part["workers"][-1]
     bytes_sent = ", ".join(
-        f"{method} {format_size(found[method, most]['bytes_per_step'])}" for method in part["methods"][1:]
+        f"{method} {format_size(found[method, most]['bytes_per_step'])}"
+        for method in part["methods"][1:]
+        if (method, most) in found
     )
     return f"""## {part["name"]}
 
@@ -158,7 +161,9 @@ def _draw(part: dict[str, Any], runs: list[dict[str, Any]], path: Path) -> None:
     )
     for column, workers in enumerate(sizes):
         for method in part["methods"]:
-            run = next(run for run in runs if run["method"] == method and run["workers"] in (workers, 1))
+            run = next((run for run in runs if run["method"] == method and run["workers"] in (workers, 1)), None)
+            if run is None:
+                continue
             epochs, seconds, values = zip(*run["points"], strict=True)
             style = {"color": _COLOURS[method], "marker": "o", "markersize": 3, "linewidth": 1.5, "label": method}
             axes[0][column].plot(epochs, values, **style)

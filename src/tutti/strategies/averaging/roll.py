@@ -87,13 +87,15 @@ class RollCall:
         return roll, self._wire.beside(self._call(roll))
 
     def _call(self, roll: Roll) -> Steps:
-        mine = torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), roll.rows[self._wire.rank]])
-        sending = [self._wire.isend(mine, peer) for peer in self._others]
-        for peer in self._others:
-            heard = torch.ones_like(mine)
-            while heard[0] != 0:  # It is slow, and on its way.
-                yield self._wire.irecv(heard, peer)
-            roll.rows[peer] = heard[1:]
+        heard = torch.cat([torch.zeros(len(roll.rows), 1, dtype=torch.float64, device="cpu"), roll.rows], dim=1)
+        rows = heard.unbind()
+        sending = [self._wire.isend(rows[self._wire.rank], peer) for peer in self._others]
+        waited = self._others
+        while waited:
+            yield from [self._wire.irecv(rows[peer], peer) for peer in waited]
+            beats = heard[:, 0].tolist()
+            waited = [peer for peer in waited if beats[peer]]  # They are slow, and on their way.
+        roll.rows.copy_(heard[:, 1:])
         yield from sending
 
     def beat(self) -> None:

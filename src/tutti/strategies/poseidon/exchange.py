@@ -94,7 +94,7 @@ class PoseidonExchange(Exchange):
         self.decisions = [
             decide(
                 Shape(shape.name, shape.num_out, shape.num_in, seen, shape.itemsize),
-                self._strategy.rule, self.transport.size, link, self._sum_s, flops,
+                self._strategy.rule, self.transport.size, link, self._more_s, flops,
             )
             for shape, seen in zip(shapes, rows, strict=True)
         ]  # fmt: skip
@@ -105,11 +105,17 @@ class PoseidonExchange(Exchange):
         self._factors.follow(self._methods)
         self.replica.set_apart(frozenset(self._methods))
 
-    def _sum_s(self, num_bytes: int) -> float:
-        """What a sum takes, by the best of ways; nothing where memory is shared."""
+    def _more_s(self, num_bytes: int) -> float:
+        """What a sum takes longer, by the best of ways, for so much more than there is in any case.
+
+        Nothing where memory is shared.
+        """
         if self._choice is None or self._choice.link is None:
             return 0.0
-        return min(self._choice.costs(num_bytes).values())
+        factored = {layer.slot.name for layer in self._watched or ()}
+        always = sum(slot.tensor.nbytes for slot in self.replica.slots if slot.name not in factored)
+        costs = [min(self._choice.costs(total).values()) for total in (always, always + num_bytes)]
+        return costs[1] - costs[0]
 
     def _speed(self, shapes: list[Shape]) -> float:
         """Operations a second of the largest product that there is to make, on this rank's clock."""

@@ -16,7 +16,7 @@ Method = Literal["full", "broadcast", "owners"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 Cost = Callable[[int], float]
-"""Seconds of a sum over all workers, by bytes."""
+"""Seconds that a sum over all workers takes longer, by bytes: biases and other layers are summed in any case."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,20 @@ def sent_bytes(shape: Shape, num_workers: int) -> dict[Method, float]:
     }
 
 
-def seconds(shape: Shape, num_workers: int, link: Link, sum_s: Cost, flops: float) -> dict[Method, float]:
+def seconds(shape: Shape, num_workers: int, link: Link, more_s: Cost, flops: float) -> dict[Method, float]:
     """What each way takes when nothing else does: sending, and multiplying what others would have multiplied."""
     sent = sent_bytes(shape, num_workers)
     beyond_own = 2.0 * (num_workers - 1) * shape.rows * shape.num_out * shape.num_in / flops
     return {
-        "full": sum_s(shape.num_bytes),
+        "full": more_s(shape.num_bytes),
         "broadcast": link.seconds(sent["broadcast"]) + beyond_own,
         "owners": link.seconds(sent["owners"]) + link.latency_s + beyond_own / num_workers,
     }
 
 
-def decide(shape: Shape, rule: str, num_workers: int, link: Link, sum_s: Cost, flops: float) -> Decision:
+def decide(shape: Shape, rule: str, num_workers: int, link: Link, more_s: Cost, flops: float) -> Decision:
     """By a rule's name: "priced" takes the fastest, "sacp" what is published, and a method's name that method."""
-    times = seconds(shape, num_workers, link, sum_s, flops)
+    times = seconds(shape, num_workers, link, more_s, flops)
     method: Method
     if rule == "priced":
         method = min(METHODS, key=lambda each: times[each])

@@ -137,7 +137,7 @@ class Receive(Pending):
             )
             return False
         if not payload.is_meta:
-            tensor.detach().copy_(payload.reshape(tensor.shape))
+            tensor.detach().copy_(payload if payload.shape == tensor.shape else payload.reshape(tensor.shape))
         return True
 
     def overdue(self, error: Exception) -> None:
