@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tutti
+from support import run_ok
 from tutti.errors import ConfigError
 from tutti.plan import LayerProfile, Profile
 from tutti.plan.measure import timeline
@@ -483,6 +484,27 @@ def test_bad_models_and_batches(model: Any, batch: Any, says: str) -> None:
 def test_bad_losses(loss: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         tutti.profile(nn.Linear(4, 4), (torch.ones(2, 4), torch.zeros(3, dtype=torch.int64)), loss=loss)
+
+
+def refused_while_distributed(world: tutti.World) -> bool:
+    model = nn.Linear(4, 4)
+    with (
+        tutti.distribute(model, torch.optim.SGD(model.parameters()), world=world),
+        pytest.raises(ConfigError, match="Profile it before distribute"),
+    ):
+        tutti.profile(model, torch.ones(2, 4))
+    return tutti.profile(model, torch.ones(2, 4), repeats=1).num_samples == 2
+
+
+def test_a_distributed_model() -> None:
+    assert run_ok(refused_while_distributed, size=2, transport="simulated") == [True, True]
+
+
+def test_a_compiled_model() -> None:
+    wrapped = nn.Sequential(nn.Linear(4, 4))
+    wrapped._orig_mod = wrapped[0]  # As torch.compile does.
+    with pytest.raises(ConfigError, match=r"Profile it before torch\.compile"):
+        tutti.profile(wrapped, torch.ones(2, 4))
 
 
 def test_bad_optimisers_and_repeats() -> None:

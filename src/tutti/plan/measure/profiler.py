@@ -30,8 +30,8 @@ def profile(
     measured too, if given.
 
     Times are medians of up to `repeats` passes, and of three at least. The model is measured in the mode it is in,
-    train or eval, on the device it is on; it and the optimiser are left as they were. Profile it before `distribute`:
-    backward passes of a distributed model are exchanged.
+    train or eval, on the device it is on; it and the optimiser are left as they were. Profile it before
+    `distribute`, after which backward passes are exchanged.
     """
     if repeats < 1:
         raise ConfigError(f"profile needs 1 repeat or more, got {repeats}.")
