@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import tutti
@@ -367,6 +368,27 @@ def test_a_target_without_a_loss_is_not_given_to_the_model() -> None:
     assert found.layers[0].rows == 6
 
 
+def test_a_layer_whose_weight_is_computed() -> None:
+    model = weight_norm(nn.Linear(4, 3, bias=False))
+    found = tutti.profile(model, torch.randn(2, 4), repeats=1)
+    assert by_name(found)[""].rows == 2
+    assert by_name(found)[""].work == 2 * 2 * 4 * 3
+    assert by_name(found)["parametrizations.weight"].gradient_bytes == 4 * (3 + 12)
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = tutti.profile(model, torch.randint(10, (3, 5)), optimizer=optimizer, repeats=1)
+    assert found.gradients[-1].num_bytes == 160, "as many as if all rows had one"
+
+
+def test_packed_sequences() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    found = tutti.profile(nn.LSTM(4, 6), packed, repeats=1)
+    assert found.layers[0].work == 2 * 5 * 24 * (4 + 6), "five steps in all; nobody needs the gradient by the batch"
+
+
 def test_layers_that_change_their_input() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(inplace=True), nn.Identity(), nn.Flatten(), nn.Linear(72, 3))
     found = tutti.profile(model, torch.randn(2, 1, 8, 8), repeats=1)
@@ -500,11 +522,14 @@ def test_a_distributed_model() -> None:
     assert run_ok(refused_while_distributed, size=2, transport="simulated") == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_model() -> None:
     wrapped = nn.Sequential(nn.Linear(4, 4))
     wrapped._orig_mod = wrapped[0]  # As torch.compile does.
-    with pytest.raises(ConfigError, match=r"Profile it before torch\.compile"):
-        tutti.profile(wrapped, torch.ones(2, 4))
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    for model in (wrapped, scripted):
+        with pytest.raises(ConfigError, match=r"Profile it before torch\.compile"):
+            tutti.profile(model, torch.ones(2, 4))
 
 
 def test_bad_optimisers_and_repeats() -> None:

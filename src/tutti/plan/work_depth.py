@@ -81,8 +81,12 @@ def operator(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tens
     """What a call of the layer takes."""
     if not outputs:
         return Operator(NOTHING, NOTHING, NOTHING)
-    count = next((OPERATORS[kind] for kind in type(module).__mro__ if kind in OPERATORS), elementwise)
-    return count(module, inputs or outputs, outputs)
+    return (known(module) or elementwise)(module, inputs or outputs, outputs)
+
+
+def known(module: nn.Module) -> Count | None:
+    """The function for what the module is, or is made from."""
+    return next((OPERATORS[kind] for kind in type(module).__mro__ if kind in OPERATORS), None)
 
 
 def sum_depth(num_terms: float) -> int:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tutti.errors import ConfigError
 from tutti.plan.measure.problem import Problem
-from tutti.plan.work_depth import NOTHING, WorkDepth, operator
+from tutti.plan.work_depth import NOTHING, WorkDepth, known, operator
 
 
 @dataclass
@@ -33,8 +33,9 @@ class Layer:
     @property
     def computes(self) -> bool:
         """By itself, and not only by what is in it."""
-        own = any(p is not None for p in self.module._parameters.values())
-        return own or bool(self.gradients) or not any(self.module.children())
+        own = self.gradients or any(p is not None for p in self.module._parameters.values())
+        # What has a module for its weight, as under weight_norm, is still what it was.
+        return bool(own) or known(self.module) is not None or not any(self.module.children())
 
     def __str__(self) -> str:
         return f"'{self.name}' ({self.kind})" if self.name else self.kind
@@ -64,8 +65,9 @@ def num_bytes(tensor: Tensor) -> int:
 def examine(problem: Problem) -> list[Layer]:
     """The model's layers in the order of forward, found by going forward and backward once.
 
-    A layer is a module without others in it, or one that has parameters of its own. Parameters belong to the module
-    that has them; if only something around that is called, as in nn.MultiheadAttention, to the nearest such module.
+    A layer is a module without others in it, one that has parameters of its own, or one of a known kind.
+    Parameters belong to the module that has them; if only something around that is called, as in
+    nn.MultiheadAttention, to the nearest such module.
     """
     model = problem.model
     with _watched(model) as (called, inside):

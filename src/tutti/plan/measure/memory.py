@@ -37,22 +37,18 @@ class _Count(TorchDispatchMode):
 
     def __init__(self, there: Iterable[Tensor]) -> None:
         super().__init__()
-        self._known = {tensor.untyped_storage()._cdata for tensor in there}
+        self._known = set(_storages(there))
         self._now = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(returned):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                self._note(leaf.untyped_storage())
+        for place, storage in _storages(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)).items():
+            if place not in self._known:
+                self._known.add(place)
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._gone, place, storage.nbytes()).atexit = False
+        self.most = max(self.most, self._now)
         return returned
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self._now += storage.nbytes()
-            self.most = max(self.most, self._now)
-            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes()).atexit = False
 
     def _gone(self, place: int, num_bytes: int) -> None:
         self._known.discard(place)
@@ -61,5 +57,10 @@ class _Count(TorchDispatchMode):
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Of tensors some of which may be views of others, or given twice."""
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
-    return sum(storages.values())
+    return sum(storage.nbytes() for storage in _storages(tensors).values())
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """By where they are; sparse tensors have none of their own."""
+    dense = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+    return {storage._cdata: storage for storage in dense}

@@ -77,8 +77,8 @@ def _num_needed(model: nn.Module, given: int) -> int:
 
 def _check(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
     """Where the model is; raise if it is nowhere, in several places, or has nothing to learn from so little."""
-    if hasattr(model, "_orig_mod"):
-        raise ConfigError("layers of a compiled model cannot be told apart. Profile it before torch.compile.")
+    if hasattr(model, "_orig_mod") or any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
+        raise ConfigError("layers of a compiled model cannot be told apart. Profile it before torch.compile or script.")
     if any(isinstance(hook, LeftBehind) for hook in model._forward_pre_hooks.values()):
         raise ConfigError("backward passes of a distributed model are exchanged. Profile it before distribute.")
     parameters = list(model.parameters())
