@@ -6,6 +6,8 @@ from tutti.job import Job, distribute, measure_link, sync_batchnorm
 from tutti.launch import init, launch
 from tutti.launch.lab import lab
 from tutti.launch.simulate import Simulation, simulate
+from tutti.plan import Profile
+from tutti.plan.measure import profile
 from tutti.shard import shard
 from tutti.strategies import (
     BSP,
@@ -41,6 +43,7 @@ __all__ = [
     "ParameterServer",
     "PeerUpdates",
     "Poseidon",
+    "Profile",
     "Simulation",
     "SoftSync",
     "StalenessAware",
@@ -51,6 +54,7 @@ __all__ = [
     "lab",
     "launch",
     "measure_link",
+    "profile",
     "shard",
     "simulate",
     "sync_batchnorm",

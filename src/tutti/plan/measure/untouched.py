@@ -1,0 +1,49 @@
+"""Train on somebody's model, and leave it as it was."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put values, gradients, buffers and random numbers back at the end; in between there are no gradients.
+
+    The garbage collector rests meanwhile: it would come in the middle of something that is timed.
+    """
+    values = [(p, p._version, _kept(p)) for p in model.parameters()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(m, name, b, _kept(b)) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    collects = gc.isenabled()
+    gpus = [device] if device.type == "cuda" else []
+    try:
+        gc.disable()
+        forget(model)
+        with torch.random.fork_rng(devices=gpus), torch.enable_grad():
+            yield
+    finally:
+        if collects:
+            gc.enable()
+        with torch.no_grad():
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for parameter, version, value in values:
+                if parameter._version != version:  # Embedding(max_norm=...) changes its rows as it looks them up.
+                    parameter.copy_(value)
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(value)
+
+
+def forget(model: nn.Module) -> None:
+    """Drop all gradients."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """In the computer's memory: a GPU may have no room for two."""
+    return tensor.detach().to("cpu", copy=True)

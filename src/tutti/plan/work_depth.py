@@ -1,0 +1,274 @@
+"""Work and depth of layers: how many operations there are, and how many of them must wait for each other.
+
+After the table of Ben-Nun and Hoefler (2019) that Fourie (2019) prints as figure 6, with constants: a multiplication
+counts together with its addition, and a sum is a tree. `OPERATORS` has one function for each kind of layer; what none
+of them is for counts as elementwise.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.pooling import (
+    _AdaptiveAvgPoolNd,
+    _AdaptiveMaxPoolNd,
+    _AvgPoolNd,
+    _LPPoolNd,
+    _MaxPoolNd,
+)
+
+from tutti.errors import ConfigError
+
+
+class WorkDepth(NamedTuple):
+    """Operations, W, and the longest chain among them, D."""
+
+    work: float
+    depth: float
+
+    @property
+    def parallelism(self) -> float:
+        """Operations that can be done at once, on average: W / D."""
+        return self.work / self.depth if self.depth else 0.0
+
+    def bounds(self, num_processors: int) -> tuple[float, float]:
+        """The least and the most time on so many processors, in operations: max(W/p, D) <= T_p <= W/p + D.
+
+        After Brent (1974). Fourie (2019) prints min in place of max, which is weaker than it need be: there is no way
+        around the work, and none around the longest chain either.
+        """
+        if num_processors < 1:
+            raise ConfigError(f"bounds are of 1 processor or more, got {num_processors}.")
+        share = self.work / num_processors
+        return max(share, self.depth), share + self.depth
+
+    def after(self, other: "WorkDepth") -> "WorkDepth":
+        """Both, one after the other."""
+        return WorkDepth(self.work + other.work, self.depth + other.depth)
+
+    def beside(self, other: "WorkDepth") -> "WorkDepth":
+        """Both, at the same time."""
+        return WorkDepth(self.work + other.work, max(self.depth, other.depth))
+
+
+NOTHING = WorkDepth(0, 0)
+
+
+class Operator(NamedTuple):
+    """The three evaluations of a layer."""
+
+    output: WorkDepth
+    by_weights: WorkDepth
+    """The gradient by its parameters."""
+    by_input: WorkDepth
+    """The gradient by its input."""
+
+    def needed(self, weights: bool, inputs: bool) -> WorkDepth:
+        """Forward, and of backward what someone needs: the two gradients depend on the output's, not on each other."""
+        back = (self.by_weights if weights else NOTHING).beside(self.by_input if inputs else NOTHING)
+        return self.output.after(back)
+
+
+Count = Callable[[nn.Module, Sequence[Tensor], Sequence[Tensor]], Operator]
+"""From a layer, the tensors it was given and those it returned."""
+
+
+def operator(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """What a call of the layer takes."""
+    if not outputs:
+        return Operator(NOTHING, NOTHING, NOTHING)
+    return (known(module) or elementwise)(module, inputs or outputs, outputs)
+
+
+def known(module: nn.Module) -> Count | None:
+    """The function for what the module is, or is made from."""
+    return next((OPERATORS[kind] for kind in type(module).__mro__ if kind in OPERATORS), None)
+
+
+def sum_depth(num_terms: float) -> int:
+    """Of a sum of so many products: one multiplication, then a tree of additions."""
+    return 1 + math.ceil(math.log2(max(1.0, num_terms)))
+
+
+def elementwise(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """Activations: every element by itself. A parameter's gradient is a sum over all of them."""
+    once = WorkDepth(outputs[0].numel(), 1)
+    return Operator(once, WorkDepth(once.work, sum_depth(once.work)), once)
+
+
+def view(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """The same values in another shape: nothing is computed."""
+    return Operator(NOTHING, NOTHING, NOTHING)
+
+
+def linear(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """Fully connected: three products of matrices, N C_in C_out each."""
+    c_in, c_out = inputs[0].shape[-1], outputs[0].shape[-1]
+    n = outputs[0].numel() // max(1, c_out)
+    return _products(n * c_in * c_out, c_in, n, c_out)
+
+
+def _products(work: float, *num_terms: float) -> Operator:
+    """Three times the same work, as sums of so many terms each: output, by weights, by input."""
+    return Operator(*(WorkDepth(work, sum_depth(terms)) for terms in num_terms))
+
+
+def convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """Direct convolution: N C_out C_in H' W' K_x K_y, divided by groups.
+
+    The table prints the depth of the output for the gradients too, and H W for H' W' in one of them. Here they are
+    what they are for a fully connected layer, which is a 1 x 1 convolution of 1 x 1 images: the gradient by the
+    weights is a sum over samples and positions, the one by the input over output channels and the kernel, and each
+    has as many products as forward.
+    """
+    assert isinstance(module, _ConvNd)
+    kernel = math.prod(module.kernel_size)
+    c_in, c_out = module.in_channels // module.groups, module.out_channels // module.groups
+    positions = outputs[0].numel() // module.out_channels
+    return _products(positions * module.out_channels * c_in * kernel, c_in * kernel, positions, c_out * kernel)
+
+
+def transposed_convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """A convolution the other way: every input is multiplied by the kernel."""
+    assert isinstance(module, _ConvNd)
+    kernel = math.prod(module.kernel_size)
+    c_in, c_out = module.in_channels // module.groups, module.out_channels // module.groups
+    positions = inputs[0].numel() // module.in_channels
+    return _products(positions * module.in_channels * c_out * kernel, c_in * kernel, positions, c_out * kernel)
+
+
+def pooling(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """A tree over each window; back, every input by itself. Windows that overlap are computed one by one."""
+    window = inputs[0].numel() / max(1, outputs[0].numel())  # Of adaptive ones, on average.
+    size = getattr(module, "kernel_size", None)
+    if isinstance(size, int):
+        window = float(size ** max(1, inputs[0].dim() - 2))
+    elif isinstance(size, tuple):
+        window = float(math.prod(size))
+    work = max(inputs[0].numel(), outputs[0].numel() * window)
+    return Operator(WorkDepth(work, max(1, math.ceil(math.log2(window)))), NOTHING, WorkDepth(work, 1))
+
+
+def batch_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """A mean and a variance of each channel: over samples, the table's N, and over positions where there are any."""
+    channels = inputs[0].shape[1] if inputs[0].dim() > 1 else 1
+    return _normalised(inputs[0].numel(), inputs[0].numel() / max(1, channels), None)
+
+
+def layer_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """A mean and a variance of each sample; gradients of the parameters are sums over samples."""
+    group = math.prod(getattr(module, "normalized_shape", inputs[0].shape[-1:]))
+    return _normalised(inputs[0].numel(), group, inputs[0].numel() / max(1, group))
+
+
+def group_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """A mean and a variance of each sample's groups of channels; of each channel in InstanceNorm."""
+    samples, channels = inputs[0].shape[0], inputs[0].shape[1]
+    groups = getattr(module, "num_groups", channels)
+    return _normalised(inputs[0].numel(), inputs[0].numel() / max(1, samples * groups), inputs[0].numel() / channels)
+
+
+def _normalised(numel: int, num_averaged: float, num_summed: float | None) -> Operator:
+    """Means over so many values; sums over so many for the parameters, as many if not said."""
+    once = WorkDepth(numel, sum_depth(num_averaged))
+    return Operator(once, WorkDepth(numel, sum_depth(num_averaged if num_summed is None else num_summed)), once)
+
+
+def softmax(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """A sum over the classes, forward and back."""
+    dim = getattr(module, "dim", None)
+    once = WorkDepth(outputs[0].numel(), sum_depth(outputs[0].shape[-1 if dim is None else dim]))
+    return Operator(once, NOTHING, once)
+
+
+def embedding(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """Rows are looked up; back, they are added up where they came from: all to the same one, at worst."""
+    numel, rows = outputs[0].numel(), inputs[0].numel()
+    width = outputs[0].shape[-1]
+    summed = rows * width / max(1, numel)  # In an EmbeddingBag, rows of one bag.
+    return Operator(WorkDepth(rows * width, sum_depth(summed)), WorkDepth(rows * width, sum_depth(rows)), NOTHING)
+
+
+def recurrent(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """RNN, GRU and LSTM: fully connected layers with the hidden state between, so that depth grows with length.
+
+    The layers of a stack follow each other by one step; with both directions, each waits for the whole one below.
+    """
+    assert isinstance(module, nn.RNNBase)
+    x, ways = inputs[0], 2 if module.bidirectional else 1
+    length = x.shape[1 if module.batch_first and x.dim() > 2 else 0]
+    carried = module.proj_size or module.hidden_size
+    widths = [module.input_size] + [ways * carried] * (module.num_layers - 1)
+    gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1) * module.hidden_size
+    rows = x.numel() // max(1, module.input_size)
+    work = rows * ways * sum(gates * (width + carried) + module.proj_size * module.hidden_size for width in widths)
+    steps = module.num_layers * length if ways == 2 else length + module.num_layers - 1
+    return _unrolled(work, steps, max(widths) + carried, gates, rows)
+
+
+def recurrent_cell(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """One step of a recurrent layer."""
+    assert isinstance(module, nn.RNNCellBase)
+    gates = module.weight_hh.shape[0]
+    rows = inputs[0].numel() // max(1, module.input_size)
+    wide = module.input_size + module.hidden_size
+    return _unrolled(rows * gates * wide, 1, wide, gates, rows)
+
+
+_GATING = 4
+"""Operations in a row between the products of two steps: a gate, its use, the cell's nonlinearity, the output."""
+
+
+def _unrolled(work: float, steps: int, wide: int, gates: int, rows: int) -> Operator:
+    """Steps in a row, each a product over `wide` and its gates; the weights' gradient needs the last of them."""
+    forward, back = steps * (sum_depth(wide) + _GATING), steps * (sum_depth(gates) + _GATING)
+    by_weights = WorkDepth(work, back + sum_depth(rows))
+    return Operator(WorkDepth(work, forward), by_weights, WorkDepth(work, back))
+
+
+def attention(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+    """Four fully connected layers, and between them every query with every key: scores, a softmax, a mixture."""
+    assert isinstance(module, nn.MultiheadAttention)
+    query, key = inputs[0], inputs[min(1, len(inputs) - 1)]
+    width = module.embed_dim
+    num_keys = key.shape[1 if module.batch_first and key.dim() > 2 else 0]
+    rows, key_rows = query.numel() // width, key.numel() // max(1, key.shape[-1])
+    projected = 2 * rows * width * width + key_rows * width * (module.kdim + module.vdim)
+    mixed = 2 * rows * num_keys * width
+    between = sum_depth(module.head_dim) + 2 * sum_depth(num_keys) + 1
+    forward = WorkDepth(projected + mixed, 2 * sum_depth(width) + between)
+    by_input = WorkDepth(projected + 2 * mixed, forward.depth)
+    # The weights of the first three layers need the gradient to have come back to them.
+    return Operator(forward, WorkDepth(projected, sum_depth(width) + between + sum_depth(rows)), by_input)
+
+
+OPERATORS: dict[type[nn.Module], Count] = {
+    nn.Identity: view,
+    nn.Flatten: view,
+    nn.Unflatten: view,
+    nn.Linear: linear,
+    _ConvNd: convolution,
+    _ConvTransposeNd: transposed_convolution,
+    _MaxPoolNd: pooling,
+    _AvgPoolNd: pooling,
+    _LPPoolNd: pooling,
+    _AdaptiveMaxPoolNd: pooling,
+    _AdaptiveAvgPoolNd: pooling,
+    _BatchNorm: batch_norm,
+    _InstanceNorm: group_norm,
+    nn.GroupNorm: group_norm,
+    nn.LayerNorm: layer_norm,
+    nn.RMSNorm: layer_norm,
+    nn.Softmax: softmax,
+    nn.LogSoftmax: softmax,
+    nn.Embedding: embedding,
+    nn.EmbeddingBag: embedding,
+    nn.RNNBase: recurrent,
+    nn.RNNCellBase: recurrent_cell,
+    nn.MultiheadAttention: attention,
+}
+"""By class; a class of its own counts as the nearest it is made from."""
