@@ -79,6 +79,7 @@ def test_links_of_this_machine(call: Call, tmp_path: Path, profiled: list[int | 
     ended = call("plan", "digits", "--workers", "2", "--cluster", "measured", "--json", "plan.json")
     assert ended.status == 0, ended.err
     assert "measured: 1 host" in ended.out
+    assert len(profiled) == 2, "with all threads, and with one"
     assert "hosts = 1" in json.loads((tmp_path / "plan.json").read_text())["cluster"]
 
 

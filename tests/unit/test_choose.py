@@ -5,13 +5,15 @@ import json
 import pytest
 
 from profiles import lab_perceptron, perceptron
-from tutti.cluster import Cluster, Host, Link
+from tutti.cluster import Cluster, Jitter, Link
 from tutti.errors import ConfigError, NoLink
 from tutti.plan import Prediction, plan
 from tutti.plan.choose import choose
+from tutti.plan.scaling import sharing_cores
 from tutti.strategies import AllReduce, ParameterServer, Strategy, parse
 
 SLOW, FAST = Cluster(link=Link("100mbit", "100us")), Cluster(link=Link("100gbit", "2us"))
+UNEVEN = Cluster(link=Link("1gbit", "50us"), jitter=Jitter(0.1))
 TINY = perceptron(64, 10, computing_s=1e-4, num_samples=8)
 
 
@@ -84,6 +86,27 @@ def test_exact_is_preferred_to_lossy() -> None:
     assert choose([exact], [clearly]) is clearly
 
 
+def test_of_exact_ones_that_differ_by_little_all_reduce() -> None:
+    ring, servers = prediction("ring", 1.0), prediction("ps:bsp", 0.97)
+    assert choose([servers, ring], []) is ring
+    assert choose([prediction("ps:bsp", 0.9), ring], []).strategy == parse("ps:bsp")
+
+
+def test_workers_that_share_cores() -> None:
+    """On four cores: two threads each for two workers, one for four, and half a core for eight."""
+    single, whole = perceptron(64, 10, computing_s=1.0), perceptron(64, 10, computing_s=0.4)
+    profile = sharing_cores(single, whole, 4)
+    assert [profile(n).forward_s * 3 for n in (1, 2, 3, 4, 8)] == pytest.approx([0.4, 0.5, 1.0, 1.0, 2.0])
+    poorly = sharing_cores(single, perceptron(64, 10, computing_s=0.8), 4)
+    assert poorly(2).forward_s * 3 == pytest.approx(0.8), "two threads are no quicker than four"
+    found = plan(profile, 4, Cluster(hosts=1))
+    assert found.alone.computing_s == pytest.approx(0.4)
+    assert found.best.computing_s == pytest.approx(1.0)
+    assert found.distribute
+    assert found.best.samples_per_s < 1.7 * found.alone.samples_per_s
+    assert plan(profile, 16, Cluster(hosts=1)).best.samples_per_s < 1.7 * found.alone.samples_per_s
+
+
 def test_of_lossy_ones_about_as_fast_the_nearest_to_exact() -> None:
     lossies = [prediction("ring+topk", 0.50, 1), prediction("ring+onebit", 0.55, 30), prediction("ring+bf16", 0.8, 500)]
     assert choose([prediction("ring", 1.0)], lossies) is lossies[1]
@@ -131,19 +154,31 @@ def test_strong_scaling_stops_paying_where_weak_scaling_goes_on() -> None:
     assert strong.stops_paying_at is not None
 
 
-def test_what_is_uneven_is_simulated_for_the_best_few() -> None:
-    asked: list[str] = []
+def test_what_is_uneven_is_simulated_until_the_best_was() -> None:
+    asked: list[Strategy] = []
 
     def simulated(strategy: Strategy) -> float:
-        asked.append(str(strategy))
-        return 9.0 if len(asked) == 1 else 0.5 + 0.1 * len(asked)
+        asked.append(strategy)
+        return 9.0 if len(asked) == 1 else 1e-3
 
-    uneven = Cluster(link=Link("1gbit", "50us"), jitter=0.1)  # type: ignore[arg-type]
-    found = plan(lab_perceptron(0.02), 4, uneven, simulated=simulated)
-    assert 2 <= len(asked) <= 6
-    assert asked[0] != str(found.best.strategy), "what the simulation finds slow is not the best"
-    assert found.best.simulated or found.best.step_s < 0.5
-    assert plan(lab_perceptron(0.02), 4, SLOW, simulated=simulated).best.simulated is False
+    found = plan(lab_perceptron(0.02), 4, UNEVEN, simulated=simulated)
+    assert len(asked) == 2
+    assert (found.best.strategy, found.best.step_s, found.best.simulated) == (asked[1], 1e-3, True)
+    assert found.predictions[-1].strategy == asked[0], "what the simulation finds slow is not the best"
+    asked.clear()
+    assert not plan(lab_perceptron(0.02), 4, SLOW, simulated=simulated).best.simulated
+    assert asked == [], "formulas hold"
+
+
+def test_few_are_simulated() -> None:
+    asked: list[Strategy] = []
+
+    def simulated(strategy: Strategy) -> float:
+        asked.append(strategy)
+        return 9.0
+
+    plan(lab_perceptron(0.02), 4, UNEVEN, simulated=simulated, allow_lossy=True)
+    assert len(set(asked)) == len(asked) == 12, "six exact ones, and six others"
 
 
 def test_what_would_talk_where_no_link_is_is_left_out() -> None:
@@ -152,10 +187,20 @@ def test_what_would_talk_where_no_link_is_is_left_out() -> None:
             raise NoLink("not joined")
         return 2.0
 
-    hosts = tuple(Host(name=name) for name in "abc")
-    links = {("a", "b"): Link("1gbit"), ("b", "c"): Link("1gbit"), ("a", "c"): Link("1gbit", "1ms")}
-    found = plan(TINY, 3, Cluster(link=None, hosts=hosts, links=links), simulated=simulated)
-    assert len(found.predictions) < 7
+    found = plan(TINY, 3, UNEVEN, simulated=simulated)
+    assert [(each.strategy, each.step_s) for each in found.predictions] == [(AllReduce("ring"), 2.0)]
+
+
+def test_hosts_that_nothing_joins() -> None:
+    apart = Cluster(link=None, hosts=2)
+    with pytest.raises(NoLink, match="hosts of the cluster 'cluster' are not joined as any strategy needs"):
+        plan(TINY, 2, apart)
+    assert plan(TINY, 1, apart).stops_paying_at == 1
+
+
+def test_without_an_exact_one_the_best_of_the_others() -> None:
+    others = [prediction("gossip", 0.5), prediction("bmuf:every=16", 0.7)]
+    assert choose([], others) is others[0]
 
 
 def test_one_worker() -> None:

@@ -1,10 +1,13 @@
 """`tutti plan`: what every strategy would cost, which to use, and whether to use any."""
 
+import os
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,7 +21,7 @@ from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
 from tutti.plan import Plan, Prediction, Profile, plan
-from tutti.plan.scaling import each_has, share_of
+from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
 from tutti.recipes import RECIPES
 from tutti.strategies import Strategy
 
@@ -27,8 +30,8 @@ MEASURED = "measured"
 ALLOWED = ("lossy",)
 
 _MOST_ROWS = 20
-_MOST_SIMULATED_RANKS = 64
-"""A ring of more sends too many messages to wait for."""
+_MOST_SIMULATED_RANKS = 32
+"""More send too many messages to wait for."""
 _MEASURED_RANKS = 2
 
 
@@ -79,7 +82,8 @@ def planned(
         cluster = _measured() if cluster_text == MEASURED else Cluster.load(cluster_text)
         cluster.place(workers)
         status.update(f"measuring a step of {subject}")
-        profile = profile_of(subject, parse_options(option), batch, input_shape)
+        measure = partial(profile_of, subject, parse_options(option), batch, input_shape)
+        profile = _sharing_here(measure) if cluster_text == MEASURED else measure()
         status.update("pricing")
         simulated = partial(_simulated, each_has(profile, workers, global_batch), workers, cluster, status.update)
         made = plan(
@@ -112,6 +116,17 @@ def _measured() -> Cluster:
     """This machine, as a cluster of one host."""
     found = launch(measure_here, workers=_MEASURED_RANKS)[0]
     return Cluster(name=MEASURED, hosts=1, within=Link(*found["links"]["within"]))
+
+
+def _sharing_here(measure: Callable[[], Profile]) -> Profiles:
+    """Profiles of workers that share the cores of this machine."""
+    whole, threads = measure(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        single = measure()
+    finally:
+        torch.set_num_threads(threads)
+    return sharing_cores(single, whole, len(os.sched_getaffinity(0)))
 
 
 def profile_of(subject: str, options: dict[str, Any], batch: int | None, input_shape: str | None) -> Profile:

@@ -1,7 +1,9 @@
 """Choose how to train: every strategy priced, the best one, and why; or none of them."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from tutti.cluster import Cluster
@@ -11,12 +13,15 @@ from tutti.plan.cost import Prediction, Simulated, price
 from tutti.plan.place import up_to
 from tutti.plan.profile import Profile
 from tutti.plan.reason import has_codec, in_words, sums_with_and_without
-from tutti.plan.scaling import each_has, pays_up_to, priced
+from tutti.plan.scaling import Profiles, each_has, pays_up_to, priced
 from tutti.strategies import AllReduce, ParameterServer, Strategy
 from tutti.strategies.averaging.strategy import Blocks
 
 GAIN = 1.1
 """What is lossy must be faster than what is exact by this to be chosen, and a codec than none."""
+
+TIE = 1.05
+"""Exact ones that differ by less than formulas may be off: all-reduce is chosen before servers."""
 
 NEAR = 1.15
 """What takes no longer than this times the fastest is about as fast: of those, the one nearest to exact is chosen."""
@@ -53,7 +58,7 @@ class Plan:
 
 
 def plan(
-    profile: Profile,
+    profile: Profile | Profiles,
     workers: int,
     cluster: Cluster,
     *,
@@ -64,7 +69,8 @@ def plan(
     """Price what can be used by so many workers on a cluster, and choose.
 
     Args:
-        profile: of one worker of speed 1.
+        profile: of one worker of speed 1; or a function that gives it for so many workers, where they hold each other
+            up, as those that share cores do.
         allow_lossy: also consider what does not do exactly what one worker would: codecs, stale and rare exchanges.
         global_batch: samples of all workers together, however many they are; by default each has the profile's.
         simulated: asked where formulas do not hold, about the few that are best by formula.
@@ -75,6 +81,8 @@ def plan(
     own = each_has(profile, workers, global_batch)
     asked = [list(exact(own)), list(lossy()) if allow_lossy else []]
     exacts, lossies = (_looked_at(priced(group, own, workers, cluster), own, cluster, simulated) for group in asked)
+    if not exacts and not lossies:
+        raise NoLink(f"hosts of the cluster '{cluster.name}' are not joined as any strategy needs: give them links.")
     chosen = choose(exacts, lossies)
     rest = sorted((each for each in (*exacts, *lossies) if each is not chosen), key=_step_s)
     alone = price(AllReduce(), each_has(profile, 1, global_batch), 1, up_to(cluster, 1))
@@ -93,12 +101,19 @@ def plan(
 
 
 def choose(exacts: Sequence[Prediction], lossies: Sequence[Prediction]) -> Prediction:
-    """The fastest exact one, unless lossy ones are clearly faster: of the fastest of those, the nearest to exact."""
-    best = min(exacts, key=_step_s)
-    better = [each for each in lossies if each.step_s * GAIN <= best.step_s]
-    fastest_s = min((each.step_s for each in better), default=0.0)
+    """An exact one, unless lossy ones are clearly faster: of the fastest of those, the nearest to exact."""
+    quickest_s = min((each.step_s for each in exacts), default=inf)
+    best = min((each for each in exacts if each.step_s <= TIE * quickest_s), key=_by_kind, default=None)
+    better = [each for each in lossies if best is None or each.step_s * GAIN <= best.step_s]
+    if best is not None and not better:
+        return best
+    fastest_s = min(each.step_s for each in better)
     near = [each for each in better if each.step_s <= NEAR * fastest_s]
-    return min(near, key=lambda each: (_distance(each.strategy), -each.bytes_per_step)) if near else best
+    return min(near, key=lambda each: (_distance(each.strategy), -each.bytes_per_step))
+
+
+def _by_kind(prediction: Prediction) -> tuple[int, float]:
+    return _distance(prediction.strategy), prediction.step_s
 
 
 def _distance(strategy: Strategy) -> int:
@@ -115,22 +130,22 @@ def _looked_at(
     found: list[Prediction], profile: Profile, cluster: Cluster, simulated: Simulated | None
 ) -> list[Prediction]:
     """The same, with the best of them simulated where formulas do not hold."""
-    for _ in range(_MOST_SIMULATED if simulated is not None else 0):
-        found.sort(key=_step_s)
-        if not found or found[0].simulated:
+    asked = 0
+    while simulated is not None and found and asked < _MOST_SIMULATED:
+        first = min(found, key=_step_s)
+        if first.simulated:
             break
-        first = found.pop(0)
-        try:
-            again = price(first.strategy, profile, first.workers, cluster, simulated)
-        except NoLink:  # It would talk between hosts that are not joined.
-            continue
-        found.append(again)
-        if not again.simulated:  # A formula holds for it, and so for all.
-            break
+        found.remove(first)
+        with suppress(NoLink):  # It would talk between hosts that are not joined: there it cannot be used.
+            found.append(price(first.strategy, profile, first.workers, cluster, simulated))
+            asked += 1
+            if not found[-1].simulated:  # A formula holds for it, and so for all.
+                break
     return found
 
 
 def _compress(found: Sequence[Prediction]) -> bool:
     """Whether a codec makes all-reduce clearly faster, or is part of the first of these."""
     coded, plain = sums_with_and_without(found)
-    return has_codec(found[0].strategy) or coded.step_s * GAIN <= plain.step_s
+    gains = coded is not None and (plain is None or coded.step_s * GAIN <= plain.step_s)
+    return has_codec(found[0].strategy) or gains

@@ -1,16 +1,19 @@
 """How many workers pay: each number of them with the best strategy for it, by formula."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from tutti.cluster import Cluster
 from tutti.errors import ConfigError
 from tutti.plan.candidates import exact, lossy
 from tutti.plan.cost import Prediction, price
-from tutti.plan.loads import with_batch
+from tutti.plan.loads import slowed, with_batch
 from tutti.plan.place import up_to
 from tutti.plan.profile import Profile
 from tutti.strategies import Strategy
+
+Profiles = Callable[[int], Profile]
+"""Of one of so many workers."""
 
 LEAST_EFFICIENCY = 0.5
 """With less of its time left for computing, adding workers does not pay."""
@@ -29,9 +32,27 @@ def share_of(global_batch: int, workers: int) -> int:
     return -(-global_batch // workers)
 
 
-def each_has(profile: Profile, workers: int, global_batch: int | None) -> Profile:
+def each_has(profile: Profile | Profiles, workers: int, global_batch: int | None) -> Profile:
     """The step of one of so many workers, who divide a global batch if there is one."""
-    return profile if global_batch is None else with_batch(profile, share_of(global_batch, workers))
+    own = profile if isinstance(profile, Profile) else profile(workers)
+    return own if global_batch is None else with_batch(own, share_of(global_batch, workers))
+
+
+def sharing_cores(single: Profile, whole: Profile, num_cores: int) -> Profiles:
+    """Profiles of workers on one machine: `single` was measured with one thread, `whole` with as many as cores.
+
+    Each has an equal part of the cores as threads; beyond one thread they take turns. More threads are not quicker
+    than they were found to be.
+    """
+    gained = min(1.0, (whole.forward_s + whole.backward_s) / (single.forward_s + single.backward_s))
+
+    def profile(workers: int) -> Profile:
+        if workers == 1:
+            return whole
+        threads = num_cores // workers
+        return slowed(single, max(gained, 1 / threads) if threads else workers / num_cores)
+
+    return profile
 
 
 def priced(strategies: Iterable[Strategy], profile: Profile, workers: int, cluster: Cluster) -> list[Prediction]:
@@ -45,7 +66,7 @@ def priced(strategies: Iterable[Strategy], profile: Profile, workers: int, clust
 
 
 def pays_up_to(
-    profile: Profile, cluster: Cluster, allow_lossy: bool, global_batch: int | None
+    profile: Profile | Profiles, cluster: Cluster, allow_lossy: bool, global_batch: int | None
 ) -> tuple[int | None, int]:
     """The number of workers, doubled from one, after which twice as many do not pay; and up to how many was asked.
 
@@ -56,7 +77,9 @@ def pays_up_to(
     for workers in _doubled(cluster, global_batch):
         own = each_has(profile, workers, global_batch)
         few = up_to(cluster, workers)
-        best = min(priced(_all(own, allow_lossy), own, workers, few), key=lambda each: each.step_s)
+        best = min(priced(_all(own, allow_lossy), own, workers, few), key=lambda each: each.step_s, default=None)
+        if best is None:  # They are not joined.
+            return before, workers
         if workers > 1 and (best.efficiency < LEAST_EFFICIENCY or best.samples_per_s <= rate):
             return before, workers
         before, rate = workers, best.samples_per_s

@@ -60,9 +60,10 @@ def _steps_a_pull(strategy: ParameterServer, workers: int) -> float:
 
 def _colocated(strategy: ParameterServer, profile: Profile, trips: Sequence[_Trip], workers: int) -> float:
     away = (workers - 1) / workers
-    seconds = [away * (trip.push_s + trip.pull_s) + trip.coding_s for trip in trips]
+    wires = [away * (trip.push_s + trip.pull_s) for trip in trips]
     if strategy.consistency.bound:
-        return max(0.0, sum(seconds) - _computing_s(profile))
+        return _beside(sum(wires), profile, trips)
+    seconds = [wire_s + trip.coding_s for wire_s, trip in zip(wires, trips, strict=True)]
     if not strategy.overlap:
         return sum(seconds)
     return exposed([trip.load for trip in trips], seconds, 0.0, profile.backward_s)
@@ -71,14 +72,13 @@ def _colocated(strategy: ParameterServer, profile: Profile, trips: Sequence[_Tri
 def _with_dedicated(strategy: ParameterServer, profile: Profile, trips: Sequence[_Trip], workers: int) -> float:
     """In and out of a server are two stages: workers served early begin their next step while others still wait."""
     crowd = max(1.0, workers / strategy.num_serving)
-    computing_s = _computing_s(profile)
-    into_s, out_s = sum(trip.push_s for trip in trips), sum(trip.pull_s for trip in trips)
-    busy_s = crowd * max(into_s, out_s) - computing_s
+    busy_s = crowd * max(sum(trip.push_s for trip in trips), sum(trip.pull_s for trip in trips))
     if strategy.consistency.bound:
-        return max(0.0, busy_s)
+        return _beside(busy_s, profile, trips)
     if strategy.consistency.bound is None:
         alone = [trip.push_s + trip.pull_s + trip.coding_s for trip in trips]
-        return max(busy_s, exposed([trip.load for trip in trips], alone, 0.0, profile.backward_s))
+        own_s = exposed([trip.load for trip in trips], alone, 0.0, profile.backward_s)
+        return max(own_s, _beside(busy_s, profile, trips))
     arrived_s = begun_s = free_s = 0.0
     for trip in trips:
         ready_s = trip.load.ready_s if strategy.overlap else profile.backward_s
@@ -88,5 +88,7 @@ def _with_dedicated(strategy: ParameterServer, profile: Profile, trips: Sequence
     return max(0.0, begun_s + (trips[-1].pull_s if trips else 0.0) - profile.backward_s)
 
 
-def _computing_s(profile: Profile) -> float:
-    return profile.forward_s + profile.backward_s + profile.step_s
+def _beside(wire_s: float, profile: Profile, trips: Sequence[_Trip]) -> float:
+    """What is left of `wire_s` after a step's computing and coding, and the coding itself."""
+    coding_s = sum(trip.coding_s for trip in trips)
+    return coding_s + max(0.0, wire_s - coding_s - profile.forward_s - profile.backward_s - profile.step_s)

@@ -1,6 +1,6 @@
 """What one sum over all ranks costs, exact or coded."""
 
-from math import log2
+from math import ceil, log2
 from typing import NamedTuple, cast
 
 from tutti.cluster import Link
@@ -18,11 +18,11 @@ from tutti.strategies.allreduce import Algorithm
 _CHOICES: tuple[Algorithm, ...] = ("native", "ring", "tree", "butterfly", "recursive_doubling")
 """What "auto" chooses from."""
 
-_BETWEEN_NEIGHBOURS = ("ring", "ring_blocking", "native")
-"""In these no two ranks of a host, or below a switch, send over the same link."""
-
 _ACROSS = (ring, butterfly, recursive_doubling)
 """What leaders of hosts choose from."""
+
+_CHUNK_BYTES = 256 * 2**10
+"""Into which a ring cuts the blocks that it passes on."""
 
 _LENGTH_BYTES = 8
 """Of the message that goes ahead of a sparse packet."""
@@ -50,10 +50,11 @@ def exact_sum(algorithm: Algorithm, num_bytes: float, place: Place) -> Sum:
         return across._replace(wire_s=across.wire_s + 2 * _in_memory(num_bytes, place))
     if algorithm in ("native", "hierarchical") and place.num_hosts == 1:
         return Sum(num_bytes, _in_memory(num_bytes, place))
-    link = place.link if algorithm in _BETWEEN_NEIGHBOURS else place.crowded
-    return Sum(
-        _sent(algorithm, num_bytes, place.num_ranks), ALGORITHMS[algorithm].cost(place.num_ranks, num_bytes, link)
-    )
+    sent = _sent(algorithm, num_bytes, place.num_ranks)
+    if algorithm in ("ring", "native"):
+        return Sum(sent, _ring_s(place.num_ranks, num_bytes, place.link))
+    link = place.link if algorithm == "ring_blocking" else place.crowded
+    return Sum(sent, ALGORITHMS[algorithm].cost(place.num_ranks, num_bytes, link))
 
 
 def coded_sum(load: Load, codec: Codec, place: Place) -> Sum:
@@ -91,6 +92,19 @@ def _cheapest(num_ranks: int, num_bytes: float, link: Link) -> Sum:
     """As ranks on hosts of their own choose it, who know of no link but a typical one."""
     best = min(_ACROSS, key=lambda each: each.cost(num_ranks, num_bytes, TYPICAL_LINK))
     return Sum(_sent(best.name, num_bytes, num_ranks), best.cost(num_ranks, num_bytes, link))
+
+
+def _ring_s(num_ranks: int, num_bytes: float, link: Link) -> float:
+    """The formula of a ring, less the latencies that pass while other chunks of a block are sent.
+
+    No two ranks of a host, or below a switch, send over the same link.
+    """
+    block = num_bytes / num_ranks
+    num_chunks = ceil(block / _CHUNK_BYTES)
+    if num_chunks <= 1:
+        return ring.cost(num_ranks, num_bytes, link)
+    hop_s = max(block * link.seconds_per_byte, link.seconds(block / num_chunks))
+    return 2 * (num_ranks - 1) * hop_s + link.latency_s
 
 
 def _in_memory(num_bytes: float, place: Place) -> float:
