@@ -90,6 +90,7 @@ def test_of_exact_ones_that_differ_by_little_all_reduce() -> None:
     ring, servers = prediction("ring", 1.0), prediction("ps:bsp", 0.97)
     assert choose([servers, ring], []) is ring
     assert choose([prediction("ps:bsp", 0.9), ring], []).strategy == parse("ps:bsp")
+    assert choose([ring, prediction("tree", 0.97)], []) is ring, "the first of them"
 
 
 def test_workers_that_share_cores() -> None:
@@ -99,6 +100,7 @@ def test_workers_that_share_cores() -> None:
     assert [profile(n).forward_s * 3 for n in (1, 2, 3, 4, 8)] == pytest.approx([0.4, 0.5, 1.0, 1.0, 2.0])
     poorly = sharing_cores(single, perceptron(64, 10, computing_s=0.8), 4)
     assert poorly(2).forward_s * 3 == pytest.approx(0.8), "two threads are no quicker than four"
+    assert sharing_cores(whole, single, 4)(1) is whole, "threads that are in each other's way are not used"
     found = plan(profile, 4, Cluster(hosts=1))
     assert found.alone.computing_s == pytest.approx(0.4)
     assert found.best.computing_s == pytest.approx(1.0)

@@ -21,7 +21,7 @@ GAIN = 1.1
 """What is lossy must be faster than what is exact by this to be chosen, and a codec than none."""
 
 TIE = 1.05
-"""Exact ones that differ by less than formulas may be off: all-reduce is chosen before servers."""
+"""Exact ones that differ by less are taken for equal: all-reduce comes before servers, and "native" first of all."""
 
 NEAR = 1.15
 """What takes no longer than this times the fastest is about as fast: of those, the one nearest to exact is chosen."""
@@ -103,7 +103,7 @@ def plan(
 def choose(exacts: Sequence[Prediction], lossies: Sequence[Prediction]) -> Prediction:
     """An exact one, unless lossy ones are clearly faster: of the fastest of those, the nearest to exact."""
     quickest_s = min((each.step_s for each in exacts), default=inf)
-    best = min((each for each in exacts if each.step_s <= TIE * quickest_s), key=_by_kind, default=None)
+    best = min((each for each in exacts if each.step_s <= TIE * quickest_s), key=_kind, default=None)
     better = [each for each in lossies if best is None or each.step_s * GAIN <= best.step_s]
     if best is not None and not better:
         return best
@@ -112,8 +112,8 @@ def choose(exacts: Sequence[Prediction], lossies: Sequence[Prediction]) -> Predi
     return min(near, key=lambda each: (_distance(each.strategy), -each.bytes_per_step))
 
 
-def _by_kind(prediction: Prediction) -> tuple[int, float]:
-    return _distance(prediction.strategy), prediction.step_s
+def _kind(prediction: Prediction) -> int:
+    return _distance(prediction.strategy)
 
 
 def _distance(strategy: Strategy) -> int:
@@ -135,11 +135,12 @@ def _looked_at(
         first = min(found, key=_step_s)
         if first.simulated:
             break
-        found.remove(first)
+        place = found.index(first)
+        del found[place]
         with suppress(NoLink):  # It would talk between hosts that are not joined: there it cannot be used.
-            found.append(price(first.strategy, profile, first.workers, cluster, simulated))
+            found.insert(place, price(first.strategy, profile, first.workers, cluster, simulated))
             asked += 1
-            if not found[-1].simulated:  # A formula holds for it, and so for all.
+            if not found[place].simulated:  # A formula holds for it, and so for all.
                 break
     return found
 

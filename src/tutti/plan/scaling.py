@@ -41,14 +41,14 @@ def each_has(profile: Profile | Profiles, workers: int, global_batch: int | None
 def sharing_cores(single: Profile, whole: Profile, num_cores: int) -> Profiles:
     """Profiles of workers on one machine: `single` was measured with one thread, `whole` with as many as cores.
 
-    Each has an equal part of the cores as threads; beyond one thread they take turns. More threads are not quicker
-    than they were found to be.
+    Each has an equal part of the cores as threads; where there are fewer cores than workers, these take turns. One that
+    is alone has whichever was quicker.
     """
     gained = min(1.0, (whole.forward_s + whole.backward_s) / (single.forward_s + single.backward_s))
 
     def profile(workers: int) -> Profile:
         if workers == 1:
-            return whole
+            return whole if gained < 1 else single
         threads = num_cores // workers
         return slowed(single, max(gained, 1 / threads) if threads else workers / num_cores)
 
