@@ -55,7 +55,7 @@ def test_help(words: list[str], call: Call) -> None:
 
 def test_help_lists_every_command(call: Call) -> None:
     out = call("--help").out
-    for name in ("run", "train", "simulate", "profile", "doctor", "bench", "lab", "reproduce"):
+    for name in ("run", "train", "profile", "plan", "simulate", "doctor", "bench", "lab", "reproduce"):
         assert re.search(rf"^│ {name} +\S", out, re.MULTILINE), out
 
 

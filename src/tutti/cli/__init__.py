@@ -7,7 +7,7 @@ from types import FrameType
 import typer
 from rich.console import Console
 
-from tutti.cli import bench, doctor, lab, profile, reproduce, run, simulate, train
+from tutti.cli import bench, doctor, lab, plan, profile, reproduce, run, simulate, train
 from tutti.errors import TuttiError, WorkerFailed
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run.run)
 app.command("train")(train.train)
 app.command("profile")(profile.profile)
+app.command("plan")(plan.planned)
 app.command("doctor")(doctor.doctor)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(simulate.app, name="simulate")

@@ -1,5 +1,7 @@
 """What training a model costs here, and on many workers: measured, predicted, and chosen."""
 
+from tutti.plan.choose import Plan, plan
+from tutti.plan.cost import PRICES, Prediction, price
 from tutti.plan.profile import Gradient, LayerProfile, Profile
 
-__all__ = ["Gradient", "LayerProfile", "Profile"]
+__all__ = ["PRICES", "Gradient", "LayerProfile", "Plan", "Prediction", "Profile", "plan", "price"]

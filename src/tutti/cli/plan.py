@@ -1,0 +1,175 @@
+"""`tutti plan`: what every strategy would cost, which to use, and whether to use any."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tutti.bench.calibrate import measure_network
+from tutti.bench.rehearse import rehearse
+from tutti.cli.json_file import check_writable, write_json
+from tutti.cli.recipe_task import Options, parse_options
+from tutti.cli.subject import find_subject
+from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time
+from tutti.errors import ConfigError, UnknownName
+from tutti.launch import init, launch
+from tutti.plan import Plan, Prediction, Profile, measure, plan
+from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
+from tutti.recipes import RECIPES
+from tutti.strategies import Strategy
+
+MEASURED = "measured"
+
+ALLOWED = ("lossy",)
+
+_MOST_ROWS = 20
+_MOST_SIMULATED_RANKS = 32
+"""More send too many messages to wait for."""
+_MEASURED_RANKS = 2
+
+
+def planned(
+    subject: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|MODULE:FACTORY", help=f"What to train: {', '.join(RECIPES)}, or a function."),
+    ],
+    workers: Annotated[int, typer.Option("--workers", "-n", help="That train; servers come to them.")] = 16,
+    cluster_text: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            metavar="NAME|FILE",
+            help=f"{', '.join(PRESETS)}, a TOML file, or '{MEASURED}': processes on this machine.",
+        ),
+    ] = "ethernet-1g",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="lossy", help="Also what does not do exactly what one worker would."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Samples of each worker; the recipe's batch by default.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="Samples of all workers together, instead.")
+    ] = None,
+    input_shape: Annotated[
+        str | None,
+        typer.Option("--input", metavar="SHAPE", help="Of a sample, such as 3x224x224, for a factory without a batch."),
+    ] = None,
+    option: Options = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
+) -> None:
+    """Measure a step here, price every strategy for it on a cluster, and say which to use, or that none pays.
+
+    Computing takes as long as on this machine, divided by the speed of the cluster's hosts.
+    """
+    check_writable(json_file)
+    lossy = _allowed(allow)
+    if batch is not None and global_batch is not None:
+        raise ConfigError("give --batch or --global-batch, not both: the one divides by the workers to the other.")
+    if workers < 1:
+        raise ConfigError(f"workers must be 1 or more, got {workers}.")
+    batch = batch if global_batch is None else share_of(global_batch, workers)
+    console = Console()
+    with console.status("measuring links") as status:
+        cluster = _measured() if cluster_text == MEASURED else Cluster.load(cluster_text)
+        cluster.place(workers)
+        status.update(f"measuring a step of {subject}")
+        profiled = partial(profile_of, subject, parse_options(option), batch, input_shape)
+        profile = _sharing_here(profiled) if cluster_text == MEASURED else profiled()
+        status.update("pricing")
+        simulated = partial(_simulated, each_has(profile, workers, global_batch), workers, cluster, status.update)
+        made = plan(
+            profile,
+            workers,
+            cluster,
+            allow_lossy=lossy,
+            global_batch=global_batch,
+            simulated=simulated if workers <= _MOST_SIMULATED_RANKS else None,
+        )
+    where = str(cluster).splitlines()[0]
+    console.print(f"{subject}, {workers} workers of {made.best.num_samples} samples a step, {where}", highlight=False)
+    _show(made, console)
+    write_json(json_file, {"subject": subject, "cluster": cluster.to_toml(), **made.as_dict()})
+
+
+def _allowed(words: list[str] | None) -> bool:
+    for word in words or []:
+        if word not in ALLOWED:
+            raise UnknownName("thing to --allow", word, ALLOWED)
+    return bool(words)
+
+
+def measure_here() -> dict[str, Any]:
+    """What each rank runs to measure the links between them."""
+    return measure_network(init().transport)
+
+
+def _measured() -> Cluster:
+    """This machine, as a cluster of one host."""
+    found = launch(measure_here, workers=_MEASURED_RANKS)[0]
+    return Cluster(name=MEASURED, hosts=1, within=Link(*found["links"]["within"]))
+
+
+def _sharing_here(measure: Callable[[], Profile]) -> Profiles:
+    """Profiles of workers that share the cores of this machine."""
+    whole, threads = measure(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        single = measure()
+    finally:
+        torch.set_num_threads(threads)
+    return sharing_cores(single, whole, len(os.sched_getaffinity(0)))
+
+
+def profile_of(subject: str, options: dict[str, Any], batch: int | None, input_shape: str | None) -> Profile:
+    """A step of what `subject` names, measured here."""
+    found = find_subject(subject, options, batch, input_shape)
+    return measure.profile(found.model, found.batch, loss=found.loss, optimizer=found.optimizer)
+
+
+def _simulated(profile: Profile, workers: int, cluster: Cluster, say: Any, strategy: Strategy) -> float:
+    say(f"simulating {strategy}")
+    return rehearse(strategy, profile, workers, cluster)
+
+
+def _show(made: Plan, console: Console) -> None:
+    console.print(_table(made))
+    if (left := len(made.predictions) - _MOST_ROWS) > 0:
+        console.print(f"and {left} slower ones; --json has them")
+    console.print(made.reason, highlight=False)
+    if made.stops_paying_at is None:
+        console.print(f"adding workers pays up to {made.most_workers}, as far as was asked")
+    else:
+        console.print(f"adding workers stops paying at {made.stops_paying_at}")
+
+
+def _table(made: Plan) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.caption = "~ not exact; * simulated; exposed: not hidden under computing; busy: computing; memory: about"
+    table.add_column("", overflow="fold")
+    for heading in ("step", "exposed", "busy", "samples/s", "sent", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_row("one worker", *_numbers(made.alone))
+    for prediction in made.predictions[:_MOST_ROWS]:
+        mark = "" if prediction.exact else "~"
+        table.add_row(f"{mark}{prediction.strategy}", *_numbers(prediction))
+    return table
+
+
+def _numbers(found: Prediction) -> list[str]:
+    return [
+        format_time(found.step_s) + ("*" if found.simulated else ""),
+        format_time(found.exposed_s),
+        f"{found.efficiency:.0%}",
+        f"{found.samples_per_s:,.0f}",
+        format_size(round(found.bytes_per_step)),
+        format_size(round(found.memory_bytes)),
+    ]

@@ -1,0 +1,36 @@
+"""What all-reduce of gradients costs: buckets leave while backward still runs."""
+
+from collections.abc import Sequence
+
+from tutti.collectives import recursive_doubling
+from tutti.plan.loads import Load, exposed, loads_of
+from tutti.plan.place import Place
+from tutti.plan.profile import Profile
+from tutti.plan.sums import Sum, coded_sum, exact_sum
+from tutti.plan.toll import Toll
+from tutti.strategies import AllReduce
+
+_WEIGHT_BYTES = 8
+"""Of each rank, told before the first bucket of a step."""
+
+
+def all_reduce(strategy: AllReduce, profile: Profile, place: Place) -> Toll:
+    """Buckets leave when they are full, one after another, and some arrive after backward."""
+    codec = strategy.codec
+    loads = loads_of(profile, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
+    sums = [
+        exact_sum(strategy.algorithm, load.num_bytes, place) if codec is None else coded_sum(load, codec, place)
+        for load in loads
+    ]
+    kept = 0 if codec is None else sum(4 * load.numel for load in loads)
+    return _in_turn(loads, sums, profile, place)._replace(memory_bytes=kept)
+
+
+def _in_turn(loads: Sequence[Load], sums: Sequence[Sum], profile: Profile, place: Place) -> Toll:
+    seconds = [each.wire_s + each.coding_s for each in sums]
+    if sums:  # The latencies of those before it pass while others are sent.
+        seconds[-1] += sums[-1].latency_s
+    first_s = profile.gradients[0].ready_s if profile.gradients else 0.0
+    weights_s = recursive_doubling.cost(place.num_ranks, _WEIGHT_BYTES * place.num_ranks, place.link)
+    exposed_s = exposed(loads, seconds, first_s + weights_s, profile.backward_s)
+    return Toll(exposed_s, sum(each.num_bytes for each in sums), 0.0, sum(each.coding_s for each in sums))

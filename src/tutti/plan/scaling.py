@@ -1,0 +1,103 @@
+"""How many workers pay: each number of them with the best strategy for it, by formula."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+from tutti.cluster import Cluster
+from tutti.errors import ConfigError
+from tutti.plan.candidates import exact, lossy
+from tutti.plan.cost import Prediction, price
+from tutti.plan.loads import slowed, with_batch
+from tutti.plan.place import up_to
+from tutti.plan.profile import Profile
+from tutti.strategies import Strategy
+
+Profiles = Callable[[int], Profile]
+"""Of one of so many workers."""
+
+LEAST_EFFICIENCY = 0.5
+"""With less of its time left for computing, adding workers does not pay."""
+
+MOST_WORKERS = 1024
+"""More are not asked after."""
+
+
+def share_of(global_batch: int, workers: int) -> int:
+    """Samples of each worker; of the one that has most, if they cannot be divided evenly."""
+    if global_batch < workers:
+        raise ConfigError(
+            f"a global batch of {global_batch} samples leaves some of {workers} workers without any. Use more "
+            "samples or fewer workers."
+        )
+    return -(-global_batch // workers)
+
+
+def each_has(profile: Profile | Profiles, workers: int, global_batch: int | None) -> Profile:
+    """The step of one of so many workers, who divide a global batch if there is one."""
+    own = profile if isinstance(profile, Profile) else profile(workers)
+    return own if global_batch is None else with_batch(own, share_of(global_batch, workers))
+
+
+def sharing_cores(single: Profile, whole: Profile, num_cores: int) -> Profiles:
+    """Profiles of workers on one machine: `single` was measured with one thread, `whole` with as many as cores.
+
+    Each has an equal part of the cores as threads; where there are fewer cores than workers, these take turns. One that
+    is alone has whichever was quicker.
+    """
+    gained = min(1.0, (whole.forward_s + whole.backward_s) / (single.forward_s + single.backward_s))
+
+    def profile(workers: int) -> Profile:
+        if workers == 1:
+            return whole if gained < 1 else single
+        threads = num_cores // workers
+        return slowed(single, max(gained, 1 / threads) if threads else workers / num_cores)
+
+    return profile
+
+
+def priced(strategies: Iterable[Strategy], profile: Profile, workers: int, cluster: Cluster) -> list[Prediction]:
+    """What each would take, by formula; left out is what so many cannot use, or what has no place for its servers."""
+    found = []
+    for strategy in strategies:
+        with suppress(ConfigError):
+            strategy.check_size(workers + strategy.num_serving)
+            found.append(price(strategy, profile, workers, cluster))
+    return found
+
+
+def pays_up_to(
+    profile: Profile | Profiles, cluster: Cluster, allow_lossy: bool, global_batch: int | None
+) -> tuple[int | None, int]:
+    """The number of workers, doubled from one, after which twice as many do not pay; and up to how many was asked.
+
+    They do not pay if less than half of their time is left for computing, or if they train fewer samples a second. The
+    first is None where they pay as far as was asked.
+    """
+    before, rate = 1, 0.0
+    for workers in _doubled(cluster, global_batch):
+        own = each_has(profile, workers, global_batch)
+        few = up_to(cluster, workers)
+        best = min(priced(_all(own, allow_lossy), own, workers, few), key=lambda each: each.step_s, default=None)
+        if best is None:  # They are not joined.
+            return before, workers
+        if workers > 1 and (best.efficiency < LEAST_EFFICIENCY or best.samples_per_s <= rate):
+            return before, workers
+        before, rate = workers, best.samples_per_s
+    return None, before
+
+
+def _all(profile: Profile, allow_lossy: bool) -> Iterator[Strategy]:
+    yield from exact(profile)
+    yield from lossy() if allow_lossy else ()
+
+
+def _doubled(cluster: Cluster, global_batch: int | None) -> Iterator[int]:
+    """1, 2, 4, ... while the cluster has places and the batch has samples for all."""
+    workers = 1
+    while workers <= min(MOST_WORKERS, global_batch or MOST_WORKERS):
+        try:
+            up_to(cluster, workers).place(workers)
+        except ConfigError:
+            return
+        yield workers
+        workers *= 2

@@ -1,0 +1,119 @@
+"""What one sum over all ranks costs, exact or coded."""
+
+from math import ceil, log2
+from typing import NamedTuple, cast
+
+from tutti.cluster import Link
+from tutti.codecs import Codec, Linear
+from tutti.codecs.packet import HEADER
+from tutti.codecs.sums import GatheredSum, SumInRounds, way_of
+from tutti.codecs.sums.messages import aligned
+from tutti.collectives import ALGORITHMS, butterfly, recursive_doubling, ring
+from tutti.collectives.hierarchical import TYPICAL_LINK
+from tutti.plan.coding import coding_seconds
+from tutti.plan.loads import Load
+from tutti.plan.place import Place
+from tutti.strategies.allreduce import Algorithm
+
+_CHOICES: tuple[Algorithm, ...] = ("native", "ring", "tree", "butterfly", "recursive_doubling")
+"""What "auto" chooses from."""
+
+_ACROSS = (ring, butterfly, recursive_doubling)
+"""What leaders of hosts choose from."""
+
+_CHUNK_BYTES = 256 * 2**10
+"""Into which a ring cuts the blocks that it passes on."""
+
+_LENGTH_BYTES = 8
+"""Of the message that goes ahead of a sparse packet."""
+
+
+class Sum(NamedTuple):
+    """One bucket's, as a rank sees it."""
+
+    num_bytes: float
+    """That it sends."""
+    wire_s: float
+    """While which the link is in use."""
+    latency_s: float = 0.0
+    """Waited for besides, while which another bucket may use the link."""
+    coding_s: float = 0.0
+    """To encode and decode."""
+
+
+def exact_sum(algorithm: Algorithm, num_bytes: float, place: Place) -> Sum:
+    """The sum of so many bytes by that algorithm."""
+    if algorithm == "auto":
+        return min((exact_sum(each, num_bytes, place) for each in _CHOICES), key=lambda each: each.wire_s)
+    if algorithm in ("native", "hierarchical") and place.two_levels:
+        across = _cheapest(place.num_hosts, num_bytes, place.link)
+        return across._replace(wire_s=across.wire_s + 2 * _in_memory(num_bytes, place))
+    if algorithm in ("native", "hierarchical") and place.num_hosts == 1:
+        return Sum(num_bytes, _in_memory(num_bytes, place))
+    sent = _sent(algorithm, num_bytes, place.num_ranks)
+    if algorithm in ("ring", "native"):
+        return Sum(sent, _ring_s(place.num_ranks, num_bytes, place.link))
+    link = place.link if algorithm == "ring_blocking" else place.crowded
+    return Sum(sent, ALGORITHMS[algorithm].cost(place.num_ranks, num_bytes, link))
+
+
+def coded_sum(load: Load, codec: Codec, place: Place) -> Sum:
+    """The sum of a bucket in the way that packets of this codec are summed; what is all exact has the cheapest."""
+    if not load.numel:
+        return exact_sum("auto", load.num_bytes, place)
+    found = _coded(load, codec, place.num_hosts if place.two_levels else place.num_ranks, place)
+    return found._replace(wire_s=found.wire_s + 2 * _in_memory(load.num_bytes, place)) if place.two_levels else found
+
+
+def _coded(load: Load, codec: Codec, num_ranks: int, place: Place) -> Sum:
+    way, others, link = way_of(codec), num_ranks - 1, place.link if place.two_levels else place.crowded
+    if way is SumInRounds:
+        return _in_rounds(load, codec, num_ranks, link)
+    packet = codec.packet_bytes(load.numel, load.runs)
+    if way is GatheredSum:  # Everyone's packet to everyone.
+        num_bytes: float = others * (_LENGTH_BYTES + aligned(load.exact_bytes) + packet)
+        times, coding_s = 1, coding_seconds(codec, load.numel, 1, num_ranks)
+    else:  # Pieces to their owners, and sums of pieces back.
+        num_bytes = 2 * others * (HEADER.size + (packet - HEADER.size + load.exact_bytes) / num_ranks)
+        times, coding_s = 2, coding_seconds(codec, load.numel, 1, 2 * others / num_ranks)
+    return Sum(num_bytes, num_bytes * link.seconds_per_byte, times * link.latency_s, coding_s)
+
+
+def _in_rounds(load: Load, codec: Codec, num_ranks: int, link: Link) -> Sum:
+    """Small sums one after another, each by the cheapest algorithm."""
+    first, *later = cast(Linear, codec).round_sizes(load.places)
+    sizes = [4 * first + load.exact_bytes, *(4 * size for size in later)]
+    found = [_cheapest(num_ranks, size, link) for size in sizes]
+    num_bytes, wire_s = sum(each.num_bytes for each in found), sum(each.wire_s for each in found)
+    return Sum(num_bytes, wire_s, coding_s=coding_seconds(codec, load.numel, 1, 1))
+
+
+def _cheapest(num_ranks: int, num_bytes: float, link: Link) -> Sum:
+    """As ranks on hosts of their own choose it, who know of no link but a typical one."""
+    best = min(_ACROSS, key=lambda each: each.cost(num_ranks, num_bytes, TYPICAL_LINK))
+    return Sum(_sent(best.name, num_bytes, num_ranks), best.cost(num_ranks, num_bytes, link))
+
+
+def _ring_s(num_ranks: int, num_bytes: float, link: Link) -> float:
+    """The formula of a ring, less the latencies that pass while other chunks of a block are sent.
+
+    No two ranks of a host, or below a switch, send over the same link.
+    """
+    block = num_bytes / num_ranks
+    num_chunks = ceil(block / _CHUNK_BYTES)
+    if num_chunks <= 1:
+        return ring.cost(num_ranks, num_bytes, link)
+    hop_s = max(block * link.seconds_per_byte, link.seconds(block / num_chunks))
+    return 2 * (num_ranks - 1) * hop_s + link.latency_s
+
+
+def _in_memory(num_bytes: float, place: Place) -> float:
+    """Two barriers; every byte is read once and written once."""
+    return 2 * place.within.seconds(num_bytes)
+
+
+def _sent(algorithm: str, num_bytes: float, num_ranks: int) -> float:
+    """By a rank, on average."""
+    if algorithm == "recursive_doubling":
+        return log2(num_ranks) * num_bytes
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes

@@ -1,0 +1,16 @@
+"""What a strategy adds to a step."""
+
+from typing import NamedTuple
+
+
+class Toll(NamedTuple):
+    """Of one worker, beyond what it would take alone."""
+
+    exposed_s: float
+    """Communication, encoding and decoding that computing does not hide."""
+    num_bytes: float
+    """Sent, a step."""
+    memory_bytes: float = 0.0
+    """About."""
+    coding_s: float = 0.0
+    """The part of it that is encoding and decoding, hidden or not."""

@@ -1,0 +1,115 @@
+"""`tutti plan`: a table, a reason, and mistakes explained."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tutti.cli.plan
+from command import Call, assert_refused
+from profiles import lab_perceptron
+from tutti.plan import Profile
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """A profile that takes no time to measure, and the batch sizes that were asked for."""
+    asked: list[int | None] = []
+
+    def profile_of(subject: str, options: dict[str, Any], batch: int | None, input_shape: str | None) -> Profile:
+        asked.append(batch)
+        return lab_perceptron(0.02)
+
+    monkeypatch.setattr(tutti.cli.plan, "profile_of", profile_of)
+    return asked
+
+
+def test_a_plan(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
+    ended = call("plan", "digits", "--workers", "4", "--cluster", "ethernet-10g", "--json", "plan.json")
+    assert ended.status == 0, ended.err
+    for words in ("one worker", "exposed", "busy", "samples/s", "Use ", "adding workers"):
+        assert words in ended.out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["distribute"] is True
+    assert all(each["exact"] for each in found["predictions"])
+    assert f"Use {found['predictions'][0]['strategy']}: 4 workers" in ended.out
+    assert profiled == [None]
+
+
+def test_lossy_ones_are_allowed(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
+    (tmp_path / "slow.toml").write_text('name = "slow"\nlink = { rate = "100mbit", latency = "100us" }\n')
+    words = ["--cluster", "slow.toml", "--allow", "lossy", "--json", "plan.json"]
+    ended = call("plan", "digits", "--workers", "4", *words)
+    assert ended.status == 0, ended.err
+    assert "accuracy is not predicted" in ended.out
+    assert "slower ones" in ended.out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["compress"] is True
+    assert not found["predictions"][0]["exact"]
+
+
+def test_what_is_uneven_is_simulated(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
+    ended = call("plan", "digits", "--workers", "4", "--cluster", "africa-wan", "--json", "plan.json")
+    assert ended.status == 0, ended.err
+    assert re.search(r"\d(ms|s)\*", ended.out), "marked as simulated"
+    assert json.loads((tmp_path / "plan.json").read_text())["predictions"][0]["simulated"]
+
+
+def test_within_80_columns(call: Call, monkeypatch: pytest.MonkeyPatch, profiled: list[int | None]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ended = call("plan", "digits", "--workers", "16", "--allow", "lossy")
+    assert ended.status == 0, ended.err
+    assert max(map(len, ended.out.splitlines())) <= 80
+    assert "…" not in ended.out
+    assert "~native+onebit" in ended.out
+
+
+def test_a_batch_of_each_worker_or_of_all(call: Call, profiled: list[int | None]) -> None:
+    assert call("plan", "digits", "--workers", "4", "--batch", "8").status == 0
+    assert call("plan", "digits", "--workers", "4", "--global-batch", "64").status == 0
+    assert profiled == [8, 16]
+
+
+def test_links_of_this_machine(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
+    ended = call("plan", "digits", "--workers", "2", "--cluster", "measured", "--json", "plan.json")
+    assert ended.status == 0, ended.err
+    assert "measured: 1 host" in ended.out
+    assert len(profiled) == 2, "with all threads, and with one"
+    assert "hosts = 1" in json.loads((tmp_path / "plan.json").read_text())["cluster"]
+
+
+REFUSED = {
+    "a cluster nobody knows": (["digits", "--cluster", "ethernet-1G"], r"unknown preset or file 'ethernet-1G'"),
+    "no workers": (["digits", "--workers", "0"], r"workers must be 1 or more, got 0"),
+    "something else to allow": (
+        ["digits", "--allow", "losy"],
+        r"unknown thing to --allow 'losy'. Did you mean 'lossy'",
+    ),
+    "too few places": (["digits", "--cluster", "four.toml", "--workers", "5"], r"5 ranks are more than the hosts .*4"),
+    "two batches": (["digits", "--batch", "8", "--global-batch", "8"], r"give --batch or --global-batch, not both"),
+    "too small a batch": (["digits", "-n", "4", "--global-batch", "3"], r"leaves some of 4 workers without any"),
+    "a file that cannot be": (["digits", "--json", "no/where.json"], r"cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(words: list[str], message: str, call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (tmp_path / "four.toml").write_text('name = "four"\nhosts = 4\nranks_per_host = 1\n')
+    assert_refused(call("plan", *words), message, folder)
+    assert profiled == [], "refused before anything is measured"
+
+
+def test_a_recipe_is_measured(call: Call, tmp_path: Path) -> None:
+    ended = call("plan", "digits", "--workers", "2", "--batch", "16", "--json", "plan.json")
+    assert ended.status == 0, ended.err
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["alone"]["num_samples"] == 16
+    assert 0 < found["alone"]["step_s"] < 1
+
+
+def test_a_recipe_nobody_knows(call: Call, tmp_path: Path) -> None:
+    assert_refused(call("plan", "digit"), r"unknown recipe 'digit'. Did you mean 'digits'", tmp_path)

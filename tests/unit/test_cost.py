@@ -1,0 +1,241 @@
+"""What strategies cost, by formula: beside the simulator, beside what was measured, and beside each other."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from profiles import lab_perceptron, perceptron
+from tutti.bench.rehearse import rehearse
+from tutti.cluster import Cluster, Host, Jitter, Link, Tier
+from tutti.errors import ConfigError
+from tutti.plan import price
+from tutti.plan.coding import SPEEDS, Speed
+from tutti.plan.loads import loads_of
+from tutti.strategies import AllReduce, Exchange, Strategy, parse
+
+EVEN = Cluster(link=Link("1gbit", "50us"))
+
+MEASURED = {  # Four hosts of the lab, batch 64, docs/benchmarks.md: milliseconds a step.
+    ("100mbit", 21.2): {
+        "native": 980.0,
+        "averaging:every=16": 79.8,
+        "bmuf:every=16": 79.4,
+        "bmuf:every=16,overlap=1": 69.6,
+        "bmuf:every=16+onebit": 21.6,
+        "bmuf:every=16,overlap=1+onebit": 20.8,
+    },
+    ("1gbit", 19.8): {
+        "native": 115.1,
+        "averaging:every=16": 24.8,
+        "bmuf:every=16": 24.9,
+        "bmuf:every=16,overlap=1": 22.2,
+        "bmuf:every=16+onebit": 19.1,
+        "bmuf:every=16,overlap=1+onebit": 18.9,
+    },
+    ("100mbit", 19.1): {
+        "ring": 983.1,
+        "ring+fp16": 511.9,
+        "ring+fp8": 273.4,
+        "ring+quantize:4": 154.1,
+        "ring+onebit": 59.1,
+    },
+    ("1gbit", 18.8): {
+        "ring": 118.8,
+        "ps:bsp": 116.0,
+        "ps:ssp=3": 79.1,
+        "ps:async": 118.4,
+        "ps:bsp,servers=1": 264.3,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("rate", "computing_ms", "strategy", "measured_ms"),
+    [(*place, strategy, step_ms) for place, steps in MEASURED.items() for strategy, step_ms in steps.items()],
+)
+def test_what_was_measured_in_the_lab(rate: str, computing_ms: float, strategy: str, measured_ms: float) -> None:
+    found = price(parse(strategy), lab_perceptron(computing_ms / 1e3), 4, Cluster(link=Link(rate, "100us")))
+    assert found.step_s * 1e3 == pytest.approx(measured_ms, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "workers"),
+    [(each, workers) for each in ("tree", "butterfly", "recursive_doubling") for workers in (2, 4, 8)]
+    + [(each, workers) for each in ("native", "ring") for workers in (2, 3, 8)],
+)
+@pytest.mark.parametrize("link", [Link("1gbit", "50us"), Link("10gbit", "200us")], ids=str)
+def test_all_reduce_is_what_the_simulator_says(algorithm: str, workers: int, link: Link) -> None:
+    profile, cluster = lab_perceptron(0.02), Cluster(link=link)
+    found = price(AllReduce(algorithm), profile, workers, cluster)  # type: ignore[arg-type]
+    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, cluster), rel=0.03)
+    assert not found.simulated
+
+
+@pytest.mark.parametrize("workers", [4, 8])
+@pytest.mark.parametrize("algorithm", ["native", "ring", "tree", "butterfly", "recursive_doubling"])
+def test_so_it_is_of_a_model_that_is_all_latency(algorithm: str, workers: int) -> None:
+    profile = perceptron(64, 64, 10, computing_s=3e-4)
+    found = price(AllReduce(algorithm), profile, workers, EVEN)  # type: ignore[arg-type]
+    assert found.exposed_s > found.computing_s
+    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, EVEN), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "within"),
+    [
+        ("native+bf16", 0.02),
+        ("native+onebit", 0.05),
+        ("native+topk", 0.02),
+        ("native+lowrank", 0.02),
+        ("averaging:every=4", 0.02),
+        ("bmuf:every=4,overlap=1", 0.02),
+        ("bmuf:every=4+onebit", 0.02),
+        ("gossip", 0.02),
+        ("gossip:graph=ring", 0.22),  # Neighbours of many ranks send at the same moment, and to the same.
+        ("gossip:pairs=async", 0.02),
+        ("peers", 0.05),
+        ("peers+threshold", 0.02),
+        ("ps:bsp", 0.1),
+        ("ps:async", 0.1),
+        ("ps:ssp=3", 0.05),
+        ("ps:bsp,servers=1", 0.22),  # Between the simulator and the lab, where workers are staggered.
+        ("ps:bsp,servers=2", 0.22),
+        ("ps:async,servers=1", 0.05),
+        ("ps:ssp=3,servers=1", 0.05),
+    ],
+)
+@pytest.mark.parametrize("workers", [4, 8])
+@pytest.mark.parametrize("rate", ["1gbit", "100mbit"])
+def test_others_are_about_what_the_simulator_says(
+    strategy: str, within: float, workers: int, rate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without encoding and decoding, which take no time there."""
+    for name in SPEEDS:
+        monkeypatch.setitem(SPEEDS, name, Speed(inf, inf))
+    profile, cluster = lab_perceptron(0.02), Cluster(link=Link(rate, "50us"))
+    found = price(parse(strategy), profile, workers, cluster)
+    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, cluster), rel=within)
+
+
+def test_nothing_is_exposed_on_a_link_without_end() -> None:
+    found = price(parse("ring"), lab_perceptron(0.02), 4, Cluster(link=Link("100tbit")))
+    assert found.exposed_s == pytest.approx(0.0, abs=1e-6)
+    assert found.efficiency == pytest.approx(1.0, abs=1e-4)
+    assert found.samples_per_s == pytest.approx(4 * 64 / 0.02, rel=1e-4)
+
+
+def test_a_bucket_that_is_ready_early_is_hidden() -> None:
+    """Two buckets, of which the first travels while backward computes the second."""
+    profile, cluster = lab_perceptron(0.3), Cluster(link=Link("1gbit", "50us"))
+    first, second = loads_of(profile, 4 * 2**20)
+    assert first.ready_s < second.ready_s == pytest.approx(profile.backward_s)
+    whole = price(AllReduce("ring", bucket_bytes=2**30), profile, 4, cluster)
+    cut = price(AllReduce("ring"), profile, 4, cluster)
+    assert cut.exposed_s == pytest.approx(
+        whole.exposed_s * second.num_bytes / (first.num_bytes + second.num_bytes), rel=0.01
+    )
+
+
+def test_bytes_are_those_of_the_algorithm() -> None:
+    num_bytes = 4 * 1_863_690
+    for strategy, wanted in {"ring": 1.5, "recursive_doubling": 2.0, "averaging:every=10": 0.15, "gossip": 1.0}.items():
+        found = price(parse(strategy), lab_perceptron(0.02), 4, EVEN)
+        assert found.bytes_per_step == pytest.approx(wanted * num_bytes, rel=1e-3), strategy
+    coded = price(parse("ring+onebit"), lab_perceptron(0.02), 4, EVEN)
+    assert coded.bytes_per_step == pytest.approx(366 * 1024, rel=0.02)  # As `tutti bench worth` has counted.
+
+
+def test_one_worker_pays_nothing() -> None:
+    for strategy in ("ring", "ps:bsp", "bmuf:every=16", "gossip", "ps:bsp,servers=1"):
+        found = price(parse(strategy), lab_perceptron(0.02), 1, EVEN)
+        assert (found.step_s, found.exposed_s, found.bytes_per_step) == (pytest.approx(0.02), 0.0, 0.0)
+
+
+def test_servers_need_places_too() -> None:
+    four = Cluster(hosts=4, ranks_per_host=1)
+    assert price(parse("ps:bsp"), lab_perceptron(0.02), 4, four).workers == 4
+    with pytest.raises(ConfigError, match="5 ranks are more than the hosts"):
+        price(parse("ps:bsp,servers=1"), lab_perceptron(0.02), 4, four)
+
+
+def test_the_slowest_worker_counts() -> None:
+    hosts = (Host(name="quick"), Host(name="slow", speed=0.5))
+    found = price(parse("ring"), lab_perceptron(0.02), 2, Cluster(link=Link("100tbit"), hosts=hosts))
+    assert found.computing_s == pytest.approx(0.04)
+
+
+UNEVEN = {
+    "several ranks on several hosts": (Cluster(ranks_per_host=2), 4),
+    "links that differ": (Cluster(hosts=(Host(name="a", link=Link("1gbit")), Host(name="b", link=Link("2gbit")))), 2),
+    "paths of their own": (Cluster.load("africa-wan"), 4),
+    "a shared switch": (Cluster(tiers=(Tier(2, 2.0),)), 4),
+    "jitter": (Cluster(jitter=Jitter(0.1)), 4),
+    "a slow worker": (Cluster(slow={1: 2.0}), 4),
+}
+
+
+@pytest.mark.parametrize(("cluster", "workers"), UNEVEN.values(), ids=UNEVEN)
+def test_where_formulas_do_not_hold_a_simulation_is_asked(cluster: Cluster, workers: int) -> None:
+    asked: list[Strategy] = []
+
+    def simulated(strategy: Strategy) -> float:
+        asked.append(strategy)
+        return 1.5
+
+    found = price(parse("ring"), lab_perceptron(0.02), workers, cluster, simulated)
+    assert asked == [parse("ring")]
+    assert (found.step_s, found.simulated) == (1.5, True)
+    assert found.exposed_s == pytest.approx(1.5 - found.computing_s)
+    assert not price(parse("ring"), lab_perceptron(0.02), workers, cluster).simulated, "nobody to ask"
+
+
+def test_where_they_hold_it_is_not() -> None:
+    def simulated(strategy: Strategy) -> float:
+        raise AssertionError(strategy)
+
+    switched = Cluster(tiers=(Tier(4, 4.0),))
+    for cluster in (EVEN, Cluster(hosts=1), switched):
+        assert not price(parse("ring"), lab_perceptron(0.02), 4, cluster, simulated).simulated
+
+
+def test_encoding_comes_to_what_a_simulation_says() -> None:
+    found = price(parse("ring+onebit"), lab_perceptron(0.02), 4, Cluster(jitter=Jitter(0.1)), lambda strategy: 0.03)
+    assert 0.0305 < found.step_s < 0.033
+
+
+def test_a_simulation_of_two_levels_is_near_the_formula() -> None:
+    """Two ranks on each of two hosts: what a formula says is at least the right size."""
+    cluster, profile = Cluster(link=Link("1gbit", "50us"), ranks_per_host=2), lab_perceptron(0.02)
+    found = price(parse("native"), profile, 4, cluster)
+    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, 4, cluster), rel=0.1)
+
+
+def test_a_strategy_that_nobody_has_priced() -> None:
+    class Unheard(Strategy):
+        def attach(self, replica: object, transport: object) -> Exchange:  # type: ignore[override]
+            raise NotImplementedError
+
+        def __str__(self) -> str:
+            return "unheard"
+
+    with pytest.raises(ConfigError, match="nobody knows what Unheard costs: list it in"):
+        price(Unheard(), lab_perceptron(0.02), 4, EVEN)
+
+
+def test_more_parameters_cost_more_and_a_faster_link_less() -> None:
+    for strategy in ("ring", "tree", "ring+onebit", "ps:bsp", "ps:ssp=3", "peers+threshold", "bmuf:every=16"):
+        steps = [
+            price(parse(strategy), perceptron(100, width, 10, computing_s=1e-3), 8, Cluster(link=Link(rate))).step_s
+            for width, rate in ((1000, "1gbit"), (4000, "1gbit"), (4000, "100mbit"))
+        ]
+        assert steps == sorted(steps), strategy
+        assert steps[0] < steps[2], strategy
+
+
+def test_memory_is_the_profiles_and_what_is_kept() -> None:
+    profile = replace(lab_perceptron(0.02), peak_bytes=10**9)
+    plain, coded = (price(parse(text), profile, 4, EVEN).memory_bytes for text in ("ring", "ring+onebit"))
+    assert plain == 10**9
+    assert coded == pytest.approx(10**9 + 4 * 1_863_690, rel=1e-3)
+    assert price(parse("bmuf:every=16"), profile, 4, EVEN).memory_bytes > coded
