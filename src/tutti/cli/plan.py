@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tutti.bench.calibrate import measure_network
 from tutti.bench.rehearse import rehearse
+from tutti.cli import per_layer
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.recipe_task import Options, parse_options
 from tutti.cli.subject import find_subject
@@ -64,6 +65,7 @@ def planned(
         typer.Option("--input", metavar="SHAPE", help="Of a sample, such as 3x224x224, for a factory without a batch."),
     ] = None,
     option: Options = None,
+    layers: Annotated[bool, typer.Option("--per-layer", help="Also how poseidon would exchange each layer.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
 ) -> None:
     """Measure a step here, price every strategy for it on a cluster, and say which to use, or that none pays.
@@ -97,7 +99,13 @@ def planned(
     where = str(cluster).splitlines()[0]
     console.print(f"{subject}, {workers} workers of {made.best.num_samples} samples a step, {where}", highlight=False)
     _show(made, console)
-    write_json(json_file, {"subject": subject, "cluster": cluster.to_toml(), **made.as_dict()})
+    written = {"subject": subject, "cluster": cluster.to_toml(), **made.as_dict()}
+    if layers:
+        own = each_has(profile, workers, global_batch)
+        found = per_layer.decisions(own, workers, cluster)
+        console.print(per_layer.table_of(found, own, workers))
+        written["layers"] = per_layer.as_dicts(found, workers)
+    write_json(json_file, written)
 
 
 def _allowed(words: list[str] | None) -> bool:

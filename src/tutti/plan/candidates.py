@@ -15,6 +15,7 @@ from tutti.strategies import (
     Gossip,
     ParameterServer,
     PeerUpdates,
+    Poseidon,
     Strategy,
 )
 from tutti.strategies.allreduce import Algorithm
@@ -39,6 +40,7 @@ def exact(profile: Profile) -> Iterator[Strategy]:
     small = sum(gradient.num_bytes for gradient in profile.gradients) <= AllReduce.bucket_bytes
     for bucket_bytes in (AllReduce.bucket_bytes,) if small else (AllReduce.bucket_bytes, LARGE_BUCKET_BYTES):
         yield from (AllReduce(algorithm, bucket_bytes) for algorithm in ALGORITHMS)
+    yield Poseidon()
     yield ParameterServer(BSP())
     yield ParameterServer(BSP(), servers=1)
 

@@ -14,7 +14,7 @@ from tutti.plan.place import up_to
 from tutti.plan.profile import Profile
 from tutti.plan.reason import has_codec, in_words, sums_with_and_without
 from tutti.plan.scaling import Profiles, each_has, pays_up_to, priced
-from tutti.strategies import AllReduce, ParameterServer, Strategy
+from tutti.strategies import AllReduce, ParameterServer, Poseidon, Strategy
 from tutti.strategies.averaging.strategy import Blocks
 
 GAIN = 1.1
@@ -118,7 +118,7 @@ def _kind(prediction: Prediction) -> int:
 
 def _distance(strategy: Strategy) -> int:
     """From exact: sums of all gradients come first, then servers, then models brought together now and then."""
-    kinds = (AllReduce, ParameterServer, Blocks)
+    kinds = (AllReduce, Poseidon, ParameterServer, Blocks)
     return next((number for number, kind in enumerate(kinds) if isinstance(strategy, kind)), len(kinds))
 
 

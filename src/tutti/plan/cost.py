@@ -11,16 +11,28 @@ from tutti.plan.gradients import all_reduce
 from tutti.plan.loads import slowed
 from tutti.plan.peers import gossip, peer_updates
 from tutti.plan.place import Place
+from tutti.plan.poseidon import poseidon
 from tutti.plan.profile import Profile
 from tutti.plan.servers import parameter_server
 from tutti.plan.toll import Toll
-from tutti.strategies import BSP, AllReduce, Averaging, BlockMomentum, Gossip, ParameterServer, PeerUpdates, Strategy
+from tutti.strategies import (
+    BSP,
+    AllReduce,
+    Averaging,
+    BlockMomentum,
+    Gossip,
+    ParameterServer,
+    PeerUpdates,
+    Poseidon,
+    Strategy,
+)
 
 Simulated = Callable[[Strategy], float]
 """Seconds a step under a strategy, simulated; it costs no time there to encode."""
 
 PRICES: dict[type[Strategy], Callable[[Any, Profile, Place], Toll]] = {
     AllReduce: all_reduce,
+    Poseidon: poseidon,
     ParameterServer: parameter_server,
     Averaging: blocks,
     BlockMomentum: blocks,
@@ -114,4 +126,4 @@ def is_exact(strategy: Strategy) -> bool:
         return strategy.codec is None
     if isinstance(strategy, ParameterServer):
         return strategy.codec is None and strategy.consistency == BSP()
-    return False
+    return isinstance(strategy, Poseidon)

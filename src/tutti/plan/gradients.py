@@ -30,7 +30,11 @@ def _in_turn(loads: Sequence[Load], sums: Sequence[Sum], profile: Profile, place
     seconds = [each.wire_s + each.coding_s for each in sums]
     if sums:  # The latencies of those before it pass while others are sent.
         seconds[-1] += sums[-1].latency_s
-    first_s = profile.gradients[0].ready_s if profile.gradients else 0.0
-    weights_s = recursive_doubling.cost(place.num_ranks, _WEIGHT_BYTES * place.num_ranks, place.link)
-    exposed_s = exposed(loads, seconds, first_s + weights_s, profile.backward_s)
+    exposed_s = exposed(loads, seconds, weights_known(profile, place), profile.backward_s)
     return Toll(exposed_s, sum(each.num_bytes for each in sums), 0.0, sum(each.coding_s for each in sums))
+
+
+def weights_known(profile: Profile, place: Place) -> float:
+    """When ranks have told each other how much they count, after the start of backward."""
+    first_s = profile.gradients[0].ready_s if profile.gradients else 0.0
+    return first_s + recursive_doubling.cost(place.num_ranks, _WEIGHT_BYTES * place.num_ranks, place.link)

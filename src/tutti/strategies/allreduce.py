@@ -103,15 +103,19 @@ class AllReduceExchange(Exchange):
 
     def backward_done(self) -> None:
         start_s = self.transport.now()
+        self.release()
         self.complete()
         num_bytes = self.transport.bytes_sent - self._sent_before
         self.events.record(Event(EXCHANGE, start_s, self.transport.now(), num_bytes))
 
-    def complete(self) -> None:
-        """Wait for all that was started, and start what was not."""
+    def release(self) -> None:
+        """Start what was not started yet."""
         self._weights_known.wait()
         self._start_waiting()
         self._mean.flush()
+
+    def complete(self) -> None:
+        """Wait for all buckets."""
         for bucket, work in self._under_way:
             try:
                 work.wait()

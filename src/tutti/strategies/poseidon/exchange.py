@@ -67,9 +67,10 @@ class PoseidonExchange(Exchange):
             else:
                 self._factors.start(held)
         self._held.clear()
-        self._buckets.complete()
+        self._buckets.release()
         if self.replica.factored and self._watched is None:
-            self._finish_factors()
+            self._finish_factors()  # Buckets are on their way meanwhile.
+        self._buckets.complete()
         if self._watched is not None:
             self._decide(self._watched)
             self._watched = None

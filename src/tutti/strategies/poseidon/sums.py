@@ -121,15 +121,22 @@ class FactorSums:
 
     def finish(self, layers: list[FactoredLayer]) -> frozenset[str]:
         """Make the mean over ranks the gradient of every layer; names of those whose factors did not hold all of it."""
-        more = torch.tensor([float(layer.has_more) for layer in layers], device="cpu")
-        self._wire.beside(recursive_doubling.steps(more, self._wire)).wait()
-        partial = frozenset(layer.slot.name for layer, any_has in zip(layers, more, strict=True) if any_has)
-        for gathering in self._under_way:
+        kept = {layer.slot.name: _clone(layer.slot.tensor.grad) for layer in layers if layer.has_more}
+        more = torch.tensor([float(layer.slot.name in kept) for layer in layers], device="cpu")
+        known = self._wire.beside(recursive_doubling.steps(more, self._wire))
+        for gathering in self._under_way:  # Others are on their way meanwhile.
             gathering.done.wait()
             if self._pace is not None:
                 self._pace.operations(self._operations(gathering))
-            if not gathering.layer.slot.tensor.is_meta:
-                self._conclude(gathering, gathering.layer.slot.name in partial)
+            self._multiply(gathering)
+        known.wait()
+        partial = frozenset(layer.slot.name for layer, any_has in zip(layers, more, strict=True) if any_has)
+        for gathering in self._under_way:
+            slot = gathering.layer.slot
+            if slot.name in partial:
+                slot.view.add_(self._mean(kept.get(slot.name, torch.zeros_like(slot.view)), gathering))
+            if not slot.tensor.is_meta and (gathering.counts or slot.name in partial):
+                slot.tensor.grad = slot.view
         self._under_way.clear()
         return partial
 
@@ -140,19 +147,17 @@ class FactorSums:
         parts_made = 1 if self._methods[layer.slot.name] == "broadcast" else others + 1
         return 2.0 * rows * layer.num_out * layer.num_in / parts_made
 
-    def _conclude(self, gathering: _Gathering, partial: bool) -> None:
+    def _multiply(self, gathering: _Gathering) -> None:
+        """Fill the layer's memory for gradients; what was in there is kept elsewhere, if it is worth anything."""
         slot = gathering.layer.slot
-        before = slot.tensor.grad
-        if not gathering.counts and not partial:
+        if slot.tensor.is_meta:
             return
-        kept = None if not partial or before is None else before.clone()
-        if self._methods[slot.name] == "broadcast":
+        if not gathering.counts:
+            slot.view.zero_()
+        elif self._methods[slot.name] == "broadcast":
             _multiply(*gathering.weighed(), slot.view)
         else:
             slot.view.copy_(gathering.outputs.view(slot.view.shape))
-        if partial:
-            slot.view.add_(self._mean(torch.zeros_like(slot.view) if kept is None else kept, gathering))
-        slot.tensor.grad = slot.view
 
     def _mean(self, tensor: Tensor, gathering: _Gathering) -> Tensor:
         """Of what is summed in full, since factors do not hold it."""
@@ -165,19 +170,20 @@ class FactorSums:
 
     def _sized(self, layer: FactoredLayer, tag: int) -> Steps:
         """The same messages, without values: of as many rows on every rank."""
-        tensor, others, split = layer.slot.tensor, len(self._others), self._methods[layer.slot.name] == "owners"
-        widths = [-(-layer.num_out // (others + 1)) if split else layer.num_out, layer.num_in]
-        yield from self._all_to_all(Extent(len(_Head._fields), torch.float64, 8), tag)
-        for number, width in enumerate(widths, 1):
-            yield from self._all_to_all(Extent(layer.rows * width, tensor.dtype, tensor.itemsize), tag + number)
+        tensor, size = layer.slot.tensor, self._wire.size
+        split = self._methods[layer.slot.name] == "owners"
+        own_outputs = -(-layer.num_out // size) if split else layer.num_out
+        factors = [Extent(layer.rows * width, tensor.dtype, tensor.itemsize) for width in (own_outputs, layer.num_in)]
+        yield from self._all_to_all([Extent(len(_Head._fields), torch.float64, 8), *factors], tag)
         if split:
-            yield from self._all_to_all(Extent(widths[0] * layer.num_in, tensor.dtype, tensor.itemsize), tag + 3)
+            block = Extent(own_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
+            yield from self._all_to_all([block], tag + 3)
 
-    def _all_to_all(self, extent: Extent, tag: int) -> Steps:
-        message = cast(Tensor, extent)
-        sending = [self._wire.isend(message, peer, tag) for peer in self._others]
-        yield from [self._wire.irecv(message, peer, tag) for peer in self._others]
-        yield from sending
+    def _all_to_all(self, extents: list[Extent], tag: int) -> list[Work]:
+        messages = [(number, cast(Tensor, extent)) for number, extent in enumerate(extents)]
+        sending = [self._wire.isend(one, peer, tag + number) for number, one in messages for peer in self._others]
+        coming = [self._wire.irecv(one, peer, tag + number) for number, one in messages for peer in self._others]
+        return coming + sending
 
     def _broadcast(self, gathering: _Gathering, tag: int) -> Steps:
         """Everybody's factors to everybody."""
@@ -256,3 +262,8 @@ def _multiply(outputs: Tensor, inputs: Tensor, out: Tensor) -> None:
         torch.mm(outputs.t(), inputs, out=matrix)
     else:
         out.copy_(torch.mm(outputs.to(out.device).t(), inputs.to(out.device)).view(out.shape))
+
+
+def _clone(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.clone()
