@@ -49,7 +49,7 @@ class Plan:
     sizes: tuple[int, ...] = tuple(2**exponent for exponent in range(10, 23))
 
 
-QUICK = Plan(widths=(25, 1600), workers=(2,), rounds=2, epochs=1, seeds=(0,), accuracy_workers=2, sizes=(2**10, 2**18))
+QUICK = Plan(widths=(25, 200), workers=(2,), rounds=2, epochs=1, seeds=(0,), accuracy_workers=2, sizes=(2**10, 2**18))
 
 
 def reproduce(setting: Setting) -> str:
