@@ -94,8 +94,18 @@ def test_large_models(name: str, device: str) -> None:
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
+def test_vgg() -> None:
+    """As many parameters as Simonyan and Zisserman's table 2 gives for D, 138 million."""
+    with torch.device("meta"):
+        model = models.VGG16()
+        assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 1000)
+    assert num_parameters(model) == 138_357_544
+    assert len([module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]) == 16
+
+
 @pytest.mark.parametrize(
-    ("model", "features"), [(models.ResNet50, 2048), (models.AlexNet, 4096), (models.GoogLeNet, 1024)]
+    ("model", "features"),
+    [(models.ResNet50, 2048), (models.AlexNet, 4096), (models.GoogLeNet, 1024), (models.VGG16, 4096)],
 )
 def test_large_models_of_other_classes(model: type[nn.Module], features: int) -> None:
     with torch.device("meta"):
@@ -118,7 +128,7 @@ def test_speeds_are_of_large_models_and_a_missing_one_says_what_there_is() -> No
     with pytest.raises(UnknownName, match=r"unknown accelerator 'p10'. Did you mean 'p100'\?"):
         seconds_per_sample("p10", "resnet50")
     with pytest.raises(
-        ConfigError, match=r"'googlenet' on 'k80', which has: resnet50, alexnet. .* on titan-x-pascal, p100"
+        ConfigError, match=r"'googlenet' on 'k80', which has: resnet50, alexnet. .* on k40, titan-x-pascal, p100"
     ):
         seconds_per_sample("k80", "googlenet")
     with pytest.raises(ConfigError, match=r"'vgg16' on 'v100', which has: resnet50\.$"):

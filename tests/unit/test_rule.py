@@ -27,6 +27,14 @@ def test_rows_turn_the_choice(num_workers: int) -> None:
         assert published(many, num_workers) == "owners"
 
 
+def test_the_published_rule_leaves_convolutions_in_full() -> None:
+    few = Shape("conv", 64, 256, 1, convolution=True)
+    assert published(few, 8) == "full"
+    link = Link("100mbit", "100us")
+    priced = decide(few, "priced", 8, link, lambda size: ring.cost(8, size, link), 1e12)
+    assert priced.method == "broadcast", "by its price it has factors like any other"
+
+
 def test_bytes_of_a_worker() -> None:
     sent = sent_bytes(Shape("fc", 10, 20, 3), 4)
     assert sent == {"full": 2 * 3 / 4 * 800, "broadcast": 3 * 3 * 30 * 4, "owners": 3 / 4 * 120 + 3 * 240 + 3 / 4 * 800}

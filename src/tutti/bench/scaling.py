@@ -23,12 +23,15 @@ IMAGE = (3, 224, 224)
 class Case:
     """What is to be trained, on what."""
 
-    model: str
+    model: str | Callable[[], nn.Module]
+    """The name of a large one, or what makes any."""
     cluster: Cluster
     strategy: Strategy
     batch_size: int
     """Of each worker."""
     steps: int
+    sample: tuple[int, ...] = IMAGE
+    """The shape of what the model is given, without the batch."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Row:
     efficiency: float
     """Images a second of each worker, relative to one that is alone."""
     bytes_per_worker: float
-    """Sent over the network or to other ranks of the host, in one step."""
+    """Sent over the network or to other ranks of the host, in one step; of several, the first does not count."""
     num_messages: int
     wall_s: float
     """What it took to simulate."""
@@ -56,9 +59,9 @@ def scaling(
 ) -> Iterator[Row]:
     """Simulate every number of workers in turn. `pulse` is told workers, virtual seconds and messages so far."""
     with torch.device("meta"):
-        model = large(case.model)
+        model = large(case.model) if isinstance(case.model, str) else case.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        workload = Workload.of(model, (torch.empty(1, *IMAGE),), {})
+        workload = Workload.of(model, (torch.empty(1, *case.sample),), {})
     even = replace(case, cluster=replace(case.cluster, slow={}, failures={}), strategy=AllReduce())
     alone = _step_s(_run(even, (model, optimizer, workload), 1, lambda *_: None))
     for number in workers:
@@ -70,7 +73,7 @@ def scaling(
             step_s=step_s,
             images_per_s=number * case.batch_size / step_s,
             efficiency=alone / step_s,
-            bytes_per_worker=sum(sent for _, sent in done.results) / number / case.steps,
+            bytes_per_worker=sum(sent for _, sent in done.results) / number,
             num_messages=done.num_messages,
             wall_s=time.perf_counter() - start,
         )
@@ -83,8 +86,8 @@ def _run(case: Case, parts: Parts, workers: int, pulse: Callable[[float, int], N
     return simulate(_train, case, parts, workers=workers + case.strategy.num_serving, cluster=case.cluster, pulse=pulse)
 
 
-def _train(case: Case, parts: Parts) -> tuple[list[float], int]:
-    """When each step ended on this rank, and how many bytes it sent. All ranks share the model: it has no values.
+def _train(case: Case, parts: Parts) -> tuple[list[float], float]:
+    """When each step ended on this rank, and how many bytes it sent in one. All share the model: it has no values.
 
     A rank that serves has no steps, and what it sends is not a worker's.
     """
@@ -93,13 +96,15 @@ def _train(case: Case, parts: Parts) -> tuple[list[float], int]:
     replica = Rehearsal(model, optimizer, Pace(transport, workload))
     if transport.rank >= transport.size - case.strategy.num_serving:
         case.strategy.serve(replica, transport)
-        return [], 0
+        return [], 0.0
     exchange = case.strategy.attach(replica, transport)
-    before, ends = exchange.bytes_sent, [transport.now()]
+    sent, ends = [exchange.bytes_sent], [transport.now()]
     for _ in range(case.steps):
         replica.step(case.batch_size)
         ends.append(transport.now())
-    num_bytes = exchange.bytes_sent - before
+        sent.append(exchange.bytes_sent)
+    first = 1 if case.steps > 1 else 0  # A strategy may only learn in the first step how to go on.
+    num_bytes = (sent[-1] - sent[first]) / (case.steps - first)
     if not case.strategy.lockstep:
         exchange.finish()  # Or the others would take them for lost.
     return ends, num_bytes

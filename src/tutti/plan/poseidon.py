@@ -82,7 +82,8 @@ def shapes_of(profile: Profile) -> list[Shape]:
         if layer.rows and gradient is not None and len(gradient.shape) > 1:
             num_out, num_in = gradient.shape[:2]
             itemsize = gradient.num_bytes // (num_out * num_in)
-            found.append(Shape(gradient.name, num_out, num_in, layer.rows, itemsize))
+            convolution = len(gradient.shape) > 2
+            found.append(Shape(gradient.name, num_out, num_in, layer.rows, itemsize, convolution))
     return found
 
 

@@ -10,6 +10,9 @@ _JOHNSON_BATCH = 16
 _MS_PER_S = 1000
 
 IMAGES_PER_S: dict[str, dict[str, float]] = {
+    # BVLC 2014, Caffe with cuDNN: "Performance and Hardware Configuration", batches of 256; and the readme of its
+    # GoogLeNet, batches of 128, without optimiser.
+    "k40": {"alexnet": 5120 / 19.2, "googlenet": 128 * _MS_PER_S / 1688.8},
     # TensorFlow team 2017, "Benchmarks", Google Compute Engine: synthetic data, batches of 64 and 512.
     "k80": {"resnet50": 51.9, "alexnet": 656},
     # Johnson 2016, github.com/jcjohnson/cnn-benchmarks: milliseconds of forward and backward on the Pascal

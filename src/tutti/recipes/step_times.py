@@ -64,6 +64,15 @@ def k80_factor() -> float:
     return math.prod(ratios) ** (1 / len(ratios))
 
 
+K20_TO_K40 = 26.5 / 36.0
+"""Speeds of AlexNet in Caffe without cuDNN (BVLC 2014, "Performance and Hardware Configuration")."""
+
+
+def k20(model: str) -> Compute:
+    """How long a K20 would compute, with Caffe and cuDNN: as a K40 does, and slower by as much as without cuDNN."""
+    return Compute(sample_s=seconds_per_sample("k40", model) / K20_TO_K40)
+
+
 def k80(model: str, batch_size: int) -> Compute:
     """How long one GPU of a K80 would compute for a step of so many images."""
     forward_ms, backward_ms, step_ms = H200[model][batch_size]

@@ -15,9 +15,11 @@ from tutti.recipes.models.googlenet import GoogLeNet
 from tutti.recipes.models.resnet import ResNet50
 from tutti.recipes.models.small import CifarQuick, DigitsMLP, FashionCNN, FourLayerMLP, mlp
 from tutti.recipes.models.text import CharGPT, CharLSTM
+from tutti.recipes.models.vgg import VGG16
 
 __all__ = [
     "LARGE",
+    "VGG16",
     "AlexNet",
     "CharGPT",
     "CharLSTM",

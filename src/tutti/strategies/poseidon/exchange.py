@@ -1,6 +1,7 @@
 """Poseidon at work: some layers' gradients as factors, the others in buckets, all while backward still runs."""
 
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,18 +88,18 @@ class PoseidonExchange(Exchange):
     def _decide(self, layers: list[FactoredLayer]) -> None:
         """From what rank 0 has seen of its layers, how each goes from now on. Collective."""
         shapes = [
-            Shape(layer.slot.name, layer.num_out, layer.num_in, layer.rows, layer.slot.tensor.itemsize)
+            Shape(
+                layer.slot.name, layer.num_out, layer.num_in, layer.rows, layer.slot.tensor.itemsize,
+                convolution=layer.slot.tensor.dim() > 2,
+            )
             for layer in layers
-        ]
+        ]  # fmt: skip
         rows, flops = share_json([[shape.rows for shape in shapes], self._speed(shapes)], self.transport)
         link = Link("100gbit") if self._choice is None or self._choice.link is None else self._choice.link
         self.decisions = [
-            decide(
-                Shape(shape.name, shape.num_out, shape.num_in, seen, shape.itemsize),
-                self._strategy.rule, self.transport.size, link, self._more_s, flops,
-            )
+            decide(replace(shape, rows=seen), self._strategy.rule, self.transport.size, link, self._more_s, flops)
             for shape, seen in zip(shapes, rows, strict=True)
-        ]  # fmt: skip
+        ]
         self._follow({each.shape.name: each.method for each in self.decisions if each.shape.rows})
 
     def _follow(self, methods: dict[str, Method]) -> None:

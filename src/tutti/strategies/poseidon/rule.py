@@ -28,6 +28,8 @@ class Shape:
     num_in: int
     rows: int
     itemsize: int = 4
+    convolution: bool = False
+    """Of kernel 1: it has factors, with a row for every place of every image."""
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +55,9 @@ def published_floats(shape: Shape, num_workers: int) -> dict[str, float]:
 
 
 def published(shape: Shape, num_workers: int) -> Method:
-    """The structure-aware protocol's choice for a layer that has factors (Zhang et al. 2015, algorithm 3)."""
+    """The structure-aware protocol's choice (Zhang et al. 2015, algorithm 3): only fully connected layers have one."""
+    if shape.convolution:
+        return "full"
     floats = published_floats(shape, num_workers)
     return "broadcast" if floats["broadcast"] <= floats["owners"] else "owners"
 
