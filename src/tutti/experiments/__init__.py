@@ -8,6 +8,7 @@ from tutti.experiments import (
     decentralised,
     error_feedback,
     horovod_scaling,
+    poseidon,
     staleness,
 )
 from tutti.experiments.setting import Setting
@@ -18,6 +19,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], str]] = {
     "decentralised": decentralised.reproduce,
     "error-feedback": error_feedback.reproduce,
     "horovod-scaling": horovod_scaling.reproduce,
+    "poseidon": poseidon.reproduce,
     "staleness": staleness.reproduce,
 }
 """By name: each does its work, puts figures and numbers into the setting's folder and returns a report in Markdown."""
