@@ -64,7 +64,7 @@ def draw_traffic(result: dict[str, Any], path: Path) -> None:
             axis.bar_label(bars, [f"{height:,.0f}" for height in heights], fontsize=7, padding=1)
         shapes = [f"{row['layer']['name']}\n{row['layer']['num_out']} × {row['layer']['num_in']}" for row in rows]
         axis.set_xticks(range(len(rows)), shapes)
-        axis.set(title=model, yscale="log")
+        axis.set(title=model)
         axis.set_axisbelow(True)
         axis.grid(axis="y", alpha=0.2)
     axes[0].set_ylabel("million numbers in a step, all workers")

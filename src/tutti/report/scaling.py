@@ -67,7 +67,8 @@ def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: 
     for place, (label, points) in enumerate(lines.items()):
         colour, marker = _STYLES[place % len(_STYLES)]
         xs, ys = zip(*points, strict=True)
-        axis.plot(xs, ys, color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=label)
+        width = _width(place, len(lines))
+        axis.plot(xs, ys, color=colour, marker=marker, markersize=3 + width, linewidth=width, label=label)
     axis.set(xscale=scale, yscale=scale, xlabel="workers")
     if scale == "log":
         axis.set_xticks(workers, [f"{number:,}" for number in workers], fontsize=8)
@@ -81,11 +82,10 @@ def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: 
 def _lines(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
     ideal = [_ideal(results) * number for number in workers]
     speed.plot(workers, ideal, ":", color="#888888", label="nothing lost")
-    (thick, thin), count = _WIDTHS, len(results)
     for place, (name, unsorted) in enumerate(results.items()):
         rows = sorted(unsorted, key=lambda row: row["workers"])
         colour, marker = _STYLES[place % len(_STYLES)]
-        width = thick - (thick - thin) * place / (count - 1) if count > 1 else 2.0
+        width = _width(place, len(results))
         style = {"color": colour, "marker": marker, "markersize": 4 + width, "linewidth": width, "label": name}
         numbers = [row["workers"] for row in rows]
         speed.plot(numbers, [row["images_per_s"] for row in rows], **style)
@@ -96,6 +96,12 @@ def _lines(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: li
         axes.set_xticks([], minor=True)
     speed.set(yscale="log")
     _space_ticks(speed)
+
+
+def _width(place: int, count: int) -> float:
+    """Of a line among so many."""
+    thick, thin = _WIDTHS
+    return thick - (thick - thin) * place / (count - 1) if count > 1 else 2.0
 
 
 def _bars(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
