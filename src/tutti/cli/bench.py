@@ -107,7 +107,7 @@ def collectives(
     link = Link(result["link"]["bits_per_s"], result["link"]["latency_s"])
     console.print(_collectives_table(result))
     console.print(f"{where}; measured link: {link}")
-    console.print(f"auto: {_said(result['rows'])}")
+    console.print(f"cheapest: {_said(result['rows'])}")
     _note_mpi(console)
     write_json(json_file, {"lab": lab, **result})
     if plot is not None:
@@ -262,8 +262,8 @@ def _collectives_table(result: dict[str, Any]) -> Table:
 
 
 def _said(rows: list[dict[str, Any]]) -> str:
-    """What `auto` chose, a run of sizes at a time."""
-    runs = [(name, list(group)) for name, group in groupby(rows, key=lambda row: row["auto"])]
+    """What `cheapest` chose, a run of sizes at a time."""
+    runs = [(name, list(group)) for name, group in groupby(rows, key=lambda row: row["cheapest"])]
     return ", ".join(f"{name} from {format_size(group[0]['num_bytes'])}" for name, group in runs)
 
 

@@ -67,7 +67,7 @@ def per_layer(strategy: Poseidon, profile: Profile, place: Place) -> list[Decisi
     def more_s(num_bytes: int) -> float:
         if place.num_hosts == 1:
             return 0.0  # In memory nothing is faster than the sum.
-        costs = [exact_sum("auto", total, place).wire_s for total in (always, always + num_bytes)]
+        costs = [exact_sum("cheapest", total, place).wire_s for total in (always, always + num_bytes)]
         return costs[1] - costs[0]
 
     return [decide(shape, strategy.rule, place.num_ranks, place.crowded, more_s, flops) for shape in shapes]
