@@ -70,6 +70,7 @@ class HookedReplica(Replica):
         self._handles.clear()
         if self._catcher is not None:
             self._catcher.detach()
+        self._catcher, self.apart = None, frozenset()
         self._draws.models.discard(self.model)
         for slot in self.slots:
             if slot.tensor.grad is slot.view:
