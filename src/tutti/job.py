@@ -18,6 +18,7 @@ from tutti.replica.batchnorm import synced
 from tutti.replica.pace import Pace
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.strategies import AllReduce, Auto, Exchange, Strategy
+from tutti.strategies.base import Planned
 from tutti.transports import Transport, suited
 from tutti.world import World, set_world
 from tutti.world import current_world as current_world_if_any
@@ -41,12 +42,8 @@ class Metrics:
     """Under parameter servers: how many steps they had taken when this rank last read."""
     spectral_gap: float | None = None
     """Under gossip: how fast what ranks have comes together, from 0 to 1."""
-    chosen: str | None = None
-    """Under `Auto`: what is at work."""
-    predicted_s: float | None = None
-    """Under `Auto`: what a step should take."""
-    step_s: float | None = None
-    """Under `Auto`: what a step takes."""
+    planned: Planned | None = None
+    """Under `Auto`: what it chose, what a step should take, and what it takes."""
 
     @property
     def waiting_share(self) -> float:
@@ -119,8 +116,6 @@ class Job:
     def metrics(self) -> Metrics:
         totals = self._exchange.events.totals
         total = totals[EXCHANGE]
-        auto = self._exchange if isinstance(self._exchange, AutoExchange) else None
-        prediction = None if auto is None else auto.prediction
         return Metrics(
             steps=self._replica.steps,
             exchanges=total.count,
@@ -130,9 +125,7 @@ class Job:
             staleness=self._exchange.staleness,
             version=self._exchange.version,
             spectral_gap=self._exchange.spectral_gap,
-            chosen=None if auto is None else str(auto.chosen),
-            predicted_s=None if prediction is None else prediction.step_s,
-            step_s=None if auto is None else auto.step_s,
+            planned=self._exchange.planned,
         )
 
     @property

@@ -63,8 +63,8 @@ def test_it_chooses_by_the_link_and_loses_no_step(link: str, chosen: str, capsys
     assert_alike(results, on(link, AllReduce(), 30))
     for _, metrics in results:
         assert metrics.steps == 30
-        assert metrics.chosen == chosen
-        assert metrics.step_s == pytest.approx(metrics.predicted_s, rel=auto.TOLERANCE)
+        assert metrics.planned.chosen == chosen
+        assert metrics.planned.step_s == pytest.approx(metrics.planned.predicted_s, rel=auto.TOLERANCE)
     said = capsys.readouterr().err
     assert said.count("auto:") == 1
     assert f"auto: {chosen} on " in said
@@ -73,16 +73,15 @@ def test_it_chooses_by_the_link_and_loses_no_step(link: str, chosen: str, capsys
 
 def test_lossy_only_if_allowed() -> None:
     (_, metrics), *_ = on("1mbit", Auto(lossy=True), 30)
-    assert metrics.chosen is not None
-    assert metrics.chosen != "poseidon"
-    assert "onebit" in metrics.chosen or "bmuf" in metrics.chosen or "diloco" in metrics.chosen
+    assert metrics.planned is not None
+    assert "onebit" in metrics.planned.chosen or "bmuf" in metrics.planned.chosen or "diloco" in metrics.planned.chosen
 
 
 @pytest.mark.parametrize("transport", ["process_group", "shared_memory", "hosts"])
 def test_over_real_transports(transport: str) -> None:
     results = run_ok(train, Auto(), 40, size=3, transport=transport)
     assert_alike(results, run_ok(train, AllReduce(), 40, size=3, transport=transport))
-    assert all(metrics.predicted_s is not None for _, metrics in results)
+    assert all(metrics.planned.predicted_s is not None for _, metrics in results)
 
 
 def test_a_wrong_prediction_is_noticed_and_planned_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +104,7 @@ def test_a_wrong_prediction_is_noticed_and_planned_again(capsys: pytest.CaptureF
     assert_alike(results, on("10mbit", AllReduce(), steps))
     assert "planning again" in capsys.readouterr().err
     for _, metrics in results:
-        assert metrics.step_s == pytest.approx(metrics.predicted_s, rel=auto.TOLERANCE)
+        assert metrics.planned.step_s == pytest.approx(metrics.planned.predicted_s, rel=auto.TOLERANCE)
 
 
 def test_it_goes_on_from_what_was_saved() -> None:
@@ -120,7 +119,8 @@ def test_it_goes_on_from_what_was_saved() -> None:
     def load(job: Job, step: int) -> None:
         if step == 0:
             job.load_state_dict(saved[job.world.rank])
-            assert job.metrics.chosen == "poseidon"
+            assert job.metrics.planned is not None
+            assert job.metrics.planned.chosen == "poseidon"
             assert job.steps == 30
 
     on("10mbit", Auto(), 2, between=load)
@@ -128,7 +128,7 @@ def test_it_goes_on_from_what_was_saved() -> None:
 
 def test_alone_it_is_plain_training() -> None:
     (result,) = run_ok(train, Auto(), 5, size=1, transport="process_group")
-    assert result[1].chosen is None
+    assert result[1].planned is None
 
 
 def test_texts() -> None:

@@ -17,6 +17,7 @@ from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
 from tutti.strategies import AllReduce, Auto, Exchange, Poseidon, Strategy, parse
 from tutti.strategies.averaging.strategy import Blocks
+from tutti.strategies.base import Planned
 from tutti.transports import Transport
 
 FIRST_STEPS = 3
@@ -56,9 +57,9 @@ class AutoExchange(Exchange):
         self._attach()
 
     @property
-    def step_s(self) -> float | None:
-        """What a step takes, the median of the latest ones; None before any."""
-        return statistics.median(self._walls) if self._walls else None
+    def planned(self) -> Planned:
+        predicted_s = None if self.prediction is None else self.prediction.step_s
+        return Planned(str(self.chosen), predicted_s, statistics.median(self._walls) if self._walls else None)
 
     def _attach(self) -> None:
         self._number += 1
@@ -123,7 +124,7 @@ class AutoExchange(Exchange):
     def _look(self) -> None:
         """Compare what steps take with what was predicted; plan again if that was wrong for long. Collective."""
         assert self.prediction is not None
-        measured_s = max(gather_json(self.step_s or 0.0, self.transport))
+        measured_s = max(gather_json(statistics.median(self._walls), self.transport))
         off = abs(measured_s / self.prediction.step_s - 1) if self.prediction.step_s else 0.0
         self._wrong = self._wrong + 1 if off > TOLERANCE else 0
         if self._wrong >= PATIENCE:
@@ -140,7 +141,7 @@ class AutoExchange(Exchange):
         """Measure the link, price what there is, and change over if something is clearly faster. Collective."""
         everyones = gather_json(self._seen, self.transport)
         slowest = max(everyones, key=lambda seen: seen["forward_s"] + max(seen["ready_s"].values(), default=0.0))
-        cluster = cluster_with(measure_network(self.transport), "measured")
+        cluster = cluster_with(measure_network(self.transport, quickly=True), "measured")
         profile = profile_of(self.replica, slowest)
         workers = self.transport.size
         present = price(self.chosen, profile, workers, cluster)
