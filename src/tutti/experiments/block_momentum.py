@@ -183,7 +183,6 @@ def conclude(plan: tuple[Part, ...], runs: list[dict[str, Any]], setting: Settin
 
 def one(cell: Cell) -> dict[str, Any]:
     """Train once in virtual time, and how it went."""
-    torch.set_num_threads(1)
     compute = Compute(sample_s=STEP_S / cell.part.batch)
     cluster = Cluster(link=Link(cell.part.link, DELAY), compute=compute)
     simulation = simulate(_train, cell, workers=cell.workers, cluster=cluster)
@@ -196,6 +195,7 @@ def one(cell: Cell) -> dict[str, Any]:
 
 def _train(cell: Cell) -> dict[str, Any]:
     world, part, made = init(), cell.part, recipe(cell.part.recipe)
+    torch.set_num_threads(1)  # Cells share the cores: two threads would mostly wait for each other.
     torch.manual_seed(cell.seed)
     model = nn.Sequential(nn.Flatten(), mlp(784, 1024, 1024, 10)) if part.wide else made.model()
     rate = part.rate_of(cell.method, cell.workers)
