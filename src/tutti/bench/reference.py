@@ -70,15 +70,17 @@ def basis(found: Measured, workers: int, seconds: Mapping[str, float], jobs: tup
 
 
 def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, float]]) -> Overhead:
-    """A line through what both jobs take beyond their formulas, over their buckets; neither part is negative."""
+    """A line through what both jobs take beyond their formulas, over their buckets; a level one if it would fall."""
     strategies = [parse(text) for text, _ in jobs]
     cluster = Cluster(link=link)
     left_s = [
-        taken_s - price(strategy, profile, workers, cluster).step_s
+        max(0.0, taken_s - price(strategy, profile, workers, cluster).step_s)
         for strategy, (_, taken_s) in zip(strategies, jobs, strict=True)
     ]
     few, many = (num_buckets(profile, strategy) for strategy in strategies if isinstance(strategy, AllReduce))
-    bucket_s = max(0.0, (left_s[1] - left_s[0]) / (many - few)) if many > few else 0.0
+    bucket_s = (left_s[1] - left_s[0]) / (many - few) if many > few else 0.0
+    if bucket_s <= 0:
+        return replace(profile.overhead, exchange_s=statistics.fmean(left_s))
     return replace(profile.overhead, exchange_s=max(0.0, left_s[0] - few * bucket_s), bucket_s=bucket_s)
 
 
