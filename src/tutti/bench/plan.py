@@ -53,14 +53,14 @@ class Outcome:
 
     rows: list[Row]
     link: Link
-    solo_s: float
-    """A step without exchange."""
     overhead: Overhead
+    given_s: dict[str, float]
+    """What it follows from: steps without exchange ("solo"), and of the reference jobs."""
 
     def as_dict(self) -> dict[str, Any]:
         link = {"bits_per_s": self.link.bits_per_s, "latency_s": self.link.latency_s}
         where = {"model": self.rows[0].model, "rate": self.rows[0].rate}
-        return {**where, "link": link, "solo_s": self.solo_s, "overhead": asdict(self.overhead)}
+        return {**where, "link": link, "overhead": asdict(self.overhead), "given_s": self.given_s}
 
 
 def check(models: list[str], rates: list[str], ways: list[str]) -> None:
@@ -101,7 +101,7 @@ def compare(model: str, rate: str, ways: list[str], rounds: int, say: Callable[[
     profile, link = basis(slowest, HOSTS, seconds, jobs)
     cluster = Cluster(name=rate, link=link)
     rows = [Row(model, rate, price(parse(way), profile, HOSTS, cluster), seconds[way]) for way in ways]
-    return Outcome(rows, link, seconds["solo"], profile.overhead)
+    return Outcome(rows, link, profile.overhead, {way: seconds[way] for way in ("solo", *jobs)})
 
 
 def _launched(
