@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -35,23 +35,30 @@ def plan(
     cases = [(model, rate) for rate in _parts(rates) for model in _parts(models)]
     bench.check(_parts(models), _parts(rates), texts)
     console = Console()
-    outcomes = []
+    outcomes: list[bench.Outcome] = []
     with console.status("starting") as status:
         for number, (model, rate) in enumerate(cases):
             say = partial(_say, status, f"{number + 1} of {len(cases)}")
             outcomes.append(bench.compare(model, rate, texts, rounds, say))
             console.print(_table(outcomes[-1].rows))
+            write_json(json_file, _as_dict(outcomes))  # It takes long: what there is is kept.
     rows = [row for outcome in outcomes for row in outcome.rows]
     choices = choices_of(rows)
     console.print(_choices(choices))
     for line in _verdict(rows, choices):
         console.print(line, highlight=False)
-    found = {
+
+
+def _as_dict(outcomes: list[bench.Outcome]) -> dict[str, Any]:
+    rows = [row for outcome in outcomes for row in outcome.rows]
+    middle, worst = off_by(rows)
+    return {
+        "median_error": middle,
+        "worst_error": worst,
         "rows": [row.as_dict() for row in rows],
-        "choices": [choice.as_dict() for choice in choices],
+        "choices": [choice.as_dict() for choice in choices_of(rows)],
         "measured": [outcome.as_dict() for outcome in outcomes],
     }
-    write_json(json_file, {**dict(zip(("median_error", "worst_error"), off_by(rows), strict=True)), **found})
 
 
 def _say(status: Status, which: str, text: str) -> None:
