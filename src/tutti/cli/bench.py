@@ -19,6 +19,7 @@ from tutti.bench import fidelity as fidelity_bench
 from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
+from tutti.cli.bench_plan import plan
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, described, lab_if_any, numbers_of_workers
 from tutti.cli.strategies import strategies
@@ -42,6 +43,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; 
 
 app.command("worth")(worth)
 app.command("strategies")(strategies)
+app.command("plan")(plan)
 
 
 @app.command("step")

@@ -44,7 +44,8 @@ def poseidon(strategy: Poseidon, profile: Profile, place: Place) -> Toll:
         travels.append(_Travel(gradient.ready_s, link.seconds(sent), product_s))
         num_bytes += sent
         memory_bytes += shape.num_bytes + (others_rows + shape.rows) * (shape.num_out + shape.num_in) * shape.itemsize
-    return Toll(_exposed(travels, strategy.overlap, profile, place), num_bytes, memory_bytes)
+    exposed_s = _exposed(travels, strategy.overlap, profile, place)
+    return Toll(exposed_s, num_bytes, memory_bytes, num_buckets=len(travels))
 
 
 def _exposed(travels: list[_Travel], overlap: bool, profile: Profile, place: Place) -> float:
