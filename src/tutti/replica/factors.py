@@ -163,7 +163,9 @@ def factorable(model: nn.Module) -> Iterator[nn.Module]:
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and owners[id(weight)] == 1 and (_is_linear(module) or _is_pointwise(module)):
+        if weight is None or owners[id(weight)] > 1 or not weight.is_floating_point():
+            continue
+        if _is_linear(module) or _is_pointwise(module):
             yield module
 
 
