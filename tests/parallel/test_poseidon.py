@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from support import run_ok, run_threads
-from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.errors import ConfigError, NonFiniteLoss, PacketError
 from tutti.job import Job, distribute
-from tutti.strategies import AllReduce, Poseidon, Strategy, parse
+from tutti.strategies import BSP, SSP, AllReduce, ParameterServer, Poseidon, Strategy, parse
+from tutti.strategies.parameter_server.factored import pack, unpack
+from tutti.strategies.parameter_server.pieces import Piece, Share
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.world import World
 
@@ -108,6 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "recurrent": (Recurrent, (6,)),
     "convolutions": (convolutions, (3, 6, 6)),
     "attention": (attention, (5, 6)),
+    "wide": (lambda: nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 30)), (40,)),
 }
 
 Loop = Callable[[Job, nn.Module, torch.optim.Optimizer, World, tuple[int, ...]], None]
@@ -398,6 +401,7 @@ TEXTS: dict[str, Strategy] = {
     "poseidon": Poseidon(),
     "poseidon:rule=sacp,overlap=0": Poseidon("sacp", overlap=False),
     "poseidon:bucket_bytes=1000": Poseidon(bucket_bytes=1000),
+    "poseidon:ssp=2": Poseidon(consistency=SSP(2)),
 }
 
 
@@ -415,6 +419,8 @@ def test_it_prints_as_the_text_that_makes_it(text: str) -> None:
         (lambda: Poseidon(bucket_bytes=0), "bucket_bytes must be 1 or more, got 0"),
         (lambda: parse("poseidon+onebit"), "takes no codec"),
         (lambda: parse("poseidon:overlap=yes"), "'overlap=yes' is none of"),
+        (lambda: parse("poseidon:ssp=2,overlap=0"), "overlap cannot be turned off"),
+        (lambda: Poseidon(consistency=2), "consistency must be an object such as SSP(2), got 2"),  # type: ignore[arg-type]
         (lambda: parse("poseidon:servers=2"), "'servers=2' is none of"),
     ],
 )
@@ -422,3 +428,89 @@ def test_bad_input(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         make()
     assert said in str(refused.value)
+
+
+# With servers
+
+
+def served(world: World, strategy: Strategy, model_name: str, loop: str) -> tuple[dict[str, Tensor], int]:
+    make, shape = MODELS[model_name]
+    model = seeded(make)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with distribute(model, optimizer, strategy, world=world) as job:
+        LOOPS[loop](job, model, optimizer, world, shape)
+        sent = job.metrics.bytes_sent
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}, sent
+
+
+@pytest.mark.parametrize("transport", ["process_group", "simulated"])
+@pytest.mark.parametrize(
+    ("model_name", "loop"),
+    [
+        ("perceptron", "plainly"), ("wide", "accumulating"), ("wide", "penalties"), ("recurrent", "plainly"),
+        ("tied weights", "plainly"), ("checkpointed", "plainly"), ("attention", "plainly"), ("wide", "plainly"),
+    ],
+)  # fmt: skip
+def test_servers_learn_the_same_from_factors(model_name: str, loop: str, transport: str) -> None:
+    whole = run_ok(served, ParameterServer(BSP(), bucket_bytes=700), model_name, loop, size=3, transport=transport)
+    factors = run_ok(
+        served, Poseidon(consistency=BSP(), bucket_bytes=700), model_name, loop, size=3, transport=transport
+    )
+    for (state, _), (other, _) in zip(factors, whole, strict=True):
+        for name, value in state.items():
+            torch.testing.assert_close(value, other[name], rtol=1e-10, atol=1e-12)
+
+
+def test_servers_are_sent_less() -> None:
+    """K (M + N) numbers up instead of M N; down it is M N all the same."""
+    sent = {
+        strategy: max(sent for _, sent in run_ok(served, strategy, "wide", "plainly", size=3, transport="simulated"))
+        for strategy in (ParameterServer(BSP()), Poseidon(consistency=BSP()))
+    }
+    plain, factored = sent.values()
+    assert factored < 0.65 * plain
+
+
+@pytest.mark.parametrize("text", ["poseidon:ssp=2", "poseidon:async", "ps:ssp=1,servers=1,factors=1"])
+def test_stale_servers_from_factors(text: str) -> None:
+    """Whatever the order, training goes on, and all end with the same."""
+    found = run_threads(served, parse(text), "wide", "plainly", size=4, transport="process_group")
+    states = [each[0] for each in found if each is not None]
+    assert len(states) >= 3
+    for state in states:
+        for name, value in state.items():
+            assert value.isfinite().all()
+            assert torch.equal(value, states[0][name])
+
+
+def test_what_no_factors_can_be_is_refused() -> None:
+    """A server drops a worker that sends it rows that are not there."""
+    with pytest.raises(ConfigError, match="factors are exact and take no codec"):
+        parse("ps:bsp,factors=1+onebit")
+    with pytest.raises(ConfigError, match="they need overlap=True"):
+        ParameterServer(factors=True, overlap=False)
+    piece = Piece(0, 0, slice(0, 12), (Share(0, 0, 12, 0, True),), None, True, 8)
+    pair = torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
+    packed = pack(piece, torch.ones(12, dtype=torch.float64), [(3, 4)], [pair])
+    assert packed is not None
+    assert torch.equal(unpack(packed, piece, [(3, 4)], torch.float64), torch.ones(12, dtype=torch.float64))
+    many = packed.clone()
+    many[:8] = torch.tensor([7]).view(torch.uint8)
+    for wrong in (packed[:-8], torch.cat([packed, packed]), many, packed[:4]):
+        with pytest.raises(PacketError, match=r"factors"):
+            unpack(wrong, piece, [(3, 4)], torch.float64)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 12), (3, 9), (5, 6), (4, 12)])
+def test_parts_of_a_matrix_that_are_no_rows(start: int, stop: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs, inputs = (torch.randn(1, size, generator=generator) for size in (3, 4))
+    whole = (outputs.t() @ inputs).view(-1)
+    piece = Piece(0, 0, slice(0, 30), (Share(0, start, stop, 2, False), Share(1, 0, 15, 15, True)), None, True, 4)
+    values = torch.zeros(30)
+    values[2 : 2 + stop - start] = whole[start:stop]
+    values[15:] = torch.arange(15.0)
+    packed = pack(piece, values, [(3, 4), (1, 15)], [(outputs, inputs), None])
+    assert packed is not None
+    torch.testing.assert_close(unpack(packed, piece, [(3, 4), (1, 15)], torch.float32), values)

@@ -30,10 +30,12 @@ class FactoredLayer:
         self.rows = 0
         """How many went forward while the layer was only watched."""
         self.catching = False
+        self.beside = False
+        """Whether factors are kept beside the gradient, which is made as well, if they are smaller."""
         self.pairs: list[Pair] = []
         self._kept: list[Pair] = []
-        self._kept_as: tuple[Tensor, int] | None = None
-        """The gradient, and its version, that is the product of what was kept."""
+        self._kept_as: list[tuple[Tensor, int]] = []
+        """The gradient that is the product of what was kept, and what was kept, each with its version."""
         self.expect()
 
     def expect(self) -> None:
@@ -45,7 +47,7 @@ class FactoredLayer:
     @property
     def complete(self) -> bool:
         """Whether nothing more is to come in this backward pass, as far as can be known."""
-        return not self.handed_over and 0 < self._caught >= self._forwards
+        return not self.handed_over and 0 < self._forwards <= self._caught
 
     def went_forward(self, x: Tensor) -> None:
         """A forward pass has begun, or is done again in backward."""
@@ -65,13 +67,12 @@ class FactoredLayer:
         if not stays and not self.handed_over:
             self.pairs.append(pair)
             return
-        untouched = self._untouched()
-        self._add(product([pair], self.slot.tensor))
-        grad = self.slot.tensor.grad
-        assert grad is not None
-        if stays and untouched:
-            self._kept.append((pair[0].clone(), pair[1].clone()))
-            self._kept_as = grad, grad._version
+        untouched = stays and self._untouched()
+        grad = self._add(product([pair], self.slot.tensor), replacing=untouched and not self._kept)
+        if untouched:
+            self._kept.append(pair)
+            tensors = [grad, *(factor for kept in self._kept for factor in kept)]
+            self._kept_as = [(tensor, tensor._version) for tensor in tensors]
         else:
             self._forget()
 
@@ -80,7 +81,8 @@ class FactoredLayer:
         self.handed_over = True
         if self._kept and self._untouched():
             self.pairs = self._kept + self.pairs
-            self.slot.tensor.grad = None
+            if not self.beside:
+                self.slot.tensor.grad = None
         self._forget()
         return self.pairs
 
@@ -93,19 +95,21 @@ class FactoredLayer:
     def _untouched(self) -> bool:
         """Whether the gradient is what was kept, and no more."""
         grad = self.slot.tensor.grad
-        if self._kept_as is None:
+        if not self._kept_as:
             return grad is None or not grad.any()
-        return grad is self._kept_as[0] and grad._version == self._kept_as[1]
+        return grad is self._kept_as[0][0] and all(tensor._version == version for tensor, version in self._kept_as)
 
     def _forget(self) -> None:
-        self._kept, self._kept_as = [], None
+        self._kept, self._kept_as = [], []
 
-    def _add(self, gradient: Tensor) -> None:
+    def _add(self, gradient: Tensor, replacing: bool) -> Tensor:
+        """The sum; in memory of its own if it replaces zeros, since versions of views are those of all of them."""
         tensor = self.slot.tensor
-        if tensor.grad is None:
+        if tensor.grad is None or replacing:
             tensor.grad = gradient
         else:
             tensor.grad.add_(gradient)
+        return tensor.grad
 
 
 def product(pairs: list[Pair], like: Tensor) -> Tensor:
@@ -124,10 +128,10 @@ class Catcher:
         for layer in self.layers:
             layer.module.forward = _Forward(layer.module, layer, mine)
 
-    def keep(self, names: frozenset[str]) -> None:
+    def keep(self, names: frozenset[str], beside: bool = False) -> None:
         """Catch the factors of these parameters from now on, and leave the other layers alone."""
         for layer in self.layers:
-            layer.catching = layer.slot.name in names
+            layer.catching, layer.beside = layer.slot.name in names, beside
             layer.expect()
             if not layer.catching:
                 _restore(layer.module)
@@ -204,7 +208,10 @@ class _Forward:
     def _can_catch(self, input: Tensor) -> bool:
         weight = self._layer.slot.tensor
         trained = self._module.weight is weight and weight.requires_grad and torch.is_grad_enabled()
-        return trained and (input.dim() > 1 if weight.dim() == 2 else input.dim() == weight.dim())
+        if not trained or not (input.dim() > 1 if weight.dim() == 2 else input.dim() == weight.dim()):
+            return False
+        rows = input.numel() // self._layer.num_in
+        return not self._layer.beside or rows * sum(weight.shape[:2]) < weight.numel()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
         return _own_forward, (self._module,)

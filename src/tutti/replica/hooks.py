@@ -46,6 +46,7 @@ class HookedReplica(Replica):
         self._next = 0
         self._kept: list[tuple[Slot, Tensor]] = []
         self._catcher: Catcher | None = None
+        self._arrivals: dict[str, Callable[[Tensor], None]] = {}
 
     def listen(self, listener: Listener, to: Heard) -> None:
         self._listener = listener
@@ -58,6 +59,7 @@ class HookedReplica(Replica):
             self._draws.models.add(self.model)
         for slot in self.slots:
             hook = self._gradient_hook(slot) if to == "gradients" else self._counting_hook()
+            self._arrivals[slot.name] = hook
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
 
     def take_samples(self) -> float:
@@ -161,6 +163,9 @@ class HookedReplica(Replica):
             bucket = self.buckets[self._next]
             if complete_only and (bucket.missing or not bucket.of_parameters):
                 return
+            for layer in self.factored:
+                if layer.beside and layer.slot.bucket is bucket:
+                    layer.hand_over()
             self._kept += bucket.fill()
             self._next += 1
             self._listener.bucket_ready(bucket)
@@ -172,7 +177,7 @@ class HookedReplica(Replica):
         assert self._listener is not None
         apart = self.apart
         for layer in self.factored:
-            if layer.catching and not layer.handed_over:
+            if layer.catching and not layer.beside and not layer.handed_over:
                 self._listener.factors_ready(layer)
         self._hand_over(complete_only=False)
         self._listener.backward_done()
@@ -189,6 +194,10 @@ class HookedReplica(Replica):
         self._catcher = Catcher(self.model, self.slots, self._caught)
         return self._catcher.layers
 
+    def keep_factors(self) -> None:
+        self._catcher = Catcher(self.model, self.slots, self._caught)
+        self._catcher.keep(frozenset(layer.slot.name for layer in self._catcher.layers), beside=True)
+
     def set_apart(self, names: frozenset[str]) -> None:
         assert self._catcher is not None
         super().set_apart(names)
@@ -200,6 +209,9 @@ class HookedReplica(Replica):
 
     @torch.no_grad()
     def _caught(self, layer: FactoredLayer, pair: Pair) -> None:
+        if layer.beside:
+            self._caught_beside(layer, pair)
+            return
         if self.pace is not None:
             self.pace.gradient(layer.slot.name)
         with self._lock:
@@ -249,6 +261,23 @@ class HookedReplica(Replica):
         seen = share_json([numbers[slot] for slot in order], self._transport)
         unseen = sorted(set(numbers.values()) - set(seen))
         self.arrange([self.slots[number].name for number in [*seen, *unseen]])
+
+    def _caught_beside(self, layer: FactoredLayer, pair: Pair) -> None:
+        """Make the gradient as well, and have it arrive as autograd would have."""
+        if self.syncing and layer.handed_over:
+            raise ConfigError(
+                f"the gradient of '{layer.slot.name}' was sent, and backward came to another use of the layer, in a "
+                "graph older than the last forward pass. Go back through graphs in the order in which they were made, "
+                "or do without factors."
+            )
+        layer.catch(pair, stays=True)
+        if not self.syncing or layer.complete:
+            if self.pace is not None:
+                self.pace.gradient(layer.slot.name)
+            self._arrivals[layer.slot.name](layer.slot.tensor)
+        else:
+            layer.slot.touched = True
+            self._advance()
 
     @property
     def arranged(self) -> bool:  # type: ignore[override]
