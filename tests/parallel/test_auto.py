@@ -91,6 +91,7 @@ def test_a_wrong_prediction_is_noticed_and_planned_again(capsys: pytest.CaptureF
         exchange = job._exchange
         assert isinstance(exchange, auto.AutoExchange)
         if step == 25:
+            exchange._next = None
             exchange._change_to(AllReduce("tree"))
             exchange.prediction = auto.price(AllReduce("tree"), *PRICED)
         if step in (25, 150):
@@ -126,9 +127,33 @@ def test_it_goes_on_from_what_was_saved() -> None:
     on("10mbit", Auto(), 2, between=load)
 
 
-def test_alone_it_is_plain_training() -> None:
-    (result,) = run_ok(train, Auto(), 5, size=1, transport="process_group")
+def test_alone_it_is_plain_training_and_others_go_on_from_it() -> None:
+    saved: list[Any] = []
+
+    def save(job: Job, step: int) -> None:
+        if step == 4:
+            saved.append(job.state_dict())
+
+    def load(job: Job, step: int) -> None:
+        if step == 0:
+            job.load_state_dict(saved[-1])
+            assert job.steps == 5
+
+    (result,) = run_ok(train, Auto(), 5, save, size=1, transport="process_group")
     assert result[1].planned is None
+    on("10mbit", Auto(), 30, between=load)
+
+
+def test_hooks_of_the_user_may_come_after() -> None:
+    """An average of weights, say, which hooks of the optimiser that change meanwhile must not disturb."""
+
+    def late(job: Job, step: int) -> None:
+        if step == 0:
+            job._replica.optimizer.register_step_post_hook(lambda *_: counted.append(step))
+
+    counted: list[int] = []
+    on("10mbit", Auto(), 30, between=late)
+    assert len(counted) == 4 * 29
 
 
 def test_texts() -> None:

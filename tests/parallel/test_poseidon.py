@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import tutti
 from support import run_ok, run_threads
+from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError, NonFiniteLoss, PacketError
 from tutti.job import Job, distribute
+from tutti.launch.simulate import simulate
 from tutti.strategies import BSP, SSP, AllReduce, ParameterServer, Poseidon, Strategy, parse
 from tutti.strategies.parameter_server.factored import pack, unpack
 from tutti.strategies.parameter_server.pieces import Piece, Share
@@ -430,6 +433,72 @@ def test_bad_input(make: Callable[[], Any], said: str) -> None:
     assert said in str(refused.value)
 
 
+def test_ranks_that_use_layers_in_another_order() -> None:
+    """And clear nothing in between, so that what factors do not hold is summed for several layers at once."""
+
+    def train(world: World, strategy: Strategy) -> list[Tensor]:
+        model = seeded(lambda: nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        assert isinstance(model, nn.ModuleList)
+        with distribute(model, optimizer, strategy, world=world):
+            for step in range(3):
+                x = batch(world, step, 6).requires_grad_()
+                order = [0, 1] if world.rank == 0 else [1, 0]
+                torch.stack([model[number](x).square().mean() for number in order]).sum().backward()
+            return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    whole = run_ok(train, AllReduce("ring"), size=2, transport="process_group")
+    for found in run_ok(train, Poseidon("broadcast"), size=2, transport="process_group"):
+        torch.testing.assert_close(found, whole[0], rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_that_are_asked_for_and_hooks_of_weights() -> None:
+    def train(world: World, strategy: Strategy) -> list[Tensor]:
+        model = seeded(mlp)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        first, last = model.get_parameter("0.weight"), model.get_parameter("2.weight")
+        with distribute(model, optimizer, strategy, world=world):
+            for step in range(STEPS):
+                if step == 2:
+                    last.register_hook(lambda gradient: 0.5 * gradient)
+                loss = model(batch(world, step, 6)).square().mean()
+                (asked,) = torch.autograd.grad(loss, first, retain_graph=True)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [asked, *(p.detach() for p in model.parameters())]
+
+    whole = run_ok(train, AllReduce("ring"), size=2, transport="process_group")
+    for found, wanted in zip(
+        run_ok(train, Poseidon("broadcast"), size=2, transport="process_group"), whole, strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_factors_take_no_more_virtual_time_than_products() -> None:
+    """On a link that costs nothing, with one row of input, a step takes what it takes in full, and the products."""
+
+    def train(strategy: Strategy) -> float:
+        world = tutti.init()
+        model = seeded(lambda: nn.Linear(100, 100, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with distribute(model, optimizer, strategy, world=world):
+            for _ in range(3):
+                start_s = world.transport.now()
+                model(torch.ones(1, 100, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return world.transport.now() - start_s
+
+    cluster = Cluster(link=Link("100tbit", 0.0), compute=Compute(sample_s="300ms"))
+    full, factors = (
+        simulate(train, strategy, workers=2, cluster=cluster).results[0]
+        for strategy in (AllReduce("ring"), Poseidon("broadcast"))
+    )
+    assert full == pytest.approx(0.3, rel=1e-3)
+    assert factors == pytest.approx(0.3 + 0.1, rel=1e-3)  # A third of all operations are such a product.
+
+
 # With servers
 
 
@@ -460,6 +529,27 @@ def test_servers_learn_the_same_from_factors(model_name: str, loop: str, transpo
     for (state, _), (other, _) in zip(factors, whole, strict=True):
         for name, value in state.items():
             torch.testing.assert_close(value, other[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_servers_get_other_uses_of_a_weight_and_empty_batches(rows: int) -> None:
+    def train(world: World, strategy: Strategy) -> list[Tensor]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(40, 60, bias=False), nn.Tanh(), nn.Linear(60, 30, bias=False)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with distribute(model, optimizer, strategy, world=world) as job:
+            for step in range(STEPS):
+                x = batch(world, step, 40)[:rows] if world.rank else batch(world, step, 40)
+                job.contributed(1 + world.rank)
+                loss = model(x).square().sum()  # Parameters come with it: the penalty is on those.
+                penalty = sum(p.square().sum() for p in model.parameters()) if step % 2 else 0.0
+                (loss + 0.5 * penalty).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole = run_ok(train, ParameterServer(BSP(), bucket_bytes=1), size=2, transport="process_group")
+    for found in run_ok(train, Poseidon(consistency=BSP(), bucket_bytes=1), size=2, transport="process_group"):
+        torch.testing.assert_close(found, whole[0], rtol=1e-10, atol=1e-12)
 
 
 def test_servers_are_sent_less() -> None:
@@ -494,12 +584,14 @@ def test_what_no_factors_can_be_is_refused() -> None:
     pair = torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
     packed = pack(piece, torch.ones(12, dtype=torch.float64), [(3, 4)], [pair])
     assert packed is not None
-    assert torch.equal(unpack(packed, piece, [(3, 4)], torch.float64), torch.ones(12, dtype=torch.float64))
+    found = torch.empty(12, dtype=torch.float64)
+    unpack(packed, piece, [(3, 4)], found)
+    assert torch.equal(found, torch.ones(12, dtype=torch.float64))
     many = packed.clone()
     many[:8] = torch.tensor([7]).view(torch.uint8)
     for wrong in (packed[:-8], torch.cat([packed, packed]), many, packed[:4]):
         with pytest.raises(PacketError, match=r"factors"):
-            unpack(wrong, piece, [(3, 4)], torch.float64)
+            unpack(wrong, piece, [(3, 4)], found)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 12), (3, 9), (5, 6), (4, 12)])
@@ -513,4 +605,6 @@ def test_parts_of_a_matrix_that_are_no_rows(start: int, stop: int) -> None:
     values[15:] = torch.arange(15.0)
     packed = pack(piece, values, [(3, 4), (1, 15)], [(outputs, inputs), None])
     assert packed is not None
-    torch.testing.assert_close(unpack(packed, piece, [(3, 4), (1, 15)], torch.float32), values)
+    found = torch.empty(30)
+    unpack(packed, piece, [(3, 4), (1, 15)], found)
+    torch.testing.assert_close(found, values)

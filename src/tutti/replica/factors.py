@@ -90,7 +90,7 @@ class FactoredLayer:
     def has_more(self) -> bool:
         """Whether there is a gradient that the pairs do not hold: of earlier passes, or of the weight's other uses."""
         grad = self.slot.tensor.grad
-        return grad is not None and bool(grad.any())
+        return grad is not None and not grad.is_meta and bool(grad.any())
 
     def _untouched(self) -> bool:
         """Whether the gradient is what was kept, and no more."""
@@ -208,6 +208,8 @@ class _Forward:
     def _can_catch(self, input: Tensor) -> bool:
         weight = self._layer.slot.tensor
         trained = self._module.weight is weight and weight.requires_grad and torch.is_grad_enabled()
+        if weight._backward_hooks:  # They want to see, or change, the gradient as a whole.
+            return False
         if not trained or not (input.dim() > 1 if weight.dim() == 2 else input.dim() == weight.dim()):
             return False
         rows = input.numel() // self._layer.num_in
@@ -228,7 +230,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, where: tuple[FactoredLayer, Catcher]
     ) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
+        if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         ctx.save_for_backward(x, weight)
         ctx.where = where
@@ -238,17 +240,19 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         layer, catcher = ctx.where
-        weight_node = ctx.next_functions[1][0]
-        # Not if only other gradients were asked for, as torch.autograd.grad does.
-        if torch._C._will_engine_execute_node(weight_node):
-            catcher.caught(layer, (_rows(grad, weight), _rows(x, weight)))
-        by_x = by_bias = None
+        by_x = by_weight = by_bias = None
+        pair = _rows(grad, weight), _rows(x, weight)
+        try:  # Not if only other gradients were asked for, as torch.autograd.grad does.
+            if torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
+                catcher.caught(layer, pair)
+        except RuntimeError:  # It is this very gradient that was asked for, by torch.autograd.grad.
+            by_weight = product([pair], weight)
         matrix = weight.flatten(1).to(grad.dtype)
         if ctx.needs_input_grad[0]:
             by_x = grad @ matrix if weight.dim() == 2 else torch.einsum("mn,bm...->bn...", matrix, grad)
         if ctx.needs_input_grad[2]:
             by_bias = grad.flatten(0, -2).sum(0) if weight.dim() == 2 else grad.transpose(0, 1).flatten(1).sum(1)
-        return by_x, None, by_bias, None
+        return by_x, by_weight, by_bias, None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -46,7 +46,6 @@ class HookedReplica(Replica):
         self._next = 0
         self._kept: list[tuple[Slot, Tensor]] = []
         self._catcher: Catcher | None = None
-        self._arrivals: dict[str, Callable[[Tensor], None]] = {}
 
     def listen(self, listener: Listener, to: Heard) -> None:
         self._listener = listener
@@ -59,7 +58,6 @@ class HookedReplica(Replica):
             self._draws.models.add(self.model)
         for slot in self.slots:
             hook = self._gradient_hook(slot) if to == "gradients" else self._counting_hook()
-            self._arrivals[slot.name] = hook
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
 
     def take_samples(self) -> float:
@@ -271,13 +269,12 @@ class HookedReplica(Replica):
                 "or do without factors."
             )
         layer.catch(pair, stays=True)
-        if not self.syncing or layer.complete:
-            if self.pace is not None:
-                self.pace.gradient(layer.slot.name)
-            self._arrivals[layer.slot.name](layer.slot.tensor)
-        else:
-            layer.slot.touched = True
+        layer.slot.touched = True
+        if self.syncing:
             self._advance()
+        else:
+            self.contribution.backward()
+        # It arrives with autograd, which calls hooks of the weight when it has been through all of its uses.
 
     @property
     def arranged(self) -> bool:  # type: ignore[override]

@@ -4,6 +4,9 @@ import statistics
 import sys
 from dataclasses import replace
 from typing import Any
+from weakref import ref
+
+import torch
 
 from tutti.cluster import Cluster, format_time
 from tutti.collectives import gather_json, share_json
@@ -15,9 +18,12 @@ from tutti.plan.cost import Prediction, price
 from tutti.plan.network import cluster_with, measure_network
 from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
+from tutti.replica.left_behind import LeftBehind
 from tutti.strategies import AllReduce, Auto, Exchange, Poseidon, Strategy, parse
 from tutti.strategies.averaging.strategy import Blocks
 from tutti.strategies.base import Planned
+from tutti.strategies.poseidon import Shape
+from tutti.strategies.poseidon.speed import product_speed
 from tutti.transports import Transport
 
 FIRST_STEPS = 3
@@ -53,35 +59,45 @@ class AutoExchange(Exchange):
         self.chosen: Strategy = AllReduce()
         self.prediction: Prediction | None = None
         """Of what is at work; None until there is a plan."""
+        self._next: Strategy | None = None
+        """To be changed to when the next forward pass begins."""
         self._watch: Watch | None = Watch(replica, transport.now)
+        self._before: Any = None
         self._attach()
+        self._after = replica.optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     @property
     def planned(self) -> Planned:
         predicted_s = None if self.prediction is None else self.prediction.step_s
-        return Planned(str(self.chosen), predicted_s, statistics.median(self._walls) if self._walls else None)
+        return Planned(
+            str(self._next or self.chosen), predicted_s, statistics.median(self._walls) if self._walls else None
+        )
 
     def _attach(self) -> None:
         self._number += 1
         self._channel = self.transport.channel(f"plan {self._number}")
         self._inner = self.chosen.attach(self.replica, self._channel)
         self._inner.events = self.events
-        # After those of the exchange, so that a step is over.
-        self._hook = self.replica.optimizer.register_step_post_hook(lambda *_: self._stepped())
+        # The last of the model's hooks: when it is called, those that go with the old exchange have been.
+        if self._before is not None:
+            self._before.remove()
+        self._before = self.replica.model.register_forward_pre_hook(_Before(self))
+
+    def change_if_due(self) -> None:
+        """Between two steps, and not in a hook of the optimiser, since hooks of the optimiser change."""
+        if self._next is not None:
+            strategy, self._next = self._next, None
+            self._change_to(strategy)
 
     def _change_to(self, strategy: Strategy) -> None:
         """Between two steps; everybody does. Collective."""
         self._inner.finish()
-        self._let_go()
+        self._inner.close()
         self._sent_by_others += self._inner.bytes_sent
         self.replica.detach()
         self._channel.close()
         self.chosen = strategy
         self._attach()
-
-    def _let_go(self) -> None:
-        self._hook.remove()
-        self._inner.close()
 
     # Timing
 
@@ -142,20 +158,28 @@ class AutoExchange(Exchange):
         everyones = gather_json(self._seen, self.transport)
         slowest = max(everyones, key=lambda seen: seen["forward_s"] + max(seen["ready_s"].values(), default=0.0))
         cluster = cluster_with(measure_network(self.transport, quickly=True), "measured")
-        profile = profile_of(self.replica, slowest)
+        profile = profile_of(self.replica, slowest, self._speed(slowest))
         workers = self.transport.size
         present = price(self.chosen, profile, workers, cluster)
         best = choose(*(priced(group, profile, workers, cluster) for group in self._candidates(profile)))
-        changes = best.step_s * GAIN < present.step_s
-        text = share_json(str(best.strategy) if changes else str(self.chosen), self.transport)
-        strategy = parse(text)
-        found = price(strategy, profile, workers, cluster)
-        # If what is at work takes longer than its price and stays, then it does.
-        off_s = measured_s - present.step_s if measured_s is not None else 0.0
-        self.prediction = _longer(found, off_s)
-        self._report(cluster, profile.seconds)
+        present_s = present.step_s if measured_s is None else measured_s
+        changes = best.step_s * GAIN < present_s and best.strategy != self.chosen
+        strategy = parse(share_json(str(best.strategy if changes else self.chosen), self.transport))
         if strategy != self.chosen:
-            self._change_to(strategy)
+            self._next, self.prediction = strategy, price(strategy, profile, workers, cluster)
+        else:  # It takes what it takes.
+            self.prediction = replace(present, step_s=present_s, computing_s=min(present.computing_s, present_s))
+        self._report(cluster, profile.seconds)
+
+    def _speed(self, seen: dict[str, Any]) -> float:
+        """Operations a second of rank 0, on all."""
+        if self.replica.pace is not None:
+            return self.replica.pace.speed
+        sizes = {slot.name: slot.tensor for slot in self.replica.slots}
+        shapes = [Shape(name, len(sizes[name]), sizes[name].shape[1], rows) for name, rows in seen["rows"].items()]
+        first = self.transport.rank == 0
+        device = self.replica.slots[0].tensor.device
+        return float(share_json(product_speed(shapes, device, self.transport) if first else 0.0, self.transport))
 
     def _candidates(self, profile: Any) -> list[list[Strategy]]:
         """Exact ones, and lossy ones if they are allowed, of those that leave the optimiser with this rank."""
@@ -202,17 +226,27 @@ class AutoExchange(Exchange):
     def close(self) -> None:
         if self._watch is not None:
             self._watch.detach()
-        self._let_go()
+        self._before.remove()
+        self._after.remove()
+        self._inner.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"strategy": str(self.chosen), "state": self._inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:  # Of one that trained alone.
+            return
         if (strategy := parse(state["strategy"])) != self.chosen:
             self._change_to(strategy)
         self._inner.load_state_dict(state["state"])
 
 
-def _longer(found: Prediction, seconds: float) -> Prediction:
-    step_s = max(1e-9, found.step_s + seconds)
-    return replace(found, step_s=step_s, computing_s=min(found.computing_s, step_s))
+class _Before(LeftBehind):
+    """Tells an exchange that a forward pass begins in which its model trains."""
+
+    def __init__(self, exchange: AutoExchange) -> None:
+        self._exchange = ref(exchange)
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (exchange := self._exchange()) is not None:
+            exchange.change_if_due()

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
@@ -102,8 +102,8 @@ def summary(steps: list[Step], step_s: float) -> dict[str, Any]:
     }
 
 
-def profile_of(replica: Replica, seen: dict[str, Any]) -> Profile:
-    """A profile from what `summary` said, on whichever rank."""
+def profile_of(replica: Replica, seen: dict[str, Any], speed: float) -> Profile:
+    """A profile from what `summary` said, on whichever rank; `speed` is operations a second."""
     sizes = {slot.name: slot.tensor for slot in replica.slots}
     backward_s = max(seen["ready_s"].values(), default=0.0)
     ready = {name: seen["ready_s"].get(name, backward_s) for name in sizes}  # Without a gradient: at the end.
@@ -111,9 +111,12 @@ def profile_of(replica: Replica, seen: dict[str, Any]) -> Profile:
         Gradient(name=name, shape=tuple(sizes[name].shape), num_bytes=sizes[name].nbytes, ready_s=ready[name])
         for name in sorted(sizes, key=lambda name: ready[name])
     )
-    layers = tuple(_layer(name, rows, sizes[name], ready[name]) for name, rows in seen["rows"].items() if rows)
+    # Only some layers were seen: operations are as many as the time would hold, shared among those.
+    layers = [_layer(name, rows, sizes[name], ready[name]) for name, rows in seen["rows"].items() if rows]
+    scale = speed * (seen["forward_s"] + backward_s) / (sum(layer.work for layer in layers) or 1.0)
+    layers = [replace(layer, work=scale * layer.work) for layer in layers]
     return Profile(
-        num_samples=seen["num_samples"], layers=layers, gradients=gradients, forward_s=seen["forward_s"],
+        num_samples=seen["num_samples"], layers=tuple(layers), gradients=gradients, forward_s=seen["forward_s"],
         backward_s=backward_s, step_s=seen["step_s"], peak_bytes=0,
     )  # fmt: skip
 

@@ -35,23 +35,23 @@ def pack(piece: Piece, values: Tensor, shapes: Sequence[Shape], pairs: Sequence[
     return torch.cat(parts) if num_bytes < piece.num_bytes else None
 
 
-def unpack(payload: Tensor, piece: Piece, shapes: Sequence[Shape], dtype: torch.dtype) -> Tensor:
-    """The gradient that `pack` was given. Raises `PacketError` if it cannot have been."""
-    values = torch.zeros(piece.numel, dtype=dtype, device="cpu")
-    taken = _Reader(payload)
+def unpack(payload: Tensor, piece: Piece, shapes: Sequence[Shape], values: Tensor) -> None:
+    """Fill `values` with the gradient that `pack` was given. Raises `PacketError` if it cannot have been."""
+    values.zero_()
+    dtype, taken = values.dtype, _Reader(payload)
     for share, shape, rows in zip(piece.shares, shapes, taken.rows(len(piece.shares)), strict=True):
         out = values[share.offset : share.offset + share.stop - share.start]
         if rows == _IN_FULL:
             out.copy_(taken.take(out.numel(), dtype))
             continue
         part = _rows_of(share, shape)
-        outputs = taken.take(rows * (part.stop - part.start), dtype).view(rows, -1)
-        inputs = taken.take(rows * shape[1], dtype).view(rows, -1)
+        num_outputs = part.stop - part.start
+        outputs = taken.take(rows * num_outputs, dtype).view(rows, num_outputs)
+        inputs = taken.take(rows * shape[1], dtype).view(rows, shape[1])
         product = torch.mm(outputs.t(), inputs).view(-1)
         first = share.start - part.start * shape[1]
         out.copy_(product[first : first + out.numel()])
     taken.finish()
-    return values
 
 
 def shapes_of(piece: Piece, bucket: Bucket) -> list[Shape]:

@@ -249,14 +249,17 @@ class Server:
         piece, values = served.piece, served.stepper.values
         codec = self._setting.codec
         if self._setting.factors and payload.numel() < piece.num_bytes:
-            return unpack(payload, piece, self._shapes[piece.number], values.dtype)
+            found = served.pool.take().view(values.dtype)
+            unpack(payload, piece, self._shapes[piece.number], found)
+            return found
         if codec is None or piece.runs is None:
             if payload.numel() != piece.num_bytes:
                 raise PacketError(f"an update of {payload.numel()} bytes, wanted {piece.num_bytes}")
             return payload.view(values.dtype)
-        wide = torch.empty(piece.numel, dtype=torch.float32, device="cpu")
+        found = served.pool.take().view(values.dtype)  # Given back when it has been added.
+        wide = found if found.dtype == torch.float32 else torch.empty(piece.numel, dtype=torch.float32, device="cpu")
         codec.decode(payload, wide, runs=piece.runs)
-        return wide.to(values.dtype)
+        return found if wide is found else found.copy_(wide)
 
     def _leave_clocks(self, worker: int) -> None:
         self.members.discard(worker)
