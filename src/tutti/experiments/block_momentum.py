@@ -213,10 +213,12 @@ def _train(cell: Cell) -> dict[str, Any]:
             optimizer.zero_grad()
             if job.steps * part.tests // len(loader) == (job.steps - 1) * part.tests // len(loader):
                 continue
+            began_s = job.metrics.seconds
             with job.consensus():
                 if world.rank == 0:
-                    epochs, seconds = job.steps / len(loader), job.metrics.seconds - start_s
+                    epochs, seconds = job.steps / len(loader), began_s - start_s
                     points.append([round(epochs, 4), round(seconds, 3), _quality(made, model, splits.test)])
+            start_s += job.metrics.seconds - began_s  # Coming together to be tested is no part of training.
         sent = job.metrics.bytes_sent / job.steps
     return {"points": points, "bytes_per_step": round(sent), "metric": _metric(made), "rate": rate, "steps": total}
 
