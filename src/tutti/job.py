@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, PULL, EventLog
+from tutti.plan.auto import AutoExchange
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
 from tutti.replica.pace import Pace
 from tutti.replica.state import check_alike, take_from_rank_0
-from tutti.strategies import AllReduce, Exchange, Strategy
-from tutti.transports import suited
+from tutti.strategies import AllReduce, Auto, Exchange, Strategy
+from tutti.strategies.base import Planned
+from tutti.transports import Transport, suited
 from tutti.world import World, set_world
 from tutti.world import current_world as current_world_if_any
 from tutti.world import world as current_world
@@ -40,6 +42,8 @@ class Metrics:
     """Under parameter servers: how many steps they had taken when this rank last read."""
     spectral_gap: float | None = None
     """Under gossip: how fast what ranks have comes together, from 0 to 1."""
+    planned: Planned | None = None
+    """Under `Auto`: what it chose, what a step should take, and what it takes."""
 
     @property
     def waiting_share(self) -> float:
@@ -121,6 +125,7 @@ class Job:
             staleness=self._exchange.staleness,
             version=self._exchange.version,
             spectral_gap=self._exchange.spectral_gap,
+            planned=self._exchange.planned,
         )
 
     @property
@@ -243,11 +248,20 @@ def distribute(
     if pace is not None:
         pace.listen(model, optimizer)
         replica.pace = pace
-    exchange = strategy.attach(replica, channel)
+    exchange = attach(strategy, replica, channel)
     job = Job(replica, exchange, strategy, trains, pace)
     setattr(model, _MARK, job)
     world.expendable(exchange.expendable)
     return job
+
+
+def attach(strategy: Strategy, replica: HookedReplica, transport: Transport) -> Exchange:
+    """Start a strategy, or the planner that will choose one. Collective."""
+    if isinstance(strategy, Auto):
+        return (
+            AutoExchange(replica, transport, strategy) if transport.size > 1 else AllReduce().attach(replica, transport)
+        )
+    return strategy.attach(replica, transport)
 
 
 def _without(world: World, num_servers: int) -> World:

@@ -13,7 +13,7 @@ def test_reproduce_block_momentum_quickly(call: Call, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "again"
     report = (folder / "report.md").read_text()
     assert re.search(r"\| BMUF and 1-bit \| \d+\.\d+%, [\d.]+s \|", report)
-    assert re.search(r"- 16 workers: BMUF [+-]\d+\.\d+ points, averaging [+-]\d+\.\d+ points", report)
+    assert re.search(r"- 16 workers: averaging [+-]\d+\.\d+ points, BMUF [+-]\d+\.\d+ points", report)
     assert (folder / "digits.png").stat().st_size > 10_000
     runs = {(r["part"], r["method"]): r for r in json.loads((folder / "results.json").read_text())["runs"]}
     assert len(runs) == 10

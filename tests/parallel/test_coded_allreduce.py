@@ -94,7 +94,7 @@ def test_all_ranks_end_with_the_same_bits(codec: str, transport: str, size: int)
 
 
 @pytest.mark.parametrize("codec", KINDS)
-@pytest.mark.parametrize(("algorithm", "size"), [("native", 4), ("hierarchical", 5), ("ring", 4), ("auto", 4)])
+@pytest.mark.parametrize(("algorithm", "size"), [("native", 4), ("hierarchical", 5), ("ring", 4), ("cheapest", 4)])
 @pytest.mark.parametrize("transport", ["hosts", "simulated_hosts"])
 def test_hosts_with_several_ranks(codec: str, algorithm: str, size: int, transport: str) -> None:
     def train(world: World) -> tuple[list[Tensor], int]:

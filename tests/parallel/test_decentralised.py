@@ -147,6 +147,26 @@ def test_push_sum_finds_the_true_mean(transport: str) -> None:
         torch.testing.assert_close(own, flat(net()) + 1.5, rtol=0, atol=1e-9)
 
 
+def test_a_meeting_leaves_the_true_mean_alone() -> None:
+    """When ranks come together while weights are still uneven, and go apart again as they were."""
+
+    def meeting(world: World) -> Tensor:
+        model, optimizer, job = start(world, Gossip(WEB))
+        for step in range(150):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, -world.rank / LR if step == 0 else 0.0)
+            optimizer.step()
+            if step == 2:
+                with job.consensus():
+                    pass
+        own = flat(model)
+        job.finish()
+        return own
+
+    for own in run_ok(meeting, size=4, transport="simulated"):
+        torch.testing.assert_close(own, flat(net()) + 1.5, rtol=0, atol=1e-9)
+
+
 @everywhere
 @pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
 def test_pairs_keep_the_sum(transport: str, graph: str) -> None:

@@ -12,10 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import tutti
 from support import run_ok, run_threads
-from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.cluster import Cluster, Compute, Link
+from tutti.errors import ConfigError, NonFiniteLoss, PacketError
 from tutti.job import Job, distribute
-from tutti.strategies import AllReduce, Poseidon, Strategy, parse
+from tutti.launch.simulate import simulate
+from tutti.strategies import BSP, SSP, AllReduce, ParameterServer, Poseidon, Strategy, parse
+from tutti.strategies.parameter_server.factored import pack, unpack
+from tutti.strategies.parameter_server.pieces import Piece, Share
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.world import World
 
@@ -108,6 +113,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "recurrent": (Recurrent, (6,)),
     "convolutions": (convolutions, (3, 6, 6)),
     "attention": (attention, (5, 6)),
+    "wide": (lambda: nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 30)), (40,)),
 }
 
 Loop = Callable[[Job, nn.Module, torch.optim.Optimizer, World, tuple[int, ...]], None]
@@ -398,6 +404,7 @@ TEXTS: dict[str, Strategy] = {
     "poseidon": Poseidon(),
     "poseidon:rule=sacp,overlap=0": Poseidon("sacp", overlap=False),
     "poseidon:bucket_bytes=1000": Poseidon(bucket_bytes=1000),
+    "poseidon:ssp=2": Poseidon(consistency=SSP(2)),
 }
 
 
@@ -415,6 +422,8 @@ def test_it_prints_as_the_text_that_makes_it(text: str) -> None:
         (lambda: Poseidon(bucket_bytes=0), "bucket_bytes must be 1 or more, got 0"),
         (lambda: parse("poseidon+onebit"), "takes no codec"),
         (lambda: parse("poseidon:overlap=yes"), "'overlap=yes' is none of"),
+        (lambda: parse("poseidon:ssp=2,overlap=0"), "overlap cannot be turned off"),
+        (lambda: Poseidon(consistency=2), "consistency must be an object such as SSP(2), got 2"),  # type: ignore[arg-type]
         (lambda: parse("poseidon:servers=2"), "'servers=2' is none of"),
     ],
 )
@@ -422,3 +431,180 @@ def test_bad_input(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         make()
     assert said in str(refused.value)
+
+
+def test_ranks_that_use_layers_in_another_order() -> None:
+    """And clear nothing in between, so that what factors do not hold is summed for several layers at once."""
+
+    def train(world: World, strategy: Strategy) -> list[Tensor]:
+        model = seeded(lambda: nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        assert isinstance(model, nn.ModuleList)
+        with distribute(model, optimizer, strategy, world=world):
+            for step in range(3):
+                x = batch(world, step, 6).requires_grad_()
+                order = [0, 1] if world.rank == 0 else [1, 0]
+                torch.stack([model[number](x).square().mean() for number in order]).sum().backward()
+            return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    whole = run_ok(train, AllReduce("ring"), size=2, transport="process_group")
+    for found in run_ok(train, Poseidon("broadcast"), size=2, transport="process_group"):
+        torch.testing.assert_close(found, whole[0], rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_that_are_asked_for_and_hooks_of_weights() -> None:
+    def train(world: World, strategy: Strategy) -> list[Tensor]:
+        model = seeded(mlp)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        first, last = model.get_parameter("0.weight"), model.get_parameter("2.weight")
+        with distribute(model, optimizer, strategy, world=world):
+            for step in range(STEPS):
+                if step == 2:
+                    last.register_hook(lambda gradient: 0.5 * gradient)
+                loss = model(batch(world, step, 6)).square().mean()
+                (asked,) = torch.autograd.grad(loss, first, retain_graph=True)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [asked, *(p.detach() for p in model.parameters())]
+
+    whole = run_ok(train, AllReduce("ring"), size=2, transport="process_group")
+    for found, wanted in zip(
+        run_ok(train, Poseidon("broadcast"), size=2, transport="process_group"), whole, strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_factors_take_no_more_virtual_time_than_products() -> None:
+    """On a link that costs nothing, with one row of input, a step takes what it takes in full, and the products."""
+
+    def train(strategy: Strategy) -> float:
+        world = tutti.init()
+        model = seeded(lambda: nn.Linear(100, 100, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with distribute(model, optimizer, strategy, world=world):
+            for _ in range(3):
+                start_s = world.transport.now()
+                model(torch.ones(1, 100, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return world.transport.now() - start_s
+
+    cluster = Cluster(link=Link("100tbit", 0.0), compute=Compute(sample_s="300ms"))
+    full, factors = (
+        simulate(train, strategy, workers=2, cluster=cluster).results[0]
+        for strategy in (AllReduce("ring"), Poseidon("broadcast"))
+    )
+    assert full == pytest.approx(0.3, rel=1e-3)
+    assert factors == pytest.approx(0.3 + 0.1, rel=1e-3)  # A third of all operations are such a product.
+
+
+# With servers
+
+
+def served(world: World, strategy: Strategy, model_name: str, loop: str) -> tuple[dict[str, Tensor], int]:
+    make, shape = MODELS[model_name]
+    model = seeded(make)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with distribute(model, optimizer, strategy, world=world) as job:
+        LOOPS[loop](job, model, optimizer, world, shape)
+        sent = job.metrics.bytes_sent
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}, sent
+
+
+@pytest.mark.parametrize("transport", ["process_group", "simulated"])
+@pytest.mark.parametrize(
+    ("model_name", "loop"),
+    [
+        ("perceptron", "plainly"), ("wide", "accumulating"), ("wide", "penalties"), ("recurrent", "plainly"),
+        ("tied weights", "plainly"), ("checkpointed", "plainly"), ("attention", "plainly"), ("wide", "plainly"),
+    ],
+)  # fmt: skip
+def test_servers_learn_the_same_from_factors(model_name: str, loop: str, transport: str) -> None:
+    whole = run_ok(served, ParameterServer(BSP(), bucket_bytes=700), model_name, loop, size=3, transport=transport)
+    factors = run_ok(
+        served, Poseidon(consistency=BSP(), bucket_bytes=700), model_name, loop, size=3, transport=transport
+    )
+    for (state, _), (other, _) in zip(factors, whole, strict=True):
+        for name, value in state.items():
+            torch.testing.assert_close(value, other[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_servers_get_other_uses_of_a_weight_and_empty_batches(rows: int) -> None:
+    def train(world: World, strategy: Strategy) -> list[Tensor]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(40, 60, bias=False), nn.Tanh(), nn.Linear(60, 30, bias=False)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with distribute(model, optimizer, strategy, world=world) as job:
+            for step in range(STEPS):
+                x = batch(world, step, 40)[:rows] if world.rank else batch(world, step, 40)
+                job.contributed(1 + world.rank)
+                loss = model(x).square().sum()  # Parameters come with it: the penalty is on those.
+                penalty = sum(p.square().sum() for p in model.parameters()) if step % 2 else 0.0
+                (loss + 0.5 * penalty).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole = run_ok(train, ParameterServer(BSP(), bucket_bytes=1), size=2, transport="process_group")
+    for found in run_ok(train, Poseidon(consistency=BSP(), bucket_bytes=1), size=2, transport="process_group"):
+        torch.testing.assert_close(found, whole[0], rtol=1e-10, atol=1e-12)
+
+
+def test_servers_are_sent_less() -> None:
+    """K (M + N) numbers up instead of M N; down it is M N all the same."""
+    sent = {
+        strategy: max(sent for _, sent in run_ok(served, strategy, "wide", "plainly", size=3, transport="simulated"))
+        for strategy in (ParameterServer(BSP()), Poseidon(consistency=BSP()))
+    }
+    plain, factored = sent.values()
+    assert factored < 0.65 * plain
+
+
+@pytest.mark.parametrize("text", ["poseidon:ssp=2", "poseidon:async", "ps:ssp=1,servers=1,factors=1"])
+def test_stale_servers_from_factors(text: str) -> None:
+    """Whatever the order, training goes on, and all end with the same."""
+    found = run_threads(served, parse(text), "wide", "plainly", size=4, transport="process_group")
+    states = [each[0] for each in found if each is not None]
+    assert len(states) >= 3
+    for state in states:
+        for name, value in state.items():
+            assert value.isfinite().all()
+            assert torch.equal(value, states[0][name])
+
+
+def test_what_no_factors_can_be_is_refused() -> None:
+    """A server drops a worker that sends it rows that are not there."""
+    with pytest.raises(ConfigError, match="factors are exact and take no codec"):
+        parse("ps:bsp,factors=1+onebit")
+    with pytest.raises(ConfigError, match="they need overlap=True"):
+        ParameterServer(factors=True, overlap=False)
+    piece = Piece(0, 0, slice(0, 12), (Share(0, 0, 12, 0, True),), None, True, 8)
+    pair = torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
+    packed = pack(piece, torch.ones(12, dtype=torch.float64), [(3, 4)], [pair])
+    assert packed is not None
+    found = torch.empty(12, dtype=torch.float64)
+    unpack(packed, piece, [(3, 4)], found)
+    assert torch.equal(found, torch.ones(12, dtype=torch.float64))
+    many = packed.clone()
+    many[:8] = torch.tensor([7]).view(torch.uint8)
+    for wrong in (packed[:-8], torch.cat([packed, packed]), many, packed[:4]):
+        with pytest.raises(PacketError, match=r"factors"):
+            unpack(wrong, piece, [(3, 4)], found)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 12), (3, 9), (5, 6), (4, 12)])
+def test_parts_of_a_matrix_that_are_no_rows(start: int, stop: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs, inputs = (torch.randn(1, size, generator=generator) for size in (3, 4))
+    whole = (outputs.t() @ inputs).view(-1)
+    piece = Piece(0, 0, slice(0, 30), (Share(0, start, stop, 2, False), Share(1, 0, 15, 15, True)), None, True, 4)
+    values = torch.zeros(30)
+    values[2 : 2 + stop - start] = whole[start:stop]
+    values[15:] = torch.arange(15.0)
+    packed = pack(piece, values, [(3, 4), (1, 15)], [(outputs, inputs), None])
+    assert packed is not None
+    found = torch.empty(30)
+    unpack(packed, piece, [(3, 4), (1, 15)], found)
+    torch.testing.assert_close(found, values)

@@ -9,7 +9,7 @@ from profiles import lab_perceptron, perceptron
 from tutti.bench.rehearse import rehearse
 from tutti.cluster import Cluster, Host, Jitter, Link, Tier
 from tutti.errors import ConfigError
-from tutti.plan import price
+from tutti.plan import Overhead, price
 from tutti.plan.coding import SPEEDS, Speed
 from tutti.plan.loads import loads_of
 from tutti.strategies import AllReduce, Exchange, Strategy, parse
@@ -119,6 +119,78 @@ def test_others_are_about_what_the_simulator_says(
     profile, cluster = lab_perceptron(0.02), Cluster(link=Link(rate, "50us"))
     found = price(parse(strategy), profile, workers, cluster)
     assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, cluster), rel=within)
+
+
+CODED = {  # `tutti bench worth`, docs/benchmarks.md: rate, milliseconds without exchange, milliseconds a step.
+    ("94.5mbit", 19.1): {
+        "native": 982.1,
+        "native+fp16": 511.9,
+        "native+fp8": 273.4,
+        "native+quantize:4": 154.1,
+        "native+onebit": 59.1,
+        "native+topk": 61.7,
+        "native+lowrank": 46.9,
+        "native+topk+quantize:8": 48.4,
+    },
+    ("945mbit", 19.2): {
+        "native": 121.5,
+        "native+fp16": 77.8,
+        "native+fp8": 54.7,
+        "native+quantize:4": 42.8,
+        "native+onebit": 36.3,
+        "native+topk": 42.6,
+        "native+lowrank": 41.7,
+        "native+topk+quantize:8": 41.7,
+    },
+}
+"""By what links carry beside headers."""
+
+REFERENCE = {"94.5mbit": 39.0, "945mbit": 38.1}
+"""Of native+topk:0.001, which sends next to nothing."""
+
+
+@pytest.mark.parametrize(
+    ("rate", "computing_ms", "strategy", "measured_ms"),
+    [(*place, strategy, step_ms) for place, steps in CODED.items() for strategy, step_ms in steps.items()],
+)
+def test_what_one_strategy_takes_beyond_its_formula_the_others_take_too(
+    rate: str, computing_ms: float, strategy: str, measured_ms: float
+) -> None:
+    """Four ranks on two cores. Without it, those with a codec are too fast by up to 48 %."""
+    profile, cluster = lab_perceptron(computing_ms / 1e3), Cluster(link=Link(rate, "100us"))
+    coding = Overhead(coding=2.0)
+    explained_s = price(parse("native+topk:0.001"), replace(profile, overhead=coding), 4, cluster).step_s
+    overhead = replace(coding, exchange_s=REFERENCE[rate] / 1e3 - explained_s)
+    found = price(parse(strategy), replace(profile, overhead=overhead), 4, cluster)
+    assert found.step_s * 1e3 == pytest.approx(measured_ms, rel=0.13)
+
+
+def test_overhead_comes_to_every_exchange_and_every_bucket() -> None:
+    profile = lab_perceptron(0.02)
+    overhead = Overhead(exchange_s=0.016, bucket_s=0.0016, coding=3.0)
+    for strategy, exchanges in {"ring": 1.0, "ps:ssp=3": 1.0, "averaging:every=16": 1 / 16, "gossip": 1.0}.items():
+        free, paid = (price(parse(strategy), each, 4, EVEN) for each in (profile, replace(profile, overhead=overhead)))
+        assert paid.step_s - free.step_s == pytest.approx(exchanges * (0.016 + 2 * 0.0016)), strategy
+        assert (paid.computing_s, paid.bytes_per_step) == (free.computing_s, free.bytes_per_step)
+    free, paid = (
+        price(parse("ring+onebit"), each, 4, EVEN).step_s for each in (profile, replace(profile, overhead=overhead))
+    )
+    assert paid - free > 0.016 + 2 * 0.0016 + 1e-3, "encoding and decoding take three times as long"
+
+
+def test_overhead_is_for_those_who_exchange() -> None:
+    profile = replace(lab_perceptron(0.02), overhead=Overhead(exchange_s=1.0, bucket_s=1.0))
+    assert price(parse("ring"), profile, 1, EVEN).step_s == pytest.approx(0.02)
+    slow = Cluster(link=EVEN.link, slow={0: 2.0, 1: 2.0})
+    assert price(parse("ring"), profile, 2, slow).step_s > 0.04 + 2 * 3.0, "a slow worker's takes longer too"
+    uneven = price(parse("ring"), profile, 4, Cluster(jitter=Jitter(0.1)), lambda strategy: 0.5)
+    assert uneven.step_s == pytest.approx(0.5 + 3.0), "and no simulation knows of it"
+
+
+def test_codecs_may_be_faster_than_on_the_core_they_were_timed_on() -> None:
+    profile = lab_perceptron(0.02)
+    quick = price(parse("ring+onebit"), replace(profile, overhead=Overhead(coding=0.0)), 4, EVEN)
+    assert profile.seconds <= quick.step_s < price(parse("ring+onebit"), profile, 4, EVEN).step_s
 
 
 def test_nothing_is_exposed_on_a_link_without_end() -> None:

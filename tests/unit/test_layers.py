@@ -17,7 +17,7 @@ LAYERS = [
 
 PUBLIC = {
     "Cluster", "Simulation", "simulate", "BSP", "SSP", "Async", "ParameterServer", "SoftSync", "StalenessAware",
-    "Averaging", "BlockMomentum", "DiLoCo",
+    "Auto", "Averaging", "BlockMomentum", "DiLoCo",
     "AllReduce", "Job", "Link", "TuttiError", "World", "distribute", "init", "lab", "launch", "measure_link", "shard",
     "sync_batchnorm", "world", "Gossip", "Graph", "PeerUpdates", "Poseidon", "Profile", "profile",
 }  # fmt: skip

@@ -8,24 +8,19 @@ from typing import Any
 
 import torch
 
-from tutti.cluster import Cluster, Compute, Link
-from tutti.collectives import ALGORITHMS, gather_json, measure_links, recursive_doubling, run
+from tutti.cluster import Cluster, Compute
+from tutti.collectives import gather_json, recursive_doubling, run
 from tutti.job import distribute
 from tutti.launch import init
 from tutti.launch.link import Link as Reporter
 from tutti.launch.simulate import simulate
+from tutti.plan.network import cluster_with, measure_network
 from tutti.recipes import recipe
 from tutti.strategies import parse
-from tutti.transports import AllReduces, HostsTransport, Transport
+from tutti.transports import Transport
 from tutti.world import World, set_world
 
 _WARM_UP, _ROUNDS = 5, 30
-
-_TYPICAL = ("ring", "tree", "butterfly", "recursive_doubling")
-"""What a message's latency is taken from: in collectives ranks wait for each other, and may share cores."""
-
-_SMALL, _LARGE = 2**10, 2**20
-"""Bytes of sums in memory."""
 
 REFERENCE, REFERENCE_WITHIN = "recursive_doubling", "native"
 """What trains to find what the parts do not explain: between hosts, and on one."""
@@ -48,16 +43,8 @@ def cluster_of(found: dict[str, Any], name: str = "calibrated") -> Cluster:
     """
     computing_s = found["forward_s"] + found["backward_s"]
     sample_s, share = computing_s / found["batch_size"], found["forward_s"] / computing_s
-    links = {kind: Link(*link) for kind, link in found["links"].items()}
-    hosts, size = found["hosts"], found["size"]
-    cluster = Cluster(
-        name=name,
-        # More workers would get more hosts of this kind; but where only memory was measured, they would share it.
-        hosts=1 if hosts == 1 else None,
-        ranks_per_host=-(-size // hosts) if hosts > 1 else None,
-        compute=Compute(sample_s=sample_s, step_s=found["step_s"], forward=share),
-        **links,  # type: ignore[arg-type]
-    )
+    size = found["size"]
+    cluster = cluster_with(found, name, compute=Compute(sample_s=sample_s, step_s=found["step_s"], forward=share))
     simulated = simulate(train_steps, found["recipe"], found["reference"], _WARM_UP, workers=size, cluster=cluster)
     unexplained_s = max(0.0, found["real_s"] - max(step_s for step_s, _ in simulated.results))
     compute = Compute(sample_s=sample_s, step_s=found["step_s"] + unexplained_s, forward=share)
@@ -132,48 +119,3 @@ def _parts(name: str, batch_size: int, transport: Transport) -> list[list[float]
         times.append(now())
         rows.append([later - earlier for earlier, later in pairwise(times)])
     return rows[_WARM_UP:]
-
-
-def measure_network(transport: Transport) -> dict[str, Any]:
-    """The links between hosts and within one, as far as there are any; the same on every rank."""
-    links = {}
-    if transport.size > 1 and len(set(transport.hosts)) == 1:
-        links["within"] = _memory(transport)
-    elif isinstance(transport, HostsTransport):
-        links["within"] = _memory(transport.within)
-        links |= {"link": _link(transport.across)} if transport.across is not None else {}
-    elif transport.size > 1:
-        links["link"] = _link(transport)
-    first = gather_json(links, transport)[0]  # Rank 0 is the first of its host: it knows both.
-    return {"links": first, "hosts": len(set(transport.hosts)), "size": transport.size}
-
-
-def _link(transport: Transport) -> tuple[float, float]:
-    """Rate by ping-pong of long messages; latency by collectives of short ones."""
-    rate = measure_links(transport).link.bits_per_s
-    latencies = []
-    for name in _TYPICAL:
-        collective = ALGORITHMS[name]
-        tensor, times = torch.zeros(16 * transport.size), []
-        for _ in range(_ROUNDS):
-            start_s = transport.now()
-            transport.start(collective.steps(tensor, transport)).wait()
-            times.append(transport.now() - start_s)
-        latencies.append(statistics.median(times) / collective.cost(transport.size, 0, Link("1gbit", 1.0)))
-    return rate, statistics.median(latencies)
-
-
-def _memory(transport: Transport) -> tuple[float, float]:
-    """The link of which a sum in memory takes two latencies, and twice the bytes."""
-    if not isinstance(transport, AllReduces):
-        return _link(transport)
-    medians = []
-    for num_bytes in (_SMALL, _LARGE):
-        tensor, times = torch.zeros(num_bytes // 4), []
-        for _ in range(_ROUNDS):
-            start_s = transport.now()
-            transport.all_reduce(tensor).wait()
-            times.append(transport.now() - start_s)
-        medians.append(statistics.median(times))
-    per_byte = max(1e-13, (medians[1] - medians[0]) / 2 / (_LARGE - _SMALL))
-    return 8 / per_byte, medians[0] / 2

@@ -41,7 +41,7 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
                 "num_bytes": num_bytes,
                 "seconds": seconds,
                 "predicted": {name: _predicted(name, num_bytes, transport, links[name]) for name in links},
-                "auto": best,
+                "cheapest": best,
             }
         )
     return {
@@ -53,7 +53,7 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
 
 
 def _ways(tensor: torch.Tensor, transport: Transport, choice: Choice) -> Ways:
-    collectives = {**ALGORITHMS, "auto": choice.best(tensor.nbytes)}
+    collectives = {**ALGORITHMS, "cheapest": choice.best(tensor.nbytes)}
     ways: Ways = {name: partial(_take, each, tensor, transport) for name, each in collectives.items()}
     if isinstance(transport, SharesMemory) and isinstance(transport.inner, AllReduces):
         gloo = transport.inner

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tutti.bench.calibrate import cluster_of, measure_network, measure_training, train_steps
+from tutti.bench.calibrate import cluster_of, measure_training, train_steps
 from tutti.errors import UnknownName
 from tutti.launch import init, launch
 from tutti.launch.lab import Lab, LabSpec
 from tutti.launch.link import Link
 from tutti.launch.simulate import simulate
+from tutti.plan.network import measure_network
 from tutti.recipes import recipe
 
 MODELS = ("mnist-mlp", "cifar-quick", "char-gpt")

@@ -37,7 +37,7 @@ class Rounds:
         guess = {name: max(seconds) for name, seconds in _by_way(first, ways, transport).items()}
         repeats = {name: max(1, min(self.most_repeats, int(self.round_s / guess[name]))) for name in ways}
         per_round = sum(guess[name] * repeats[name] for name in ways)
-        rounds = max(self.fewest, min(self.rounds, int(self.total_s / per_round)))
+        rounds = max(min(self.fewest, self.rounds), min(self.rounds, int(self.total_s / per_round)))
         samples = []
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")

@@ -19,6 +19,7 @@ from tutti.bench import fidelity as fidelity_bench
 from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
+from tutti.cli.bench_plan import plan
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, described, lab_if_any, numbers_of_workers
 from tutti.cli.strategies import strategies
@@ -42,6 +43,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; 
 
 app.command("worth")(worth)
 app.command("strategies")(strategies)
+app.command("plan")(plan)
 
 
 @app.command("step")
@@ -107,7 +109,7 @@ def collectives(
     link = Link(result["link"]["bits_per_s"], result["link"]["latency_s"])
     console.print(_collectives_table(result))
     console.print(f"{where}; measured link: {link}")
-    console.print(f"auto: {_said(result['rows'])}")
+    console.print(f"cheapest: {_said(result['rows'])}")
     _note_mpi(console)
     write_json(json_file, {"lab": lab, **result})
     if plot is not None:
@@ -262,8 +264,8 @@ def _collectives_table(result: dict[str, Any]) -> Table:
 
 
 def _said(rows: list[dict[str, Any]]) -> str:
-    """What `auto` chose, a run of sizes at a time."""
-    runs = [(name, list(group)) for name, group in groupby(rows, key=lambda row: row["auto"])]
+    """What `cheapest` chose, a run of sizes at a time."""
+    runs = [(name, list(group)) for name, group in groupby(rows, key=lambda row: row["cheapest"])]
     return ", ".join(f"{name} from {format_size(group[0]['num_bytes'])}" for name, group in runs)
 
 

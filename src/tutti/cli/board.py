@@ -9,6 +9,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tutti.cluster import format_time
+
 Numbers = Callable[[dict[str, Any]], str]
 """From the newest reports to what is shown beside the bar."""
 
@@ -70,3 +72,16 @@ def in_bytes(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000
     return f"{number:.1f} TB"
+
+
+def planned(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What auto chose, beside what it promised."""
+    found = summary["planned"]
+    if found is None:
+        return []
+    rows = [("chosen", found["chosen"])]
+    if found["predicted_s"] is not None and found["step_s"] is not None:
+        off = found["step_s"] / found["predicted_s"] - 1
+        times = f"{format_time(found['predicted_s'])}, {format_time(found['step_s'])} ({off:+.0%})"
+        rows.append(("a step, predicted and measured", times))
+    return rows

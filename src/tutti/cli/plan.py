@@ -12,7 +12,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench.calibrate import measure_network
 from tutti.bench.rehearse import rehearse
 from tutti.cli import per_layer
 from tutti.cli.json_file import check_writable, write_json
@@ -22,6 +21,7 @@ from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
 from tutti.plan import Plan, Prediction, Profile, measure, plan
+from tutti.plan.network import measure_network
 from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
 from tutti.recipes import RECIPES
 from tutti.strategies import Strategy

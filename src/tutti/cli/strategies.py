@@ -52,11 +52,7 @@ def strategies(
     check_one_place(workers, lab)
     if model not in CASES:
         raise UnknownName("model", model, CASES)
-    texts = [str(parse(text)) for text in split_strategies(ways)]
-    if not texts:
-        raise ConfigError("--strategies needs one or more, such as native,ps:bsp.")
-    if timed := [text for text in texts if isinstance(getattr(parse(text), "every", 1), str)]:
-        raise ConfigError(f"whole blocks are timed: give '{timed[0]}' a number of steps, such as every=16.")
+    texts = strategies_to_time(ways)
     by_serving: dict[int, list[str]] = {}
     for text in texts:
         by_serving.setdefault(parse(text).num_serving, []).append(text)
@@ -71,6 +67,16 @@ def strategies(
     if slow > 1:
         console.print(f"The last worker computes for {slow:g} times as long as the others.")
     write_json(json_file, {"lab": lab, "runs": results})
+
+
+def strategies_to_time(text: str) -> list[str]:
+    """Strategies in one text, each once, as they call themselves; blocks must have a number of steps."""
+    texts = list(dict.fromkeys(str(parse(part)) for part in split_strategies(text)))
+    if not texts:
+        raise ConfigError("--strategies needs one or more, such as native,ps:bsp.")
+    if timed := [each for each in texts if isinstance(getattr(parse(each), "every", 1), str)]:
+        raise ConfigError(f"whole blocks are timed: give '{timed[0]}' a number of steps, such as every=16.")
+    return texts
 
 
 def split_strategies(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tutti.cli.board import board, in_bytes, in_words, loss_and_accuracy
+from tutti.cli.board import board, in_bytes, in_words, loss_and_accuracy, planned
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.recipe_task import (
     DataFolder,
@@ -112,6 +112,7 @@ def _table(summary: dict[str, Any]) -> Table:
         ("waiting for other workers", f"{summary['waiting_share']:.1%}"),
         *([("staleness of updates", in_words(summary["staleness"]))] if summary["staleness"] else []),
         *([("spectral gap", f"{summary['spectral_gap']:.4f}")] if summary["spectral_gap"] is not None else []),
+        *planned(summary),
     ):
         table.add_row(label, value)
     return table

@@ -183,7 +183,6 @@ def conclude(plan: tuple[Part, ...], runs: list[dict[str, Any]], setting: Settin
 
 def one(cell: Cell) -> dict[str, Any]:
     """Train once in virtual time, and how it went."""
-    torch.set_num_threads(1)
     compute = Compute(sample_s=STEP_S / cell.part.batch)
     cluster = Cluster(link=Link(cell.part.link, DELAY), compute=compute)
     simulation = simulate(_train, cell, workers=cell.workers, cluster=cluster)
@@ -196,6 +195,7 @@ def one(cell: Cell) -> dict[str, Any]:
 
 def _train(cell: Cell) -> dict[str, Any]:
     world, part, made = init(), cell.part, recipe(cell.part.recipe)
+    torch.set_num_threads(1)  # Cells share the cores: two threads would mostly wait for each other.
     torch.manual_seed(cell.seed)
     model = nn.Sequential(nn.Flatten(), mlp(784, 1024, 1024, 10)) if part.wide else made.model()
     rate = part.rate_of(cell.method, cell.workers)
@@ -213,10 +213,12 @@ def _train(cell: Cell) -> dict[str, Any]:
             optimizer.zero_grad()
             if job.steps * part.tests // len(loader) == (job.steps - 1) * part.tests // len(loader):
                 continue
+            began_s = job.metrics.seconds
             with job.consensus():
                 if world.rank == 0:
-                    epochs, seconds = job.steps / len(loader), job.metrics.seconds - start_s
+                    epochs, seconds = job.steps / len(loader), began_s - start_s
                     points.append([round(epochs, 4), round(seconds, 3), _quality(made, model, splits.test)])
+            start_s += job.metrics.seconds - began_s  # Coming together to be tested is no part of training.
         sent = job.metrics.bytes_sent / job.steps
     return {"points": points, "bytes_per_step": round(sent), "metric": _metric(made), "rate": rate, "steps": total}
 

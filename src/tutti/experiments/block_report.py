@@ -8,6 +8,8 @@ from tutti.cluster import format_size, format_time
 from tutti.report.plots import pyplot
 
 _SINGLE = "single worker"
+_DIVERGED = 4.0
+"""Times the perplexity of a single worker."""
 _COLOURS = {
     _SINGLE: "#000000", "averaging": "#e69f00", "BMUF": "#0072b2", "1-bit": "#d55e00", "BMUF and 1-bit": "#009e73",
 }  # fmt: skip
@@ -90,18 +92,20 @@ A worker of {most} sends in a step, on average: {bytes_sent}.
 
 
 def _verdict(part: dict[str, Any], runs: list[dict[str, Any]], single: dict[str, Any]) -> str:
-    """What the numbers say of BMUF and of averaging, on every number of workers."""
+    """How far every method is from a single worker, on every number of workers."""
     lines = []
     for workers in part["workers"]:
         of = {run["method"]: run["value"] for run in runs if run["workers"] == workers}
-        if single["metric"] == "perplexity":
-            lost = {method: f"{of[method] / single['value'] - 1:+.1%}" for method in ("BMUF", "averaging")}
-        else:
-            lost = {method: f"{100 * (of[method] - single['value']):+.2f} points" for method in ("BMUF", "averaging")}
-        lines.append(
-            f"- {workers} workers: BMUF {lost['BMUF']}, averaging {lost['averaging']} against a single worker."
-        )
+        lost = [f"{method} {_away(value, single)}" for method, value in of.items()]
+        lines.append(f"- {workers} workers: {', '.join(lost)} against a single worker.")
     return "\n".join(lines)
+
+
+def _away(value: float, single: dict[str, Any]) -> str:
+    if single["metric"] == "accuracy":
+        return f"{100 * (value - single['value']):+.2f} points"
+    times = value / single["value"]
+    return f"{times - 1:+.1%}" if times < _DIVERGED else "diverges"
 
 
 def _seeds(part: dict[str, Any], runs: list[dict[str, Any]]) -> str:
@@ -176,7 +180,7 @@ def _draw(part: dict[str, Any], runs: list[dict[str, Any]], path: Path) -> None:
     for row in axes:
         row[0].set_ylabel(f"test {metric}")
         if metric == "perplexity":
-            row[0].set(yscale="log")
+            row[0].set(yscale="log", ylim=(4.7, 20))  # What diverges leaves the picture.
             row[0].set_yticks([5, 6, 8, 10, 15], labels=["5", "6", "8", "10", "15"])
             row[0].minorticks_off()
     handles = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}

@@ -2,6 +2,7 @@
 
 from tutti.plan.choose import Plan, plan
 from tutti.plan.cost import PRICES, Prediction, price
+from tutti.plan.overhead import Overhead
 from tutti.plan.profile import Gradient, LayerProfile, Profile
 
-__all__ = ["PRICES", "Gradient", "LayerProfile", "Plan", "Prediction", "Profile", "plan", "price"]
+__all__ = ["PRICES", "Gradient", "LayerProfile", "Overhead", "Plan", "Prediction", "Profile", "plan", "price"]

@@ -33,7 +33,7 @@ def blocks(strategy: Blocks, profile: Profile, place: Place) -> Toll:
     left_s = max(0.0, exchange_s - length * computing_s) if strategy.overlap else exchange_s
     memory_bytes = _kept(strategy, place) * sum(load.num_bytes for load in loads)
     sent = sum(each.num_bytes for each in sums)
-    return Toll(left_s / length, sent / length, memory_bytes, coding_s / length)
+    return Toll(left_s / length, sent / length, memory_bytes, coding_s / length, 1 / length, len(sums) / length)
 
 
 def _roll_s(place: Place) -> float:

@@ -21,7 +21,7 @@ from tutti.strategies import (
 from tutti.strategies.allreduce import Algorithm
 
 ALGORITHMS: tuple[Algorithm, ...] = ("native", "ring", "butterfly", "tree", "recursive_doubling")
-"""Not "hierarchical", which "native" is where it can be, nor "auto", which chooses among them as this does."""
+"""Not "hierarchical", which "native" is where it can be, nor "cheapest", which chooses among them as this does."""
 
 LARGE_BUCKET_BYTES = 64 * 2**20
 """Beside the default: fewer buckets wait for fewer latencies."""

@@ -94,7 +94,7 @@ def price(
 
     Formulas go by the slowest link and the slowest worker, and hold where all are alike. Where they are not (several
     ranks on each of several hosts, links or speeds that differ, switches that are shared, jitter), `simulated` is asked
-    if it is given. Servers of their own come to the workers.
+    if it is given. Servers of their own come to the workers. What the profile's `overhead` says comes to either.
     """
     toll_of = next((PRICES[kind] for kind in type(strategy).__mro__ if kind in PRICES), None)
     if toll_of is None:
@@ -102,11 +102,12 @@ def price(
     place = Place.of(workers + (strategy.num_serving if workers > 1 else 0), cluster)
     own = slowed(profile, place.slowness)
     computing_s = own.forward_s + own.backward_s + own.step_s
-    toll = toll_of(strategy, own, place) if workers > 1 else Toll(0.0, 0.0)
+    toll = toll_of(strategy, own, place) if workers > 1 else Toll(0.0, 0.0, num_exchanges=0.0)
+    overhead_s = own.overhead.seconds(toll)
     by_simulation = simulated is not None and not place.even and workers > 1
-    step_s = computing_s + toll.exposed_s
+    step_s = computing_s + max(0.0, toll.exposed_s + overhead_s)
     if simulated is not None and by_simulation:
-        step_s = simulated(strategy) + toll.coding_s
+        step_s = simulated(strategy) + max(0.0, toll.coding_s + overhead_s)
     return Prediction(
         strategy=strategy,
         workers=workers,

@@ -31,7 +31,8 @@ def _in_turn(loads: Sequence[Load], sums: Sequence[Sum], profile: Profile, place
     if sums:  # The latencies of those before it pass while others are sent.
         seconds[-1] += sums[-1].latency_s
     exposed_s = exposed(loads, seconds, weights_known(profile, place), profile.backward_s)
-    return Toll(exposed_s, sum(each.num_bytes for each in sums), 0.0, sum(each.coding_s for each in sums))
+    coding_s = sum(each.coding_s for each in sums)
+    return Toll(exposed_s, sum(each.num_bytes for each in sums), 0.0, coding_s, num_buckets=len(sums))
 
 
 def weights_known(profile: Profile, place: Place) -> float:

@@ -59,7 +59,8 @@ def exposed(loads: Sequence[Load], seconds: Sequence[float], begin_s: float, bac
 
 def slowed(profile: Profile, factor: float) -> Profile:
     """The same step of a worker that takes so many times as long."""
-    return _stretched(replace(profile, step_s=profile.step_s * factor), factor)
+    overhead = profile.overhead.slowed(factor)
+    return _stretched(replace(profile, step_s=profile.step_s * factor, overhead=overhead), factor)
 
 
 def with_batch(profile: Profile, num_samples: int) -> Profile:

@@ -27,20 +27,22 @@ def peer_updates(strategy: PeerUpdates, profile: Profile, place: Place) -> Toll:
     sent = others * (message + HEAD_BYTES)
     busy_s = _computing_s(profile) + coding_s
     exposed_s = coding_s + max(0.0, sent * place.crowded.seconds_per_byte - busy_s)
-    return Toll(exposed_s, sent, 2 * whole + others * message + (0 if codec is None else whole), coding_s)
+    memory_bytes = 2 * whole + others * message + (0 if codec is None else whole)
+    return Toll(exposed_s, sent, memory_bytes, coding_s, num_buckets=len(loads))
 
 
 def gossip(strategy: Gossip, profile: Profile, place: Place) -> Toll:
     """All values to each neighbour, while the next gradient is computed."""
-    whole = sum(load.num_bytes for load in loads_of(profile, _BUCKET_BYTES))
+    loads = loads_of(profile, _BUCKET_BYTES)
+    whole = sum(load.num_bytes for load in loads)
     link, computing_s = place.crowded, _computing_s(profile)
     if strategy.pairs == "async":  # There and back, with one request under way at most, and nobody waits.
-        steps = ceil(2 * link.seconds(whole) / computing_s) if computing_s else 1
-        return Toll(0.0, 2 * whole / max(1, steps), 5 * whole)
+        steps = max(1, ceil(2 * link.seconds(whole) / computing_s) if computing_s else 1)
+        return Toll(0.0, 2 * whole / steps, 5 * whole, 0.0, 1 / steps, len(loads) / steps)
     neighbours = _neighbours(strategy, place.num_ranks)
     sent = neighbours * (whole + HEAD_BYTES)
     arrive_s = sent * link.seconds_per_byte + link.latency_s
-    return Toll(max(0.0, arrive_s - computing_s), sent, (3 + neighbours) * whole)
+    return Toll(max(0.0, arrive_s - computing_s), sent, (3 + neighbours) * whole, num_buckets=len(loads))
 
 
 def _neighbours(strategy: Gossip, num_ranks: int) -> int:

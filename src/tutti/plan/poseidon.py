@@ -44,7 +44,8 @@ def poseidon(strategy: Poseidon, profile: Profile, place: Place) -> Toll:
         travels.append(_Travel(gradient.ready_s, link.seconds(sent), product_s))
         num_bytes += sent
         memory_bytes += shape.num_bytes + (others_rows + shape.rows) * (shape.num_out + shape.num_in) * shape.itemsize
-    return Toll(_exposed(travels, strategy.overlap, profile, place), num_bytes, memory_bytes)
+    exposed_s = _exposed(travels, strategy.overlap, profile, place)
+    return Toll(exposed_s, num_bytes, memory_bytes, num_buckets=len(travels))
 
 
 def _exposed(travels: list[_Travel], overlap: bool, profile: Profile, place: Place) -> float:
@@ -67,7 +68,7 @@ def per_layer(strategy: Poseidon, profile: Profile, place: Place) -> list[Decisi
     def more_s(num_bytes: int) -> float:
         if place.num_hosts == 1:
             return 0.0  # In memory nothing is faster than the sum.
-        costs = [exact_sum("auto", total, place).wire_s for total in (always, always + num_bytes)]
+        costs = [exact_sum("cheapest", total, place).wire_s for total in (always, always + num_bytes)]
         return costs[1] - costs[0]
 
     return [decide(shape, strategy.rule, place.num_ranks, place.crowded, more_s, flops) for shape in shapes]

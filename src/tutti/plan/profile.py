@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tutti.cluster import format_size, format_time
+from tutti.plan.overhead import NOTHING, Overhead
 from tutti.plan.work_depth import WorkDepth
 
 
@@ -63,6 +64,8 @@ class Profile:
     """Of the optimiser, and whatever else a step takes; 0 without one."""
     peak_bytes: int
     """The most memory in use at once: parameters, gradients, optimiser state, activations."""
+    overhead: Overhead = NOTHING
+    """What exchanging takes of this worker besides, where that was measured."""
 
     @property
     def seconds(self) -> float:

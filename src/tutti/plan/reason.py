@@ -35,7 +35,7 @@ def _use(plan: "Plan") -> str:
     spent = f"of {format_time(best.step_s)} a step, {format_time(best.exposed_s)} are communication"
     if not plan.distribute:
         return (
-            f"Do not distribute: even {best.strategy}, the fastest, would train {times:.2g} times as many samples a "
+            f"Do not distribute: even {best.strategy} would train {times:.2g} times as many samples a "
             f"second with {plan.workers} workers as one does alone; {spent}."
         )
     return (

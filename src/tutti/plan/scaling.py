@@ -10,7 +10,7 @@ from tutti.plan.cost import Prediction, price
 from tutti.plan.loads import slowed, with_batch
 from tutti.plan.place import up_to
 from tutti.plan.profile import Profile
-from tutti.strategies import Strategy
+from tutti.strategies import AllReduce, Strategy
 
 Profiles = Callable[[int], Profile]
 """Of one of so many workers."""
@@ -56,9 +56,15 @@ def sharing_cores(single: Profile, whole: Profile, num_cores: int) -> Profiles:
 
 
 def priced(strategies: Iterable[Strategy], profile: Profile, workers: int, cluster: Cluster) -> list[Prediction]:
-    """What each would take, by formula; left out is what so many cannot use, or what has no place for its servers."""
+    """What each would take, by formula; left out is what so many cannot use, or what has no place for its servers.
+
+    On one host sums are made in memory; algorithms of messages are left out there, which go through sockets.
+    """
     found = []
+    in_memory = len({host.name for host in cluster.place(workers)}) == 1
     for strategy in strategies:
+        if in_memory and isinstance(strategy, AllReduce) and strategy.algorithm != "native":
+            continue
         with suppress(ConfigError):
             strategy.check_size(workers + strategy.num_serving)
             found.append(price(strategy, profile, workers, cluster))

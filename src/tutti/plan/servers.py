@@ -39,7 +39,8 @@ def parameter_server(strategy: ParameterServer, profile: Profile, place: Place) 
     waits_s += 0.0 if strategy.consistency.bound else 2 * place.crowded.latency_s
     coding_s = sum(trip.coding_s for trip in trips)
     sent = pushed if strategy.num_serving else (workers - 1) / workers * (pushed + pulled)
-    return Toll(waits_s, sent, 2 * whole + (0 if strategy.num_serving else 2 * whole / workers), coding_s)
+    memory_bytes = 2 * whole + (0 if strategy.num_serving else 2 * whole / workers)
+    return Toll(waits_s, sent, memory_bytes, coding_s, num_buckets=len(trips))
 
 
 def _trip(load: Load, codec: Codec | None, pulls: float, place: Place) -> _Trip:

@@ -16,7 +16,7 @@ from tutti.plan.place import Place
 from tutti.strategies.allreduce import Algorithm
 
 _CHOICES: tuple[Algorithm, ...] = ("native", "ring", "tree", "butterfly", "recursive_doubling")
-"""What "auto" chooses from."""
+"""What "cheapest" chooses from."""
 
 _ACROSS = (ring, butterfly, recursive_doubling)
 """What leaders of hosts choose from."""
@@ -43,7 +43,7 @@ class Sum(NamedTuple):
 
 def exact_sum(algorithm: Algorithm, num_bytes: float, place: Place) -> Sum:
     """The sum of so many bytes by that algorithm."""
-    if algorithm == "auto":
+    if algorithm == "cheapest":
         return min((exact_sum(each, num_bytes, place) for each in _CHOICES), key=lambda each: each.wire_s)
     if algorithm in ("native", "hierarchical") and place.two_levels:
         across = _cheapest(place.num_hosts, num_bytes, place.link)
@@ -60,7 +60,7 @@ def exact_sum(algorithm: Algorithm, num_bytes: float, place: Place) -> Sum:
 def coded_sum(load: Load, codec: Codec, place: Place) -> Sum:
     """The sum of a bucket in the way that packets of this codec are summed; what is all exact has the cheapest."""
     if not load.numel:
-        return exact_sum("auto", load.num_bytes, place)
+        return exact_sum("cheapest", load.num_bytes, place)
     found = _coded(load, codec, place.num_hosts if place.two_levels else place.num_ranks, place)
     return found._replace(wire_s=found.wire_s + 2 * _in_memory(load.num_bytes, place)) if place.two_levels else found
 

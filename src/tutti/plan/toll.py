@@ -14,3 +14,7 @@ class Toll(NamedTuple):
     """About."""
     coding_s: float = 0.0
     """The part of it that is encoding and decoding, hidden or not."""
+    num_exchanges: float = 1.0
+    """Times that ranks exchange something, a step."""
+    num_buckets: float = 0.0
+    """Of these exchanges, a step."""

@@ -18,6 +18,7 @@ from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
 from tutti.shard import ShardedLoader, shard
 from tutti.strategies import parse
+from tutti.strategies.base import Planned
 from tutti.world import World
 
 _REPORTS = 500
@@ -60,6 +61,8 @@ class Outcome:
     """How many of the rank's updates were so many steps old; empty where none can be."""
     version: int
     spectral_gap: float | None
+    planned: Planned | None
+    """Under auto: what was chosen, what a step should have taken, and what it took."""
     parameters: Tensor
 
     def as_dict(self) -> dict[str, Any]:
@@ -145,6 +148,7 @@ def train(task: Task) -> Outcome:
         staleness=metrics.staleness,
         version=metrics.version,
         spectral_gap=metrics.spectral_gap,
+        planned=metrics.planned,
         parameters=torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
     )
 

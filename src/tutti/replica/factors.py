@@ -30,10 +30,12 @@ class FactoredLayer:
         self.rows = 0
         """How many went forward while the layer was only watched."""
         self.catching = False
+        self.beside = False
+        """Whether factors are kept beside the gradient, which is made as well, if they are smaller."""
         self.pairs: list[Pair] = []
         self._kept: list[Pair] = []
-        self._kept_as: tuple[Tensor, int] | None = None
-        """The gradient, and its version, that is the product of what was kept."""
+        self._kept_as: list[tuple[Tensor, int]] = []
+        """The gradient that is the product of what was kept, and what was kept, each with its version."""
         self.expect()
 
     def expect(self) -> None:
@@ -45,7 +47,7 @@ class FactoredLayer:
     @property
     def complete(self) -> bool:
         """Whether nothing more is to come in this backward pass, as far as can be known."""
-        return not self.handed_over and 0 < self._caught >= self._forwards
+        return not self.handed_over and 0 < self._forwards <= self._caught
 
     def went_forward(self, x: Tensor) -> None:
         """A forward pass has begun, or is done again in backward."""
@@ -65,13 +67,12 @@ class FactoredLayer:
         if not stays and not self.handed_over:
             self.pairs.append(pair)
             return
-        untouched = self._untouched()
-        self._add(product([pair], self.slot.tensor))
-        grad = self.slot.tensor.grad
-        assert grad is not None
-        if stays and untouched:
-            self._kept.append((pair[0].clone(), pair[1].clone()))
-            self._kept_as = grad, grad._version
+        untouched = stays and self._untouched()
+        grad = self._add(product([pair], self.slot.tensor), replacing=untouched and not self._kept)
+        if untouched:
+            self._kept.append(pair)
+            tensors = [grad, *(factor for kept in self._kept for factor in kept)]
+            self._kept_as = [(tensor, tensor._version) for tensor in tensors]
         else:
             self._forget()
 
@@ -80,7 +81,8 @@ class FactoredLayer:
         self.handed_over = True
         if self._kept and self._untouched():
             self.pairs = self._kept + self.pairs
-            self.slot.tensor.grad = None
+            if not self.beside:
+                self.slot.tensor.grad = None
         self._forget()
         return self.pairs
 
@@ -88,24 +90,26 @@ class FactoredLayer:
     def has_more(self) -> bool:
         """Whether there is a gradient that the pairs do not hold: of earlier passes, or of the weight's other uses."""
         grad = self.slot.tensor.grad
-        return grad is not None and bool(grad.any())
+        return grad is not None and not grad.is_meta and bool(grad.any())
 
     def _untouched(self) -> bool:
         """Whether the gradient is what was kept, and no more."""
         grad = self.slot.tensor.grad
-        if self._kept_as is None:
+        if not self._kept_as:
             return grad is None or not grad.any()
-        return grad is self._kept_as[0] and grad._version == self._kept_as[1]
+        return grad is self._kept_as[0][0] and all(tensor._version == version for tensor, version in self._kept_as)
 
     def _forget(self) -> None:
-        self._kept, self._kept_as = [], None
+        self._kept, self._kept_as = [], []
 
-    def _add(self, gradient: Tensor) -> None:
+    def _add(self, gradient: Tensor, replacing: bool) -> Tensor:
+        """The sum; in memory of its own if it replaces zeros, since versions of views are those of all of them."""
         tensor = self.slot.tensor
-        if tensor.grad is None:
+        if tensor.grad is None or replacing:
             tensor.grad = gradient
         else:
             tensor.grad.add_(gradient)
+        return tensor.grad
 
 
 def product(pairs: list[Pair], like: Tensor) -> Tensor:
@@ -124,10 +128,10 @@ class Catcher:
         for layer in self.layers:
             layer.module.forward = _Forward(layer.module, layer, mine)
 
-    def keep(self, names: frozenset[str]) -> None:
+    def keep(self, names: frozenset[str], beside: bool = False) -> None:
         """Catch the factors of these parameters from now on, and leave the other layers alone."""
         for layer in self.layers:
-            layer.catching = layer.slot.name in names
+            layer.catching, layer.beside = layer.slot.name in names, beside
             layer.expect()
             if not layer.catching:
                 _restore(layer.module)
@@ -163,7 +167,9 @@ def factorable(model: nn.Module) -> Iterator[nn.Module]:
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and owners[id(weight)] == 1 and (_is_linear(module) or _is_pointwise(module)):
+        if weight is None or owners[id(weight)] > 1 or not weight.is_floating_point():
+            continue
+        if _is_linear(module) or _is_pointwise(module):
             yield module
 
 
@@ -202,7 +208,12 @@ class _Forward:
     def _can_catch(self, input: Tensor) -> bool:
         weight = self._layer.slot.tensor
         trained = self._module.weight is weight and weight.requires_grad and torch.is_grad_enabled()
-        return trained and (input.dim() > 1 if weight.dim() == 2 else input.dim() == weight.dim())
+        if weight._backward_hooks:  # They want to see, or change, the gradient as a whole.
+            return False
+        if not trained or not (input.dim() > 1 if weight.dim() == 2 else input.dim() == weight.dim()):
+            return False
+        rows = input.numel() // self._layer.num_in
+        return not self._layer.beside or rows * sum(weight.shape[:2]) < weight.numel()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
         return _own_forward, (self._module,)
@@ -219,7 +230,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, where: tuple[FactoredLayer, Catcher]
     ) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
+        if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         ctx.save_for_backward(x, weight)
         ctx.where = where
@@ -229,17 +240,19 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         layer, catcher = ctx.where
-        weight_node = ctx.next_functions[1][0]
-        # Not if only other gradients were asked for, as torch.autograd.grad does.
-        if torch._C._will_engine_execute_node(weight_node):
-            catcher.caught(layer, (_rows(grad, weight), _rows(x, weight)))
-        by_x = by_bias = None
+        by_x = by_weight = by_bias = None
+        pair = _rows(grad, weight), _rows(x, weight)
+        try:  # Not if only other gradients were asked for, as torch.autograd.grad does.
+            if torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
+                catcher.caught(layer, pair)
+        except RuntimeError:  # It is this very gradient that was asked for, by torch.autograd.grad.
+            by_weight = product([pair], weight)
         matrix = weight.flatten(1).to(grad.dtype)
         if ctx.needs_input_grad[0]:
             by_x = grad @ matrix if weight.dim() == 2 else torch.einsum("mn,bm...->bn...", matrix, grad)
         if ctx.needs_input_grad[2]:
             by_bias = grad.flatten(0, -2).sum(0) if weight.dim() == 2 else grad.transpose(0, 1).flatten(1).sum(1)
-        return by_x, None, by_bias, None
+        return by_x, by_weight, by_bias, None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -70,6 +70,7 @@ class HookedReplica(Replica):
         self._handles.clear()
         if self._catcher is not None:
             self._catcher.detach()
+        self._catcher, self.apart = None, frozenset()
         self._draws.models.discard(self.model)
         for slot in self.slots:
             if slot.tensor.grad is slot.view:
@@ -160,6 +161,9 @@ class HookedReplica(Replica):
             bucket = self.buckets[self._next]
             if complete_only and (bucket.missing or not bucket.of_parameters):
                 return
+            for layer in self.factored:
+                if layer.beside and layer.slot.bucket is bucket:
+                    layer.hand_over()
             self._kept += bucket.fill()
             self._next += 1
             self._listener.bucket_ready(bucket)
@@ -171,7 +175,7 @@ class HookedReplica(Replica):
         assert self._listener is not None
         apart = self.apart
         for layer in self.factored:
-            if layer.catching and not layer.handed_over:
+            if layer.catching and not layer.beside and not layer.handed_over:
                 self._listener.factors_ready(layer)
         self._hand_over(complete_only=False)
         self._listener.backward_done()
@@ -188,6 +192,10 @@ class HookedReplica(Replica):
         self._catcher = Catcher(self.model, self.slots, self._caught)
         return self._catcher.layers
 
+    def keep_factors(self) -> None:
+        self._catcher = Catcher(self.model, self.slots, self._caught)
+        self._catcher.keep(frozenset(layer.slot.name for layer in self._catcher.layers), beside=True)
+
     def set_apart(self, names: frozenset[str]) -> None:
         assert self._catcher is not None
         super().set_apart(names)
@@ -199,6 +207,9 @@ class HookedReplica(Replica):
 
     @torch.no_grad()
     def _caught(self, layer: FactoredLayer, pair: Pair) -> None:
+        if layer.beside:
+            self._caught_beside(layer, pair)
+            return
         if self.pace is not None:
             self.pace.gradient(layer.slot.name)
         with self._lock:
@@ -248,6 +259,22 @@ class HookedReplica(Replica):
         seen = share_json([numbers[slot] for slot in order], self._transport)
         unseen = sorted(set(numbers.values()) - set(seen))
         self.arrange([self.slots[number].name for number in [*seen, *unseen]])
+
+    def _caught_beside(self, layer: FactoredLayer, pair: Pair) -> None:
+        """Make the gradient as well, and have it arrive as autograd would have."""
+        if self.syncing and layer.handed_over:
+            raise ConfigError(
+                f"the gradient of '{layer.slot.name}' was sent, and backward came to another use of the layer, in a "
+                "graph older than the last forward pass. Go back through graphs in the order in which they were made, "
+                "or do without factors."
+            )
+        layer.catch(pair, stays=True)
+        layer.slot.touched = True
+        if self.syncing:
+            self._advance()
+        else:
+            self.contribution.backward()
+        # It arrives with autograd, which calls hooks of the weight when it has been through all of its uses.
 
     @property
     def arranged(self) -> bool:  # type: ignore[override]

@@ -135,6 +135,8 @@ class Pace:
         self._factor = 1.0
         self._backward_s = 0.0
         self._in_backward = False
+        self._computed: set[str] = set()
+        """Gradients whose time has passed in this backward pass: of factors, and then of what they are factors of."""
         self._handles: list[Any] = []
 
     def listen(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -190,8 +192,11 @@ class Pace:
 
     def gradient(self, name: str) -> None:
         """The gradient of a parameter is there."""
-        if self._workload is not None:  # Else only parts of the model were called: nobody knows what was computed.
+        if not self._in_backward:
+            self._computed.clear()
+        if self._workload is not None and name not in self._computed:  # Else nobody knows what was computed.
             self._in_backward = True
+            self._computed.add(name)
             self._elapse(self._backward_s * self._workload.shares.get(name, 0.0))
 
     @property

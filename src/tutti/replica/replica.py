@@ -110,6 +110,10 @@ class Replica(ABC):
         """Layers whose factors are caught."""
         return []
 
+    def keep_factors(self) -> None:
+        """Have `factored` keep the factors of gradients, beside the gradients in buckets, where they are smaller."""
+        return None
+
     def set_apart(self, names: frozenset[str]) -> None:
         """Have these parameters' gradients as factors from the next backward pass on, as all ranks say in this one."""
         self.apart = names

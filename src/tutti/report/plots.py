@@ -12,7 +12,7 @@ FORMATS = (".png", ".svg")
 COLOURS = {
     "ring": "#0072b2", "ring_blocking": "#56b4e9", "tree": "#009e73", "butterfly": "#e69f00",
     "recursive_doubling": "#d55e00", "hierarchical": "#cc79a7", "native": "#888888", "gloo": "#bbbbbb",
-    "mpi": "#000000", "auto": "#f0e442",
+    "mpi": "#000000", "cheapest": "#f0e442",
 }  # fmt: skip
 """One colour per algorithm in every figure, distinct to the colour-blind (Okabe & Ito 2008)."""
 
@@ -35,7 +35,7 @@ def plot_collectives(result: Mapping[str, Any], title: str, path: Path) -> None:
     rows = result["rows"]
     sizes = [row["num_bytes"] for row in rows]
     for name in rows[0]["seconds"]:
-        width, height = (5.0, 1) if name == "auto" else (1.6, 3)  # The choice is a broad band behind what it chose.
+        width, height = (5.0, 1) if name == "cheapest" else (1.6, 3)  # The choice is a broad band behind what it chose.
         style = {"color": COLOURS[name], "linewidth": width, "zorder": height, "label": label(name)}
         axes.plot(sizes, [row["seconds"][name] for row in rows], marker="o", markersize=4, **style)
         if name in rows[0]["predicted"]:

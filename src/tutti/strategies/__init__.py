@@ -1,6 +1,7 @@
 """Ways of keeping replicas together."""
 
 from tutti.strategies.allreduce import AllReduce
+from tutti.strategies.auto import Auto
 from tutti.strategies.averaging import Averaging, BlockMomentum, DiLoCo
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.decentralised import Gossip, Graph, PeerUpdates
@@ -14,6 +15,7 @@ __all__ = [
     "STRATEGIES",
     "AllReduce",
     "Async",
+    "Auto",
     "Averaging",
     "BlockMomentum",
     "DiLoCo",

@@ -18,7 +18,7 @@ from tutti.transports.base import Finished
 from tutti.transports.hosts import hosts_are_shared
 
 Algorithm = Literal[
-    "native", "auto", "ring", "ring_blocking", "tree", "butterfly", "recursive_doubling", "hierarchical"
+    "native", "cheapest", "ring", "ring_blocking", "tree", "butterfly", "recursive_doubling", "hierarchical"
 ]
 
 NAMES: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -29,7 +29,7 @@ class AllReduce(Strategy):
     """Every step, every rank gets the mean of all gradients, weighted by samples (Li et al. 2020).
 
     Args:
-        algorithm: how the sum travels. "native" is the transport's own way, "auto" measures the link and takes the
+        algorithm: how the sum travels. "native" is the transport's own way, "cheapest" measures the link and takes the
             cheapest for each bucket, and the others are those of `tutti.collectives`.
         bucket_bytes: gradients that travel together. More start sooner if it is smaller, and each
             costs less if it is larger.
@@ -165,9 +165,9 @@ def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, code
     if codec is not None:
         return CodedMean(replica, transport, codec, algorithm)
     # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
-    if algorithm == "auto" and not replica.device_types <= {"cpu", "meta"}:
+    if algorithm == "cheapest" and not replica.device_types <= {"cpu", "meta"}:
         algorithm = "native"
-    if algorithm == "auto":
+    if algorithm == "cheapest":
         return SteppedMean(transport, choices(transport).best)
     if algorithm == "native" and isinstance(transport, Averages):
         return DirectMean(transport)

@@ -1,6 +1,7 @@
 """The contract between a strategy, which is a description, and an exchange, which is it at work."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -9,6 +10,17 @@ from tutti.errors import ConfigError
 from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.transports import Transport
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a planner chose, and whether it was right."""
+
+    chosen: str
+    predicted_s: float | None
+    """What a step should take; None before there is a plan."""
+    step_s: float | None
+    """What a step takes, of late."""
 
 
 class Exchange(ABC):
@@ -77,6 +89,11 @@ class Exchange(ABC):
     @property
     def spectral_gap(self) -> float | None:
         """How fast what ranks have comes together by mixing with neighbours, from 0 to 1; None where none mix."""
+        return None
+
+    @property
+    def planned(self) -> Planned | None:
+        """What is at work, where that is the planner's choice."""
         return None
 
     @property

@@ -33,7 +33,7 @@ class CodedMean:
         self._codec = codec
         self._within: Transport | None = None
         self._across: Transport | None = transport
-        if isinstance(transport, HostsTransport) and algorithm in ("native", "auto", "hierarchical"):
+        if isinstance(transport, HostsTransport) and algorithm in ("native", "cheapest", "hierarchical"):
             self._within, self._across = transport.within, transport.across
         self._exactly = _chosen(transport, algorithm)
         self._sums: dict[Bucket, CodedSum] = {}
@@ -272,7 +272,7 @@ def _senders(transport: Transport, two_levels: bool) -> list[int]:
 
 def _chosen(transport: Transport, algorithm: str) -> Callable[[int], Collective]:
     """The plain sum for so many bytes."""
-    if algorithm == "auto":
+    if algorithm == "cheapest":
         return choices(transport).best
     if algorithm == "native" and not isinstance(transport, HostsTransport):
         return lambda num_bytes: butterfly  # Few rounds, and few bytes.

@@ -5,7 +5,7 @@ from functools import partial
 
 from tutti.codecs import Codec, parse_codec
 from tutti.errors import ConfigError, UnknownName
-from tutti.strategies import averaging, decentralised, parameter_server, poseidon
+from tutti.strategies import auto, averaging, decentralised, parameter_server, poseidon
 from tutti.strategies.allreduce import NAMES, Algorithm, AllReduce
 from tutti.strategies.base import Strategy
 
@@ -24,6 +24,7 @@ STRATEGIES: dict[str, Callable[[Options, Codec | None], Strategy]] = {
     "peers": decentralised.read_peers,
     "gossip": decentralised.read_gossip,
     "poseidon": poseidon.read,
+    "auto": auto.read,
 }
 
 

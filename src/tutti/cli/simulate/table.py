@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tutti.cli.board import in_bytes
+from tutti.cli.board import in_bytes, planned
 from tutti.cluster import format_time
 from tutti.launch.simulate import Simulation
 
@@ -43,6 +43,7 @@ def table(summary: dict[str, Any]) -> Table:
         ("bytes sent per worker", in_bytes(summary["bytes_sent"])),
         *((label, _shares(summary["ranks"], key)) for label, key in _USES.items()),
         *_busiest(summary),
+        *planned(summary),
     ):
         made.add_row(label, value)
     return made

@@ -14,7 +14,9 @@ from tutti.errors import DeadlineExceeded, NonFiniteLoss, RankLost, WorkerDroppe
 from tutti.events import PULL, READ, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot, in_memory_order, is_dense
+from tutti.replica.factors import Pair
 from tutti.strategies.parameter_server import saved
+from tutti.strategies.parameter_server.factored import joined, pack, shapes_of
 from tutti.strategies.parameter_server.pieces import Piece, Share, cut
 from tutti.strategies.parameter_server.served import Pool
 from tutti.strategies.parameter_server.server import Server, Setting
@@ -86,6 +88,8 @@ class MessageWorker(Worker):
         self._active = sorted(self._of_server)
         self._sent_before = self._wire.bytes_sent
         self._leader = self._setting.workers[0]
+        if self._setting.factors:
+            replica.keep_factors()
         self._listen()
 
     def _hold(self, piece: Piece, replica: Replica) -> _Held:
@@ -183,10 +187,24 @@ class MessageWorker(Worker):
             values = bucket.flat[piece.part].to("cpu", torch.float32)
             packet, held.state = codec.encode(values, held.state, runs=piece.runs)
             return packet
+        if self._setting.factors and (packed := self._in_factors(piece, bucket)) is not None:
+            return packed
         memory = held.pool.take()
         if not self.replica.sizes_only:
             memory.view(bucket.flat.dtype).copy_(bucket.flat[piece.part])
         return memory
+
+    def _in_factors(self, piece: Piece, bucket: Bucket) -> Tensor | None:
+        """The piece in factors, where they are smaller."""
+        layers = {layer.slot: layer for layer in self.replica.factored}
+        pairs: list[Pair | None] = []
+        for share in piece.shares:
+            layer = layers.get(bucket.slots[share.slot])
+            kept = layer.pairs if layer is not None and layer.slot.tensor.is_contiguous() else []
+            pairs.append(joined(kept) if kept else None)
+        if not any(pair is not None for pair in pairs):
+            return None
+        return pack(piece, bucket.flat[piece.part], shapes_of(piece, bucket), pairs)
 
     def _wanted(self, held: _Held) -> int:
         """The version to ask for, if any: one that the iteration after the next will need is asked for in advance."""
@@ -432,5 +450,7 @@ def prepare(replica: Replica, transport: Transport, strategy: "ParameterServer")
     pieces = cut(replica.buckets, len(servers), whole, coded)
     num_marks = max((len(piece.shares) for piece in pieces), default=0)
     heads = Heads(len(Options(replica.optimizer)), num_marks)
-    setting = Setting(strategy.consistency, strategy.codec, strategy.clip, tuple(workers), tuple(servers), heads)
+    setting = Setting(
+        strategy.consistency, strategy.codec, strategy.clip, tuple(workers), tuple(servers), heads, strategy.factors
+    )
     return Prepared(wire, setting, pieces)

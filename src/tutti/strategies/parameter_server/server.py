@@ -21,6 +21,7 @@ from tutti.events import APPLY, Event, EventLog
 from tutti.replica import Replica
 from tutti.strategies.parameter_server import saved
 from tutti.strategies.parameter_server.consistency import Consistency
+from tutti.strategies.parameter_server.factored import shapes_of, unpack
 from tutti.strategies.parameter_server.ledger import Ledger, Order, Update
 from tutti.strategies.parameter_server.pieces import Piece
 from tutti.strategies.parameter_server.served import Pool, Served
@@ -56,6 +57,8 @@ class Setting:
     servers: tuple[int, ...]
     """Ranks that serve; pieces name their places here."""
     heads: Heads
+    factors: bool = False
+    """Whether gradients of linear layers come as their factors, where those are smaller."""
 
     def most_bytes(self, piece: Piece) -> int:
         """That a worker may send of a piece."""
@@ -114,6 +117,7 @@ class Server:
         self._order = Order(self._living) if rule.bound is None and rule.quorum > 1 else None
         self._chooser: Ledger | None = None
         """Decides the order, on the first server."""
+        self._shapes = {piece.number: shapes_of(piece, replica.buckets[piece.bucket]) for piece in pieces}
         for piece in pieces:
             bucket = replica.buckets[piece.bucket]
             stepper = None
@@ -244,13 +248,18 @@ class Server:
             return None
         piece, values = served.piece, served.stepper.values
         codec = self._setting.codec
+        if self._setting.factors and payload.numel() < piece.num_bytes:
+            found = served.pool.take().view(values.dtype)
+            unpack(payload, piece, self._shapes[piece.number], found)
+            return found
         if codec is None or piece.runs is None:
             if payload.numel() != piece.num_bytes:
                 raise PacketError(f"an update of {payload.numel()} bytes, wanted {piece.num_bytes}")
             return payload.view(values.dtype)
-        wide = torch.empty(piece.numel, dtype=torch.float32, device="cpu")
+        found = served.pool.take().view(values.dtype)  # Given back when it has been added.
+        wide = found if found.dtype == torch.float32 else torch.empty(piece.numel, dtype=torch.float32, device="cpu")
         codec.decode(payload, wide, runs=piece.runs)
-        return wide.to(values.dtype)
+        return found if wide is found else found.copy_(wide)
 
     def _leave_clocks(self, worker: int) -> None:
         self.members.discard(worker)

@@ -40,6 +40,7 @@ class ParameterServer(Strategy):
         clip: the largest norm of what the optimiser gets. Under `BSP` and `SSP` that is the norm of the mean over
             workers; under the others every update is clipped by its own.
         bucket_bytes: gradients that travel together, of which each server gets a part.
+        factors: push the gradients of linear layers as their factors, where those are smaller; servers multiply.
     """
 
     consistency: Consistency = field(default_factory=BSP)
@@ -48,6 +49,7 @@ class ParameterServer(Strategy):
     overlap: bool = True
     clip: float | None = None
     bucket_bytes: int = 4 * 2**20
+    factors: bool = False
 
     exact_below = 1024
     """With a codec, gradients of fewer elements are exact all the same."""
@@ -72,6 +74,12 @@ class ParameterServer(Strategy):
             mistakes.append(f"clip must be a norm above 0, got {self.clip}")
         if self.bucket_bytes < 1:
             mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
+        if not isinstance(self.factors, bool):
+            mistakes.append(f"factors must be True or False, got {self.factors!r}")
+        elif self.factors and self.codec is not None:
+            mistakes.append("factors are exact and take no codec")
+        elif self.factors and not self.overlap:
+            mistakes.append("factors are pushed while backward runs: they need overlap=True")
         if mistakes:
             raise ConfigError(f"ParameterServer: {'; '.join(mistakes)}.")
 
@@ -135,6 +143,8 @@ class ParameterServer(Strategy):
             options.append(f"clip={self.clip}")
         if self.bucket_bytes != type(self).bucket_bytes:
             options.append(f"bucket_bytes={self.bucket_bytes}")
+        if self.factors:
+            options.append("factors=1")
         codec = "" if self.codec is None else f"+{print_codec(self.codec)}"
         return f"ps:{','.join(options)}{codec}"
 
@@ -166,7 +176,13 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
                 "ps: aware takes nothing at the command line; in Python, StalenessAware takes a function."
             )
         rule = StalenessAware(rule)
-    kinds: dict[str, Callable[[str], Any]] = {"servers": int, "overlap": _switch, "clip": float, "bucket_bytes": int}
+    kinds: dict[str, Callable[[str], Any]] = {
+        "servers": int,
+        "overlap": _switch,
+        "clip": float,
+        "bucket_bytes": int,
+        "factors": _switch,
+    }
     if unknown := rest.keys() - kinds.keys():
         raise ConfigError(
             f"ps: '{min(unknown)}' is none of its options: {_RULES}; {', '.join(f'{key}=NUMBER' for key in kinds)}."

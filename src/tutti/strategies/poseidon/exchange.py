@@ -1,10 +1,8 @@
 """Poseidon at work: some layers' gradients as factors, the others in buckets, all while backward still runs."""
 
-import statistics
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import torch
 
 from tutti.cluster import Link
 from tutti.collectives import choices, share_json
@@ -14,13 +12,12 @@ from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.strategies.allreduce import AllReduceExchange
 from tutti.strategies.base import Exchange
 from tutti.strategies.poseidon.rule import Decision, Method, Shape, decide
+from tutti.strategies.poseidon.speed import product_speed
 from tutti.strategies.poseidon.sums import FactorSums
 from tutti.transports import Transport
 
 if TYPE_CHECKING:
     from tutti.strategies.poseidon.strategy import Poseidon
-
-_TRIES = 5
 
 
 class PoseidonExchange(Exchange):
@@ -96,8 +93,9 @@ class PoseidonExchange(Exchange):
         ]  # fmt: skip
         rows, flops = share_json([[shape.rows for shape in shapes], self._speed(shapes)], self.transport)
         link = Link("100gbit") if self._choice is None or self._choice.link is None else self._choice.link
+        share = Link(link.bits_per_s / max(Counter(self.transport.hosts).values()), link.latency_s)
         self.decisions = [
-            decide(replace(shape, rows=seen), self._strategy.rule, self.transport.size, link, self._more_s, flops)
+            decide(replace(shape, rows=seen), self._strategy.rule, self.transport.size, share, self._more_s, flops)
             for shape, seen in zip(shapes, rows, strict=True)
         ]
         self._follow({each.shape.name: each.method for each in self.decisions if each.shape.rows})
@@ -120,20 +118,12 @@ class PoseidonExchange(Exchange):
         return costs[1] - costs[0]
 
     def _speed(self, shapes: list[Shape]) -> float:
-        """Operations a second of the largest product that there is to make, on this rank's clock."""
+        """Operations a second, where they decide: rank 0's hold for all."""
         if self.replica.pace is not None:
             return self.replica.pace.speed
-        if not shapes:
-            return 1.0  # Of no consequence.
-        largest = max(shapes, key=lambda shape: shape.rows * shape.num_out * shape.num_in)
-        rows = max(1, largest.rows * self.transport.size)
-        outputs, inputs = torch.rand(rows, largest.num_out), torch.rand(rows, largest.num_in)
-        times = []
-        for _ in range(_TRIES):
-            start_s = self.transport.now()
-            torch.mm(outputs.t(), inputs)
-            times.append(self.transport.now() - start_s)
-        return 2.0 * rows * largest.num_out * largest.num_in / max(1e-9, statistics.median(times))
+        if self._strategy.rule != "priced" or self.transport.rank != 0:
+            return 1e11
+        return product_speed(shapes, self.replica.slots[0].tensor.device, self.transport)
 
     def before_step(self) -> None:
         return None

@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torch.optim import Optimizer
+
 from tutti.codecs import Codec
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.allreduce import AllReduce
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.parameter_server import Consistency, ParameterServer
+from tutti.strategies.parameter_server import read as read_servers
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.transports import Transport
 
@@ -28,11 +32,14 @@ class Poseidon(Strategy):
             to all or to owners; "broadcast", "owners" and "full" say one way for all.
         overlap: exchange upper layers while backward computes lower ones; without it all waits for backward's end.
         bucket_bytes: as for `AllReduce`, of what travels in full.
+        consistency: such as `SSP(2)`: parameter servers instead of sums, to which factors go where they are smaller
+            than gradients; the rule is then of no consequence.
     """
 
     rule: Rule = "priced"
     overlap: bool = True
     bucket_bytes: int = 4 * 2**20
+    consistency: Consistency | None = None
 
     def __post_init__(self) -> None:
         mistakes = []
@@ -42,6 +49,10 @@ class Poseidon(Strategy):
             mistakes.append(f"overlap must be True or False, got {self.overlap!r}")
         if self.bucket_bytes < 1:
             mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
+        if self.consistency is not None and not isinstance(self.consistency, Consistency):
+            mistakes.append(f"consistency must be an object such as SSP(2), got {self.consistency!r}")
+        elif self.consistency is not None and not self.overlap:
+            mistakes.append("with servers, factors are pushed while backward runs: overlap cannot be turned off")
         if mistakes:
             raise ConfigError(f"Poseidon: {'; '.join(mistakes)}.")
 
@@ -50,7 +61,27 @@ class Poseidon(Strategy):
         """How layers go that have no factors, or too many rows."""
         return AllReduce(bucket_bytes=self.bucket_bytes)
 
+    @property
+    def servers(self) -> ParameterServer | None:
+        """How all layers go, if consistency is left to servers."""
+        if self.consistency is None:
+            return None
+        return ParameterServer(self.consistency, bucket_bytes=self.bucket_bytes, factors=True)
+
+    @property
+    def lockstep(self) -> bool:
+        return self.servers is None
+
+    def check_size(self, size: int) -> None:
+        if self.servers is not None:
+            self.servers.check_size(size)
+
+    def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
+        return super().mistakes(optimizer, size) if self.servers is None else self.servers.mistakes(optimizer, size)
+
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
+        if self.servers is not None:
+            return self.servers.attach(replica, transport)
         if transport.size == 1:
             return self.in_full.attach(replica, transport)
         return PoseidonExchange(replica, transport, self)
@@ -62,6 +93,7 @@ class Poseidon(Strategy):
             for key in ("rule", "overlap", "bucket_bytes")
             if (value := getattr(self, key)) != getattr(default, key)
         ]
+        options += [] if self.consistency is None else [str(self.consistency)]
         return "poseidon" + (f":{','.join(options)}" if options else "")
 
 
@@ -70,7 +102,16 @@ def read(options: dict[str, str], codec: Codec | None) -> Poseidon:
     if codec is not None:
         raise ConfigError("poseidon is exact and takes no codec; ring+onebit, say, is all-reduce with one.")
     given: dict[str, object] = {}
-    for key, text in options.items():
+    served = {key: text for key, text in options.items() if key not in ("rule", "overlap", "bucket_bytes")}
+    if served:
+        if served.keys() - {"bsp", "ssp", "eager", "softsync", "async", "locks", "aware"}:
+            raise ConfigError(
+                f"poseidon: '{min(served)}={served[min(served)]}' is none of rule=NAME, overlap=0 or 1, "
+                "bucket_bytes=NUMBER, nor a consistency such as ssp=2."
+            )
+        given["consistency"] = read_servers(served, None).consistency
+    for key in options.keys() - served.keys():
+        text = options[key]
         if key == "rule":
             given[key] = text
         elif key == "overlap" and text in ("0", "1"):

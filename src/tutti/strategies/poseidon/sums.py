@@ -108,6 +108,7 @@ class FactorSums:
         """Send the factors of a layer and receive those of others."""
         tag = _TAGS * (1 + sorted(self._methods).index(layer.slot.name))
         if layer.slot.tensor.is_meta:
+            layer.handed_over = True
             self._under_way.append(_Gathering(layer, done=self._wire.beside(self._sized(layer, tag))))
             return
         pairs = layer.hand_over()
@@ -131,7 +132,7 @@ class FactorSums:
             self._multiply(gathering)
         known.wait()
         partial = frozenset(layer.slot.name for layer, any_has in zip(layers, more, strict=True) if any_has)
-        for gathering in self._under_way:
+        for gathering in sorted(self._under_way, key=lambda each: each.layer.slot.name):  # Sums in one order.
             slot = gathering.layer.slot
             if slot.name in partial:
                 slot.view.add_(self._mean(kept.get(slot.name, torch.zeros_like(slot.view)), gathering))

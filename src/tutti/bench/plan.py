@@ -1,0 +1,116 @@
+"""The planner against reality: what it says steps take in the lab, from what was measured there, and what they take."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tutti.bench import strategies
+from tutti.bench.first_choice import Row
+from tutti.bench.reference import Measured, basis, measure_place, references
+from tutti.bench.step import CASES
+from tutti.bench.strategies import Request
+from tutti.cluster import Cluster, Link
+from tutti.errors import ConfigError, UnknownName
+from tutti.launch import init, launch
+from tutti.launch.lab import Lab, LabSpec
+from tutti.launch.link import Link as Reporter
+from tutti.plan import Overhead, price
+from tutti.strategies import parse
+
+MODELS = ("mlp-1.9M", "cifar-quick", "char-gpt")
+RATES = ("100mbit", "1gbit", "10gbit")
+"""The last is more than these cores can send: then it is they that limit it, as where a link is not the problem."""
+HOSTS = 4
+
+STRATEGIES = (
+    "native",
+    "butterfly",
+    "tree",
+    "recursive_doubling",
+    "poseidon",
+    "ps:bsp",
+    "ps:bsp,servers=1",
+    "native+bf16",
+    "native+fp8",
+    "native+quantize:4",
+    "native+onebit",
+    "native+topk",
+    "native+lowrank",
+    "ps:ssp=3",
+    "ps:async",
+    "bmuf:every=16",
+    "bmuf:every=16+onebit",
+    "bmuf:every=16,overlap=1",
+    "gossip",
+    "peers+threshold",
+)
+"""What the planner considers, but for those that differ little from these, or take minutes to measure."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One model on one link."""
+
+    rows: list[Row]
+    link: Link
+    overhead: Overhead
+    given_s: dict[str, float]
+    """What it follows from: steps without exchange ("solo"), and of the reference jobs."""
+
+    def as_dict(self) -> dict[str, Any]:
+        link = {"bits_per_s": self.link.bits_per_s, "latency_s": self.link.latency_s}
+        where = {"model": self.rows[0].model, "rate": self.rows[0].rate}
+        return {**where, "link": link, "overhead": asdict(self.overhead), "given_s": self.given_s}
+
+
+def check(models: list[str], rates: list[str], ways: list[str]) -> None:
+    """Refuse what cannot be measured, before anything is."""
+    for model in models:
+        if model not in CASES:
+            raise UnknownName("model", model, CASES)
+    for rate in rates:
+        if len(set(LabSpec.parse(f"hosts={HOSTS},rate={rate}").rates)) > 1:
+            raise ConfigError(
+                f"'{rate}' gives hosts links of their own, for which formulas do not hold: give one rate."
+            )
+    for way in ways:
+        strategy = parse(way)
+        strategy.check_size(HOSTS + strategy.num_serving)
+
+
+def in_lab(request: Request) -> tuple[Measured, dict[str, float]]:
+    """What predictions need, and the seconds of every way, measured on this rank and its peers."""
+    reporter = Reporter()
+    reporter.progress(doing="measuring links and a step")
+    found = measure_place(request.model, init().transport)
+    return found, strategies.measure(request)["seconds"]
+
+
+def compare(model: str, rate: str, ways: list[str], rounds: int, say: Callable[[str], None]) -> Outcome:
+    """Measure every way in a lab of such links, and predict each from the same lab."""
+    jobs = references(model, HOSTS)
+    beside = [way for way in ways if not parse(way).num_serving]
+    request = Request(model, tuple(dict.fromkeys((*beside, *jobs))), rounds)
+    everyones = _launched(in_lab, request, rate, HOSTS, say)
+    seconds = dict(everyones[0][1])
+    for way in ways:
+        if num_serving := parse(way).num_serving:
+            alone = Request(model, (way,), rounds)
+            seconds[way] = _launched(strategies.measure, alone, rate, HOSTS + num_serving, say)[0]["seconds"][way]
+    slowest = max((found for found, _ in everyones), key=lambda found: found.profile.seconds)
+    profile, link = basis(slowest, HOSTS, seconds, jobs)
+    cluster = Cluster(name=rate, link=link)
+    rows = [Row(model, rate, price(parse(way), profile, HOSTS, cluster), seconds[way]) for way in ways]
+    return Outcome(rows, link, profile.overhead, {way: seconds[way] for way in ("solo", *jobs)})
+
+
+def _launched(
+    function: Callable[[Request], Any], request: Request, rate: str, hosts: int, say: Callable[[str], None]
+) -> list[Any]:
+    def show(rank: int, values: dict[str, Any]) -> None:
+        if rank == 0 and "doing" in values:
+            say(f"{request.model}, {hosts} hosts at {rate}: {values['doing']}")
+
+    say(f"{request.model}, {hosts} hosts at {rate}: starting")
+    with Lab(LabSpec.parse(f"hosts={hosts},rate={rate}")) as lab:
+        return launch(function, request, lab=lab, watch=show)

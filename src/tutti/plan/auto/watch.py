@@ -1,0 +1,130 @@
+"""Times the steps of a job as it trains, as a profile would be measured."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from tutti.plan.profile import Gradient, LayerProfile, Profile
+from tutti.replica import Replica
+from tutti.replica.factors import factorable
+from tutti.replica.left_behind import LeftBehind
+from tutti.replica.samples import num_rows
+
+
+@dataclass
+class Step:
+    """What was seen of one, in seconds."""
+
+    forward_s: float = 0.0
+    ready_s: dict[str, float] = field(default_factory=dict)
+    """After the end of forward, by parameter."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Of the inputs of layers that have factors, by parameter."""
+    num_samples: int = 0
+
+
+class Watch:
+    """Follows a model from its forward pass to its gradients, until it is detached."""
+
+    def __init__(self, replica: Replica, now: Callable[[], float]) -> None:
+        self._now = now
+        self._step = Step()
+        self._began_s = self._ended_s = 0.0
+        self._handles: list[Any] = [
+            replica.model.register_forward_pre_hook(_Told(self, "began"), with_kwargs=True),
+            replica.model.register_forward_hook(_Told(self, "ended")),
+        ]
+        names = {id(slot.tensor): slot.name for slot in replica.slots}
+        for slot in replica.slots:
+            self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._arrived(slot.name)))
+        for module in factorable(replica.model):
+            if (name := names.get(id(module.weight))) is not None:
+                self._handles.append(module.register_forward_pre_hook(_Told(self, "rows", name)))
+
+    def began(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._began_s = self._now()
+        self._step.num_samples += num_rows(args or kwargs)
+
+    def ended(self, *_: Any) -> None:
+        self._ended_s = self._now()
+        self._step.forward_s += self._ended_s - self._began_s
+
+    def rows(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        number = args[0].numel() // module.get_parameter("weight").shape[1] if args else 0
+        self._step.rows[name] = self._step.rows.get(name, 0) + number
+
+    def _arrived(self, name: str) -> Callable[[Tensor], None]:
+        mine = ref(self)
+
+        def arrived(_: Tensor) -> None:
+            if (watch := mine()) is not None:
+                watch._step.ready_s[name] = watch._now() - watch._ended_s
+
+        return arrived
+
+    def take(self) -> Step:
+        """What was seen since this was last asked."""
+        step, self._step = self._step, Step()
+        return step
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Told(LeftBehind):
+    """A hook that tells a watch, if it still watches, of passes that train."""
+
+    def __init__(self, watch: Watch, what: str, *about: str) -> None:
+        self._watch, self._what, self._about = ref(watch), what, about
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or (watch := self._watch()) is None:
+            return
+        getattr(watch, self._what)(*self._about, *args)
+
+
+def summary(steps: list[Step], step_s: float) -> dict[str, Any]:
+    """Medians over steps, as something that can be sent; `step_s` is all that a step takes beside its two passes."""
+    names = {name: None for step in steps for name in step.ready_s}
+    return {
+        "forward_s": statistics.median(step.forward_s for step in steps),
+        "ready_s": {name: statistics.median(step.ready_s.get(name, 0.0) for step in steps) for name in names},
+        "rows": steps[-1].rows,
+        "num_samples": max(1, steps[-1].num_samples),
+        "step_s": step_s,
+    }
+
+
+def profile_of(replica: Replica, seen: dict[str, Any], speed: float) -> Profile:
+    """A profile from what `summary` said, on whichever rank; `speed` is operations a second."""
+    sizes = {slot.name: slot.tensor for slot in replica.slots}
+    backward_s = max(seen["ready_s"].values(), default=0.0)
+    ready = {name: seen["ready_s"].get(name, backward_s) for name in sizes}  # Without a gradient: at the end.
+    gradients = tuple(
+        Gradient(name=name, shape=tuple(sizes[name].shape), num_bytes=sizes[name].nbytes, ready_s=ready[name])
+        for name in sorted(sizes, key=lambda name: ready[name])
+    )
+    # Only some layers were seen: operations are as many as the time would hold, shared among those.
+    layers = [_layer(name, rows, sizes[name], ready[name]) for name, rows in seen["rows"].items() if rows]
+    scale = speed * (seen["forward_s"] + backward_s) / (sum(layer.work for layer in layers) or 1.0)
+    layers = [replace(layer, work=scale * layer.work) for layer in layers]
+    return Profile(
+        num_samples=seen["num_samples"], layers=tuple(layers), gradients=gradients, forward_s=seen["forward_s"],
+        backward_s=backward_s, step_s=seen["step_s"], peak_bytes=0,
+    )  # fmt: skip
+
+
+def _layer(name: str, rows: int, weight: Tensor, ready_s: float) -> LayerProfile:
+    """Of a layer that has factors, as much as a price needs to know."""
+    return LayerProfile(
+        name=name.removesuffix("weight").removesuffix("."), kind="", forward_s=0.0, backward_s=0.0,
+        gradient_bytes=weight.nbytes, ready_s=ready_s, activation_bytes=0, rows=rows,
+        work=6.0 * rows * weight.numel(), depth=1.0,
+    )  # fmt: skip

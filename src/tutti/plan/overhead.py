@@ -1,0 +1,32 @@
+"""What exchanging takes that is in no formula: Python, system calls, and cores that ranks share."""
+
+from dataclasses import dataclass, replace
+
+from tutti.plan.toll import Toll
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Of one worker, measured where ranks train; nothing by default.
+
+    None of it is hidden under computing: it takes the core that would compute.
+    """
+
+    exchange_s: float = 0.0
+    """Of an exchange, however little is in it: hooks, threads that wake each other, waiting for the last rank."""
+    bucket_s: float = 0.0
+    """Of each bucket that is exchanged."""
+    coding: float = 1.0
+    """How many times as long as on a core of its own (`tutti.plan.coding.SPEEDS`) it takes to encode and decode."""
+
+    def seconds(self, toll: Toll) -> float:
+        """A step, beyond what `toll` says."""
+        coding_s = (self.coding - 1) * toll.coding_s
+        return self.exchange_s * toll.num_exchanges + self.bucket_s * toll.num_buckets + coding_s
+
+    def slowed(self, factor: float) -> "Overhead":
+        """Of a worker that takes so many times as long, but for codecs, whose speeds are not its own."""
+        return replace(self, exchange_s=self.exchange_s * factor, bucket_s=self.bucket_s * factor)
+
+
+NOTHING = Overhead()

@@ -1,0 +1,176 @@
+"""The planner at work: it chooses while training goes on, loses no step, and looks whether it was right."""
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from support import run_ok
+from tutti.cluster import Cluster, Compute, Link
+from tutti.errors import ConfigError
+from tutti.job import Job, Metrics, distribute
+from tutti.launch.simulate import simulate
+from tutti.plan.auto import exchange as auto
+from tutti.strategies import AllReduce, Auto, Strategy, parse
+from tutti.world import World
+
+_one_at_a_time = Lock()
+
+
+def perceptron() -> nn.Module:
+    with _one_at_a_time, torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(100, 200), nn.ReLU(inplace=True), nn.Linear(200, 10)).double()
+
+
+def train(
+    world: World, strategy: Strategy, steps: int, between: Callable[[Job, int], None] | None = None
+) -> tuple[list[Tensor], Metrics]:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(world.rank)
+    with distribute(model, optimizer, strategy, world=world) as job:
+        for step in range(steps):
+            x = torch.randn(3 + world.rank % 2, 100, generator=generator, dtype=torch.float64)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if between is not None:
+                between(job, step)
+        metrics = job.metrics
+    return [p.detach().clone() for p in model.parameters()], metrics
+
+
+def on(link: str, strategy: Strategy, steps: int, **options: Any) -> list[Any]:
+    cluster = Cluster(link=Link(link, "100us"), compute=Compute(sample_s="1ms", step_s="1ms"))
+    return simulate(lambda: train(tutti.init(), strategy, steps, **options), workers=4, cluster=cluster).results
+
+
+def assert_alike(results: list[Any], others: list[Any]) -> None:
+    for parameters, _ in results:
+        for mine, first, other in zip(parameters, results[0][0], others[0][0], strict=True):
+            assert torch.equal(mine, first)
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("link", "chosen"), [("10mbit", "poseidon"), ("100gbit", "native")])
+def test_it_chooses_by_the_link_and_loses_no_step(link: str, chosen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    results = on(link, Auto(), 30)
+    assert_alike(results, on(link, AllReduce(), 30))
+    for _, metrics in results:
+        assert metrics.steps == 30
+        assert metrics.planned.chosen == chosen
+        assert metrics.planned.step_s == pytest.approx(metrics.planned.predicted_s, rel=auto.TOLERANCE)
+    said = capsys.readouterr().err
+    assert said.count("auto:") == 1
+    assert f"auto: {chosen} on " in said
+    assert "a step predicted" in said
+
+
+def test_lossy_only_if_allowed() -> None:
+    (_, metrics), *_ = on("1mbit", Auto(lossy=True), 30)
+    assert metrics.planned is not None
+    assert "onebit" in metrics.planned.chosen or "bmuf" in metrics.planned.chosen or "diloco" in metrics.planned.chosen
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory", "hosts"])
+def test_over_real_transports(transport: str) -> None:
+    results = run_ok(train, Auto(), 40, size=3, transport=transport)
+    assert_alike(results, run_ok(train, AllReduce(), 40, size=3, transport=transport))
+    assert all(metrics.planned.predicted_s is not None for _, metrics in results)
+
+
+def test_a_wrong_prediction_is_noticed_and_planned_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """As if the link had been a hundred times as fast when it was measured."""
+
+    def between(job: Job, step: int) -> None:
+        exchange = job._exchange
+        assert isinstance(exchange, auto.AutoExchange)
+        if step == 25:
+            exchange._next = None
+            exchange._change_to(AllReduce("tree"))
+            exchange.prediction = auto.price(AllReduce("tree"), *PRICED)
+        if step in (25, 150):
+            seen.append((step, str(exchange.chosen)))
+
+    seen: list[tuple[int, str]] = []
+    steps = 4 * auto.LOOK_EVERY
+    results = on("10mbit", Auto(), steps, between=between)
+    assert {text for step, text in seen if step == 25} == {"tree"}
+    assert {text for step, text in seen if step == 150} == {"poseidon"}
+    assert_alike(results, on("10mbit", AllReduce(), steps))
+    assert "planning again" in capsys.readouterr().err
+    for _, metrics in results:
+        assert metrics.planned.step_s == pytest.approx(metrics.planned.predicted_s, rel=auto.TOLERANCE)
+
+
+def test_it_goes_on_from_what_was_saved() -> None:
+    saved: dict[int, Any] = {}
+
+    def save(job: Job, step: int) -> None:
+        if step == 29:
+            saved[job.world.rank] = job.state_dict()
+
+    on("10mbit", Auto(), 30, between=save)
+
+    def load(job: Job, step: int) -> None:
+        if step == 0:
+            job.load_state_dict(saved[job.world.rank])
+            assert job.metrics.planned is not None
+            assert job.metrics.planned.chosen == "poseidon"
+            assert job.steps == 30
+
+    on("10mbit", Auto(), 2, between=load)
+
+
+def test_alone_it_is_plain_training_and_others_go_on_from_it() -> None:
+    saved: list[Any] = []
+
+    def save(job: Job, step: int) -> None:
+        if step == 4:
+            saved.append(job.state_dict())
+
+    def load(job: Job, step: int) -> None:
+        if step == 0:
+            job.load_state_dict(saved[-1])
+            assert job.steps == 5
+
+    (result,) = run_ok(train, Auto(), 5, save, size=1, transport="process_group")
+    assert result[1].planned is None
+    on("10mbit", Auto(), 30, between=load)
+
+
+def test_hooks_of_the_user_may_come_after() -> None:
+    """An average of weights, say, which hooks of the optimiser that change meanwhile must not disturb."""
+
+    def late(job: Job, step: int) -> None:
+        if step == 0:
+            job._replica.optimizer.register_step_post_hook(lambda *_: counted.append(step))
+
+    counted: list[int] = []
+    on("10mbit", Auto(), 30, between=late)
+    assert len(counted) == 4 * 29
+
+
+def test_texts() -> None:
+    assert parse("auto") == Auto()
+    assert parse("auto:lossy=1") == Auto(lossy=True)
+    assert [str(parse(text)) for text in ("auto", "auto:lossy=1")] == ["auto", "auto:lossy=1"]
+    for wrong in ("auto:lossy=2", "auto:every=3", "auto+onebit"):
+        with pytest.raises(ConfigError, match="auto"):
+            parse(wrong)
+    with pytest.raises(ConfigError, match="lossy must be True or False, got 1"):
+        Auto(lossy=1)  # type: ignore[arg-type]
+
+
+def _priced() -> tuple[Any, int, Cluster]:
+    from profiles import perceptron as profile
+
+    return profile(100, 200, 10, computing_s=4e-3, num_samples=3), 4, Cluster(link=Link("1gbit", "100us"))
+
+
+PRICED = _priced()
