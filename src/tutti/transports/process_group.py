@@ -45,12 +45,14 @@ class _GroupWork(Work):
             raise self._error
         if self._work is None:
             return
-        work, self._work = self._work, None  # Kept no longer than needed: it holds the group's sockets open.
+        work, self._work = self._work, None
         try:
             work.wait(self._roster.timeout)
         except RuntimeError as error:
             self._error = self._roster.explain(error)
             raise self._error from error
+        finally:
+            del work  # It holds the group's sockets open, and the traceback would hold it: others would wait on.
         self._then()
 
 
