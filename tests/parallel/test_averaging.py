@@ -447,9 +447,12 @@ CODED = (BlockMomentum(4, codec=ErrorFeedback(OneBit())), Averaging(4, codec=Err
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hosts", "simulated"])
 def test_codecs_leave_replicas_alike_and_say_the_rest_later(strategy: Strategy, transport: str) -> None:
     def coded(world: World) -> tuple[dict[str, Tensor], int]:
-        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        generator = torch.Generator().manual_seed(0)  # Ranks that are threads share torch's own.
+        for parameter in model.parameters():
+            bound = parameter.shape[-1] ** -0.5
+            parameter.data = torch.empty_like(parameter).uniform_(-bound, bound, generator=generator)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
         with distribute(model, optimizer, strategy, world=world) as job:
             for step in range(80):
                 step_on(model, optimizer, plain(world.rank, step % 4))

@@ -243,10 +243,11 @@ class _Product(torch.autograd.Function):
         by_x = by_weight = by_bias = None
         pair = _rows(grad, weight), _rows(x, weight)
         try:  # Not if only other gradients were asked for, as torch.autograd.grad does.
-            if torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
-                catcher.caught(layer, pair)
+            accumulates = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         except RuntimeError:  # It is this very gradient that was asked for, by torch.autograd.grad.
-            by_weight = product([pair], weight)
+            accumulates, by_weight = False, product([pair], weight)
+        if accumulates:
+            catcher.caught(layer, pair)
         matrix = weight.flatten(1).to(grad.dtype)
         if ctx.needs_input_grad[0]:
             by_x = grad @ matrix if weight.dim() == 2 else torch.einsum("mn,bm...->bn...", matrix, grad)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports.background import Background
 from tutti.transports.base import ANY, Steps, Transport, Work
 from tutti.transports.loop import Loop
@@ -28,7 +28,7 @@ _WIDER = {torch.int16: torch.int32, torch.bool: torch.int32}
 """What Gloo cannot add, and what it is added in: it wraps, or is true, as it would have been."""
 
 
-class _GroupWork(Work):
+class GroupWork(Work):
     """A torch work object."""
 
     def __init__(self, work: dist.Work, roster: Roster, then: Callable[[], object] = lambda: None) -> None:
@@ -45,12 +45,14 @@ class _GroupWork(Work):
             raise self._error
         if self._work is None:
             return
-        work, self._work = self._work, None  # Kept no longer than needed: it holds the group's sockets open.
+        work, self._work = self._work, None
         try:
             work.wait(self._roster.timeout)
         except RuntimeError as error:
             self._error = self._roster.explain(error)
             raise self._error from error
+        finally:
+            del work  # It holds the group's sockets open, and the traceback would hold it: others would wait on.
         self._then()
 
 
@@ -187,16 +189,14 @@ class ProcessGroupTransport(Transport):
 
     def _reduce(self, group: Any, tensor: Tensor, then: Callable[[], object] = lambda: None) -> Work:
         try:
-            return _GroupWork(group.allreduce([tensor]), self.roster, then)
+            return GroupWork(group.allreduce([tensor]), self.roster, then)
         except RuntimeError as error:
             raise self.roster.explain(error) from error
 
     def _connect_gloo(self) -> Any:
         """Gloo's group, made by all ranks together when they first reduce."""
         if self._gloo is None:
-            self._store.set(f"gloo/{self.rank}", "1")
-            keys = [f"{self.name}/gloo/{rank}" for rank in range(self.size)]
-            self.roster.await_keys(keys, "all ranks to take part in an all-reduce", self._lost)
+            self._agree_to_connect()
             make: Any = dist.ProcessGroupGloo
             options = make._Options()
             options._timeout = self.timeout
@@ -207,6 +207,21 @@ class ProcessGroupTransport(Transport):
             except RuntimeError as error:
                 raise self.roster.explain(error) from error
         return self._gloo
+
+    def _agree_to_connect(self) -> None:
+        """Wait for all ranks. Who finds that they will not come decides so for all, unless all have come meanwhile.
+
+        Connecting does not look up: a rank that came, and left alone, would keep the others until their deadline.
+        """
+        failure: Exception | None = None
+        self._store.set(f"gloo/{self.rank}", "1")
+        keys = [f"{self.name}/gloo/{rank}" for rank in range(self.size)]
+        try:
+            self.roster.await_keys(keys, "all ranks to take part in an all-reduce", self._lost)
+        except (RankLost, DeadlineExceeded) as error:
+            failure = error
+        if self._store.compare_set("gloo/verdict", "", "stop" if failure else "go") == b"stop":
+            raise failure or self.roster.loss(self._lost(), "another rank would not wait any longer")
 
     def _lost(self) -> dict[int, str]:
         if self.closed:

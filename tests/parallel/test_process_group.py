@@ -1,0 +1,68 @@
+"""Sums by Gloo, whose connecting and summing nobody can interrupt from outside."""
+
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from support import run_threads
+from tutti.errors import RankLost
+from tutti.transports import Peer, ProcessGroupTransport, Roster
+from tutti.transports.process_group import GroupWork
+from tutti.transports.roster import wait_for_keys
+from tutti.world import World
+
+_IN_TIME_S = 10
+"""Far below the transport's deadline."""
+
+
+@pytest.mark.parametrize("first", ["all have come", "one has given up"])
+def test_ranks_connect_all_or_none(first: str) -> None:
+    """Rank 0 finds that rank 1 is lost, when rank 1 has just come after all; either may be the first to decide."""
+
+    def meet(world: World) -> float:
+        transport = world.transport
+        assert isinstance(transport, ProcessGroupTransport)
+        decided = [f"{transport.name}/gloo/verdict"]
+
+        def await_keys(*_: Any) -> None:
+            gives_up = world.rank == 0
+            if gives_up == (first == "all have come"):
+                assert wait_for_keys(transport.roster.store, decided, 10)
+            if gives_up:
+                raise RankLost("rank 0: rank 1 is gone")
+
+        transport.roster.await_keys = await_keys  # type: ignore[method-assign]
+        tensor = torch.ones(4)
+        transport.all_reduce(tensor).wait()
+        return tensor[0].item()
+
+    started = time.monotonic()
+    results = run_threads(meet, size=2, transport="process_group")
+    assert time.monotonic() - started < _IN_TIME_S
+    if first == "all have come":
+        assert results == [2.0, 2.0]
+    else:
+        assert all(isinstance(result, RankLost) for result in results)
+
+
+def test_a_sum_that_failed_holds_no_sockets() -> None:
+    """Whoever keeps the error would otherwise keep the group's sockets open, and ranks at their other ends waiting."""
+
+    class Failing:
+        @staticmethod  # As in torch's, nothing of Python's is kept of the call itself.
+        def wait(timeout: timedelta) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    roster = Roster(0, [Peer.me(0, "here", "here")], HashStore(), timedelta(seconds=1))
+    work = Failing()
+    held, summed = weakref.ref(work), GroupWork(work, roster)  # type: ignore[arg-type]
+    del work
+    with pytest.raises(RankLost) as raised:
+        summed.wait()
+    assert raised.value.__cause__ is not None
+    assert held() is None
