@@ -565,6 +565,33 @@ def test_servers_are_sent_less() -> None:
     assert factored < 0.65 * plain
 
 
+def test_what_the_next_forward_pass_needs_first_comes_first() -> None:
+    """Factors are soon at the server, parameters are long on their way back: the lowest layer's are not the last."""
+    width, layers, link = 256, 4, Link("10mbit", "50us")
+    began: dict[int, float] = {}
+
+    def train() -> None:
+        world = tutti.init()
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        strategy = parse(f"ps:bsp,servers=1,factors=1,bucket_bytes={4 * width * (width + 1)}")
+        with distribute(model, optimizer, strategy, world=world) as job:
+            for step in range(4):
+                if world.rank == 1 and step == 3:
+                    for number, module in enumerate(model):
+                        # Called after the hook in which the module waits for what it holds.
+                        module.register_forward_pre_hook(lambda *_, n=number: began.update({n: world.transport.now()}))
+                model(torch.ones(2, width)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            job.finish()
+
+    simulate(train, workers=3, cluster=Cluster(link=link))
+    layer_s = 8 * 4 * width * width / link.bits_per_s
+    assert [began[number] for number in range(layers)] == sorted(began.values())
+    assert began[layers - 1] - began[0] > 1.5 * layer_s
+
+
 @pytest.mark.parametrize("text", ["poseidon:ssp=2", "poseidon:async", "ps:ssp=1,servers=1,factors=1"])
 def test_stale_servers_from_factors(text: str) -> None:
     """Whatever the order, training goes on, and all end with the same."""
