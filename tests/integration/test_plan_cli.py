@@ -50,6 +50,29 @@ def test_lossy_ones_are_allowed(call: Call, tmp_path: Path, profiled: list[int |
     assert not found["predictions"][0]["exact"]
 
 
+def test_until_it_is_as_accurate_as_asked(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
+    words = ["--allow", "lossy", "--target-accuracy", "0.5", "--epochs", "1", "--json", "plan.json"]
+    ended = call("plan", "digits", "--workers", "2", *words)
+    assert ended.status == 0, ended.err
+    assert "until 50.00%" in ended.out
+    reaches = json.loads((tmp_path / "plan.json").read_text())["reaches"]
+    assert f"Use {reaches[0]['strategy']}: 50.00% in " in ended.out
+    assert len(reaches) >= 5, "the exact one, and one of every kind"
+    times = [each["seconds"] for each in reaches]
+    there = [seconds for seconds in times if seconds is not None]
+    assert there == sorted(there)
+    assert times == there + [None] * (len(times) - len(there)), "who does not get there comes last"
+    for each in reaches:
+        assert (each["accuracy"] >= 0.5) == (each["epochs"] == 1)
+    assert profiled == [32], "the recipe's batch, divided"
+
+
+def test_never_as_accurate_as_asked(call: Call, profiled: list[int | None]) -> None:
+    ended = call("plan", "digits", "--workers", "2", "--target-accuracy", "1", "--epochs", "1", "--batch", "8")
+    assert ended.status == 0, ended.err
+    assert "None reaches 100.00% within 1 epochs" in ended.out
+
+
 def test_what_is_uneven_is_simulated(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
     ended = call("plan", "digits", "--workers", "4", "--cluster", "africa-wan", "--json", "plan.json")
     assert ended.status == 0, ended.err
@@ -91,6 +114,14 @@ REFUSED = {
     "two batches": (["digits", "--batch", "8", "--global-batch", "8"], r"give --batch or --global-batch, not both"),
     "too small a batch": (["digits", "-n", "4", "--global-batch", "3"], r"leaves some of 4 workers without any"),
     "a file that cannot be": (["digits", "--json", "no/where.json"], r"cannot be written"),
+    "a target in per cent": (["digits", "--target-accuracy", "97"], r"a fraction such as 0.97, got 97"),
+    "a target without data": (["nets:make", "--target-accuracy", "0.9"], r"which a recipe has and a factory has not"),
+    "a target and no folder": (["mnist-mlp", "--target-accuracy", "0.9"], r"no data folder given"),
+    "epochs of nothing": (["digits", "--epochs", "3"], r"--target-accuracy, which was not given"),
+    "a batch too small to cut": (
+        ["digits", "-n", "4", "--target-accuracy", "0.9", "--global-batch", "2"],
+        r"2 samples cannot be cut for 4 workers",
+    ),
 }
 
 

@@ -12,10 +12,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tutti.bench.reach import reach
 from tutti.bench.rehearse import rehearse
-from tutti.cli import per_layer
+from tutti.cli import per_layer, target_accuracy
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cli.recipe_task import Options, parse_options
+from tutti.cli.recipe_task import DataFolder, Epochs, Options, parse_options
 from tutti.cli.subject import find_subject
 from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time
 from tutti.errors import ConfigError, UnknownName
@@ -23,7 +24,8 @@ from tutti.launch import init, launch
 from tutti.plan import Plan, Prediction, Profile, measure, plan
 from tutti.plan.network import measure_network
 from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
-from tutti.recipes import RECIPES
+from tutti.recipes import RECIPES, recipe
+from tutti.recipes.training import GlobalBatches, Task
 from tutti.strategies import Strategy
 
 MEASURED = "measured"
@@ -65,6 +67,16 @@ def planned(
         typer.Option("--input", metavar="SHAPE", help="Of a sample, such as 3x224x224, for a factory without a batch."),
     ] = None,
     option: Options = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            "--target-accuracy",
+            metavar="FRACTION",
+            help="Also how long until a recipe is so accurate, such as 0.97: it is trained, in virtual time.",
+        ),
+    ] = None,
+    epochs: Epochs = None,
+    data: DataFolder = None,
     layers: Annotated[bool, typer.Option("--per-layer", help="Also how poseidon would exchange each layer.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
 ) -> None:
@@ -78,7 +90,12 @@ def planned(
         raise ConfigError("give --batch or --global-batch, not both: the one divides by the workers to the other.")
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
-    batch = batch if global_batch is None else share_of(global_batch, workers)
+    if target is not None:
+        asked = workers * batch if batch is not None else global_batch
+        global_batch = _batch_of_training(subject, parse_options(option), target, asked, workers, data)
+    elif epochs is not None:
+        raise ConfigError("--epochs is how long to train for --target-accuracy, which was not given.")
+    batch = share_of(global_batch, workers) if batch is None and global_batch is not None else batch
     console = Console()
     with console.status("measuring links") as status:
         cluster = _measured() if cluster_text == MEASURED else Cluster.load(cluster_text)
@@ -105,7 +122,31 @@ def planned(
         found = per_layer.decisions(own, workers, cluster)
         console.print(per_layer.table_of(found, own, workers))
         written["layers"] = per_layer.as_dicts(found, workers)
+    if target is not None:
+        task = Task(
+            recipe=subject, options=parse_options(option), data=str(data) if data else None, epochs=epochs,
+            batch_size=global_batch, until=target,
+        )  # fmt: skip
+        with console.status("training") as status:
+            reaches = reach(made, each_has(profile, workers, global_batch), cluster, task, status.update)
+        console.print(target_accuracy.table_of(reaches, target))
+        console.print(target_accuracy.in_words(reaches, target, epochs or recipe(subject).epochs), highlight=False)
+        written["reaches"] = [each.as_dict() for each in reaches]
     write_json(json_file, written)
+
+
+def _batch_of_training(
+    subject: str, options: dict[str, Any], target: float, batch: int | None, workers: int, data: Path | None
+) -> int:
+    """Samples of all workers together, the recipe's if none are asked for; what cannot be trained is refused now."""
+    if not 0 < target <= 1:
+        raise ConfigError(f"--target-accuracy is a fraction such as 0.97, got {target:g}.")
+    if ":" in subject:
+        raise ConfigError("--target-accuracy needs data to train on, which a recipe has and a factory has not.")
+    made = recipe(subject, **options)
+    batch = batch or made.batch_size
+    GlobalBatches(len(made.data(data).train), batch, workers, seed=0)
+    return batch
 
 
 def _allowed(words: list[str] | None) -> bool:

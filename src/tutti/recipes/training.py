@@ -38,6 +38,10 @@ class Task:
     strategy: str = "native"
     data: str | None = None
     epochs: int | None = None
+    batch_size: int | None = None
+    """Over all workers together; the recipe's own if None."""
+    until: float | None = None
+    """Test accuracy after which to stop, at the end of an epoch, where all ranks know it."""
     seed: int = 0
     lr_scale: float = 1.0
     """Times the recipe's learning rate: updates that come late need a lower one."""
@@ -113,7 +117,7 @@ def train(task: Task) -> Outcome:
     strategy = parse(task.strategy)
     with distribute(model, optimizer, strategy, world=world) as job:
         world = job.world
-        batches = GlobalBatches(len(splits.train), made.batch_size, world.size, task.seed)
+        batches = GlobalBatches(len(splits.train), task.batch_size or made.batch_size, world.size, task.seed)
         loader = ShardedLoader(DataLoader(splits.train, batch_sampler=batches, collate_fn=collate), 0, world)
         progress = _Progress(job, world, epochs, len(loader), len(splits.train))
         for epoch in range(epochs):
@@ -128,6 +132,8 @@ def train(task: Task) -> Outcome:
                 with job.consensus():
                     accuracy = evaluate(made, model, shard(_whole(splits.test), world=world), world, task.double)
                 progress.epoch(loss, accuracy)
+                if task.until is not None and accuracy >= task.until:
+                    break
             elif job.leads and epoch + 1 < epochs:  # The others go on meanwhile.
                 with job.away():
                     progress.epoch(loss, evaluate(made, model, _whole(splits.test), None, task.double))
@@ -141,7 +147,7 @@ def train(task: Task) -> Outcome:
         accuracy=accuracy,
         target=made.target,
         steps=metrics.steps,
-        samples=epochs * len(splits.train),
+        samples=(epoch + 1) * len(splits.train),
         seconds=metrics.seconds,
         bytes_sent=metrics.bytes_sent,
         waiting_share=metrics.waiting_share,
