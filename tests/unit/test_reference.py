@@ -24,23 +24,24 @@ def seconds_with(profile: Profile, overhead: Overhead) -> dict[str, float]:
 
 
 def found_of(profile: Profile, coding: float = 1.0) -> Measured:
-    return Measured((LINK.bits_per_s, LINK.latency_s), coding, profile)
+    return Measured((LINK.bits_per_s, LINK.latency_s), {"topk": coding}, 0.3, profile)
 
 
 @pytest.mark.parametrize("coding", [1.0, 2.5])
 def test_the_overhead_that_two_jobs_have_is_found(coding: float) -> None:
-    there = Overhead(exchange_s=0.011, bucket_s=0.0004, coding=coding)
+    there = Overhead(exchange_s=0.011, bucket_s=0.0004, coding=coding, crowding=0.3)
     profile, link = basis(
         found_of(lab_perceptron(0.02), coding), HOSTS, seconds_with(lab_perceptron(0.02), there), JOBS
     )
     assert profile.overhead.exchange_s == pytest.approx(0.011)
     assert profile.overhead.bucket_s == pytest.approx(0.0004)
-    assert profile.overhead.coding == coding
+    assert profile.overhead.coding == {"topk": coding}
+    assert profile.overhead.crowding == 0.3
     assert link == LINK
 
 
 def test_no_overhead_is_negative() -> None:
-    plain = seconds_with(lab_perceptron(0.02), Overhead())
+    plain = seconds_with(lab_perceptron(0.02), Overhead(crowding=0.3))
     one, several = JOBS
     faster, _ = basis(found_of(lab_perceptron(0.02)), HOSTS, plain | {one: 0.01, several: 0.01}, JOBS)
     assert (faster.overhead.exchange_s, faster.overhead.bucket_s) == (0.0, 0.0)
@@ -48,12 +49,12 @@ def test_no_overhead_is_negative() -> None:
     assert noisy.overhead.bucket_s == 0.0, "several buckets took no longer than one"
     assert noisy.overhead.exchange_s == pytest.approx(0.005)
     steep, _ = basis(found_of(lab_perceptron(0.02)), HOSTS, plain | {several: plain[several] + 0.01}, JOBS)
-    assert steep.overhead.exchange_s == 0.0 < steep.overhead.bucket_s
+    assert steep.overhead.exchange_s == 0.0 < steep.overhead.bucket_s < 0.01, "as near to both as it comes"
 
 
 def test_a_step_takes_what_it_takes_beside_the_others() -> None:
     """The profile says which part is whose, and steps without exchange how long they take."""
-    seconds = seconds_with(lab_perceptron(0.04), Overhead())
+    seconds = seconds_with(lab_perceptron(0.04), Overhead(crowding=0.3))
     profile, _ = basis(found_of(lab_perceptron(0.02)), HOSTS, seconds, JOBS)
     assert profile.seconds == pytest.approx(0.04)
     assert profile.gradients[0].ready_s == pytest.approx(2 * lab_perceptron(0.02).gradients[0].ready_s)

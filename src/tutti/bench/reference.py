@@ -7,17 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tutti.bench.calibrate import measure_network
-from tutti.bench.step import Case, make_case
+from tutti.bench.step import Case, make_case, solo
 from tutti.cluster import Cluster, Link
-from tutti.codecs import ErrorFeedback, OneBit
+from tutti.codecs import Codec, ErrorFeedback, Threshold
 from tutti.collectives import gather_json, recursive_doubling, ring, run
 from tutti.plan import Overhead, Profile, measure, price
-from tutti.plan.coding import coding_seconds
+from tutti.plan.candidates import CODECS
+from tutti.plan.coding import coding_seconds, name_of
 from tutti.plan.loads import loads_of, slowed
 from tutti.strategies import AllReduce, parse
 from tutti.transports import Transport
+from tutti.transports.base import Steps
 
 REFERENCE_CODEC = "topk:0.0001"
 """It says next to nothing, so that what its steps take is not the link."""
@@ -27,6 +30,7 @@ WHOLE_BYTES, NUM_PARTS = 2**30, 8
 
 _LONG_BYTES, _RINGS = 4 * 2**20, 5
 _CODED_NUMEL, _BURSTS, _BURST_S = 2**20, 5, 0.1
+_CROWDED_S, _CROWDED_STEPS = 1.0, 20
 
 
 def references(model: str, workers: int) -> tuple[str, str]:
@@ -43,15 +47,19 @@ class Measured:
 
     link: tuple[float, float]
     """Bits a second and latency, the same on every rank."""
-    coding: float
-    """How many times as long as on a core of its own a codec takes, the same on every rank."""
+    coding: dict[str, float]
+    """By a codec's name, how many times as long as on a core of its own it takes, the same on every rank."""
+    crowding: float
+    """The part of computing that is lost while the link is in use, the same on every rank."""
     profile: Profile
 
 
 def measure_place(model: str, transport: Transport) -> Measured:
     """The link, the codecs and a step of a model, on this rank and its peers, one on each host. Collective."""
     case = make_case(model, transport.size)
-    return Measured(_busy_link(transport), _coding(transport), _profile(case, transport))
+    link, coding = Link(*_busy_link(transport)), _coding(transport)
+    crowding = _crowding(case, link, transport)
+    return Measured((link.bits_per_s, link.latency_s), coding, crowding, _profile(case, transport))
 
 
 def basis(found: Measured, workers: int, seconds: Mapping[str, float], jobs: tuple[str, str]) -> tuple[Profile, Link]:
@@ -65,12 +73,13 @@ def basis(found: Measured, workers: int, seconds: Mapping[str, float], jobs: tup
     """
     link = Link(*found.link)
     own = slowed(found.profile, seconds["solo"] / found.profile.seconds)
-    own = replace(own, overhead=Overhead(coding=found.coding))
+    own = replace(own, overhead=Overhead(coding=found.coding, crowding=found.crowding))
     return replace(own, overhead=_overhead(own, workers, link, [(job, seconds[job]) for job in jobs])), link
 
 
 def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, float]]) -> Overhead:
-    """A line through what both jobs take beyond their formulas, over their buckets; a level one if it would fall."""
+    """A line through what both jobs take beyond their formulas, over their buckets: as near as one comes to both that
+    neither falls nor begins below nothing."""
     strategies = [parse(text) for text, _ in jobs]
     cluster = Cluster(link=link)
     left_s = [
@@ -81,7 +90,9 @@ def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, 
     bucket_s = (left_s[1] - left_s[0]) / (many - few) if many > few else 0.0
     if bucket_s <= 0:
         return replace(profile.overhead, exchange_s=statistics.fmean(left_s))
-    return replace(profile.overhead, exchange_s=max(0.0, left_s[0] - few * bucket_s), bucket_s=bucket_s)
+    if (exchange_s := left_s[0] - few * bucket_s) < 0:
+        exchange_s, bucket_s = 0.0, (few * left_s[0] + many * left_s[1]) / (few**2 + many**2)
+    return replace(profile.overhead, exchange_s=exchange_s, bucket_s=bucket_s)
 
 
 def num_buckets(profile: Profile, strategy: AllReduce) -> int:
@@ -105,9 +116,21 @@ def _busy_link(transport: Transport) -> tuple[float, float]:
     return 8 * sent / max(taken_s - latency_s, 1e-9), latency_s
 
 
-def _coding(transport: Transport) -> float:
-    """One codec, encoding and decoding on all ranks, beside what it takes on a core of its own."""
-    codec, values = ErrorFeedback(OneBit()), torch.randn(_CODED_NUMEL // 1024, 1024)
+def _coding(transport: Transport) -> dict[str, float]:
+    """Every codec, encoding and decoding on all ranks, beside what it takes on a core of its own."""
+    values = torch.randn(_CODED_NUMEL // 1024, 1024)
+    found = {}
+    for codec in (*CODECS, ErrorFeedback(Threshold())):
+        if (name := name_of(codec)) not in found:
+            found[name] = _burst_s(_coder(codec, values), transport) / coding_seconds(codec, _CODED_NUMEL, 1, 1)
+    own, theirs, changed = (values.clone() for _ in range(3))
+    found["mixing"] = _burst_s(lambda: _mix(own, theirs, changed), transport)
+    found["mixing"] /= coding_seconds("mixing", _CODED_NUMEL, 1, 1)
+    return found
+
+
+def _coder(codec: Codec, values: Tensor) -> Callable[[], None]:
+    """Encodes and decodes; what is summed before it is decoded goes through its rounds alone."""
     state, out = codec.start(_CODED_NUMEL), torch.empty_like(values)
 
     def code() -> None:
@@ -116,11 +139,49 @@ def _coding(transport: Transport) -> float:
         codec.decode(packet, out)
 
     code()  # Compiled first.
+    return code
+
+
+def _mix(own: Tensor, theirs: Tensor, changed: Tensor) -> None:
+    """As gossip does to its values, and to a neighbour's."""
+    change = changed - own
+    own.mul_(0.5).add_(theirs, alpha=0.5).add_(change)
+    changed.copy_(own)
+    theirs.copy_(own.clone())
+
+
+def _burst_s(call: Callable[[], Any], transport: Transport) -> float:
+    """Of one call while all ranks make them: the slowest rank's, the median of several bursts."""
     bursts = []
     for _ in range(_BURSTS):
         _together(transport)
-        bursts.append(_mean_s(code))
-    return _slowest(statistics.median(bursts), transport) / coding_seconds(codec, _CODED_NUMEL, 1, 1)
+        bursts.append(_mean_s(call))
+    return _slowest(statistics.median(bursts), transport)
+
+
+def _crowding(case: Case, link: Link, transport: Transport) -> float:
+    """Rings behind steps that exchange nothing: what both take together beyond the longer of them, of the shorter."""
+    step = solo(case)
+    step()
+    step_s = _burst_s(step, transport)
+    tensor = torch.zeros(_LONG_BYTES // 4)
+    ring_s = ring.cost(transport.size, tensor.nbytes, link)
+    num_rings = max(1, round(max(_CROWDED_S, _CROWDED_STEPS * step_s) / ring_s))
+    _together(transport)
+    start_s, num_steps = transport.now(), 0
+    work = transport.start(_rings(tensor, num_rings, transport))
+    while not work.done():
+        step()
+        num_steps += 1
+    work.wait()
+    both_s, parts = transport.now() - start_s, (num_rings * ring_s, num_steps * step_s)
+    lost = (both_s - max(parts)) / min(parts)
+    return _slowest(min(1.0, max(0.0, lost)), transport)
+
+
+def _rings(tensor: Tensor, number: int, transport: Transport) -> Steps:
+    for _ in range(number):
+        yield from ring.steps(tensor, transport)
 
 
 def _mean_s(call: Callable[[], Any]) -> float:

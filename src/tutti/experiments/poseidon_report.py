@@ -110,7 +110,7 @@ def _stale(result: dict[str, Any], folder: Path) -> str:
         lines.append(f"| {words} | {' | '.join(format_time(seconds[bound]) for bound in bounds)} |")
     return f"""## Staleness
 
-`Poseidon` keeps workers in step: SSP is not part of it yet. So this is parameter servers, `ps:ssp=s` on every worker,
+Workers may be s steps apart under `poseidon:ssp=s`, which by sizes alone is `ps:ssp=s`, servers on every worker. Here
 with AlexNet on {plan["stale_workers"]} workers and links of {plan["stale_rate"]}, by sizes alone: the time of a step,
 until all workers have made {plan["stale_steps"]}. *One slow*: the last worker takes {result["slow"]:g} times as long.
 *Pauses*: a worker stops after {every} steps of computing, for {length}, on average, at random

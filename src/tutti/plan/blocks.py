@@ -3,6 +3,7 @@
 from math import ceil, inf
 
 from tutti.cluster import parse_time
+from tutti.plan.coding import name_of
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile import Profile
@@ -32,8 +33,16 @@ def blocks(strategy: Blocks, profile: Profile, place: Place) -> Toll:
     length = _length(strategy, exchange_s, computing_s)
     left_s = max(0.0, exchange_s - length * computing_s) if strategy.overlap else exchange_s
     memory_bytes = _kept(strategy, place) * sum(load.num_bytes for load in loads)
-    sent = sum(each.num_bytes for each in sums)
-    return Toll(left_s / length, sent / length, memory_bytes, coding_s / length, 1 / length, len(sums) / length)
+    return Toll(
+        exposed_s=left_s / length,
+        num_bytes=sum(each.num_bytes for each in sums) / length,
+        memory_bytes=memory_bytes,
+        coding_s=coding_s / length,
+        num_exchanges=1 / length,
+        num_buckets=len(sums) / length,
+        codec=name_of(codec),
+        wire_s=sum(each.wire_s for each in sums) / length,
+    )
 
 
 def _roll_s(place: Place) -> float:

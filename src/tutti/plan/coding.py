@@ -23,15 +23,22 @@ SPEEDS: dict[str, Speed] = {
     "randomk": Speed(0.8e9, 2.5e9),
     "lowrank": Speed(0.9e9, 10e9),
     "chain": Speed(2.7e9, 12e9),
+    "mixing": Speed(0.95e9, 8.3e9),
 }
-"""By a codec's name, with error feedback: as `tutti bench codecs` measured them (docs/benchmarks.md)."""
+"""By a codec's name, with error feedback: as `tutti bench codecs` measured them (docs/benchmarks.md). "Mixing" is what
+gossip does to exact values: some six passes over its own, and one over each neighbour's."""
 
 
-def coding_seconds(codec: Codec, numel: int, encoded: float, decoded: float) -> float:
+def coding_seconds(codec: Codec | str, numel: float, encoded: float, decoded: float) -> float:
     """To encode so many elements `encoded` times, and to decode them `decoded` times."""
-    inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
-    speed = SPEEDS[inner.name]
+    speed = SPEEDS[codec if isinstance(codec, str) else name_of(codec)]
     return 4 * numel * (encoded / speed.encode + decoded / speed.decode)
+
+
+def name_of(codec: Codec | None) -> str:
+    """In `SPEEDS`; nothing for no codec."""
+    inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
+    return "" if inner is None else inner.name
 
 
 def message_bytes(load: Load, codec: Codec | None) -> int:

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from tutti.plan.coding import coding_seconds, message_bytes
+from tutti.plan.coding import coding_seconds, message_bytes, name_of
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile import Profile
@@ -26,9 +26,10 @@ def peer_updates(strategy: PeerUpdates, profile: Profile, place: Place) -> Toll:
     coding_s = 0.0 if codec is None else coding_seconds(codec, numel, 1, place.num_ranks)
     sent = others * (message + HEAD_BYTES)
     busy_s = _computing_s(profile) + coding_s
-    exposed_s = coding_s + max(0.0, sent * place.crowded.seconds_per_byte - busy_s)
+    wire_s = sent * place.crowded.seconds_per_byte
+    exposed_s = coding_s + max(0.0, wire_s - busy_s)
     memory_bytes = 2 * whole + others * message + (0 if codec is None else whole)
-    return Toll(exposed_s, sent, memory_bytes, coding_s, num_buckets=len(loads))
+    return Toll(exposed_s, sent, memory_bytes, coding_s, 1.0, len(loads), name_of(codec), wire_s)
 
 
 def gossip(strategy: Gossip, profile: Profile, place: Place) -> Toll:
@@ -38,11 +39,15 @@ def gossip(strategy: Gossip, profile: Profile, place: Place) -> Toll:
     link, computing_s = place.crowded, _computing_s(profile)
     if strategy.pairs == "async":  # There and back, with one request under way at most, and nobody waits.
         steps = max(1, ceil(2 * link.seconds(whole) / computing_s) if computing_s else 1)
-        return Toll(0.0, 2 * whole / steps, 5 * whole, 0.0, 1 / steps, len(loads) / steps)
+        mixing_s = coding_seconds("mixing", whole / 4, 1, 1) / steps
+        sent, wire_s = 2 * whole / steps, 2 * link.seconds(whole) / steps
+        return Toll(mixing_s, sent, 5 * whole, mixing_s, 1 / steps, len(loads) / steps, "mixing", wire_s)
     neighbours = _neighbours(strategy, place.num_ranks)
     sent = neighbours * (whole + HEAD_BYTES)
     arrive_s = sent * link.seconds_per_byte + link.latency_s
-    return Toll(max(0.0, arrive_s - computing_s), sent, (3 + neighbours) * whole, num_buckets=len(loads))
+    mixing_s = coding_seconds("mixing", whole / 4, 1, neighbours)
+    exposed_s = mixing_s + max(0.0, arrive_s - computing_s)
+    return Toll(exposed_s, sent, (3 + neighbours) * whole, mixing_s, 1.0, len(loads), "mixing", arrive_s)
 
 
 def _neighbours(strategy: Gossip, num_ranks: int) -> int:

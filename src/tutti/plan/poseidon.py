@@ -45,7 +45,8 @@ def poseidon(strategy: Poseidon, profile: Profile, place: Place) -> Toll:
         num_bytes += sent
         memory_bytes += shape.num_bytes + (others_rows + shape.rows) * (shape.num_out + shape.num_in) * shape.itemsize
     exposed_s = _exposed(travels, strategy.overlap, profile, place)
-    return Toll(exposed_s, num_bytes, memory_bytes, num_buckets=len(travels))
+    wire_s = sum(travel.wire_s for travel in travels)
+    return Toll(exposed_s, num_bytes, memory_bytes, num_buckets=len(travels), wire_s=wire_s)
 
 
 def _exposed(travels: list[_Travel], overlap: bool, profile: Profile, place: Place) -> float:
