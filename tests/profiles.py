@@ -29,7 +29,7 @@ def perceptron(*sizes: int, computing_s: float, num_samples: int = 64, step_s: f
                 ready_s=ready_s,
                 activation_bytes=4 * outputs * num_samples,
                 rows=num_samples,
-                work=6.0 * num_samples * inputs * outputs,
+                work=3.0 * num_samples * inputs * outputs,
                 depth=1.0,
             )
         )

@@ -22,6 +22,7 @@ def prediction(strategy: str, step_s: float, num_bytes: float = 1.0) -> Predicti
         strategy=parse(strategy),
         workers=4,
         num_samples=1,
+        total_samples=4,
         step_s=step_s,
         computing_s=0.1,
         exposed_s=step_s - 0.1,
@@ -126,6 +127,20 @@ def test_a_number_of_workers_stops_paying() -> None:
     found = plan(profile, 8, cluster)
     assert (found.stops_paying_at, found.most_workers) == (2, 4)
     assert plan(profile, 2, cluster).best.efficiency > 0.5 > plan(profile, 4, cluster).best.efficiency
+
+
+def test_one_worker_alone_is_the_quickest() -> None:
+    """Four of whom one is slow train fewer samples than a quick one by itself."""
+    found = plan(lab_perceptron(0.02), 4, Cluster(link=Link("1gbit", "50us"), slow={0: 4.0}))
+    assert found.alone.step_s == pytest.approx(0.02)
+    assert not found.distribute
+    assert found.stops_paying_at == 1
+
+
+def test_samples_that_do_not_exist_are_not_counted() -> None:
+    found = plan(lab_perceptron(0.02), 32, FAST, global_batch=48)
+    assert found.best.num_samples == 2
+    assert found.best.samples_per_s == pytest.approx(48 / found.best.step_s)
 
 
 def test_no_more_workers_than_places() -> None:

@@ -11,7 +11,7 @@ from tutti.cluster import Cluster, Host, Jitter, Link, Tier
 from tutti.errors import ConfigError
 from tutti.plan import Overhead, price
 from tutti.plan.coding import SPEEDS, Speed
-from tutti.plan.loads import loads_of
+from tutti.plan.loads import loads_of, with_batch
 from tutti.strategies import AllReduce, Exchange, Strategy, parse
 
 EVEN = Cluster(link=Link("1gbit", "50us"))
@@ -158,8 +158,7 @@ def test_what_one_strategy_takes_beyond_its_formula_the_others_take_too(
 ) -> None:
     """Four ranks on two cores. Without it, those with a codec are too fast by up to 48 %."""
     profile, cluster = lab_perceptron(computing_ms / 1e3), Cluster(link=Link(rate, "100us"))
-    # Products suffer less from cores that are shared than loops that wait for memory.
-    coding = Overhead(coding={**dict.fromkeys(SPEEDS, 2.0), "lowrank": 1.1})
+    coding = Overhead(coding=2.0)
     explained_s = price(parse("native+topk:0.001"), replace(profile, overhead=coding), 4, cluster).step_s
     overhead = replace(coding, exchange_s=REFERENCE[rate] / 1e3 - explained_s)
     found = price(parse(strategy), replace(profile, overhead=overhead), 4, cluster)
@@ -187,26 +186,36 @@ def test_what_is_hidden_takes_cores_too() -> None:
     assert free == pytest.approx(0.02)
     assert price(parse("bmuf:every=16,overlap=1"), crowded, 4, cluster).step_s == pytest.approx(apart, rel=0.01)
     assert price(parse("bmuf:every=16"), crowded, 4, cluster).step_s == pytest.approx(apart), "nothing was hidden"
-    for strategy in (
-        "ring",
-        "poseidon",
-        "ps:bsp",
-        "ps:ssp=3",
-        "ps:bsp,servers=1",
-        "gossip",
-        "gossip:pairs=async",
-        "peers",
-    ):
+    for strategy in ("ring", "poseidon", "ps:bsp", "ps:ssp=3", "gossip", "gossip:pairs=async", "peers"):
         alone, paid = (price(parse(strategy), each, 4, cluster).step_s for each in (profile, crowded))
         assert alone < paid < alone + 0.02, strategy
 
 
-def test_a_codec_may_take_longer_than_another() -> None:
+def test_products_of_factors_are_priced_at_the_speed_of_the_model() -> None:
+    """A worker multiplies what three others would have: three times a third of its own work, where sending is free."""
+    computing_s = 0.03
+    found = price(
+        parse("poseidon:rule=broadcast"), lab_perceptron(computing_s), 4, Cluster(link=Link("100tbit", "1ns"))
+    )
+    assert found.exposed_s == pytest.approx(computing_s, rel=0.01)
+
+
+@pytest.mark.parametrize("rule", ["bsp", "ssp=2", "async"])
+def test_poseidon_with_servers_is_priced_as_servers(rule: str) -> None:
     profile = lab_perceptron(0.02)
-    slow = replace(profile, overhead=Overhead(coding={"onebit": 3.0}))
-    for strategy, slower in {"ring+onebit": True, "peers+onebit": True, "ring+lowrank": False, "ring": False}.items():
-        before, after = (price(parse(strategy), each, 4, EVEN).step_s for each in (profile, slow))
-        assert (after > before) is slower, strategy
+    found, servers = (price(parse(f"{name}:{rule}"), profile, 4, EVEN) for name in ("poseidon", "ps"))
+    assert (found.step_s, found.bytes_per_step, found.exact) == (servers.step_s, servers.bytes_per_step, servers.exact)
+    assert found.exact is (rule == "bsp")
+
+
+def test_more_samples_are_more_rows_and_more_work() -> None:
+    small, large = (perceptron(784, 1024, 10, computing_s=n * 1e-3, num_samples=n) for n in (8, 128))
+    found = with_batch(large, 8)
+    assert [layer.rows for layer in found.layers] == [layer.rows for layer in small.layers]
+    assert found.work == pytest.approx(small.work)
+    assert price(parse("poseidon"), found, 16, EVEN).step_s == pytest.approx(
+        price(parse("poseidon"), small, 16, EVEN).step_s
+    )
 
 
 def test_overhead_is_for_those_who_exchange() -> None:

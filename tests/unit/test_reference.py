@@ -24,7 +24,7 @@ def seconds_with(profile: Profile, overhead: Overhead) -> dict[str, float]:
 
 
 def found_of(profile: Profile, coding: float = 1.0) -> Measured:
-    return Measured((LINK.bits_per_s, LINK.latency_s), {"topk": coding}, 0.3, profile)
+    return Measured((LINK.bits_per_s, LINK.latency_s), coding, 0.3, profile)
 
 
 @pytest.mark.parametrize("coding", [1.0, 2.5])
@@ -35,7 +35,7 @@ def test_the_overhead_that_two_jobs_have_is_found(coding: float) -> None:
     )
     assert profile.overhead.exchange_s == pytest.approx(0.011)
     assert profile.overhead.bucket_s == pytest.approx(0.0004)
-    assert profile.overhead.coding == {"topk": coding}
+    assert profile.overhead.coding == coding
     assert profile.overhead.crowding == 0.3
     assert link == LINK
 

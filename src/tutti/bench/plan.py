@@ -15,6 +15,7 @@ from tutti.launch import init, launch
 from tutti.launch.lab import Lab, LabSpec
 from tutti.launch.link import Link as Reporter
 from tutti.plan import Overhead, price
+from tutti.plan.cost import formula_of
 from tutti.strategies import parse
 
 MODELS = ("mlp-1.9M", "cifar-quick", "char-gpt")
@@ -75,6 +76,7 @@ def check(models: list[str], rates: list[str], ways: list[str]) -> None:
             )
     for way in ways:
         strategy = parse(way)
+        formula_of(strategy)
         strategy.check_size(HOSTS + strategy.num_serving)
 
 

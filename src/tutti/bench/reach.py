@@ -6,7 +6,7 @@ with real data. What is exact learns the same however it is exchanged, and is tr
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf, nan
+from math import inf, isfinite, nan
 from typing import Any
 
 from tutti.cluster import Cluster, Compute
@@ -30,15 +30,15 @@ class Reach:
     """As long as these epochs take, by the predicted speed; infinite where they would not do."""
 
     def as_dict(self) -> dict[str, Any]:
-        numbers = {key: getattr(self, key) for key in ("epochs", "seconds")}
-        finite = {key: value if value < inf else None for key, value in numbers.items()}
-        return {"strategy": str(self.prediction.strategy), "accuracy": self.accuracy, **finite}
+        numbers = {key: getattr(self, key) for key in ("epochs", "accuracy", "seconds")}
+        finite = {key: value if isfinite(value) else None for key, value in numbers.items()}
+        return {"strategy": str(self.prediction.strategy), **finite}
 
 
 def reach(
     made: Plan, profile: Profile, cluster: Cluster, task: Task, say: Callable[[str], None] = lambda text: None
 ) -> list[Reach]:
-    """The fastest strategy of every kind, trained until `task.until`; the soonest there first.
+    """The plan's choice and the fastest of every other kind, trained until `task.until`; the soonest there first.
 
     Args:
         made: whose predictions say what there is, and how fast.
@@ -49,7 +49,7 @@ def reach(
     computing = Compute(sample_s=profile.seconds / profile.num_samples)
     place = replace(cluster, compute=computing)
     found = []
-    for prediction in _fastest_of_each_kind(made.predictions):
+    for prediction in _first_of_each_kind(made.predictions):
         strategy = prediction.strategy
         say(f"training with {'one worker, as all exact strategies do' if prediction.exact else strategy}")
         if prediction.exact:
@@ -67,13 +67,11 @@ def reach(
     return sorted(found, key=lambda each: (each.seconds, -each.accuracy))
 
 
-def _fastest_of_each_kind(predictions: tuple[Prediction, ...]) -> list[Prediction]:
-    """What is exact is of one kind; of the rest, each class of strategies is."""
+def _first_of_each_kind(predictions: tuple[Prediction, ...]) -> list[Prediction]:
+    """What is exact is of one kind, and each other class of strategies is: the first, as a plan has them in order."""
     kinds: dict[object, Prediction] = {}
     for each in predictions:
-        kind = "exact" if each.exact else type(each.strategy)
-        if kind not in kinds or each.step_s < kinds[kind].step_s:
-            kinds[kind] = each
+        kinds.setdefault("exact" if each.exact else type(each.strategy), each)
     return list(kinds.values())
 
 

@@ -1,5 +1,6 @@
 """What the planner goes by, measured where ranks train: all of them at once, on the cores that they share."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -12,11 +13,8 @@ from torch import Tensor
 from tutti.bench.calibrate import measure_network
 from tutti.bench.step import Case, make_case, solo
 from tutti.cluster import Cluster, Link
-from tutti.codecs import Codec, ErrorFeedback, Threshold
 from tutti.collectives import gather_json, recursive_doubling, ring, run
 from tutti.plan import Overhead, Profile, measure, price
-from tutti.plan.candidates import CODECS
-from tutti.plan.coding import coding_seconds, name_of
 from tutti.plan.loads import loads_of, slowed
 from tutti.strategies import AllReduce, parse
 from tutti.transports import Transport
@@ -29,8 +27,8 @@ WHOLE_BYTES, NUM_PARTS = 2**30, 8
 """Reference jobs have one bucket, and about so many."""
 
 _LONG_BYTES, _RINGS = 4 * 2**20, 5
-_CODED_NUMEL, _BURSTS, _BURST_S = 2**20, 5, 0.1
-_CROWDED_S, _CROWDED_STEPS = 1.0, 20
+_BURSTS, _BURST_S = 5, 0.1
+_CROWDS, _CROWDED_S, _CROWDED_STEPS = 3, 0.5, 10
 
 
 def references(model: str, workers: int) -> tuple[str, str]:
@@ -47,8 +45,8 @@ class Measured:
 
     link: tuple[float, float]
     """Bits a second and latency, the same on every rank."""
-    coding: dict[str, float]
-    """By a codec's name, how many times as long as on a core of its own it takes, the same on every rank."""
+    coding: float
+    """How many times as long as on a core of its own a codec takes: as many ranks as share one."""
     crowding: float
     """The part of computing that is lost while the link is in use, the same on every rank."""
     profile: Profile
@@ -57,8 +55,9 @@ class Measured:
 def measure_place(model: str, transport: Transport) -> Measured:
     """The link, the codecs and a step of a model, on this rank and its peers, one on each host. Collective."""
     case = make_case(model, transport.size)
-    link, coding = Link(*_busy_link(transport)), _coding(transport)
-    crowding = _crowding(case, link, transport)
+    link = Link(*_busy_link(transport))
+    coding = max(1.0, transport.size / len(os.sched_getaffinity(0)))  # All hosts of a lab are on this machine.
+    crowding = statistics.median(_crowding(case, link, transport) for _ in range(_CROWDS))
     return Measured((link.bits_per_s, link.latency_s), coding, crowding, _profile(case, transport))
 
 
@@ -116,40 +115,6 @@ def _busy_link(transport: Transport) -> tuple[float, float]:
     return 8 * sent / max(taken_s - latency_s, 1e-9), latency_s
 
 
-def _coding(transport: Transport) -> dict[str, float]:
-    """Every codec, encoding and decoding on all ranks, beside what it takes on a core of its own."""
-    values = torch.randn(_CODED_NUMEL // 1024, 1024)
-    found = {}
-    for codec in (*CODECS, ErrorFeedback(Threshold())):
-        if (name := name_of(codec)) not in found:
-            found[name] = _burst_s(_coder(codec, values), transport) / coding_seconds(codec, _CODED_NUMEL, 1, 1)
-    own, theirs, changed = (values.clone() for _ in range(3))
-    found["mixing"] = _burst_s(lambda: _mix(own, theirs, changed), transport)
-    found["mixing"] /= coding_seconds("mixing", _CODED_NUMEL, 1, 1)
-    return found
-
-
-def _coder(codec: Codec, values: Tensor) -> Callable[[], None]:
-    """Encodes and decodes; what is summed before it is decoded goes through its rounds alone."""
-    state, out = codec.start(_CODED_NUMEL), torch.empty_like(values)
-
-    def code() -> None:
-        nonlocal state
-        packet, state = codec.encode(values, state)
-        codec.decode(packet, out)
-
-    code()  # Compiled first.
-    return code
-
-
-def _mix(own: Tensor, theirs: Tensor, changed: Tensor) -> None:
-    """As gossip does to its values, and to a neighbour's."""
-    change = changed - own
-    own.mul_(0.5).add_(theirs, alpha=0.5).add_(change)
-    changed.copy_(own)
-    theirs.copy_(own.clone())
-
-
 def _burst_s(call: Callable[[], Any], transport: Transport) -> float:
     """Of one call while all ranks make them: the slowest rank's, the median of several bursts."""
     bursts = []
@@ -176,7 +141,7 @@ def _crowding(case: Case, link: Link, transport: Transport) -> float:
     work.wait()
     both_s, parts = transport.now() - start_s, (num_rings * ring_s, num_steps * step_s)
     lost = (both_s - max(parts)) / min(parts)
-    return _slowest(min(1.0, max(0.0, lost)), transport)
+    return statistics.fmean(gather_json(min(1.0, max(0.0, lost)), transport))
 
 
 def _rings(tensor: Tensor, number: int, transport: Transport) -> Steps:

@@ -3,7 +3,6 @@
 from math import ceil, inf
 
 from tutti.cluster import parse_time
-from tutti.plan.coding import name_of
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile import Profile
@@ -40,7 +39,6 @@ def blocks(strategy: Blocks, profile: Profile, place: Place) -> Toll:
         coding_s=coding_s / length,
         num_exchanges=1 / length,
         num_buckets=len(sums) / length,
-        codec=name_of(codec),
         wire_s=sum(each.wire_s for each in sums) / length,
     )
 

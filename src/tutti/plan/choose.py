@@ -10,7 +10,8 @@ from tutti.cluster import Cluster
 from tutti.errors import ConfigError, NoLink
 from tutti.plan.candidates import exact, lossy
 from tutti.plan.cost import Prediction, Simulated, price
-from tutti.plan.place import up_to
+from tutti.plan.loads import slowed
+from tutti.plan.place import quickest
 from tutti.plan.profile import Profile
 from tutti.plan.reason import has_codec, in_words, sums_with_and_without
 from tutti.plan.scaling import Profiles, each_has, pays_up_to, priced
@@ -36,7 +37,7 @@ class Plan:
 
     workers: int
     alone: Prediction
-    """Of one worker."""
+    """Of one worker, the quickest there is."""
     predictions: tuple[Prediction, ...]
     """The one to use, and the others by samples a second."""
     distribute: bool
@@ -80,13 +81,14 @@ def plan(
     cluster.place(workers)
     own = each_has(profile, workers, global_batch)
     asked = [list(exact(own)), list(lossy()) if allow_lossy else []]
-    exacts, lossies = (_looked_at(priced(group, own, workers, cluster), own, cluster, simulated) for group in asked)
+    found = (priced(group, own, workers, cluster, global_batch) for group in asked)
+    exacts, lossies = (_looked_at(group, own, cluster, simulated) for group in found)
     if not exacts and not lossies:
         raise NoLink(f"hosts of the cluster '{cluster.name}' are not joined as any strategy needs: give them links.")
     chosen = choose(exacts, lossies)
     rest = sorted((each for each in (*exacts, *lossies) if each is not chosen), key=_step_s)
-    alone = price(AllReduce(), each_has(profile, 1, global_batch), 1, up_to(cluster, 1))
-    last, most = pays_up_to(profile, cluster, allow_lossy, global_batch)
+    alone = price(AllReduce(), slowed(each_has(profile, 1, global_batch), quickest(cluster, workers)), 1, Cluster())
+    last, most = pays_up_to(profile, cluster, allow_lossy, global_batch, alone)
     made = Plan(
         workers=workers,
         alone=alone,
@@ -138,7 +140,8 @@ def _looked_at(
         place = found.index(first)
         del found[place]
         with suppress(NoLink):  # It would talk between hosts that are not joined: there it cannot be used.
-            found.insert(place, price(first.strategy, profile, first.workers, cluster, simulated))
+            again = price(first.strategy, profile, first.workers, cluster, simulated, first.total_samples)
+            found.insert(place, again)
             asked += 1
             if not found[place].simulated:  # A formula holds for it, and so for all.
                 break

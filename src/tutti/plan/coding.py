@@ -31,14 +31,9 @@ gossip does to exact values: some six passes over its own, and one over each nei
 
 def coding_seconds(codec: Codec | str, numel: float, encoded: float, decoded: float) -> float:
     """To encode so many elements `encoded` times, and to decode them `decoded` times."""
-    speed = SPEEDS[codec if isinstance(codec, str) else name_of(codec)]
-    return 4 * numel * (encoded / speed.encode + decoded / speed.decode)
-
-
-def name_of(codec: Codec | None) -> str:
-    """In `SPEEDS`; nothing for no codec."""
     inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
-    return "" if inner is None else inner.name
+    speed = SPEEDS[inner if isinstance(inner, str) else inner.name]
+    return 4 * numel * (encoded / speed.encode + decoded / speed.decode)
 
 
 def message_bytes(load: Load, codec: Codec | None) -> int:

@@ -54,7 +54,9 @@ class Prediction:
     workers: int
     """Those that train."""
     num_samples: int
-    """Of each worker."""
+    """Of each worker; of the one that has most, where they are not alike."""
+    total_samples: int
+    """Of all workers, a step."""
     step_s: float
     computing_s: float
     """Of the slowest worker."""
@@ -75,7 +77,7 @@ class Prediction:
     @property
     def samples_per_s(self) -> float:
         """Of all workers."""
-        return self.workers * self.num_samples / self.step_s if self.step_s else 0.0
+        return self.total_samples / self.step_s if self.step_s else 0.0
 
     @property
     def exact(self) -> bool:
@@ -88,21 +90,24 @@ class Prediction:
 
 
 def price(
-    strategy: Strategy, profile: Profile, workers: int, cluster: Cluster, simulated: Simulated | None = None
+    strategy: Strategy,
+    profile: Profile,
+    workers: int,
+    cluster: Cluster,
+    simulated: Simulated | None = None,
+    total_samples: int | None = None,
 ) -> Prediction:
-    """What a step of so many workers would take, each with the batch of `profile`.
+    """What a step of so many workers would take, each with the batch of `profile`, or fewer if there are less in total.
 
     Formulas go by the slowest link and the slowest worker, and hold where all are alike. Where they are not (several
     ranks on each of several hosts, links or speeds that differ, switches that are shared, jitter), `simulated` is asked
     if it is given. Servers of their own come to the workers. What the profile's `overhead` says comes to either.
     """
-    toll_of = next((PRICES[kind] for kind in type(strategy).__mro__ if kind in PRICES), None)
-    if toll_of is None:
-        raise ConfigError(f"nobody knows what {type(strategy).__name__} costs: list it in tutti.plan.cost.PRICES.")
+    toll_of = formula_of(strategy)
     place = Place.of(workers + (strategy.num_serving if workers > 1 else 0), cluster)
     own = slowed(profile, place.slowness)
     computing_s = own.forward_s + own.backward_s + own.step_s
-    toll = toll_of(strategy, own, place) if workers > 1 else Toll(0.0, 0.0, num_exchanges=0.0)
+    toll = toll_of(_meant(strategy), own, place) if workers > 1 else Toll(0.0, 0.0, num_exchanges=0.0)
     overhead_s = own.overhead.seconds(toll)
     by_simulation = simulated is not None and not place.even and workers > 1
     step_s = computing_s + max(0.0, toll.exposed_s + overhead_s)
@@ -112,6 +117,7 @@ def price(
         strategy=strategy,
         workers=workers,
         num_samples=profile.num_samples,
+        total_samples=total_samples or workers * profile.num_samples,
         step_s=step_s,
         computing_s=min(computing_s, step_s),
         exposed_s=step_s - computing_s if step_s - computing_s > _ROUNDING * computing_s else 0.0,
@@ -121,8 +127,22 @@ def price(
     )
 
 
+def formula_of(strategy: Strategy) -> Callable[[Any, Profile, Place], Toll]:
+    """What prices it; `ConfigError` if nothing does."""
+    kinds = type(_meant(strategy)).__mro__
+    if (found := next((PRICES[kind] for kind in kinds if kind in PRICES), None)) is None:
+        raise ConfigError(f"nobody knows what {type(strategy).__name__} costs: list it in tutti.plan.cost.PRICES.")
+    return found
+
+
+def _meant(strategy: Strategy) -> Strategy:
+    """Poseidon that leaves consistency to servers is those servers."""
+    return strategy.servers or strategy if isinstance(strategy, Poseidon) else strategy
+
+
 def is_exact(strategy: Strategy) -> bool:
     """Whether replicas do what one would do with all their samples, but for the last bits of sums."""
+    strategy = _meant(strategy)
     if isinstance(strategy, AllReduce):
         return strategy.codec is None
     if isinstance(strategy, ParameterServer):

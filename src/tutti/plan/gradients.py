@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from tutti.collectives import recursive_doubling
-from tutti.plan.coding import name_of
 from tutti.plan.loads import Load, exposed, loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile import Profile
@@ -24,17 +23,17 @@ def all_reduce(strategy: AllReduce, profile: Profile, place: Place) -> Toll:
         for load in loads
     ]
     kept = 0 if codec is None else sum(4 * load.numel for load in loads)
-    return _in_turn(loads, sums, profile, place)._replace(memory_bytes=kept, codec=name_of(codec))
+    return _in_turn(loads, sums, profile, place)._replace(memory_bytes=kept)
 
 
 def _in_turn(loads: Sequence[Load], sums: Sequence[Sum], profile: Profile, place: Place) -> Toll:
-    seconds = [each.wire_s for each in sums]
+    seconds = [each.wire_s + each.coding_s for each in sums]
     if sums:  # The latencies of those before it pass while others are sent.
         seconds[-1] += sums[-1].latency_s
-    waits_s = exposed(loads, seconds, weights_known(profile, place), profile.backward_s)
-    coding_s = sum(each.coding_s for each in sums)  # On the core that would compute: backward hides none of it.
+    exposed_s = exposed(loads, seconds, weights_known(profile, place), profile.backward_s)
+    coding_s = sum(each.coding_s for each in sums)
     num_bytes, wire_s = sum(each.num_bytes for each in sums), sum(each.wire_s for each in sums)
-    return Toll(waits_s + coding_s, num_bytes, 0.0, coding_s, num_buckets=len(sums), wire_s=wire_s)
+    return Toll(exposed_s, num_bytes, 0.0, coding_s, num_buckets=len(sums), wire_s=wire_s)
 
 
 def weights_known(profile: Profile, place: Place) -> float:

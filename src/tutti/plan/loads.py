@@ -9,7 +9,7 @@ import torch
 
 from tutti.codecs.base import Places
 from tutti.codecs.runs import Runs
-from tutti.plan.profile import Gradient, Profile
+from tutti.plan.profile import Gradient, LayerProfile, Profile
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
 from tutti.transports import AloneTransport
 
@@ -68,13 +68,31 @@ def with_batch(profile: Profile, num_samples: int) -> Profile:
     factor = num_samples / profile.num_samples
     activations = sum(layer.activation_bytes for layer in profile.layers)
     peak_bytes = max(0, profile.peak_bytes + round(activations * (factor - 1)))
-    return _stretched(replace(profile, num_samples=num_samples, peak_bytes=peak_bytes), factor)
+    layers = tuple(_with_more(layer, factor) for layer in profile.layers)
+    return _stretched(replace(profile, num_samples=num_samples, peak_bytes=peak_bytes, layers=layers), factor)
+
+
+def _with_more(layer: LayerProfile, factor: float) -> LayerProfile:
+    """So many times as many samples go through a layer."""
+    rows = None if layer.rows is None else max(1, round(layer.rows * factor))
+    activation_bytes = round(layer.activation_bytes * factor)
+    return replace(layer, rows=rows, work=layer.work * factor, activation_bytes=activation_bytes)
 
 
 def _stretched(profile: Profile, factor: float) -> Profile:
+    """Forward and backward take so many times as long."""
     gradients = tuple(replace(each, ready_s=each.ready_s * factor) for each in profile.gradients)
+    layers = tuple(
+        replace(
+            layer,
+            forward_s=layer.forward_s * factor,
+            backward_s=layer.backward_s * factor,
+            ready_s=None if layer.ready_s is None else layer.ready_s * factor,
+        )
+        for layer in profile.layers
+    )
     forward_s, backward_s = profile.forward_s * factor, profile.backward_s * factor
-    return replace(profile, gradients=gradients, forward_s=forward_s, backward_s=backward_s)
+    return replace(profile, layers=layers, gradients=gradients, forward_s=forward_s, backward_s=backward_s)
 
 
 def stand_in(gradient: Gradient) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """What exchanging takes that is in no formula: Python, system calls, and cores that ranks share."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tutti.plan.toll import Toll
 
@@ -17,19 +16,17 @@ class Overhead:
     """Of an exchange, however little is in it: hooks, threads that wake each other, waiting for the last rank."""
     bucket_s: float = 0.0
     """Of each bucket that is exchanged."""
-    coding: float | Mapping[str, float] = field(default=1.0, hash=False)
-    """How many times as long as on a core of its own (`tutti.plan.coding.SPEEDS`) it takes to encode and decode: with
-    any codec, or by a codec's name."""
+    coding: float = 1.0
+    """How many times as long as on a core of its own (`tutti.plan.coding.SPEEDS`) it takes to encode and decode."""
     crowding: float = 0.0
     """The part of computing that is lost while the link is in use, since the same cores move what is sent: from 0,
     where others do, to 1, where nothing is gained by exchanging while one computes."""
 
     def seconds(self, toll: Toll) -> float:
         """A step, beyond what `toll` says."""
-        coding = self.coding if not isinstance(self.coding, Mapping) else self.coding.get(toll.codec, 1.0)
         hidden_s = max(0.0, toll.wire_s - max(0.0, toll.exposed_s - toll.coding_s))
         exchanging_s = self.exchange_s * toll.num_exchanges + self.bucket_s * toll.num_buckets
-        return exchanging_s + (coding - 1) * toll.coding_s + self.crowding * hidden_s
+        return exchanging_s + (self.coding - 1) * toll.coding_s + self.crowding * hidden_s
 
     def slowed(self, factor: float) -> "Overhead":
         """Of a worker that takes so many times as long, but for codecs, whose speeds are not its own."""

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from tutti.plan.coding import coding_seconds, message_bytes, name_of
+from tutti.plan.coding import coding_seconds, message_bytes
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile import Profile
@@ -29,7 +29,7 @@ def peer_updates(strategy: PeerUpdates, profile: Profile, place: Place) -> Toll:
     wire_s = sent * place.crowded.seconds_per_byte
     exposed_s = coding_s + max(0.0, wire_s - busy_s)
     memory_bytes = 2 * whole + others * message + (0 if codec is None else whole)
-    return Toll(exposed_s, sent, memory_bytes, coding_s, 1.0, len(loads), name_of(codec), wire_s)
+    return Toll(exposed_s, sent, memory_bytes, coding_s, num_buckets=len(loads), wire_s=wire_s)
 
 
 def gossip(strategy: Gossip, profile: Profile, place: Place) -> Toll:
@@ -41,13 +41,13 @@ def gossip(strategy: Gossip, profile: Profile, place: Place) -> Toll:
         steps = max(1, ceil(2 * link.seconds(whole) / computing_s) if computing_s else 1)
         mixing_s = coding_seconds("mixing", whole / 4, 1, 1) / steps
         sent, wire_s = 2 * whole / steps, 2 * link.seconds(whole) / steps
-        return Toll(mixing_s, sent, 5 * whole, mixing_s, 1 / steps, len(loads) / steps, "mixing", wire_s)
+        return Toll(mixing_s, sent, 5 * whole, mixing_s, 1 / steps, len(loads) / steps, wire_s)
     neighbours = _neighbours(strategy, place.num_ranks)
     sent = neighbours * (whole + HEAD_BYTES)
     arrive_s = sent * link.seconds_per_byte + link.latency_s
     mixing_s = coding_seconds("mixing", whole / 4, 1, neighbours)
     exposed_s = mixing_s + max(0.0, arrive_s - computing_s)
-    return Toll(exposed_s, sent, (3 + neighbours) * whole, mixing_s, 1.0, len(loads), "mixing", arrive_s)
+    return Toll(exposed_s, sent, (3 + neighbours) * whole, mixing_s, num_buckets=len(loads), wire_s=arrive_s)
 
 
 def _neighbours(strategy: Gossip, num_ranks: int) -> int:

@@ -59,6 +59,11 @@ class Place:
         return 1 < self.num_hosts < self.num_ranks
 
 
+def quickest(cluster: Cluster, num_ranks: int) -> float:
+    """How many times as long as a rank of speed 1 the quickest of so many takes."""
+    return 1 / max(cluster.speed_of(rank, host) for rank, host in enumerate(cluster.place(num_ranks)))
+
+
 def up_to(cluster: Cluster, num_ranks: int) -> Cluster:
     """The cluster with what it says of ranks beyond so many left out, so that fewer can be placed."""
     return replace(

@@ -55,7 +55,9 @@ def sharing_cores(single: Profile, whole: Profile, num_cores: int) -> Profiles:
     return profile
 
 
-def priced(strategies: Iterable[Strategy], profile: Profile, workers: int, cluster: Cluster) -> list[Prediction]:
+def priced(
+    strategies: Iterable[Strategy], profile: Profile, workers: int, cluster: Cluster, total_samples: int | None = None
+) -> list[Prediction]:
     """What each would take, by formula; left out is what so many cannot use, or what has no place for its servers.
 
     On one host sums are made in memory; algorithms of messages are left out there, which go through sockets.
@@ -67,26 +69,27 @@ def priced(strategies: Iterable[Strategy], profile: Profile, workers: int, clust
             continue
         with suppress(ConfigError):
             strategy.check_size(workers + strategy.num_serving)
-            found.append(price(strategy, profile, workers, cluster))
+            found.append(price(strategy, profile, workers, cluster, total_samples=total_samples))
     return found
 
 
 def pays_up_to(
-    profile: Profile | Profiles, cluster: Cluster, allow_lossy: bool, global_batch: int | None
+    profile: Profile | Profiles, cluster: Cluster, allow_lossy: bool, global_batch: int | None, alone: Prediction
 ) -> tuple[int | None, int]:
     """The number of workers, doubled from one, after which twice as many do not pay; and up to how many was asked.
 
     They do not pay if less than half of their time is left for computing, or if they train fewer samples a second. The
     first is None where they pay as far as was asked.
     """
-    before, rate = 1, 0.0
+    before, rate = 1, alone.samples_per_s
     for workers in _doubled(cluster, global_batch):
         own = each_has(profile, workers, global_batch)
         few = up_to(cluster, workers)
-        best = min(priced(_all(own, allow_lossy), own, workers, few), key=lambda each: each.step_s, default=None)
+        found = priced(_all(own, allow_lossy), own, workers, few, global_batch)
+        best = min(found, key=lambda each: each.step_s, default=None)
         if best is None:  # They are not joined.
             return before, workers
-        if workers > 1 and (best.efficiency < LEAST_EFFICIENCY or best.samples_per_s <= rate):
+        if best.efficiency < LEAST_EFFICIENCY or best.samples_per_s <= rate:
             return before, workers
         before, rate = workers, best.samples_per_s
     return None, before
@@ -98,8 +101,8 @@ def _all(profile: Profile, allow_lossy: bool) -> Iterator[Strategy]:
 
 
 def _doubled(cluster: Cluster, global_batch: int | None) -> Iterator[int]:
-    """1, 2, 4, ... while the cluster has places and the batch has samples for all."""
-    workers = 1
+    """2, 4, 8, ... while the cluster has places and the batch has samples for all."""
+    workers = 2
     while workers <= min(MOST_WORKERS, global_batch or MOST_WORKERS):
         try:
             up_to(cluster, workers).place(workers)

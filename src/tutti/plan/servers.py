@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tutti.codecs import Codec
-from tutti.plan.coding import coding_seconds, message_bytes, name_of
+from tutti.plan.coding import coding_seconds, message_bytes
 from tutti.plan.loads import Load, exposed, loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile import Profile
@@ -42,7 +42,7 @@ def parameter_server(strategy: ParameterServer, profile: Profile, place: Place) 
     memory_bytes = 2 * whole + (0 if strategy.num_serving else 2 * whole / workers)
     away = 1.0 if strategy.num_serving else (workers - 1) / workers
     wire_s = away * sum(trip.push_s + trip.pull_s for trip in trips)
-    return Toll(waits_s, sent, memory_bytes, coding_s, 1.0, len(trips), name_of(codec), wire_s)
+    return Toll(waits_s, sent, memory_bytes, coding_s, num_buckets=len(trips), wire_s=wire_s)
 
 
 def _trip(load: Load, codec: Codec | None, pulls: float, place: Place) -> _Trip:
@@ -66,10 +66,10 @@ def _colocated(strategy: ParameterServer, profile: Profile, trips: Sequence[_Tri
     wires = [away * (trip.push_s + trip.pull_s) for trip in trips]
     if strategy.consistency.bound:
         return _beside(sum(wires), profile, trips)
-    coding_s = sum(trip.coding_s for trip in trips)
+    seconds = [wire_s + trip.coding_s for wire_s, trip in zip(wires, trips, strict=True)]
     if not strategy.overlap:
-        return coding_s + sum(wires)
-    return coding_s + exposed([trip.load for trip in trips], wires, 0.0, profile.backward_s)
+        return sum(seconds)
+    return exposed([trip.load for trip in trips], seconds, 0.0, profile.backward_s)
 
 
 def _with_dedicated(strategy: ParameterServer, profile: Profile, trips: Sequence[_Trip], workers: int) -> float:

@@ -18,7 +18,5 @@ class Toll(NamedTuple):
     """Times that ranks exchange something, a step."""
     num_buckets: float = 0.0
     """Of these exchanges, a step."""
-    codec: str = ""
-    """The name, in `tutti.plan.coding.SPEEDS`, of what takes `coding_s`."""
     wire_s: float = 0.0
     """While which the link is in use, a step: what of it is not exposed is hidden under computing."""

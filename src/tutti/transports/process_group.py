@@ -6,6 +6,7 @@ directly on a store, never through torch's default group, so a script may use
 """
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports.background import Background
 from tutti.transports.base import ANY, Steps, Transport, Work
 from tutti.transports.loop import Loop
-from tutti.transports.roster import Conversation, Roster
+from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster
 from tutti.transports.sockets import Messenger, Receiving
 
 LOOPBACK = "127.0.0.1"
@@ -54,6 +55,25 @@ class GroupWork(Work):
         finally:
             del work  # It holds the group's sockets open, and the traceback would hold it: others would wait on.
         self._then()
+
+
+class _Connecting(threading.Thread):
+    """Gloo's connecting, which does not look up: who waits for it can go on without, and it ends by its deadline."""
+
+    def __init__(self, make: Callable[[], Any], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._make = make
+        self.over = threading.Event()
+        self.made: Any = None
+        self.error: RuntimeError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.made = self._make()
+        except RuntimeError as error:
+            self.error = error
+        self.over.set()
 
 
 class _Staged(Work):
@@ -197,21 +217,27 @@ class ProcessGroupTransport(Transport):
         """Gloo's group, made by all ranks together when they first reduce."""
         if self._gloo is None:
             self._agree_to_connect()
-            make: Any = dist.ProcessGroupGloo
-            options = make._Options()
-            options._timeout = self.timeout
-            options._threads = 2
-            options._devices = [make.create_device(hostname=self._address)]
-            try:
-                self._gloo = make(self._store, self.rank, self.size, options)
-            except RuntimeError as error:
-                raise self.roster.explain(error) from error
+            connecting = _Connecting(self._make_gloo, f"rank {self.roster.me} connects")
+            while not connecting.over.wait(WATCH_SECONDS):
+                if gone := self.roster.gone():
+                    raise self.roster.loss(gone)
+            if connecting.error is not None:
+                raise self.roster.explain(connecting.error) from connecting.error
+            self._gloo = connecting.made
         return self._gloo
+
+    def _make_gloo(self) -> Any:
+        make: Any = dist.ProcessGroupGloo
+        options = make._Options()
+        options._timeout = self.timeout
+        options._threads = 2
+        options._devices = [make.create_device(hostname=self._address)]
+        return make(self._store, self.rank, self.size, options)
 
     def _agree_to_connect(self) -> None:
         """Wait for all ranks. Who finds that they will not come decides so for all, unless all have come meanwhile.
 
-        Connecting does not look up: a rank that came, and left alone, would keep the others until their deadline.
+        A rank that came, and left alone while its process lives on, would keep the others until their deadline.
         """
         failure: Exception | None = None
         self._store.set(f"gloo/{self.rank}", "1")

@@ -113,7 +113,7 @@ def profile_of(replica: Replica, seen: dict[str, Any], speed: float) -> Profile:
     )
     # Only some layers were seen: operations are as many as the time would hold, shared among those.
     layers = [_layer(name, rows, sizes[name], ready[name]) for name, rows in seen["rows"].items() if rows]
-    scale = speed * (seen["forward_s"] + backward_s) / (sum(layer.work for layer in layers) or 1.0)
+    scale = speed / 2 * (seen["forward_s"] + backward_s) / (sum(layer.work for layer in layers) or 1.0)
     layers = [replace(layer, work=scale * layer.work) for layer in layers]
     return Profile(
         num_samples=seen["num_samples"], layers=tuple(layers), gradients=gradients, forward_s=seen["forward_s"],
@@ -126,5 +126,5 @@ def _layer(name: str, rows: int, weight: Tensor, ready_s: float) -> LayerProfile
     return LayerProfile(
         name=name.removesuffix("weight").removesuffix("."), kind="", forward_s=0.0, backward_s=0.0,
         gradient_bytes=weight.nbytes, ready_s=ready_s, activation_bytes=0, rows=rows,
-        work=6.0 * rows * weight.numel(), depth=1.0,
+        work=3.0 * rows * weight.numel(), depth=1.0,
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """What a model is made of: which modules compute by themselves, what they are given, and whose gradients are theirs."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from tutti.errors import ConfigError
 from tutti.plan.measure.problem import Problem
 from tutti.plan.work_depth import NOTHING, WorkDepth, known, operator
+from tutti.replica.factors import factorable
 
 
 @dataclass
@@ -20,6 +20,8 @@ class Layer:
 
     name: str
     module: nn.Module
+    factored: bool = False
+    """Whether its gradient can travel as factors, if ranks exchange them."""
     activation_bytes: int = 0
     rows: int | None = None
     cost: WorkDepth = NOTHING
@@ -45,17 +47,8 @@ class Layer:
         needed = operator(self.module, inputs, outputs).needed(trained, any(x.requires_grad for x in inputs))
         self.cost = self.cost.after(needed)
         self.activation_bytes += sum(map(num_bytes, outputs))
-        if outputs and (width := _width(self.module)) is not None:
-            self.rows = (self.rows or 0) + outputs[0].numel() // width
-
-
-def _width(module: nn.Module) -> int | None:
-    """Of the output, if the module multiplies its input's rows by a matrix."""
-    if isinstance(module, nn.Linear):
-        return module.out_features
-    if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1:
-        return module.out_channels
-    return None
+        if outputs and self.factored:
+            self.rows = (self.rows or 0) + outputs[0].numel() // len(self.module.weight)  # type: ignore[arg-type]
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -80,7 +73,6 @@ def examine(problem: Problem) -> list[Layer]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             homes[parameter].gradients[name] = parameter
-    _forget_shared_rows(called)
     return [layer for layer in called.values() if layer.computes]
 
 
@@ -90,9 +82,10 @@ def _watched(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Layer], list[La
     called: dict[nn.Module, Layer] = {}
     inside: list[Layer] = []
     names = {module: name for name, module in model.named_modules()}
+    factored = set(factorable(model))
 
     def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
-        inside.append(called.setdefault(module, Layer(names[module], module)))
+        inside.append(called.setdefault(module, Layer(names[module], module, module in factored)))
 
     def ends(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inside.pop().called(tensors_in((args, kwargs)), tensors_in(output))
@@ -139,14 +132,6 @@ def _homes(model: nn.Module, called: dict[nn.Module, Layer]) -> dict[nn.Paramete
             if parameter is not None and (parameter not in nearest or distance < nearest[parameter][0]):
                 nearest[parameter] = distance, called[modules[at]]
     return {parameter: layer for parameter, (_, layer) in nearest.items()}
-
-
-def _forget_shared_rows(called: dict[nn.Module, Layer]) -> None:
-    """A gradient to which other modules add is no product of one's own rows."""
-    owners = Counter(p for module in called for p in module._parameters.values() if p is not None)
-    for layer in called.values():
-        if any(owners[p] > 1 for p in layer.module._parameters.values() if p is not None):
-            layer.rows = None
 
 
 def tensors_in(value: Any) -> list[Tensor]:
