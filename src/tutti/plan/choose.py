@@ -24,7 +24,7 @@ GAIN = 1.1
 TIE = 1.05
 """Exact ones that differ by less are taken for equal: all-reduce comes before servers, and "native" first of all."""
 
-NEAR = 1.15
+NEAR = 1.05
 """What takes no longer than this times the fastest is about as fast: of those, the one nearest to exact is chosen."""
 
 _MOST_SIMULATED = 6

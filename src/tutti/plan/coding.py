@@ -21,12 +21,13 @@ SPEEDS: dict[str, Speed] = {
     "threshold": Speed(3.6e9, 11e9),
     "topk": Speed(3.2e9, 14e9),
     "randomk": Speed(0.8e9, 2.5e9),
-    "lowrank": Speed(0.9e9, 10e9),
+    "lowrank": Speed(1.4e9, 6.5e9),
     "chain": Speed(2.7e9, 12e9),
     "mixing": Speed(0.95e9, 8.3e9),
 }
-"""By a codec's name, with error feedback: as `tutti bench codecs` measured them (docs/benchmarks.md). "Mixing" is what
-gossip does to exact values: some six passes over its own, and one over each neighbour's."""
+"""By a codec's name, with error feedback: as `tutti bench codecs` measured them (docs/benchmarks.md); low rank, which is
+slower the larger a matrix is, for one of 1024 by 1024. "Mixing" is what gossip does to exact values: some six passes over
+its own, and one over each neighbour's."""
 
 
 def coding_seconds(codec: Codec | str, numel: float, encoded: float, decoded: float) -> float:
