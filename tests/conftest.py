@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,6 +36,8 @@ os.environ.update([_MARK.split("=")])
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # Of a shell that started this in its background.
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Processes that tests start would inherit it.
+
+_OWNER = re.compile(r"tutti-.+-(\d+)-\d+-(?:switch|host\d+)")
 
 _SETTLE_SECONDS = 5.0
 _LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -121,7 +124,20 @@ def _shared_memory() -> set[str]:
 
 def _namespaces() -> set[str]:
     folder = Path("/run/netns")
-    return {f"namespace {entry.name}" for entry in folder.iterdir()} if folder.is_dir() else set()
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return {f"namespace {name}" for name in names if not _of_others(name)}
+
+
+def _of_others(namespace: str) -> bool:
+    """Whether it is of a lab whose owner, which its name tells, runs and was not started by a test of this process."""
+    owner = _OWNER.fullmatch(namespace)
+    if owner is None or int(owner[1]) == os.getpid():
+        return False
+    try:
+        environment = Path(f"/proc/{owner[1]}/environ").read_bytes()
+    except OSError:
+        return False
+    return environment != b"" and _MARK.encode() not in environment
 
 
 @pytest.fixture
