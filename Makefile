@@ -28,8 +28,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tutti train digits --workers 2 --check
 
+# Labs, kills and signals are for the whole machine: those tests run one at a time. The others share two cores.
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore=tests/integration -n 2 --dist worksteal
+	$(BIN)/pytest tests/integration
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,11 +3,12 @@
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from tutti.launch.interpreter import main_of
 
 
 class Ended(NamedTuple):
@@ -35,7 +36,7 @@ def stop_in_the_middle(words: list[str], sign: signal.Signals, folder: Path) -> 
     It must end as asked, without a traceback, and say where its record is. Returns how long that took.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", "from tutti.cli import main; main()", *words, "--epochs", "1000000", "--name", "long"],
+        [*main_of("tutti.cli"), *words, "--epochs", "1000000", "--name", "long"],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

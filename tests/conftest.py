@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,14 +20,24 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from command import Call, Ended
+from tutti.launch import local
+from tutti.launch.interpreter import main_of
 
 settings.register_profile("tutti", derandomize=True, deadline=None)  # The same examples every time: no luck.
 settings.load_profile("tutti")
 
 _MARK = f"TUTTI_TEST_RUN={uuid.uuid4()}"
-"""Every process that a test starts inherits this, however far down: so orphans are found too."""
+"""Every process that a test starts inherits this, however far down: so orphans are found too.
+
+Each process that runs tests has its own: with several side by side, none sees what the others start.
+"""
 
 os.environ.update([_MARK.split("=")])
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # Of a shell that started this in its background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Processes that tests start would inherit it.
+
+_OWNER = re.compile(r"tutti-.+-(\d+)-\d+-(?:switch|host\d+)")
 
 _SETTLE_SECONDS = 5.0
 _LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -50,10 +61,12 @@ def nothing_left_behind() -> Iterator[None]:
     before = _everything()
     yield
     wait_s, deadline = 0.001, time.monotonic() + _SETTLE_SECONDS
-    while (left := _everything() - before) and time.monotonic() < deadline:
+    left = _everything() - before
+    while left and time.monotonic() < deadline:
         gc.collect()  # What only a cycle keeps is not lost.
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, 0.05)
+        left &= _everything()  # What comes and goes meanwhile is another's: other tests may run beside this one.
     assert not left, f"left behind: {sorted(left)}"
 
 
@@ -111,7 +124,26 @@ def _shared_memory() -> set[str]:
 
 def _namespaces() -> set[str]:
     folder = Path("/run/netns")
-    return {f"namespace {entry.name}" for entry in folder.iterdir()} if folder.is_dir() else set()
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return {f"namespace {name}" for name in names if not _of_others(name)}
+
+
+def _of_others(namespace: str) -> bool:
+    """Whether it is of a lab whose owner, which its name tells, runs and was not started by a test of this process."""
+    owner = _OWNER.fullmatch(namespace)
+    if owner is None or int(owner[1]) == os.getpid():
+        return False
+    try:
+        environment = Path(f"/proc/{owner[1]}/environ").read_bytes()
+    except OSError:
+        return False
+    return environment != b"" and _MARK.encode() not in environment
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor gives workers no long grace: for a test in which one surely makes no use of it."""
+    monkeypatch.setattr(local, "_GRACE_S", 0.3)
 
 
 @pytest.fixture
@@ -120,7 +152,7 @@ def run_cli(tmp_path: Path):  # type: ignore[no-untyped-def]
 
     def run(*args: str, timeout: float = 50, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", "from tutti.cli import main; main()", *args],
+            [*main_of("tutti.cli"), *args],
             cwd=tmp_path,
             env={**os.environ, "COLUMNS": "200", **environment},
             stdin=subprocess.DEVNULL,

@@ -84,7 +84,3 @@ def main() -> None:
             parts(link, random.Random(size))
     mismatches(world.transport)
     print(f"rank {world.rank} is content", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """What strategies and collectives rely on, over MPI: a program for mpirun, since MPI's ranks are processes.
 
-`mpi_suite.py TRANSPORT` makes every check, `mpi_suite.py TRANSPORT reductions` those of all-reduce alone, and
-`mpi_suite.py TRANSPORT loss` sees one rank leave, after which MPI can only be aborted. It must not start MPI itself:
-`tutti.init` tells it which algorithm to use.
+`main` with the argument TRANSPORT makes every check, with `TRANSPORT reductions` those of all-reduce alone, and with
+`TRANSPORT loss` sees one rank leave, after which MPI can only be aborted. It must not start MPI itself: `tutti.init`
+tells it which algorithm to use.
 """
 
 import sys
@@ -384,7 +384,3 @@ def main() -> None:
         check(world.transport.channel(check.__name__))
     print(f"rank {world.rank} is content", flush=True)
     return None
-
-
-if __name__ == "__main__":
-    main()

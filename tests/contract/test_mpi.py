@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from tutti.launch.interpreter import main_of
 from tutti.launch.mpi import rules_in
 from tutti.launch.mpirun import available, mpirun
 from tutti.transports.mpi_algorithms import ALLREDUCE_ALGORITHMS, Rules, fixed_choice
 
-SUITE = str(Path(__file__).parent / "mpi_suite.py")
+FOLDER = Path(__file__).parent
 
 needs_mpi = pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
 
 
-def run(*args: str, workers: int = 4) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], workers: int = 4) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        mpirun(workers, [sys.executable, *args]),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+        mpirun(workers, command),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -35,21 +37,21 @@ def run(*args: str, workers: int = 4) -> subprocess.CompletedProcess[str]:
     [("mpi", []), *((f"mpi:{name}", ["reductions"]) for name in ALLREDUCE_ALGORITHMS)],
 )
 def test_the_contract_holds(transport: str, checks: list[str]) -> None:
-    ended = run(SUITE, transport, *checks)
+    ended = run([*main_of("mpi_suite"), transport, *checks])
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("0123")
 
 
 @needs_mpi
 def test_every_collective_in_worlds_of_up_to_nine() -> None:
-    ended = run(str(Path(__file__).parent / "mpi_collectives.py"), workers=9)
+    ended = run(main_of("mpi_collectives"), workers=9)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("012345678")
 
 
 @needs_mpi
 def test_a_rank_that_leaves_is_named_and_all_end() -> None:
-    ended = run(SUITE, "mpi", "loss")
+    ended = run([*main_of("mpi_suite"), "mpi", "loss"])
     assert ended.returncode != 0
     assert sorted(re.findall(r"rank (\d) knows", ended.stdout)) == list("013"), ended.stdout + ended.stderr
 
@@ -63,14 +65,14 @@ def test_a_rank_that_fails_is_named_and_all_end() -> None:
         1 / world.rank
         world.transport.channel("rank 0 does not come")
     """
-    ended = run("-c", script)
+    ended = run([sys.executable, "-c", script])
     assert ended.returncode != 0
     assert "ZeroDivisionError" in ended.stderr
     assert "MPI_ABORT was invoked on rank 0" in ended.stderr
 
 
 def fail_to_init(transport: str, before: str = "") -> str:
-    script = f"{before}\nimport tutti\ntutti.init(transport={transport!r})"
+    script = f"{before}\nimport gc; gc.disable()\nimport tutti\ngc.freeze()\ntutti.init(transport={transport!r})"
     ended = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

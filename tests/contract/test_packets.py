@@ -46,14 +46,14 @@ def accepts(codec: Codec, data: bytes) -> bool:
         out = gradient(SHAPE, seed=9)
         out[0, 0], out[1, 1] = float("nan"), -0.0
         before = out.clone()
-        began = time.monotonic()
+        began = time.process_time()  # What it costs, however busy the machine is.
         try:
             codec.decode(packet, out, add=add)
             taken = True
         except PacketError:
             assert same_bits(out, before)
             assert not taken
-        assert time.monotonic() - began < 1
+        assert time.process_time() - began < 1
     return taken
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from command import Call
 from tutti.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -32,14 +33,14 @@ def test_the_readmes_examples_run(tmp_path: Path) -> None:
     assert all(f"rank {rank} of 4: loss" in ended.stdout for rank in range(4)), ended.stdout
 
 
-def test_the_readmes_example_under_tutti_run(tmp_path: Path, run_cli) -> None:  # type: ignore[no-untyped-def]
+def test_the_readmes_example_under_tutti_run(tmp_path: Path, call: Call) -> None:
     (example,) = examples(ROOT / "README.md")
     last = "tutti.launch(train, workers=4)"
     assert last in example
     (tmp_path / "script.py").write_text(example.replace(last, "train()"))
-    ended = run_cli("run", "--workers", "2", "script.py")
-    assert ended.returncode == 0, ended.stderr
-    assert "[rank 1] rank 1 of 2: loss" in ended.stdout
+    ended = call("run", "--workers", "2", "script.py")
+    assert ended.status == 0, ended.err
+    assert "[rank 1] rank 1 of 2: loss" in ended.out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -63,31 +63,31 @@ def fail(how: str) -> None:
         atexit.register(os._exit, 3)  # After its result was sent.
 
 
-def loses_one(how: str, folder: str, expendable: tuple[int, ...] = (0, 1, 2)) -> str:
+REASONS = {
+    "kill": "was killed by SIGKILL",
+    "exit": "exited with status 7",
+    "raise": "failed: Unusual: no luck at all",
+    "late": "exited with status 3",
+}
+
+
+def loses_all_but_the_first(folder: str) -> str:
+    """Every other rank in its own way."""
     rank = int(os.environ["RANK"])
-    if rank in expendable:
-        Link().expendable()
-    if rank == 1:
-        fail(how)
+    Link().expendable()
+    if rank:
+        fail(list(REASONS)[rank - 1])
     else:
         wait_until_noted(folder)
     return f"result {rank}"
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("kill", "was killed by SIGKILL"),
-        ("exit", "exited with status 7"),
-        ("raise", "failed: Unusual: no luck at all"),
-        ("late", "exited with status 3"),
-    ],
-)
-def test_the_others_go_on(how: str, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    witness = Witness(tmp_path, capfd)
-    results = tutti.launch(loses_one, how, str(tmp_path), workers=3, watch=witness)
-    assert results == ["result 0", None, "result 2"]
-    assert witness.said == f"[rank 1] {reason}: {GO_ON}\n"
+def test_the_others_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    witness = Witness(tmp_path, capfd, wanted=4)
+    results = tutti.launch(loses_all_but_the_first, str(tmp_path), workers=5, watch=witness)
+    assert results == ["result 0", None, None, None, None]
+    expected = [f"[rank {rank}] {reason}: {GO_ON}" for rank, reason in enumerate(REASONS.values(), 1)]
+    assert sorted(witness.said.splitlines()) == expected
 
 
 def loses_one_of_a_world(folder: str) -> float:
@@ -159,11 +159,18 @@ def test_all_are_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert len(witness.said.splitlines()) == 3
 
 
+def loses_the_only_one(folder: str) -> None:
+    if os.environ["RANK"] == "1":
+        Link().expendable()
+        fail("exit")
+    wait_until_noted(folder)
+
+
 def test_the_only_expendable_one_is_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The others end well, but whoever did the work is gone."""
     witness = Witness(tmp_path, capfd)
     with pytest.raises(WorkerFailed, match="rank 1 exited with status 7"):
-        tutti.launch(loses_one, "exit", str(tmp_path), (1,), workers=2, watch=witness)
+        tutti.launch(loses_the_only_one, str(tmp_path), workers=2, watch=witness)
     assert witness.said == f"[rank 1] exited with status 7: {GO_ON}\n"
 
 

@@ -17,11 +17,14 @@ import torch
 from torch import nn
 
 import tutti
+from command import Call
 from tutti.collectives import native
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.launch import claims, namespaces
 from tutti.launch.claims import Claim
+from tutti.launch.interpreter import main_of
 from tutti.launch.lab import LabSpec, address, missing
+from tutti.launch.link import Link
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -114,11 +117,13 @@ def test_links_are_as_slow_as_asked(four_hosts: list[dict[str, Any]]) -> None:
     assert slow_s > 3 * quick_s
 
 
-def speaks(text: str) -> tuple[str, tuple[str, ...]]:
+def speaks_and_fails() -> None:
+    """All say where they are; then the last one fails."""
     with closing(tutti.init()) as world:
-        if text and world.rank == 3:
-            raise RuntimeError(text)
-        return world.host, host_ids(world)
+        Link().progress(host=world.host, ids=host_ids(world))
+        native(torch.ones(1), world.transport)  # All have said it.
+        if world.rank == 3:
+            raise RuntimeError("enough")
 
 
 def reduce_slowly(megabytes: int) -> tuple[float, float]:
@@ -138,24 +143,28 @@ def test_waiting_is_patient_with_what_moves() -> None:
 
 
 def test_two_ranks_on_a_host() -> None:
+    said: dict[int, dict[str, Any]] = {}
     with tutti.lab(2, ranks_per_host=2) as lab:
-        found = tutti.launch(speaks, "", lab=lab, workers=4)
         with pytest.raises(ConfigError, match=r"3 workers do not fit .* 2 hosts with 2 each.* make it 4"):
-            tutti.launch(speaks, "", lab=lab, workers=3)
+            tutti.launch(speaks_and_fails, lab=lab, workers=3)
         with pytest.raises(WorkerFailed, match="rank 3 failed: RuntimeError: enough"):
-            tutti.launch(speaks, "enough", lab=lab)
-    assert [host for host, _ in found] == ["host0", "host0", "host1", "host1"]
-    for _, ids in found:
+            tutti.launch(speaks_and_fails, lab=lab, workers=4, watch=said.__setitem__)
+    assert [said[rank]["host"] for rank in range(4)] == ["host0", "host0", "host1", "host1"]
+    for rank in range(4):
+        ids = said[rank]["ids"]
         assert ids[0] == ids[1] != ids[2] == ids[3]
     with pytest.raises(ConfigError, match="is closed: make a new one"):
-        tutti.launch(speaks, "", lab=lab)
+        tutti.launch(speaks_and_fails, lab=lab)
     lab.close()  # Again: nothing happens.
 
 
 # --- who owns what ---
 
 
-OWN = "import sys, tutti; lab = tutti.lab(1, name=sys.argv[1]); print('ready', flush=True); input()"
+OWN = (
+    "import gc, sys; gc.disable(); import tutti; gc.freeze(); lab = tutti.lab(1, name=sys.argv[1]); "
+    "print('ready', flush=True); input()"
+)
 
 
 @contextmanager
@@ -268,36 +277,37 @@ def test_latency_or_why_not() -> None:
 # --- the command line ---
 
 
-def test_run_in_a_lab(run_cli) -> None:  # type: ignore[no-untyped-def]
-    ended = run_cli("run", "--lab", "hosts=2,rate=100mbit", TELL)
-    assert ended.returncode == 0, ended.stderr
-    assert "[rank 0] {" in ended.stdout
-    assert "[rank 1] {" in ended.stdout
+def test_run_in_a_lab(call: Call) -> None:
+    ended = call("run", "--lab", "hosts=2,rate=100mbit", TELL)
+    assert ended.status == 0, ended.err
+    assert "[rank 0] {" in ended.out
+    assert "[rank 1] {" in ended.out
 
 
-def test_run_in_a_lab_that_cannot_be(run_cli) -> None:  # type: ignore[no-untyped-def]
-    ended = run_cli("run", "--lab", "hosts=0,speed=3", TELL)
-    assert ended.returncode == 2
-    assert "hosts must be from 1 to 250" in ended.stderr
-    assert "unknown 'speed'" in ended.stderr
+def test_run_in_a_lab_that_cannot_be(call: Call) -> None:
+    ended = call("run", "--lab", "hosts=0,speed=3", TELL)
+    assert ended.status == 2
+    assert "hosts must be from 1 to 250" in ended.err
+    assert "unknown 'speed'" in ended.err
 
 
-def test_any_command_on_every_host(run_cli) -> None:  # type: ignore[no-untyped-def]
+def test_any_command_on_every_host(call: Call) -> None:
     names = ("TUTTI_HOST", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     line = " ".join(f"${name}" for name in names) + " $TORCHELASTIC_USE_AGENT_STORE ${MASTER_PORT:+port}"
-    ended = run_cli("lab", "run", "--hosts", "2", "--ranks-per-host", "2", "--", "sh", "-c", f"echo {line}")
-    assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == [
+    ended = call("lab", "run", "--hosts", "2", "--ranks-per-host", "2", "--", "sh", "-c", f"echo {line}")
+    assert ended.status == 0, ended.err
+    assert sorted(ended.out.splitlines()) == [
         f"[rank {rank}] host{rank // 2} {rank} 4 {rank % 2} 2 10.77.0.254 True port" for rank in range(4)
     ]
-    assert ended.stderr == ""
+    assert ended.err == ""
 
 
-def test_status_of_the_first_that_failed(run_cli) -> None:  # type: ignore[no-untyped-def]
-    ended = run_cli("lab", "run", "--", "sh", "-c", "if [ $RANK = 1 ]; then exit 7; else exec sleep 30; fi")
-    assert ended.returncode == 7
-    assert "error: rank 1 exited with status 7" in ended.stderr
-    assert run_cli("lab", "run", "--hosts", "1", "--", "false").returncode == 1
+@pytest.mark.usefixtures("impatient")
+def test_status_of_the_first_that_failed(call: Call) -> None:
+    ended = call("lab", "run", "--", "sh", "-c", "if [ $RANK = 1 ]; then exit 7; else exec sleep 30; fi")
+    assert ended.status == 7
+    assert "error: rank 1 exited with status 7" in ended.err
+    assert call("lab", "run", "--hosts", "1", "--", "false").status == 1
 
 
 @pytest.mark.parametrize(
@@ -309,32 +319,31 @@ def test_status_of_the_first_that_failed(run_cli) -> None:  # type: ignore[no-un
         (["--", "no-such-command"], "there is no command 'no-such-command'"),
     ],
 )
-def test_refused(run_cli, words: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
-    ended = run_cli("lab", "run", *words)
-    assert ended.returncode == 2
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_refused(call: Call, words: list[str], message: str) -> None:
+    ended = call("lab", "run", *words)
+    assert ended.status == 2
+    assert message in ended.err
+    assert "Traceback" not in ended.err
 
 
-def test_list_and_clear(run_cli) -> None:  # type: ignore[no-untyped-def]
+def test_list_and_clear(call: Call) -> None:
     with tutti.lab(2, ["10mbit", "1gbit"], name=f"{NAME}-shown"), owner(f"{NAME}-gone") as dead:
         dead.kill()
         dead.wait(20)
-        listed = run_cli("lab", "list").stdout
+        listed = call("lab", "list").out
         assert f"{NAME}-shown" in listed
         assert "10mbit/1gbit" in listed
         assert f"process {os.getpid()}" in listed
         assert f"{NAME}-gone" in listed
-        assert f"removed lab '{NAME}-gone' of process {dead.pid}" in run_cli("lab", "clear").stdout
+        assert f"removed lab '{NAME}-gone' of process {dead.pid}" in call("lab", "clear").out
         assert claim_of(f"{NAME}-shown") is not None
         assert claim_of(f"{NAME}-gone") is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
-    code = "import sys; from tutti.cli import main; main()"
     words = ["lab", "run", "--name", f"{NAME}-signal", "--", "sh", "-c", "echo here; exec sleep 60"]
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*main_of("tutti.cli"), *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         assert {process.stdout.readline() for _ in range(2)} == {"[rank 0] here\n", "[rank 1] here\n"}
@@ -348,9 +357,8 @@ def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
 
 
 def test_killing_the_owner_ends_its_commands() -> None:
-    code = "import sys; from tutti.cli import main; main()"
     words = ["lab", "run", "--name", f"{NAME}-killed", "--", "sh", "-c", "echo here; exec sleep 60"]
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*main_of("tutti.cli"), *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         assert process.stdout.readline().endswith("here\n")

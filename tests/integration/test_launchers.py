@@ -13,6 +13,7 @@ import pytest
 
 from tutti.bench import under_mpi
 from tutti.launch.environment import read
+from tutti.launch.interpreter import main_of
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "train_a_little.py")
 
@@ -63,7 +64,7 @@ def run(*command: str) -> str:
 @pytest.fixture(scope="module")
 def digest() -> str:
     """Where the parameters end under Tutti's own launcher."""
-    return trained(run(sys.executable, "-c", "from tutti.cli import main; main()", "run", "-n2", SCRIPT))
+    return trained(run(*main_of("tutti.cli"), "run", "-n2", SCRIPT))
 
 
 def test_torchrun(digest: str) -> None:

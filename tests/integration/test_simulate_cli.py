@@ -30,16 +30,18 @@ def records(file: Path) -> list[dict[str, Any]]:
 # --- a run ---
 
 
-def test_a_run_and_the_same_again(run_cli: RunCli, tmp_path: Path) -> None:
+def test_a_run_and_the_same_again(run_cli: RunCli, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in this process and once in another."""
     words = ["simulate", "digits", "-n", "4", "--epochs", "2", "--slow", "3=2.0", "--jitter", "0.1"]
-    first = run_cli(*words, "--name", "one", "--json", "copy.json", COLUMNS="80")
+    monkeypatch.setenv("COLUMNS", "80")
+    first = call(*words, "--name", "one", "--json", "copy.json")
     again = run_cli(*words, "--name", "two")
-    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
-    assert first.stderr == ""
-    assert "recorded in runs/one" in first.stdout
-    assert max(map(len, first.stdout.splitlines())) <= 80
+    assert (first.status, again.returncode) == (0, 0), first.err + again.stderr
+    assert first.err == again.stderr == ""
+    assert "recorded in runs/one" in first.out
+    assert max(map(len, first.out.splitlines())) <= 80
     for label in ("test accuracy", "virtual time", "messages", "computing", "waiting for others", "busiest links"):
-        assert label in first.stdout
+        assert label in first.out
     one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     assert {file.name for file in one.iterdir()} == FILES
     assert all((one / name).stat().st_size > 10_000 for name in ("progress.png", "utilisation.png"))

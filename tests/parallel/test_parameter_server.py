@@ -838,7 +838,7 @@ def slowly(world: World, strategy: ParameterServer) -> list[Tensor]:
     model, optimizer, job = start(world, strategy)
     for step in range(2 if job.world.rank == 0 else 12):
         if job.world.rank:
-            threading.Event().wait(0.1)
+            threading.Event().wait(0.2)
         go(job, model, optimizer, range(step, step + 1))
     job.finish()
     return copied(model)
@@ -848,7 +848,7 @@ def slowly(world: World, strategy: ParameterServer) -> list[Tensor]:
 def test_training_may_last_longer_than_a_wait(servers: Any) -> None:
     strategy = ParameterServer(Async(), servers=servers)
     size = size_of(strategy, 2)
-    found = run_threads(slowly, strategy, size=size, transport="process_group", timeout=timedelta(seconds=0.5))
+    found = run_threads(slowly, strategy, size=size, transport="process_group", timeout=timedelta(seconds=1.5))
     assert not any(isinstance(each, Exception) for each in found), found
 
 

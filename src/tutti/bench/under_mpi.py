@@ -13,6 +13,7 @@ from typing import Any
 
 from tutti.errors import WorkerFailed
 from tutti.launch import command, launch
+from tutti.launch.interpreter import main_of
 from tutti.launch.lab import Lab, address
 from tutti.launch.link import Watcher
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
@@ -50,7 +51,7 @@ def run(
         environment = {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "default", **os.environ}
         # A rank's first act, before it imports anything, is to have itself ended with mpirun.
         become = [sys.executable, "-I", "-S", command.__file__, "0"]
-        argv = [*become, sys.executable, "-m", "tutti.bench.under_mpi", task]
+        argv = [*become, *main_of("tutti.bench.under_mpi"), task]
         with nullcontext(mpirun(workers, argv)) if lab is None else _in_lab(lab, argv) as words:
             status = _run(words, environment)
         if status or not result.exists():
@@ -80,12 +81,9 @@ def _in_lab(lab: Lab, argv: list[str]) -> AbstractContextManager[list[str]]:
     return mpirun_in_lab(names, addresses, argv, ranks_per_host=lab.spec.ranks_per_host)
 
 
-def _worker(task: str) -> None:
-    module, name, args, path = json.loads(task)
+def main() -> None:
+    """What a rank under mpirun does."""
+    module, name, args, path = json.loads(sys.argv[1])
     value = getattr(importlib.import_module(module), name)(*args)
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
         Path(path).write_text(json.dumps(value))
-
-
-if __name__ == "__main__":
-    _worker(sys.argv[1])

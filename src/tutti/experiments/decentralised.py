@@ -112,8 +112,8 @@ PLAN = (
     ),
 )  # fmt: skip
 QUICK = (
-    replace(PLAN[0], recipe="digits", batch=64, num_train=640, num_test=200, epochs=4, rate=0.1, workers=(4,)),
-    replace(PLAN[1], recipe="digits", batch=64, num_train=1280, num_test=200, epochs=4, workers=(8,), seeds=(0,)),
+    replace(PLAN[0], recipe="digits", batch=64, num_train=640, num_test=200, epochs=2, rate=0.1, workers=(4,)),
+    replace(PLAN[1], recipe="digits", batch=64, num_train=1280, num_test=200, epochs=1, workers=(8,), seeds=(0,)),
 )
 SIZES = (4, 8, 16, 32)
 """Numbers of workers of which what is sent is measured, in a few steps."""
@@ -179,7 +179,7 @@ def _trained(plan: tuple[Part, ...], setting: Setting) -> Iterator[dict[str, Any
 
 def _sizes(part: Part, setting: Setting) -> Iterator[dict[str, Any]]:
     """What a worker sends in a step, by number of workers."""
-    sizes = SIZES[:3] if setting.quick else SIZES
+    sizes = SIZES[:2] if setting.quick else SIZES
     for way in SIZE_WAYS:
         runs = [Run(part=part, way=way, workers=size, num_steps=2 * SIZE_STEPS, data=setting.data) for size in sizes]
         sent = [mean(_amid(outcome["sent"]) for outcome in simulate_run(run).results) for run in runs]

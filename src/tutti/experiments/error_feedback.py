@@ -54,18 +54,18 @@ def reproduce(setting: Setting) -> str:
     for name in (plan.accuracy_of, *plan.curves_of):
         recipe(name).data(setting.data)  # A missing file is better said before the work than in it.
     result: dict[str, Any] = {"machine": machine(), "plan": asdict(plan), "quick": setting.quick}
-    tasks = [
+    accuracy = [
         {"recipe": plan.accuracy_of, "strategy": strategy, "epochs": plan.epochs, "seed": seed, "data": data}
         for seed in plan.seeds
         for strategy in (EXACT, *(_both(plan.codecs) if seed == plan.seeds[0] else _with(plan.codecs)))
     ]
-    result["accuracy"] = _run("accuracy", tasks, plan.workers, setting)
-    tasks = [
+    curves = [
         {"recipe": name, "strategy": strategy, "epochs": plan.curve_epochs, "seed": 0, "data": data}
         for name in plan.curves_of
         for strategy in (EXACT, *_both(plan.drawn))
     ]
-    result["curves"] = _run("curves", tasks, plan.workers, setting)
+    rows = _run(accuracy + curves, plan.workers, setting)
+    result["accuracy"], result["curves"] = rows[: len(accuracy)], rows[len(accuracy) :]
     (setting.folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     return write_report(result, setting.folder)
 
@@ -78,7 +78,7 @@ def _both(codecs: tuple[str, ...]) -> list[str]:
     return [f"{EXACT}+{text}" for codec in codecs for text in (codec, bare(codec))]
 
 
-def _run(purpose: str, tasks: list[dict[str, Any]], workers: int, setting: Setting) -> list[dict[str, Any]]:
+def _run(tasks: list[dict[str, Any]], workers: int, setting: Setting) -> list[dict[str, Any]]:
     """Every task and how it went, with what was reported on the way."""
     reports: list[list[dict[str, Any]]] = [[] for _ in tasks]
     number = 0
@@ -89,7 +89,7 @@ def _run(purpose: str, tasks: list[dict[str, Any]], workers: int, setting: Setti
             number = values["task"]
             task = tasks[number]
             what = f"{task['recipe']} with {task['strategy']}, seed {task['seed']}"
-            setting.say(f"{purpose}, {number + 1} of {len(tasks)}: {what}")
+            setting.say(f"{number + 1} of {len(tasks)}: {what}")
         elif rank == 0:
             reports[number].append({key: values[key] for key in ("epoch", "loss", "accuracy") if key in values})
 

@@ -30,6 +30,8 @@ def _head(result: dict[str, Any]) -> str:
     plan = result["plan"]
     without = f"\nThe lab was not used: {result['lab_missing']}\n" if result["lab_missing"] else ""
     epochs = "1 epoch" if plan["epochs"] == 1 else f"{plan['epochs']} epochs"
+    instead = plan.get("accuracy_of", "mnist-mlp")
+    without += "" if instead == "mnist-mlp" else f"\nAccuracy: of the recipe {instead}, for a quick look.\n"
     return f"""# All-reduce on MNIST: Fourie (2019) again
 
 Chris Fourie (*Distributed Deep Learning*, University of the Witwatersrand, 2019) trained a perceptron of four layers on

@@ -56,9 +56,7 @@ class Plan:
     lab_steps: int = 30
 
 
-QUICK = Plan(
-    models=("alexnet", "googlenet"), batches=(64, 512), workers=(1, 4, 16), lab_models=("digits",), lab_steps=3
-)
+QUICK = Plan(models=("alexnet", "googlenet"), batches=(64, 512), workers=(1, 4, 8), lab_models=("digits",), lab_steps=3)
 
 
 def reproduce(setting: Setting) -> str:

@@ -94,7 +94,7 @@ class Plan:
 
 
 QUICK = Plan(
-    models=("cifar-quick", "alexnet"), workers=(1, 2, 4), rates=("1gbit",), bounds=(0, 3), stale_workers=4,
+    models=("cifar-quick", "alexnet"), workers=(1, 4), rates=("1gbit",), bounds=(0, 3), stale_workers=4,
     stale_steps=40, stale_seeds=1, bytes_rows=(16,), lab_models=("alexnet",),
     lab_workers=(2,), lab_narrower=16, lab_rounds=1, lab_round_s=0.01,
 )  # fmt: skip

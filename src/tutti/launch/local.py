@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.launch import command, indoors
+from tutti.launch.interpreter import main_of
 from tutti.launch.lab import Lab
 from tutti.launch.link import IMPORTING, PARENT, VARIABLE, Inbox, Watcher
 from tutti.launch.placement import Placement, here
@@ -25,7 +26,7 @@ _GRACE_S = 2.0
 
 _MAX_LINE_BYTES = 65_536
 
-_WORKER = [sys.executable, "-c", "from tutti.launch.worker import main; main()"]
+_WORKER = main_of("tutti.launch.worker")
 
 
 def launch(
