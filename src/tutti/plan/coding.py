@@ -25,9 +25,9 @@ SPEEDS: dict[str, Speed] = {
     "chain": Speed(2.7e9, 12e9),
     "mixing": Speed(0.95e9, 8.3e9),
 }
-"""By a codec's name, with error feedback: as `tutti bench codecs` measured them (docs/benchmarks.md); low rank, which is
-slower the larger a matrix is, for one of 1024 by 1024. "Mixing" is what gossip does to exact values: some six passes over
-its own, and one over each neighbour's."""
+"""By a codec's name, with error feedback: as `tutti bench codecs` measured them (docs/benchmarks.md); low rank, which
+is slower the larger a matrix is, for one of 1024 by 1024. "Mixing" is what gossip does to exact values: some six passes
+over its own, and one over each neighbour's."""
 
 
 def coding_seconds(codec: Codec | str, numel: float, encoded: float, decoded: float) -> float:
