@@ -4,9 +4,22 @@ import pytest
 
 from tutti.cluster import Link
 from tutti.collectives import ring
-from tutti.strategies.poseidon.rule import Shape, decide, published, published_floats, sent_bytes
+from tutti.strategies.poseidon.rule import Shape, bucket_bytes_on, decide, published, published_floats, sent_bytes
 
 FC6, FC7, FC8 = Shape("fc6", 4096, 9216, 256), Shape("fc7", 4096, 4096, 256), Shape("fc8", 1000, 4096, 256)
+
+
+@pytest.mark.parametrize(
+    ("link", "num_bytes"),
+    [
+        (None, 4 * 2**20),
+        (Link("100mbit", "100us"), 2**16),
+        (Link("1gbit", "200us"), 250_000),
+        (Link("100gbit", "1ms"), 4 * 2**20),
+    ],
+)
+def test_buckets_are_as_small_as_the_latency_allows(link: Link | None, num_bytes: int) -> None:
+    assert bucket_bytes_on(link) == num_bytes
 
 
 def test_what_the_paper_says_of_alexnet() -> None:

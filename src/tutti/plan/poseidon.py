@@ -29,7 +29,8 @@ def poseidon(strategy: Poseidon, profile: Profile, place: Place) -> Toll:
     apart = {name: each for name, each in decisions.items() if each.method != "full"}
     rest = replace(profile, gradients=tuple(each for each in profile.gradients if each.name not in apart))
     flops, link = speed_of(profile), place.crowded
-    loads = loads_of(rest, strategy.bucket_bytes)
+    known = place.link if strategy.rule == "priced" and place.num_hosts > 1 else None
+    loads = loads_of(rest, strategy.in_full(known).bucket_bytes)
     sums = [exact_sum("native", load.num_bytes, place) for load in loads]
     travels = [_Travel(load.ready_s, each.wire_s) for load, each in zip(loads, sums, strict=True)]
     num_bytes = sum(each.num_bytes for each in sums)

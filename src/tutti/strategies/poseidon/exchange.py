@@ -26,9 +26,10 @@ class PoseidonExchange(Exchange):
     def __init__(self, replica: Replica, transport: Transport, strategy: "Poseidon") -> None:
         super().__init__(replica, transport)
         self._strategy = strategy
-        self._buckets = AllReduceExchange(replica, transport, strategy.in_full)
-        self._factors = FactorSums(transport.channel("factors"), replica.pace)
         self._choice = choices(transport) if strategy.rule == "priced" else None
+        link = None if self._choice is None else self._choice.link
+        self._buckets = AllReduceExchange(replica, transport, strategy.in_full(link))
+        self._factors = FactorSums(transport.channel("factors"), replica.pace)
         self._watched: list[FactoredLayer] | None = replica.watch_factors()
         self._held: list[Bucket | FactoredLayer] = []
         self.decisions: list[Decision] = []

@@ -18,6 +18,10 @@ METHODS: tuple[Method, ...] = get_args(Method)
 Cost = Callable[[int], float]
 """Seconds that a sum over all workers takes longer, by bytes: biases and other layers are summed in any case."""
 
+_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 2**16, 4 * 2**20
+_LATENCIES = 10
+"""A bucket is on its way for so many latencies of the link, if it is not to wait for them."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -60,6 +64,14 @@ def published(shape: Shape, num_workers: int) -> Method:
         return "full"
     floats = published_floats(shape, num_workers)
     return "broadcast" if floats["broadcast"] <= floats["owners"] else "owners"
+
+
+def bucket_bytes_on(link: Link | None) -> int:
+    """How large buckets of what goes in full are: as small as a link is still used well with, if there is one."""
+    if link is None:
+        return _MOST_BUCKET_BYTES
+    worth = _LATENCIES * link.latency_s / link.seconds_per_byte
+    return int(min(_MOST_BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, worth)))
 
 
 def sent_bytes(shape: Shape, num_workers: int) -> dict[Method, float]:

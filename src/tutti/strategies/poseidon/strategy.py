@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from torch.optim import Optimizer
 
+from tutti.cluster import Link
 from tutti.codecs import Codec
 from tutti.errors import ConfigError
 from tutti.replica import Replica
@@ -13,6 +14,7 @@ from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.parameter_server import Consistency, ParameterServer
 from tutti.strategies.parameter_server import read as read_servers
 from tutti.strategies.poseidon.exchange import PoseidonExchange
+from tutti.strategies.poseidon.rule import bucket_bytes_on
 from tutti.transports import Transport
 
 Rule = Literal["priced", "sacp", "broadcast", "owners", "full"]
@@ -31,14 +33,15 @@ class Poseidon(Strategy):
         rule: "priced" takes for each layer what is fastest on the measured link; "sacp" is the published rule, factors
             to all or to owners; "broadcast", "owners" and "full" say one way for all.
         overlap: exchange upper layers while backward computes lower ones; without it all waits for backward's end.
-        bucket_bytes: as for `AllReduce`, of what travels in full.
+        bucket_bytes: as for `AllReduce`, of what travels in full. None, with the priced rule, is as small as the link's
+            latency allows, so that more of a small model leaves before backward is over.
         consistency: such as `SSP(2)`: parameter servers instead of sums, to which factors go where they are smaller
             than gradients; the rule is then of no consequence.
     """
 
     rule: Rule = "priced"
     overlap: bool = True
-    bucket_bytes: int = 4 * 2**20
+    bucket_bytes: int | None = None
     consistency: Consistency | None = None
 
     def __post_init__(self) -> None:
@@ -47,7 +50,7 @@ class Poseidon(Strategy):
             mistakes.append(f"rule '{self.rule}' is not one of {', '.join(_RULES)}")
         if not isinstance(self.overlap, bool):
             mistakes.append(f"overlap must be True or False, got {self.overlap!r}")
-        if self.bucket_bytes < 1:
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
             mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
         if self.consistency is not None and not isinstance(self.consistency, Consistency):
             mistakes.append(f"consistency must be an object such as SSP(2), got {self.consistency!r}")
@@ -56,17 +59,16 @@ class Poseidon(Strategy):
         if mistakes:
             raise ConfigError(f"Poseidon: {'; '.join(mistakes)}.")
 
-    @property
-    def in_full(self) -> AllReduce:
-        """How layers go that have no factors, or too many rows."""
-        return AllReduce(bucket_bytes=self.bucket_bytes)
+    def in_full(self, link: Link | None = None) -> AllReduce:
+        """How layers go that have no factors, or too many rows; over a link, if it is known."""
+        return AllReduce(bucket_bytes=self.bucket_bytes or bucket_bytes_on(link))
 
     @property
     def servers(self) -> ParameterServer | None:
         """How all layers go, if consistency is left to servers."""
         if self.consistency is None:
             return None
-        return ParameterServer(self.consistency, bucket_bytes=self.bucket_bytes, factors=True)
+        return ParameterServer(self.consistency, bucket_bytes=self.bucket_bytes or bucket_bytes_on(None), factors=True)
 
     @property
     def lockstep(self) -> bool:
@@ -83,7 +85,7 @@ class Poseidon(Strategy):
         if self.servers is not None:
             return self.servers.attach(replica, transport)
         if transport.size == 1:
-            return self.in_full.attach(replica, transport)
+            return self.in_full().attach(replica, transport)
         return PoseidonExchange(replica, transport, self)
 
     def __str__(self) -> str:
