@@ -21,6 +21,7 @@ from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.cli.bench_plan import plan
 from tutti.cli.json_file import check_writable, write_json
+from tutti.cli.overlap import overlap
 from tutti.cli.place import check_one_place, described, lab_if_any, numbers_of_workers
 from tutti.cli.strategies import strategies
 from tutti.cli.worth import worth
@@ -44,6 +45,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; 
 app.command("worth")(worth)
 app.command("strategies")(strategies)
 app.command("plan")(plan)
+app.command("overlap")(overlap)
 
 
 @app.command("step")

@@ -1,0 +1,56 @@
+"""What overlap is worth: how much of the communication that could run behind backward does."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tutti.bench import strategies
+from tutti.bench.reference import Measured, measure_place
+from tutti.bench.strategies import Request
+from tutti.cluster import Cluster, Link
+from tutti.launch import init, launch
+from tutti.launch.lab import Lab
+from tutti.plan import price
+from tutti.plan.loads import slowed
+from tutti.strategies import parse
+
+WAYS = ("poseidon", "poseidon:overlap=0")
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Seconds a step of one model between some hosts."""
+
+    model: str
+    solo_s: float
+    """Without exchange."""
+    with_s: float
+    without_s: float
+    could_s: float
+    """What overlap could save: by formula, from the link, the moments at which gradients are ready, and the step."""
+
+    @property
+    def hidden_s(self) -> float:
+        return self.without_s - self.with_s
+
+    @property
+    def share(self) -> float:
+        """Of what could be hidden, what is."""
+        return self.hidden_s / self.could_s if self.could_s else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "hidden_s": self.hidden_s, "share": self.share}
+
+
+def in_lab(request: Request) -> tuple[Measured, dict[str, float]]:
+    """What the formula needs, and the seconds of a step, on this rank and its peers."""
+    return measure_place(request.model, init().transport), strategies.measure(request)["seconds"]
+
+
+def worth(model: str, hosts: Lab, rounds: int) -> Worth:
+    """Time steps with and without overlap in a lab, and say what could have been gained."""
+    everyones = launch(in_lab, Request(model, WAYS, rounds), lab=hosts)
+    found, seconds = everyones[0]
+    profile = slowed(found.profile, seconds["solo"] / found.profile.seconds)
+    cluster = Cluster(link=Link(*found.link))
+    quick_s, slow_s = (price(parse(way), profile, len(everyones), cluster).step_s for way in WAYS)
+    return Worth(model, seconds["solo"], *(seconds[way] for way in WAYS), could_s=slow_s - quick_s)

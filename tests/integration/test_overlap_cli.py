@@ -1,0 +1,41 @@
+"""`tutti bench overlap`: a table of what is hidden, of what could be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command import Call, assert_refused
+from tutti.bench.overlap import Worth
+from tutti.launch.lab import missing
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_table(call: Call, tmp_path: Path) -> None:
+    """How much is hidden is the benchmark's business."""
+    words = ["--models", "digits", "--lab", "hosts=2,rate=10mbit", "--rounds", "1", "--json", "overlap.json"]
+    ended = call("bench", "overlap", *words)
+    assert ended.status == 0, ended.err
+    for said in ("hosts=2,rate=10mbit", "no exchange", "could be", "digits"):
+        assert said in ended.out
+    (row,) = json.loads((tmp_path / "overlap.json").read_text())["rows"]
+    assert 0 < row["solo_s"] < row["without_s"]
+    assert row["could_s"] > 0
+
+
+def test_the_share() -> None:
+    assert Worth("model", 1.0, 2.0, 3.0, could_s=1.25).share == pytest.approx(0.8)
+    assert Worth("model", 1.0, 2.0, 2.0, could_s=0.0).share == 1.0
+
+
+REFUSED = {
+    "a model nobody knows": (["--models", "digit"], r"unknown model 'digit'. Did you mean 'digits'"),
+    "no model": (["--models", ","], r"--models needs one or more"),
+    "one host": (["--lab", "hosts=1,rate=1gbit"], r"two hosts or more"),
+    "ranks that share": (["--lab", "hosts=2,ranks=2,rate=1gbit"], r"of one rank and one rate"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(words: list[str], message: str, call: Call, tmp_path: Path) -> None:
+    assert_refused(call("bench", "overlap", *words), message, tmp_path)
