@@ -30,7 +30,9 @@ from tutti.strategies import (
 Simulated = Callable[[Strategy], float]
 """Seconds a step under a strategy, simulated; it costs no time there to encode."""
 
-PRICES: dict[type[Strategy], Callable[[Any, Profile, Place], Toll]] = {
+Price = Callable[[Any, Profile, Place], Toll]
+
+PRICES: dict[type[Strategy], Price] = {
     AllReduce: all_reduce,
     Poseidon: poseidon,
     ParameterServer: parameter_server,
@@ -88,15 +90,21 @@ class Prediction:
 
 
 def price(
-    strategy: Strategy, profile: Profile, workers: int, cluster: Cluster, simulated: Simulated | None = None
+    strategy: Strategy,
+    profile: Profile,
+    workers: int,
+    cluster: Cluster,
+    simulated: Simulated | None = None,
+    toll_of: Price | None = None,
 ) -> Prediction:
     """What a step of so many workers would take, each with the batch of `profile`.
 
     Formulas go by the slowest link and the slowest worker, and hold where all are alike. Where they are not (several
     ranks on each of several hosts, links or speeds that differ, switches that are shared, jitter), `simulated` is asked
     if it is given. Servers of their own come to the workers. What the profile's `overhead` says comes to either.
+    `toll_of` is asked in place of what `PRICES` has, about what is at work and knows more of itself.
     """
-    toll_of = next((PRICES[kind] for kind in type(strategy).__mro__ if kind in PRICES), None)
+    toll_of = toll_of or next((PRICES[kind] for kind in type(strategy).__mro__ if kind in PRICES), None)
     if toll_of is None:
         raise ConfigError(f"nobody knows what {type(strategy).__name__} costs: list it in tutti.plan.cost.PRICES.")
     place = Place.of(workers + (strategy.num_serving if workers > 1 else 0), cluster)
