@@ -10,12 +10,18 @@ from torch import Tensor, nn
 
 import tutti
 from support import run_ok
-from tutti.cluster import Cluster, Compute, Link
+from tutti.cluster import Cluster, Compute, Link, format_time
+from tutti.cluster.link import parse_time
 from tutti.errors import ConfigError
 from tutti.job import Job, Metrics, distribute
 from tutti.launch.simulate import simulate
 from tutti.plan.auto import exchange as auto
+from tutti.plan.auto.watch import Watch, layers_in
+from tutti.plan.measure.clock import Clock
+from tutti.replica import HookedReplica
+from tutti.replica.samples import Draws
 from tutti.strategies import AllReduce, Auto, Strategy, parse
+from tutti.transports.simulated import Network
 from tutti.world import World
 
 _one_at_a_time = Lock()
@@ -106,6 +112,163 @@ def test_a_wrong_prediction_is_noticed_and_planned_again(capsys: pytest.CaptureF
     assert "planning again" in capsys.readouterr().err
     for _, metrics in results:
         assert metrics.planned.step_s == pytest.approx(metrics.planned.predicted_s, rel=auto.TOLERANCE)
+
+
+def test_a_link_that_becomes_slow_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hundred times as slow in mid-run: all ranks plan again, switch, and lose no step."""
+    networks: list[Network] = []
+    made = Network.__init__
+
+    def keep(network: Network, *args: Any) -> None:
+        made(network, *args)
+        networks.append(network)
+
+    monkeypatch.setattr(Network, "__init__", keep)
+    monkeypatch.setattr(auto, "LOOK_EVERY", 20)
+
+    def between(job: Job, step: int) -> None:
+        if step == 40 and job.world.rank == 0:
+            for pipe in networks[-1]._pipes.values():
+                pipe.seconds_per_byte *= 100
+        assert job.metrics.planned is not None
+        chosen.setdefault(step, set()).add(job.metrics.planned.chosen)
+
+    chosen: dict[int, set[str]] = {}
+    steps = 6 * auto.LOOK_EVERY
+    results = on("10gbit", Auto(), steps, between=between)
+    assert chosen[40] == {"native"}
+    assert chosen[steps - 1] == {"poseidon"}
+    assert_alike(results, on("10gbit", AllReduce(), steps))
+    said = capsys.readouterr().err
+    assert "planning again" in said
+    assert "auto: poseidon on 100mbit, 100us" in said
+    for _, metrics in results:
+        assert metrics.steps == steps
+        assert metrics.planned.step_s == pytest.approx(metrics.planned.predicted_s, rel=auto.TOLERANCE)
+
+
+def test_batches_that_grow_are_watched_anew(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Poseidon pays where batches are small: it goes as it decided then, until ranks plan again."""
+
+    def work(strategy: Strategy) -> tuple[Metrics, float]:
+        with _one_at_a_time, torch.random.fork_rng():
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        world, optimizer = tutti.init(), torch.optim.SGD(model.parameters(), lr=0.01)
+        with distribute(model, optimizer, strategy, world=world) as job:
+            for step in range(90):
+                before_s = world.transport.now()
+                model(torch.ones(4 if step < 30 else 128, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 29:
+                    first.append(job.metrics.planned)
+            return job.metrics, world.transport.now() - before_s
+
+    first: list[Any] = []
+    monkeypatch.setattr(auto, "LOOK_EVERY", 10)
+    cluster = Cluster(link=Link("200mbit", "50us"), compute=Compute(flops="2gflops"))
+    (wanted_s, *_) = (took_s for _, took_s in simulate(work, AllReduce(), workers=4, cluster=cluster).results)
+    first.clear()
+    results = simulate(work, Auto(), workers=4, cluster=cluster).results
+    assert {planned.chosen for planned in first} == {"poseidon"}
+    said = capsys.readouterr().err.splitlines()[-1]
+    for metrics, took_s in results:
+        assert metrics.planned.chosen == "native"
+        assert took_s < 1.05 * wanted_s
+        assert metrics.planned.predicted_s == pytest.approx(took_s, rel=auto.TOLERANCE)
+        assert f"{format_time(metrics.planned.predicted_s)} a step predicted" in said
+    computing_s = 128 * 6 * 2 * 64 * 256 / 2e9
+    communication = parse_time(said.split("of which ")[1].split(" ")[0])
+    assert communication == pytest.approx(results[0][0].planned.predicted_s - computing_s, rel=0.1)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_models_compiled_afterwards_stay_as_they_are(in_place: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(world: World) -> Metrics:
+        model = perceptron()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with distribute(model, optimizer, Auto(), world=world) as job:
+            compiled: Any = model
+            if in_place:
+                model.compile(backend="aot_eager")
+            else:
+                compiled = torch.compile(model, backend="aot_eager")
+            for _ in range(30):
+                with _one_at_a_time:  # torch compiles in one thread at a time.
+                    loss = compiled(torch.ones(3, 100, dtype=torch.float64)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return job.metrics
+
+    try:
+        results = run_ok(work, size=2, transport="process_group")
+    finally:
+        torch._dynamo.reset()  # What it compiled counts towards a limit of other tests.
+    for metrics in results:
+        assert metrics.steps == 30
+        assert metrics.planned.chosen == "native"
+        assert metrics.planned.predicted_s is None
+    said = capfd.readouterr().err
+    assert said.count("auto: ") == 1
+    assert "forward passes cannot be seen, so it stays with native" in said
+
+
+def test_what_is_never_changed_to_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """Compiled, say, after its steps were watched."""
+
+    def blind(job: Job, step: int) -> None:
+        exchange = job._exchange
+        assert isinstance(exchange, auto.AutoExchange)
+        if exchange._next is not None:
+            exchange._before.remove()
+        assert exchange.planned.chosen == "native"
+        assert str(exchange.chosen) == "native"
+
+    results = on("10mbit", Auto(), 30, between=blind)
+    assert_alike(results, on("10mbit", AllReduce(), 30))
+    said = capsys.readouterr().err
+    assert said.count("auto: ") == 1
+    assert "so it stays with native" in said
+
+
+class Behind(Clock):
+    """As of a GPU on which all takes a second longer than what was before it, and is done when somebody waits."""
+
+    def __init__(self) -> None:
+        self.number = self.settled = 0
+
+    def now(self) -> int:
+        self.number += 1
+        return self.number
+
+    def seconds(self, earlier: int, later: int) -> float:
+        assert later <= self.settled
+        return float(later - earlier)
+
+    def settle(self) -> None:
+        self.settled = self.number
+
+
+def test_moments_are_those_of_the_clock_of_the_device() -> None:
+    model = perceptron()
+    replica = HookedReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), Draws())
+    watch = Watch(replica, Behind(), layers_in(replica))
+    for _ in range(2):
+        model(torch.ones(3, 100, dtype=torch.float64)).sum().backward()
+        step = watch.take()
+        assert step.seen
+        assert step.forward_s == 1.0
+        assert sorted(step.ready_s.values()) == [1.0, 2.0, 3.0, 4.0]
+        assert step.rows == {"0.weight": 3, "2.weight": 3}
+    watch.detach()
+    model(torch.ones(3, 100, dtype=torch.float64)).sum().backward()
+    assert not watch.take().seen
 
 
 def test_it_goes_on_from_what_was_saved() -> None:

@@ -30,7 +30,9 @@ from tutti.strategies import (
 Simulated = Callable[[Strategy], float]
 """Seconds a step under a strategy, simulated; it costs no time there to encode."""
 
-PRICES: dict[type[Strategy], Callable[[Any, Profile, Place], Toll]] = {
+Price = Callable[[Any, Profile, Place], Toll]
+
+PRICES: dict[type[Strategy], Price] = {
     AllReduce: all_reduce,
     Poseidon: poseidon,
     ParameterServer: parameter_server,
@@ -96,14 +98,16 @@ def price(
     cluster: Cluster,
     simulated: Simulated | None = None,
     total_samples: int | None = None,
+    toll_of: Price | None = None,
 ) -> Prediction:
     """What a step of so many workers would take, each with the batch of `profile`, or fewer if there are less in total.
 
     Formulas go by the slowest link and the slowest worker, and hold where all are alike. Where they are not (several
     ranks on each of several hosts, links or speeds that differ, switches that are shared, jitter), `simulated` is asked
     if it is given. Servers of their own come to the workers. What the profile's `overhead` says comes to either.
+    `toll_of` is asked in place of what `PRICES` has, about what is at work and knows more of itself.
     """
-    toll_of = formula_of(strategy)
+    toll_of = toll_of or formula_of(strategy)
     place = Place.of(workers + (strategy.num_serving if workers > 1 else 0), cluster)
     own = slowed(profile, place.slowness)
     computing_s = own.forward_s + own.backward_s + own.step_s
@@ -127,7 +131,7 @@ def price(
     )
 
 
-def formula_of(strategy: Strategy) -> Callable[[Any, Profile, Place], Toll]:
+def formula_of(strategy: Strategy) -> Price:
     """What prices it; `ConfigError` if nothing does."""
     kinds = type(_meant(strategy)).__mro__
     if (found := next((PRICES[kind] for kind in kinds if kind in PRICES), None)) is None:

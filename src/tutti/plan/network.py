@@ -6,13 +6,11 @@ from typing import Any
 import torch
 
 from tutti.cluster import Cluster, Link
-from tutti.collectives import ALGORITHMS, Collective, gather_json, measure_links, ring, share_json
+from tutti.collectives import ALGORITHMS, Collective, gather_json, measure_links, share_json
+from tutti.plan.quick_link import quick_link
 from tutti.transports import AllReduces, HostsTransport, Transport
 
 _ROUNDS, _FEW_ROUNDS = 30, 8
-
-_LONG_ENOUGH_S = 0.05
-"""Of a sum that shows the rate of a link."""
 
 _TYPICAL = ("ring", "tree", "butterfly", "recursive_doubling")
 """What a message's latency is taken from: in collectives ranks wait for each other, and may share cores."""
@@ -24,18 +22,20 @@ _SMALL, _LARGE = 2**10, 2**20
 def measure_network(transport: Transport, quickly: bool = False) -> dict[str, Any]:
     """The links between hosts and within one, as far as there are any; the same on every rank. Collective.
 
-    `quickly` takes less than a second: the rate is then that of a ring, and not the slowest link's of all pairs.
+    `quickly` takes half a second, or where latencies are long a few dozen of them (`quick_link`): the rate is then that
+    of a ring, and not the slowest link's of all pairs.
     """
     links = {}
     if transport.size > 1 and len(set(transport.hosts)) == 1:
-        links["within"] = _memory(transport)
+        links["within"] = _memory(transport, quickly)
     elif isinstance(transport, HostsTransport):
-        links["within"] = _memory(transport.within)
+        links["within"] = _memory(transport.within, quickly)
         links |= {"link": _link(transport.across, quickly)} if transport.across is not None else {}
     elif transport.size > 1:
         links["link"] = _link(transport, quickly)
-    first = gather_json(links, transport)[0]  # Rank 0 is the first of its host: it knows both.
-    return {"links": first, "hosts": len(set(transport.hosts)), "size": transport.size}
+    if "within" in links:  # Rank 0 is the first of its host: it knows both. Else all know the same.
+        links = gather_json(links, transport)[0]
+    return {"links": links, "hosts": len(set(transport.hosts)), "size": transport.size}
 
 
 def cluster_with(found: dict[str, Any], name: str, **more: Any) -> Cluster:
@@ -49,46 +49,37 @@ def cluster_with(found: dict[str, Any], name: str, **more: Any) -> Cluster:
     return Cluster(name=name, hosts=1 if hosts == 1 else None, ranks_per_host=each, **links, **more)
 
 
-def _link(transport: Transport, quickly: bool = False) -> tuple[float, float]:
+def _link(transport: Transport, quickly: bool) -> tuple[float, float]:
     """Rate by long messages, to and fro or round a ring; latency by collectives of short ones."""
     if transport.size == 1:
         return 1e11, 0.0  # The only one of its host: of no consequence.
-    rate = None if quickly else measure_links(transport).link.bits_per_s
-    latencies = []
+    if quickly:
+        return quick_link(transport)
+    rate, latencies = measure_links(transport).link.bits_per_s, []
     for name in _TYPICAL:
-        taken_s = _seconds(ALGORITHMS[name], 16 * transport.size, transport, _FEW_ROUNDS if quickly else _ROUNDS)
+        taken_s = _seconds(ALGORITHMS[name], 16 * transport.size, transport)
         latencies.append(taken_s / ALGORITHMS[name].cost(transport.size, 0, Link("1gbit", 1.0)))
-    latency_s = statistics.median(latencies)
-    return _ring_rate(transport, latency_s) if rate is None else rate, latency_s
+    return rate, statistics.median(latencies)
 
 
-def _ring_rate(transport: Transport, latency_s: float) -> float:
-    """Bits a second of every link while all are in use, from a sum that takes long enough to tell."""
-    numel = _SMALL
-    while (taken_s := _seconds(ring, numel, transport, 1)) < _LONG_ENOUGH_S and numel < _LARGE:
-        numel *= 4
-    sent, hops = 8 * (transport.size - 1) / transport.size * numel, 2 * (transport.size - 1)
-    return 8 * sent / max(1e-9, taken_s - hops * latency_s, 0.5 * taken_s)
-
-
-def _seconds(collective: Collective, numel: int, transport: Transport, rounds: int) -> float:
+def _seconds(collective: Collective, numel: int, transport: Transport) -> float:
     """The median of sums of so many numbers, rank 0's, on every rank."""
     tensor, times = torch.zeros(numel, device="cpu"), []
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         start_s = transport.now()
         transport.start(collective.steps(tensor, transport)).wait()
         times.append(transport.now() - start_s)
     return float(share_json(statistics.median(times), transport))
 
 
-def _memory(transport: Transport) -> tuple[float, float]:
+def _memory(transport: Transport, quickly: bool) -> tuple[float, float]:
     """The link of which a sum in memory takes two latencies, and twice the bytes."""
     if not isinstance(transport, AllReduces):
-        return _link(transport)
+        return _link(transport, quickly)
     medians = []
     for num_bytes in (_SMALL, _LARGE):
         tensor, times = torch.zeros(num_bytes // 4, device="cpu"), []
-        for _ in range(_ROUNDS):
+        for _ in range(_FEW_ROUNDS if quickly else _ROUNDS):
             start_s = transport.now()
             transport.all_reduce(tensor).wait()
             times.append(transport.now() - start_s)

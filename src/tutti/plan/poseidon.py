@@ -1,5 +1,6 @@
 """What Poseidon costs: each layer in its own way, all on one link, while backward still runs."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from tutti.plan.sums import exact_sum
 from tutti.plan.toll import Toll
 from tutti.strategies import Poseidon
 from tutti.strategies.poseidon import Decision, Shape
-from tutti.strategies.poseidon.rule import decide
+from tutti.strategies.poseidon.rule import Method, decide
 
 
 class _Travel(NamedTuple):
@@ -23,9 +24,14 @@ class _Travel(NamedTuple):
     """To multiply what has arrived."""
 
 
-def poseidon(strategy: Poseidon, profile: Profile, place: Place) -> Toll:
-    """Buckets and factors share the link as they become ready; what has arrived is multiplied when backward is over."""
+def poseidon(strategy: Poseidon, profile: Profile, place: Place, methods: Mapping[str, Method] | None = None) -> Toll:
+    """Buckets and factors share the link as they become ready; what has arrived is multiplied when backward is over.
+
+    `methods` are those of layers that do not go in full, where all that was decided before, by batches of another size.
+    """
     decisions = {each.shape.name: each for each in per_layer(strategy, profile, place)}
+    if methods is not None:
+        decisions = {name: replace(each, method=methods.get(name, "full")) for name, each in decisions.items()}
     apart = {name: each for name, each in decisions.items() if each.method != "full"}
     rest = replace(profile, gradients=tuple(each for each in profile.gradients if each.name not in apart))
     flops, link = speed_of(profile), place.crowded

@@ -46,6 +46,8 @@ class HookedReplica(Replica):
         self._next = 0
         self._kept: list[tuple[Slot, Tensor]] = []
         self._catcher: Catcher | None = None
+        self.on_caught: Callable[[str], None] | None = None
+        """Called with a parameter's name when factors of its gradient are there, whose hooks are then not called."""
 
     def listen(self, listener: Listener, to: Heard) -> None:
         self._listener = listener
@@ -212,6 +214,8 @@ class HookedReplica(Replica):
             return
         if self.pace is not None:
             self.pace.gradient(layer.slot.name)
+        if self.on_caught is not None:
+            self.on_caught(layer.slot.name)
         with self._lock:
             if not self.syncing:
                 self.contribution.backward()

@@ -3,6 +3,7 @@
 import statistics
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -11,11 +12,14 @@ import torch
 from tutti.cluster import Cluster, format_time
 from tutti.collectives import gather_json, share_json
 from tutti.events import EXCHANGE, PULL
-from tutti.plan.auto.watch import Step, Watch, profile_of, summary
+from tutti.plan.auto.survey import Survey
+from tutti.plan.auto.watch import layers_in, profile_of
 from tutti.plan.candidates import exact, lossy
 from tutti.plan.choose import choose
 from tutti.plan.cost import Prediction, price
 from tutti.plan.network import cluster_with, measure_network
+from tutti.plan.poseidon import poseidon
+from tutti.plan.profile import Profile
 from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
 from tutti.replica.left_behind import LeftBehind
@@ -23,12 +27,10 @@ from tutti.strategies import AllReduce, Auto, Exchange, Poseidon, Strategy, pars
 from tutti.strategies.averaging.strategy import Blocks
 from tutti.strategies.base import Planned
 from tutti.strategies.poseidon import Shape
+from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.speed import product_speed
 from tutti.transports import Transport
 
-FIRST_STEPS = 3
-"""Before ranks agree on how many more are timed: the first may do more than others."""
-WARM_UP_S, MOST_STEPS = 0.5, 20
 LOOK_EVERY = 50
 """Steps between looks at whether the prediction holds."""
 TOLERANCE = 0.25
@@ -48,20 +50,18 @@ class AutoExchange(Exchange):
         super().__init__(replica, transport)
         self._strategy = strategy
         self._number, self._sent_by_others = 0, 0
-        self._steps: list[Step] = []
         self._walls: list[float] = []
-        self._beside: list[float] = []
-        """Of timed steps, what was neither computing nor waiting."""
-        self._timed, self._wanted, self._wrong = 0, FIRST_STEPS, 0
+        self._timed, self._wrong = 0, 0
         self._ended_s = transport.now()
         self._waited_s = 0.0
-        self._seen: dict[str, Any] = {}
         self.chosen: Strategy = AllReduce()
+        """What is at work."""
         self.prediction: Prediction | None = None
-        """Of what is at work; None until there is a plan."""
-        self._next: Strategy | None = None
-        """To be changed to when the next forward pass begins."""
-        self._watch: Watch | None = Watch(replica, transport.now)
+        """Of what is at work; None while there is no plan."""
+        self._next: tuple[Prediction, str] | None = None
+        """To be changed to when the next forward pass begins, and what is said then."""
+        self._layers = layers_in(replica)
+        self._survey: Survey | None = Survey(replica, transport, self._layers)
         self._before: Any = None
         self._attach()
         self._after = replica.optimizer.register_step_post_hook(lambda *_: self._stepped())
@@ -69,9 +69,7 @@ class AutoExchange(Exchange):
     @property
     def planned(self) -> Planned:
         predicted_s = None if self.prediction is None else self.prediction.step_s
-        return Planned(
-            str(self._next or self.chosen), predicted_s, statistics.median(self._walls) if self._walls else None
-        )
+        return Planned(str(self.chosen), predicted_s, statistics.median(self._walls) if self._walls else None)
 
     def _attach(self) -> None:
         self._number += 1
@@ -86,8 +84,11 @@ class AutoExchange(Exchange):
     def change_if_due(self) -> None:
         """Between two steps, and not in a hook of the optimiser, since hooks of the optimiser change."""
         if self._next is not None:
-            strategy, self._next = self._next, None
-            self._change_to(strategy)
+            (prediction, text), self._next = self._next, None
+            self._change_to(prediction.strategy)
+            self.prediction = prediction
+            self._walls.clear()
+            self._say(text)
 
     def _change_to(self, strategy: Strategy) -> None:
         """Between two steps; everybody does. Collective."""
@@ -102,74 +103,86 @@ class AutoExchange(Exchange):
     # Timing
 
     def _stepped(self) -> None:
+        if self._survey is not None:
+            self._survey.settle()
         now_s, waited_s = self.transport.now(), self._waited()
-        self._walls.append(now_s - self._ended_s)
-        if self._watch is not None:
-            self._warm_up(self._watch.take(), waited_s - self._waited_s)
-        elif self._timed % LOOK_EVERY == 0:
-            self._look()
-        self._walls = self._walls[-LOOK_EVERY:]
+        self._walls = [*self._walls, now_s - self._ended_s][-LOOK_EVERY:]
         self._timed += 1
+        if self._next is not None:  # A whole step long no forward pass was seen to begin.
+            self._stay()
+        elif self._survey is not None:
+            if self._survey.stepped(self._walls[-1], waited_s - self._waited_s):
+                self._surveyed(self._survey)
+        elif self.prediction is not None and self._timed % LOOK_EVERY == 0:
+            self._look(self.prediction)
         self._ended_s, self._waited_s = self.transport.now(), self._waited()
 
     def _waited(self) -> float:
         totals = self.events.totals
         return totals[EXCHANGE].seconds + totals[PULL].seconds
 
-    def _warm_up(self, step: Step, waited_s: float) -> None:
-        step.forward_s = min(step.forward_s, self._walls[-1])
-        if self._timed:  # Not the first.
-            self._steps.append(step)
-            passes_s = step.forward_s + max(step.ready_s.values(), default=0.0)
-            self._beside.append(max(0.0, self._walls[-1] - passes_s - waited_s))
-        if self._timed + 1 < self._wanted:
-            return
-        if self._wanted == FIRST_STEPS:
-            more = int(WARM_UP_S / max(1e-9, self._walls[-1]))
-            self._wanted = share_json(FIRST_STEPS + min(more, MOST_STEPS - FIRST_STEPS), self.transport)
-            if self._wanted > FIRST_STEPS:
-                return
-        assert self._watch is not None
-        self._watch.detach()
-        self._watch = None
-        self._seen = summary(self._steps, statistics.median(self._beside))
-        self._steps.clear()
-        self._plan()
-        self._walls.clear()
-
-    def _look(self) -> None:
-        """Compare what steps take with what was predicted; plan again if that was wrong for long. Collective."""
-        assert self.prediction is not None
+    def _look(self, prediction: Prediction) -> None:
+        """Compare what steps take with what was predicted; watch some again if that was wrong for long. Collective."""
         measured_s = max(gather_json(statistics.median(self._walls), self.transport))
-        off = abs(measured_s / self.prediction.step_s - 1) if self.prediction.step_s else 0.0
+        off = abs(measured_s / prediction.step_s - 1) if prediction.step_s else 0.0
         self._wrong = self._wrong + 1 if off > TOLERANCE else 0
         if self._wrong >= PATIENCE:
             self._wrong = 0
             self._say(
-                f"steps take {format_time(measured_s)}, not {format_time(self.prediction.step_s)} as was predicted: "
+                f"steps take {format_time(measured_s)}, not {format_time(prediction.step_s)} as was predicted: "
                 "planning again"
             )
-            self._plan(measured_s)
+            self._survey = Survey(self.replica, self.transport, self._layers)
+
+    def _surveyed(self, survey: Survey) -> None:
+        """Enough steps were watched: plan by them, if all ranks could see theirs. Collective."""
+        survey.end()
+        self._survey = None
+        everyones = gather_json(survey.seen, self.transport)
+        if None in everyones:
+            self._stay()
+        else:
+            self._plan(everyones)
+            self._walls.clear()
+
+    def _stay(self) -> None:
+        """With what is at work, without a plan: what cannot be seen can be neither timed nor changed between steps."""
+        self._next = self.prediction = None
+        self._say(
+            f"the model's forward passes cannot be seen, so it stays with {self.chosen}. If it is compiled, give "
+            "tutti.distribute what torch.compile returned"
+        )
 
     # Choosing
 
-    def _plan(self, measured_s: float | None = None) -> None:
-        """Measure the link, price what there is, and change over if something is clearly faster. Collective."""
-        everyones = gather_json(self._seen, self.transport)
+    def _plan(self, everyones: list[dict[str, Any]]) -> None:
+        """Measure the link, price what there is, and change over if something is clearly faster. Collective.
+
+        Formulas are compared with formulas. What is at work has shown how far they are off, if it was chosen by them,
+        and by that much they are all taken to be.
+        """
         slowest = max(everyones, key=lambda seen: seen["forward_s"] + max(seen["ready_s"].values(), default=0.0))
         cluster = cluster_with(measure_network(self.transport, quickly=True), "measured")
         profile = profile_of(self.replica, slowest, self._speed(slowest))
         workers = self.transport.size
-        present = price(self.chosen, profile, workers, cluster)
+        present = self._present(profile, cluster)
         best = choose(*(priced(group, profile, workers, cluster) for group in self._candidates(profile)))
-        present_s = present.step_s if measured_s is None else measured_s
-        changes = best.step_s * GAIN < present_s and best.strategy != self.chosen
-        strategy = parse(share_json(str(best.strategy if changes else self.chosen), self.transport))
-        if strategy != self.chosen:
-            self._next, self.prediction = strategy, price(strategy, profile, workers, cluster)
-        else:  # It takes what it takes.
-            self.prediction = replace(present, step_s=present_s, computing_s=min(present.computing_s, present_s))
-        self._report(cluster, profile.seconds)
+        text = share_json(str(best.strategy) if best.step_s * GAIN < present.step_s else "", self.transport)
+        found = price(parse(text), profile, workers, cluster) if text else present
+        if self.prediction is not None and present.step_s:
+            found = _scaled(found, max(seen["wall_s"] for seen in everyones) / present.step_s)
+        said = _in_words(found, cluster, profile.seconds)
+        if text:
+            self._next = found, said
+        else:
+            self.prediction = found
+            self._say(said)
+
+    def _present(self, profile: Profile, cluster: Cluster) -> Prediction:
+        """What is at work: Poseidon goes as it decided when it began, perhaps with other batches."""
+        inner = self._inner
+        toll_of = partial(poseidon, methods=inner.methods) if isinstance(inner, PoseidonExchange) else None
+        return price(self.chosen, profile, self.transport.size, cluster, toll_of=toll_of)
 
     def _speed(self, seen: dict[str, Any]) -> float:
         """Operations a second of rank 0, on all."""
@@ -181,22 +194,11 @@ class AutoExchange(Exchange):
         device = self.replica.slots[0].tensor.device
         return float(share_json(product_speed(shapes, device, self.transport) if first else 0.0, self.transport))
 
-    def _candidates(self, profile: Any) -> list[list[Strategy]]:
+    def _candidates(self, profile: Profile) -> list[list[Strategy]]:
         """Exact ones, and lossy ones if they are allowed, of those that leave the optimiser with this rank."""
         kinds = (AllReduce, Poseidon, Blocks)
         groups = [exact(profile), lossy() if self._strategy.lossy else iter(())]
         return [[each for each in group if isinstance(each, kinds)] for group in groups]
-
-    def _report(self, cluster: Cluster, alone_s: float) -> None:
-        assert self.prediction is not None
-        found = self.prediction
-        link = cluster.within if cluster.hosts == 1 else cluster.link
-        pays = found.step_s < found.workers * alone_s
-        doubt = "" if pays else "; one worker alone would be as fast: do not distribute this"
-        self._say(
-            f"{found.strategy} on {link}: {format_time(found.step_s)} a step predicted, of which "
-            f"{format_time(found.exposed_s)} communication{doubt}"
-        )
 
     def _say(self, text: str) -> None:
         if self.transport.rank == 0:
@@ -224,8 +226,8 @@ class AutoExchange(Exchange):
         self._inner.finish()
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.detach()
+        if self._survey is not None:
+            self._survey.end()
         self._before.remove()
         self._after.remove()
         self._inner.close()
@@ -239,6 +241,23 @@ class AutoExchange(Exchange):
         if (strategy := parse(state["strategy"])) != self.chosen:
             self._change_to(strategy)
         self._inner.load_state_dict(state["state"])
+
+
+def _scaled(prediction: Prediction, times: float) -> Prediction:
+    """The same if a step takes so many times as long; what is not computing is communication."""
+    step_s = times * prediction.step_s
+    computing_s = min(prediction.computing_s, step_s)
+    return replace(prediction, step_s=step_s, computing_s=computing_s, exposed_s=step_s - computing_s)
+
+
+def _in_words(found: Prediction, cluster: Cluster, alone_s: float) -> str:
+    link = cluster.within if cluster.hosts == 1 else cluster.link
+    pays = found.step_s < found.workers * alone_s
+    doubt = "" if pays else "; one worker alone would be as fast: do not distribute this"
+    return (
+        f"{found.strategy} on {link}: {format_time(found.step_s)} a step predicted, of which "
+        f"{format_time(found.exposed_s)} communication{doubt}"
+    )
 
 
 class _Before(LeftBehind):

@@ -9,11 +9,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from tutti.plan.measure.clock import Clock, Moment, clock_of
 from tutti.plan.profile import Gradient, LayerProfile, Profile
-from tutti.replica import Replica
+from tutti.replica import HookedReplica, Replica
 from tutti.replica.factors import factorable
 from tutti.replica.left_behind import LeftBehind
 from tutti.replica.samples import num_rows
+from tutti.transports import Transport
 
 
 @dataclass
@@ -27,52 +29,99 @@ class Step:
     """Of the inputs of layers that have factors, by parameter."""
     num_samples: int = 0
 
+    @property
+    def seen(self) -> bool:
+        """Whether it went forward and back before anybody's eyes: a model that is compiled may call no hooks."""
+        return bool(self.ready_s)
+
+
+class TransportClock(Clock):
+    """A rank's own, in virtual time if that is where it trains."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def now(self) -> Moment:
+        return self._transport.now()
+
+    def seconds(self, earlier: Moment, later: Moment) -> float:
+        return float(later - earlier)
+
+    def settle(self) -> None:
+        pass
+
+
+def clock_for(replica: Replica, transport: Transport) -> Clock:
+    """The clock that a replica computes by: a GPU's, which works behind its rank, or the rank's."""
+    device = replica.slots[0].tensor.device
+    return clock_of(device) if device.type == "cuda" else TransportClock(transport)
+
+
+def layers_in(replica: Replica) -> dict[str, nn.Module]:
+    """Those that have factors, by parameter; to be asked before an exchange catches any."""
+    names = {id(slot.tensor): slot.name for slot in replica.slots}
+    return {names[id(module.weight)]: module for module in factorable(replica.model) if id(module.weight) in names}
+
 
 class Watch:
     """Follows a model from its forward pass to its gradients, until it is detached."""
 
-    def __init__(self, replica: Replica, now: Callable[[], float]) -> None:
-        self._now = now
-        self._step = Step()
-        self._began_s = self._ended_s = 0.0
+    def __init__(self, replica: HookedReplica, clock: Clock, layers: dict[str, nn.Module]) -> None:
+        self._replica, self._clock = replica, clock
+        self._forget()
         self._handles: list[Any] = [
             replica.model.register_forward_pre_hook(_Told(self, "began"), with_kwargs=True),
             replica.model.register_forward_hook(_Told(self, "ended")),
         ]
-        names = {id(slot.tensor): slot.name for slot in replica.slots}
         for slot in replica.slots:
-            self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._arrived(slot.name)))
-        for module in factorable(replica.model):
-            if (name := names.get(id(module.weight))) is not None:
-                self._handles.append(module.register_forward_pre_hook(_Told(self, "rows", name)))
+            self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._hook(slot.name)))
+        for name, module in layers.items():
+            self._handles.append(module.register_forward_pre_hook(_Told(self, "rows", name)))
+        replica.on_caught = self.arrived
+
+    def _forget(self) -> None:
+        self._step = Step()
+        self._began: Moment = None
+        self._passes: list[tuple[Moment, Moment]] = []
+        self._arrived: dict[str, tuple[Moment, Moment]] = {}
+        """When forward had ended, and when the gradient was there."""
 
     def began(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._began_s = self._now()
+        self._began = self._clock.now()
         self._step.num_samples += num_rows(args or kwargs)
 
     def ended(self, *_: Any) -> None:
-        self._ended_s = self._now()
-        self._step.forward_s += self._ended_s - self._began_s
+        if self._began is not None:
+            self._passes.append((self._began, self._clock.now()))
 
     def rows(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         number = args[0].numel() // module.get_parameter("weight").shape[1] if args else 0
         self._step.rows[name] = self._step.rows.get(name, 0) + number
 
-    def _arrived(self, name: str) -> Callable[[Tensor], None]:
+    def arrived(self, name: str) -> None:
+        if self._passes:
+            self._arrived[name] = self._passes[-1][1], self._clock.now()
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
         mine = ref(self)
 
         def arrived(_: Tensor) -> None:
             if (watch := mine()) is not None:
-                watch._step.ready_s[name] = watch._now() - watch._ended_s
+                watch.arrived(name)
 
         return arrived
 
     def take(self) -> Step:
-        """What was seen since this was last asked."""
-        step, self._step = self._step, Step()
+        """What was seen since this was last asked; waits until all that was asked of a GPU is done."""
+        self._clock.settle()
+        step, seconds = self._step, self._clock.seconds
+        step.forward_s = sum(seconds(*both) for both in self._passes)
+        step.ready_s = {name: seconds(*both) for name, both in self._arrived.items()}
+        self._forget()
         return step
 
     def detach(self) -> None:
+        self._replica.on_caught = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -34,6 +34,8 @@ class PoseidonExchange(Exchange):
         self._held: list[Bucket | FactoredLayer] = []
         self.decisions: list[Decision] = []
         """Of every layer that has factors, once the first backward pass has been."""
+        self.methods: dict[str, Method] = {}
+        """Of those that do not go in full, from then on."""
         replica.listen(self, to="gradients")
 
     @property
@@ -81,7 +83,7 @@ class PoseidonExchange(Exchange):
         except WeightRefused as refusal:
             raise self._buckets.stopped(refusal) from None
         if partial:  # Their gradients are more than their factors: they go in full from now on.
-            self._follow({name: method for name, method in self._methods.items() if name not in partial})
+            self._follow({name: method for name, method in self.methods.items() if name not in partial})
 
     def _decide(self, layers: list[FactoredLayer]) -> None:
         """From what rank 0 has seen of its layers, how each goes from now on. Collective."""
@@ -102,9 +104,9 @@ class PoseidonExchange(Exchange):
         self._follow({each.shape.name: each.method for each in self.decisions if each.shape.rows})
 
     def _follow(self, methods: dict[str, Method]) -> None:
-        self._methods: dict[str, Method] = {name: method for name, method in methods.items() if method != "full"}
-        self._factors.follow(self._methods)
-        self.replica.set_apart(frozenset(self._methods))
+        self.methods = {name: method for name, method in methods.items() if method != "full"}
+        self._factors.follow(self.methods)
+        self.replica.set_apart(frozenset(self.methods))
 
     def _more_s(self, num_bytes: int) -> float:
         """What a sum takes longer, by the best of ways, for so much more than there is in any case.
