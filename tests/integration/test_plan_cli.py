@@ -149,8 +149,8 @@ def test_a_recipe_nobody_knows(call: Call, tmp_path: Path) -> None:
 def test_per_layer(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
     ended = call("plan", "digits", "--workers", "4", "--cluster", "ethernet-1g", "--per-layer", "--json", "plan.json")
     assert ended.status == 0, ended.err
-    assert re.search(r"0\.weight +1024 × 784 +64 .* broadcast +broadcast", ended.out), ended.out
-    assert re.search(r"2\.weight +10 × 1024 +64 .* full +owners", ended.out), ended.out
+    assert re.search(r"\n *0 +1024 × +64 .* broadcast +broadcast", ended.out), ended.out
+    assert re.search(r"\n *2 +10 × +64 .* full +owners", ended.out), ended.out
     found = json.loads((tmp_path / "plan.json").read_text())
     assert [layer["method"] for layer in found["layers"]] == ["broadcast", "broadcast", "full"]
     assert found["predictions"][0]["strategy"] == "poseidon"

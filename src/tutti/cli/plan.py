@@ -23,6 +23,7 @@ from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
 from tutti.plan import Plan, Prediction, Profile, measure, plan
 from tutti.plan.network import measure_network
+from tutti.plan.place import up_to
 from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
 from tutti.recipes import RECIPES, recipe
 from tutti.recipes.training import GlobalBatches, Task
@@ -99,6 +100,7 @@ def planned(
     console = Console()
     with console.status("measuring links") as status:
         cluster = _measured() if cluster_text == MEASURED else Cluster.load(cluster_text)
+        cluster = up_to(cluster, workers)
         cluster.place(workers)
         status.update(f"measuring a step of {subject}")
         profiled = partial(profile_of, subject, parse_options(option), batch, input_shape)
@@ -195,7 +197,7 @@ def _show(made: Plan, console: Console) -> None:
         console.print(f"and {left} slower ones; --json has them")
     console.print(made.reason, highlight=False)
     if made.stops_paying_at is None:
-        console.print(f"adding workers pays up to {made.most_workers}, as far as was asked")
+        console.print(f"adding workers pays up to {made.most_workers}, as far as was priced")
     else:
         console.print(f"adding workers stops paying at {made.stops_paying_at}")
 

@@ -73,8 +73,8 @@ def _show(name: str, device: str, result: Profile, console: Console) -> None:
 def _layers(result: Profile) -> Table:
     """A line for each layer, and one for what is none's."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("layer", overflow="fold", min_width=14)
-    table.add_column("kind", no_wrap=True)
+    table.add_column("layer", overflow="fold", min_width=10)
+    table.add_column("kind", overflow="fold", min_width=8)
     for heading in ("forward", "backward", "gradient", "ready", "W/D"):
         table.add_column(heading, justify="right", no_wrap=True)
     for layer in result.layers:

@@ -128,8 +128,9 @@ def _compare(task: Task, workers: int, outcome: Outcome, console: Console) -> di
             f"{workers} workers did not match one: parameters differ by {difference:.1e} of the largest, "
             f"wanted {CHECK_TOLERANCE:.0e} or less."
         )
+    who = "1 worker" if workers == 1 else f"{workers} workers"
     console.print(
-        f"[bold green]{workers} workers matched one[/]: after {outcome.steps} steps the parameters differ by "
+        f"[bold green]{who} matched one[/]: after {outcome.steps} steps the parameters differ by "
         f"{difference:.1e} (float64, relative), test accuracy {outcome.accuracy:.2%} and {alone.accuracy:.2%}."
     )
     return {"difference": difference, "alone_accuracy": alone.accuracy, "alone_seconds": alone.seconds}

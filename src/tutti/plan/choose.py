@@ -11,7 +11,7 @@ from tutti.errors import ConfigError, NoLink
 from tutti.plan.candidates import exact, lossy
 from tutti.plan.cost import Prediction, Simulated, price
 from tutti.plan.loads import slowed
-from tutti.plan.place import quickest
+from tutti.plan.place import quickest, up_to
 from tutti.plan.profile import Profile
 from tutti.plan.reason import has_codec, in_words, sums_with_and_without
 from tutti.plan.scaling import Profiles, each_has, pays_up_to, priced
@@ -78,6 +78,7 @@ def plan(
     """
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
+    cluster = up_to(cluster, workers)
     cluster.place(workers)
     own = each_has(profile, workers, global_batch)
     asked = [list(exact(own)), list(lossy()) if allow_lossy else []]
@@ -140,8 +141,8 @@ def _looked_at(
         place = found.index(first)
         del found[place]
         with suppress(NoLink):  # It would talk between hosts that are not joined: there it cannot be used.
-            again = price(first.strategy, profile, first.workers, cluster, simulated, first.total_samples)
-            found.insert(place, again)
+            again = price(first.strategy, profile, first.workers, cluster, simulated)
+            found.insert(place, replace(again, total_samples=first.total_samples))
             asked += 1
             if not found[place].simulated:  # A formula holds for it, and so for all.
                 break

@@ -97,10 +97,9 @@ def price(
     workers: int,
     cluster: Cluster,
     simulated: Simulated | None = None,
-    total_samples: int | None = None,
     toll_of: Price | None = None,
 ) -> Prediction:
-    """What a step of so many workers would take, each with the batch of `profile`, or fewer if there are less in total.
+    """What a step of so many workers would take, each with the batch of `profile`.
 
     Formulas go by the slowest link and the slowest worker, and hold where all are alike. Where they are not (several
     ranks on each of several hosts, links or speeds that differ, switches that are shared, jitter), `simulated` is asked
@@ -121,7 +120,7 @@ def price(
         strategy=strategy,
         workers=workers,
         num_samples=profile.num_samples,
-        total_samples=total_samples or workers * profile.num_samples,
+        total_samples=workers * profile.num_samples,
         step_s=step_s,
         computing_s=min(computing_s, step_s),
         exposed_s=step_s - computing_s if step_s - computing_s > _ROUNDING * computing_s else 0.0,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from tutti.cluster import Cluster
 from tutti.errors import ConfigError
@@ -15,8 +16,8 @@ from tutti.strategies import AllReduce, Strategy
 Profiles = Callable[[int], Profile]
 """Of one of so many workers."""
 
-LEAST_EFFICIENCY = 0.5
-"""With less of its time left for computing, adding workers does not pay."""
+LEAST_EFFICIENCY, LEAST_GAIN = 0.5, 1.1
+"""With less of its time left for computing, or less gained by twice as many, adding workers does not pay."""
 
 MOST_WORKERS = 1024
 """More are not asked after."""
@@ -69,8 +70,8 @@ def priced(
             continue
         with suppress(ConfigError):
             strategy.check_size(workers + strategy.num_serving)
-            found.append(price(strategy, profile, workers, cluster, total_samples=total_samples))
-    return found
+            found.append(price(strategy, profile, workers, cluster))
+    return found if total_samples is None else [replace(each, total_samples=total_samples) for each in found]
 
 
 def pays_up_to(
@@ -78,8 +79,8 @@ def pays_up_to(
 ) -> tuple[int | None, int]:
     """The number of workers, doubled from one, after which twice as many do not pay; and up to how many was asked.
 
-    They do not pay if less than half of their time is left for computing, or if they train fewer samples a second. The
-    first is None where they pay as far as was asked.
+    They do not pay if less than half of their time is left for computing, or if hardly more samples a second are
+    trained. The first is None where they pay as far as was asked.
     """
     before, rate = 1, alone.samples_per_s
     for workers in _doubled(cluster, global_batch):
@@ -89,7 +90,7 @@ def pays_up_to(
         best = min(found, key=lambda each: each.step_s, default=None)
         if best is None:  # They are not joined.
             return before, workers
-        if best.efficiency < LEAST_EFFICIENCY or best.samples_per_s <= rate:
+        if best.efficiency < LEAST_EFFICIENCY or best.samples_per_s < LEAST_GAIN * rate:
             return before, workers
         before, rate = workers, best.samples_per_s
     return None, before

@@ -1,6 +1,7 @@
 """Train a recipe: what every worker of `tutti train` runs."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,8 @@ def train(task: Task) -> Outcome:
                 progress.epoch(loss, accuracy)
                 if task.until is not None and accuracy >= task.until:
                     break
-            elif job.leads and epoch + 1 < epochs:  # The others go on meanwhile.
-                with job.away():
+            elif job.leads and epoch + 1 < epochs:  # The others go on meanwhile, unless no step is without this rank.
+                with nullcontext() if strategy.in_step else job.away():
                     progress.epoch(loss, evaluate(made, model, _whole(splits.test), None, task.double))
         metrics, leads = job.metrics, job.leads
     if not strategy.lockstep:  # When all have finished, all have the same.

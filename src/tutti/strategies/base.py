@@ -158,6 +158,11 @@ class Strategy(ABC):
         return True
 
     @property
+    def in_step(self) -> bool:
+        """Whether every step is of all ranks, so that one which is away (`job.away()`) leaves something out."""
+        return self.lockstep
+
+    @property
     def num_serving(self) -> int:
         """How many ranks, the last ones, do not train but serve the others."""
         return 0

@@ -118,6 +118,10 @@ class ParameterServer(Strategy):
         return False  # Workers may be lost, and the others go on.
 
     @property
+    def in_step(self) -> bool:
+        return self.consistency.bound == 0
+
+    @property
     def num_serving(self) -> int:
         return 0 if self.servers == "colocated" else self.servers
 

@@ -36,7 +36,7 @@ class Poseidon(Strategy):
         bucket_bytes: as for `AllReduce`, of what travels in full. None, with the priced rule, is as small as the link's
             latency allows, so that more of a small model leaves before backward is over.
         consistency: such as `SSP(2)`: parameter servers instead of sums, to which factors go where they are smaller
-            than gradients; the rule is then of no consequence.
+            than gradients; there is no rule then.
     """
 
     rule: Rule = "priced"
@@ -54,6 +54,8 @@ class Poseidon(Strategy):
             mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
         if self.consistency is not None and not isinstance(self.consistency, Consistency):
             mistakes.append(f"consistency must be an object such as SSP(2), got {self.consistency!r}")
+        elif self.consistency is not None and self.rule != "priced":
+            mistakes.append(f"with servers, factors go wherever they are smaller: leave out rule '{self.rule}'")
         elif self.consistency is not None and not self.overlap:
             mistakes.append("with servers, factors are pushed while backward runs: overlap cannot be turned off")
         if mistakes:
@@ -73,6 +75,10 @@ class Poseidon(Strategy):
     @property
     def lockstep(self) -> bool:
         return self.servers is None
+
+    @property
+    def in_step(self) -> bool:
+        return self.servers is None or self.servers.in_step
 
     def check_size(self, size: int) -> None:
         if self.servers is not None:
@@ -109,7 +115,8 @@ def read(options: dict[str, str], codec: Codec | None) -> Poseidon:
         if served.keys() - {"bsp", "ssp", "eager", "softsync", "async", "locks", "aware"}:
             raise ConfigError(
                 f"poseidon: '{min(served)}={served[min(served)]}' is none of rule=NAME, overlap=0 or 1, "
-                "bucket_bytes=NUMBER, nor a consistency such as ssp=2."
+                "bucket_bytes=NUMBER, nor a consistency such as ssp=2; what else servers take is said as in "
+                "ps:ssp=2,servers=1,factors=1."
             )
         given["consistency"] = read_servers(served, None).consistency
     for key in options.keys() - served.keys():
