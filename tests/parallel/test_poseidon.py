@@ -231,7 +231,7 @@ def methods(world: World, strategy: Strategy, model_name: str, loop: str = "plai
         LOOPS[loop](job, model, optimizer, world, shape)
         exchange = job._exchange
         assert isinstance(exchange, PoseidonExchange)
-        return dict(exchange._methods)
+        return dict(exchange.methods)
 
 
 FACTORED = {
