@@ -10,7 +10,7 @@ from tutti.collectives import ALGORITHMS, Collective, gather_json, measure_links
 from tutti.plan.quick_link import quick_link
 from tutti.transports import AllReduces, HostsTransport, Transport
 
-_ROUNDS, _FEW_ROUNDS = 30, 8
+_ROUNDS = 30
 
 _TYPICAL = ("ring", "tree", "butterfly", "recursive_doubling")
 """What a message's latency is taken from: in collectives ranks wait for each other, and may share cores."""
@@ -79,7 +79,7 @@ def _memory(transport: Transport, quickly: bool) -> tuple[float, float]:
     medians = []
     for num_bytes in (_SMALL, _LARGE):
         tensor, times = torch.zeros(num_bytes // 4, device="cpu"), []
-        for _ in range(_FEW_ROUNDS if quickly else _ROUNDS):
+        for _ in range(_ROUNDS):
             start_s = transport.now()
             transport.all_reduce(tensor).wait()
             times.append(transport.now() - start_s)
