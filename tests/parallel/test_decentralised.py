@@ -504,7 +504,7 @@ def test_the_spectral_gap_is_reported() -> None:
 @pytest.mark.parametrize("text", ALL)
 def test_sizes_alone_can_be_rehearsed(text: str) -> None:
     def bytes_of(workers: int) -> float:
-        cluster = Cluster(link=Link("10gbit", "50us"))
+        cluster = Cluster(link=Link("1tbit", "50us"))  # Which carries all that is sent within a step.
         case = Case(model="alexnet", cluster=cluster, strategy=parse(text), batch_size=8, steps=3)
         (row,) = scaling(case, [workers])
         return row.bytes_per_worker

@@ -12,6 +12,7 @@ def row(strategy: str, predicted_s: float, measured_s: float, model: str = "net"
         strategy=parse(strategy),
         workers=4,
         num_samples=64,
+        total_samples=256,
         step_s=predicted_s,
         computing_s=0.0,
         exposed_s=predicted_s,
