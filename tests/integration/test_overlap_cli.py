@@ -13,10 +13,10 @@ from tutti.launch.lab import missing
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_a_table(call: Call, tmp_path: Path) -> None:
     """How much is hidden is the benchmark's business."""
-    words = ["--models", "digits", "--lab", "hosts=2,rate=10mbit", "--rounds", "1", "--json", "overlap.json"]
+    words = ["--models", "digits", "--lab", "hosts=2,rate=1gbit", "--rounds", "1", "--json", "overlap.json"]
     ended = call("bench", "overlap", *words)
     assert ended.status == 0, ended.err
-    for said in ("hosts=2,rate=10mbit", "no exchange", "could be", "digits"):
+    for said in ("hosts=2,rate=1gbit", "no exchange", "could be", "digits"):
         assert said in ended.out
     (row,) = json.loads((tmp_path / "overlap.json").read_text())["rows"]
     assert 0 < row["solo_s"] < row["without_s"]
