@@ -1,6 +1,7 @@
 """The planner at work: it chooses while training goes on, loses no step, and looks whether it was right."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -147,6 +148,41 @@ def test_a_link_that_becomes_slow_is_measured_anew(
     for _, metrics in results:
         assert metrics.steps == steps
         assert metrics.planned.step_s == pytest.approx(metrics.planned.predicted_s, rel=auto.TOLERANCE)
+
+
+def test_what_turns_out_slower_is_left_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A formula that promises too much: ranks go back to what was before, and do not fall for it twice."""
+
+    def work(strategy: Strategy) -> tuple[Metrics, Tensor]:
+        with _one_at_a_time, torch.random.fork_rng():
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        world, optimizer = tutti.init(), torch.optim.SGD(model.parameters(), lr=0.01)
+        with distribute(model, optimizer, strategy, world=world) as job:
+            for _ in range(80):
+                model(torch.ones(128, 64) * (1 + world.rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return job.metrics, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    honest = auto.price
+
+    def promising(strategy: Strategy, *args: Any, **options: Any) -> Any:
+        found = honest(strategy, *args, **options)
+        return replace(found, step_s=found.step_s / 10) if strategy == parse("tree") else found
+
+    cluster = Cluster(link=Link("100mbit", "50us"), compute=Compute(flops="20gflops"))
+    monkeypatch.setattr("tutti.plan.scaling.price", promising)
+    wanted = simulate(work, AllReduce(), workers=4, cluster=cluster).results[0][1]
+    results = simulate(work, Auto(), workers=4, cluster=cluster).results
+    said = capsys.readouterr().err
+    assert "auto: tree on 100mbit" in said
+    assert "more than native did: back to it" in said
+    for metrics, parameters in results:
+        assert metrics.planned.chosen == "native"
+        torch.testing.assert_close(parameters, wanted)
 
 
 def test_batches_that_grow_are_watched_anew(

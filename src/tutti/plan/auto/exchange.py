@@ -31,6 +31,8 @@ from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.speed import product_speed
 from tutti.transports import Transport
 
+TRIAL_STEPS, LOST = 12, 1.02
+"""After so many steps, or two blocks, ranks go back if they take so many times as long as under what was before."""
 LOOK_EVERY = 50
 """Steps between looks at whether the prediction holds."""
 TOLERANCE = 0.25
@@ -60,6 +62,10 @@ class AutoExchange(Exchange):
         """Of what is at work; None while there is no plan."""
         self._next: tuple[Prediction, str] | None = None
         """To be changed to when the next forward pass begins, and what is said then."""
+        self._rival: Prediction | None = None
+        """What was at work before, as fast as it was, while what came after it is on trial."""
+        self._refused: set[Strategy] = set()
+        """What was slower, whatever formulas say."""
         self._layers = layers_in(replica)
         self._survey: Survey | None = Survey(replica, transport, self._layers)
         self._before: Any = None
@@ -85,6 +91,7 @@ class AutoExchange(Exchange):
         """Between two steps, and not in a hook of the optimiser, since hooks of the optimiser change."""
         if self._next is not None:
             (prediction, text), self._next = self._next, None
+            self._rival = None if prediction is self._rival else self._rival
             self._change_to(prediction.strategy)
             self.prediction = prediction
             self._walls.clear()
@@ -113,13 +120,29 @@ class AutoExchange(Exchange):
         elif self._survey is not None:
             if self._survey.stepped(self._walls[-1], waited_s - self._waited_s):
                 self._surveyed(self._survey)
-        elif self.prediction is not None and self._timed % LOOK_EVERY == 0:
+        elif self._rival is not None and len(self._walls) >= _trial(self.chosen):
+            self._judge(self._rival)
+        elif self.prediction is not None and self._rival is None and self._timed % LOOK_EVERY == 0:
             self._look(self.prediction)
         self._ended_s, self._waited_s = self.transport.now(), self._waited()
 
     def _waited(self) -> float:
         totals = self.events.totals
         return totals[EXCHANGE].seconds + totals[PULL].seconds
+
+    def _judge(self, rival: Prediction) -> None:
+        """End the trial of what is at work: back to what was before, if that was faster. Collective."""
+        every = statistics.fmean if isinstance(self.chosen, Blocks) else statistics.median
+        measured_s = max(gather_json(every(self._walls[2:]), self.transport))  # In the first it may still settle.
+        if measured_s <= LOST * rival.step_s:
+            self._rival = None
+            return
+        self._refused.add(self.chosen)
+        self._next = (
+            rival,
+            f"{self.chosen} takes {format_time(measured_s)} a step, more than {rival.strategy} did: back to it, at "
+            f"{format_time(rival.step_s)} a step",
+        )
 
     def _look(self, prediction: Prediction) -> None:
         """Compare what steps take with what was predicted; watch some again if that was wrong for long. Collective."""
@@ -174,6 +197,8 @@ class AutoExchange(Exchange):
         said = _in_words(found, cluster, profile.seconds)
         if text:
             self._next = found, said
+            wall_s = max(seen["wall_s"] for seen in everyones)
+            self._rival = _scaled(present, wall_s / present.step_s) if present.step_s else None
         else:
             self.prediction = found
             self._say(said)
@@ -198,7 +223,7 @@ class AutoExchange(Exchange):
         """Exact ones, and lossy ones if they are allowed, of those that leave the optimiser with this rank."""
         kinds = (AllReduce, Poseidon, Blocks)
         groups = [exact(profile), lossy() if self._strategy.lossy else iter(())]
-        return [[each for each in group if isinstance(each, kinds)] for group in groups]
+        return [[each for each in group if isinstance(each, kinds) and each not in self._refused] for group in groups]
 
     def _say(self, text: str) -> None:
         if self.transport.rank == 0:
@@ -241,6 +266,12 @@ class AutoExchange(Exchange):
         if (strategy := parse(state["strategy"])) != self.chosen:
             self._change_to(strategy)
         self._inner.load_state_dict(state["state"])
+
+
+def _trial(strategy: Strategy) -> int:
+    """Steps after which it can be judged."""
+    every = getattr(strategy, "every", 1)
+    return min(LOOK_EVERY, max(TRIAL_STEPS, 2 * every + 2 if isinstance(every, int) else TRIAL_STEPS))
 
 
 def _scaled(prediction: Prediction, times: float) -> Prediction:
