@@ -65,13 +65,13 @@ class _Connecting(threading.Thread):
         self._make = make
         self.over = threading.Event()
         self.made: Any = None
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
             self.made = self._make()
-        except RuntimeError as error:
+        except Exception as error:  # Whatever it is, whoever waits is told.
             self.error = error
         self.over.set()
 

@@ -91,7 +91,6 @@ class AutoExchange(Exchange):
         """Between two steps, and not in a hook of the optimiser, since hooks of the optimiser change."""
         if self._next is not None:
             (prediction, text), self._next = self._next, None
-            self._rival = None if prediction is self._rival else self._rival
             self._change_to(prediction.strategy)
             self.prediction = prediction
             self._walls.clear()
@@ -134,8 +133,8 @@ class AutoExchange(Exchange):
         """End the trial of what is at work: back to what was before, if that was faster. Collective."""
         every = statistics.fmean if isinstance(self.chosen, Blocks) else statistics.median
         measured_s = max(gather_json(every(self._walls[2:]), self.transport))  # In the first it may still settle.
+        self._rival = None
         if measured_s <= LOST * rival.step_s:
-            self._rival = None
             return
         self._refused.add(self.chosen)
         self._next = (
@@ -151,6 +150,7 @@ class AutoExchange(Exchange):
         self._wrong = self._wrong + 1 if off > TOLERANCE else 0
         if self._wrong >= PATIENCE:
             self._wrong = 0
+            self._refused.clear()  # Things have changed.
             self._say(
                 f"steps take {format_time(measured_s)}, not {format_time(prediction.step_s)} as was predicted: "
                 "planning again"
@@ -170,7 +170,7 @@ class AutoExchange(Exchange):
 
     def _stay(self) -> None:
         """With what is at work, without a plan: what cannot be seen can be neither timed nor changed between steps."""
-        self._next = self.prediction = None
+        self._next = self._rival = self.prediction = None
         self._say(
             f"the model's forward passes cannot be seen, so it stays with {self.chosen}. If it is compiled, give "
             "tutti.distribute what torch.compile returned"
@@ -192,13 +192,13 @@ class AutoExchange(Exchange):
         best = choose(*(priced(group, profile, workers, cluster) for group in self._candidates(profile)))
         text = share_json(str(best.strategy) if best.step_s * GAIN < present.step_s else "", self.transport)
         found = price(parse(text), profile, workers, cluster) if text else present
-        if self.prediction is not None and present.step_s:
-            found = _scaled(found, max(seen["wall_s"] for seen in everyones) / present.step_s)
+        times = max(seen["wall_s"] for seen in everyones) / present.step_s if present.step_s else 0.0
+        if self.prediction is not None and times:
+            found = _scaled(found, times)
         said = _in_words(found, cluster, profile.seconds)
         if text:
             self._next = found, said
-            wall_s = max(seen["wall_s"] for seen in everyones)
-            self._rival = _scaled(present, wall_s / present.step_s) if present.step_s else None
+            self._rival = _scaled(present, times) if times else None
         else:
             self.prediction = found
             self._say(said)
