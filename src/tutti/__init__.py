@@ -6,6 +6,7 @@ from tutti.job import Job, distribute, measure_link, sync_batchnorm
 from tutti.launch import init, launch
 from tutti.launch.lab import lab
 from tutti.launch.simulate import Simulation, simulate
+from tutti.parallel import Mesh, Pipeline, tensor_plan
 from tutti.plan import Profile
 from tutti.plan.measure import profile
 from tutti.shard import shard
@@ -42,8 +43,10 @@ __all__ = [
     "Graph",
     "Job",
     "Link",
+    "Mesh",
     "ParameterServer",
     "PeerUpdates",
+    "Pipeline",
     "Poseidon",
     "Profile",
     "Simulation",
@@ -60,5 +63,6 @@ __all__ = [
     "shard",
     "simulate",
     "sync_batchnorm",
+    "tensor_plan",
     "world",
 ]
