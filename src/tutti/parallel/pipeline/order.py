@@ -32,6 +32,11 @@ class Action:
 
 def order(schedule: ScheduleName, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[Action]]:
     """By rank, what it does. Stage s is on rank s modulo the number of ranks."""
+    if schedule == "in-turn":
+        return [
+            [Action(kind, rank, it) for it in range(num_microbatches) for kind in ("F", "B")]
+            for rank in range(num_ranks)
+        ]
     if schedule == "gpipe":
         return [
             [*_passes("F", rank, num_microbatches), *_passes("B", rank, num_microbatches)] for rank in range(num_ranks)

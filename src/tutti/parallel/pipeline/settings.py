@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from tutti.errors import ConfigError
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+ScheduleName = Literal["in-turn", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
@@ -16,9 +16,9 @@ class Pipeline:
     """How a batch goes through the stages.
 
     Args:
-        schedule: "gpipe" (Huang 2019) does all forward passes first; "1f1b" (Narayanan 2019) keeps fewer activations;
-            "interleaved" (Narayanan 2021) gives every rank several stages; "zero-bubble" (Qi 2023) computes gradients
-            of weights where a rank would wait.
+        schedule: "in-turn" is no pipeline: one microbatch after the other; "gpipe" (Huang 2019) does all forward
+            passes first; "1f1b" (Narayanan 2019) keeps fewer activations; "interleaved" (Narayanan 2021) gives every
+            rank several stages; "zero-bubble" (Qi 2023) computes gradients of weights where a rank would wait.
         microbatches: into how many parts a batch is cut; twice as many as there are ranks along `pipe` by default.
         stages_per_rank: by default 2 for "interleaved", 1 for the others.
         cut: how many layers each stage has, in order; found by timing them by default.
@@ -41,7 +41,7 @@ class Pipeline:
                 mistakes.append(f"{name} must be 1 or more, got {value}")
         if self.cut is not None and (not self.cut or min(self.cut) < 1):
             mistakes.append(f"every stage of the cut needs 1 layer or more, got {list(self.cut)}")
-        if self.schedule in ("gpipe", "1f1b") and (self.stages_per_rank or 1) > 1:
+        if self.schedule in ("in-turn", "gpipe", "1f1b") and (self.stages_per_rank or 1) > 1:
             mistakes.append(
                 f"'{self.schedule}' has 1 stage per rank, got stages_per_rank={self.stages_per_rank}; 'interleaved' "
                 "has several"

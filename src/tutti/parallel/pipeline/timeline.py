@@ -71,19 +71,6 @@ def played(orders: Sequence[Sequence[Action]], seconds: Callable[[Action], float
     return Timeline(len(orders), 1 + max(span.microbatch for span in spans), tuple(spans))
 
 
-def unpipelined(num_stages: int, num_microbatches: int, seconds: Callable[[Action], float]) -> Timeline:
-    """The same stages on as many ranks, one microbatch after the other: each works while all others wait."""
-    spans, now = list[Span](), 0.0
-    for microbatch in range(num_microbatches):
-        forward = [Action("F", stage, microbatch) for stage in range(num_stages)]
-        backward = [Action("B", stage, microbatch) for stage in reversed(range(num_stages))]
-        for action in [*forward, *backward]:
-            stop = now + seconds(action)
-            spans.append(Span(action.stage, action.kind, action.stage, microbatch, now, stop))
-            now = stop
-    return Timeline(num_stages, num_microbatches, tuple(spans))
-
-
 def _as_needed(action: Action) -> Action:
     """What others wait for: a backward pass whose inputs' gradients are there is as good as a whole one."""
     return Action("B", action.stage, action.microbatch) if action.kind == "I" else action
