@@ -76,6 +76,8 @@ class Job:
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._leads = False
+        self._before: World | None = None
+        """What `tutti.world()` was, to be so again."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward keeps gradients to this rank; the next one outside exchanges their sum."""
@@ -105,6 +107,15 @@ class Job:
         if self._arrangement is None:
             raise ConfigError("job.pipeline needs a mesh: tutti.distribute(..., mesh=tutti.Mesh(pipe=2), example=x).")
         return self._arrangement.pipeline(loss, self._replica)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale gradients so that the norm of all of them is at most `max_norm`; returns what it was.
+
+        As `torch.nn.utils.clip_grad_norm_`, which on a mesh would see this rank's part of the model only. Collective.
+        """
+        if self._arrangement is not None:
+            return self._arrangement.clip_grad_norm(max_norm)
+        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -215,6 +226,8 @@ class Job:
         self._exchange.transport.close()
         if self._arrangement is not None:
             self._arrangement.abandon()
+            if self._before is not None and self.world is current_world_if_any():
+                set_world(self._before)
         delattr(self._model, _MARK)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -272,8 +285,9 @@ def distribute(
         mistakes += mistakes_on_mesh(model, mesh, world.size, example)
     check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
     take_from_rank_0(model, optimizer, world.transport)
-    arrangement = None if mesh is None else Arrangement(model, optimizer, mesh, world.transport, example)
-    if arrangement is not None:
+    before, arrangement = world, None
+    if mesh is not None:
+        arrangement = Arrangement(model, optimizer, mesh, world.transport, example)
         world = _along_data(world, arrangement)
     replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)
@@ -289,6 +303,7 @@ def distribute(
         replica.pace = pace
     exchange = attach(strategy, replica, channel)
     job = Job(replica, exchange, strategy, trains, pace, arrangement)
+    job._before = before
     setattr(model, _MARK, job)
     world.expendable(exchange.expendable)
     return job

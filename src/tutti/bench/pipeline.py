@@ -32,9 +32,9 @@ class Request:
     schedules: Sequence[ScheduleName]
     microbatches: int
     rounds: int
-    width: int = 1024
-    depth: int = 8
-    batch: int = 512
+    width: int = 256
+    depth: int = 16
+    batch: int = 8192
 
 
 def measure(request: Request) -> dict[str, Any]:

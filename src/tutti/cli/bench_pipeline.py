@@ -20,9 +20,9 @@ from tutti.report.plots import pyplot
 def pipeline(
     workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Ranks, with a core each.")] = 2,
     schedules: Annotated[str, typer.Option(help=f"Some of {', '.join(SCHEDULES)}.")] = ",".join(SCHEDULES),
-    microbatches: Annotated[int, typer.Option(min=1, help="Into how many parts a batch is cut.")] = 8,
-    width: Annotated[int, typer.Option(min=1, help="Of each of the model's layers.")] = 1024,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512,
+    microbatches: Annotated[int, typer.Option(min=1, help="Into how many parts a batch is cut.")] = 16,
+    width: Annotated[int, typer.Option(min=1, help="Of each of the model's layers.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8192,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; the median counts.")] = 9,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw every schedule into this folder.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
@@ -37,8 +37,7 @@ def pipeline(
         plot.mkdir(parents=True, exist_ok=True)
     console = Console()
     with console.status(f"timing {len(names)} schedules on {workers} ranks"):
-        depth = 8 * -(-workers // 4)
-        request = Request(names, microbatches, rounds, width=width, depth=depth, batch=batch)
+        request = Request(names, microbatches, rounds, width=width, depth=8 * workers, batch=batch)
         result = launch(measure, request, workers=workers)[0]
     console.print(_table(result))
     write_json(json_file, result)

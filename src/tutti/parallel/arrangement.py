@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.collectives import native, run
 from tutti.parallel.groups import process_group
 from tutti.parallel.mesh import Axis, Mesh
 from tutti.parallel.pipeline.layers import Stage
@@ -58,6 +59,23 @@ class Arrangement:
         stages: dict[int, nn.Module] = self._mine if self._stages is not None else {0: Stage([("model", self.model)])}
         row = self._rows["pipe"]
         return PipelineStep(plan, stages, Wires(row, self._device), replica, loss)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale gradients so that the norm of all, on all ranks, is at most `max_norm`. Collective."""
+        gradients = {it: it.grad for it in self.part.parameters() if it.grad is not None}
+        first = self._rows["tensor"].rank == 0
+        counted = [grad for it, grad in gradients.items() if first or any(each.has_piece(it) for each in self._splits)]
+        square = torch.zeros(1, dtype=torch.float64)
+        for grad in counted:
+            square += grad.double().square().sum().cpu()
+        for axis in ("tensor", "pipe"):
+            if self._rows[axis].size > 1:
+                run(native.steps(square, self._rows[axis]))
+        norm = float(square.sqrt())
+        for grad in gradients.values():
+            grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+        return norm
 
     @contextmanager
     def whole(self) -> Iterator[None]:

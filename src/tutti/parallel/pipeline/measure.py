@@ -40,19 +40,21 @@ def measure(layers: Layers, example: Any) -> list[LayerCost]:
     """Run every layer alone, forward and backward, on what the one before it gives."""
     values = example if isinstance(example, tuple) else (example,)
     found = []
-    for name, layer in layers:
-        cost, values = _measure_one(name, layer, values)
+    for number, (name, layer) in enumerate(layers):
+        cost, values = _measure_one(name, layer, values, first=number == 0)
         found.append(cost)
     return found
 
 
-def _measure_one(name: str, layer: torch.nn.Module, values: tuple[Tensor, ...]) -> tuple[LayerCost, tuple[Tensor, ...]]:
+def _measure_one(
+    name: str, layer: torch.nn.Module, values: tuple[Tensor, ...], first: bool
+) -> tuple[LayerCost, tuple[Tensor, ...]]:
     forward_s, backward_s = [], []
     buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     made: tuple[Tensor, ...] = ()
     for _ in range(1 + _ROUNDS):
-        taken = tuple(it.detach().requires_grad_(it.is_floating_point()) for it in values)
+        taken = tuple(it.detach().requires_grad_(it.is_floating_point() and not first) for it in values)
         with torch.enable_grad():
             seconds, out = _timed(lambda taken=taken: layer(*taken), values[0].device)  # type: ignore[misc]
         made = out if isinstance(out, tuple) else (out,)

@@ -55,6 +55,10 @@ class TensorSplit:
         """Let the model go as it is. Not collective."""
         self._release()
 
+    def has_piece(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank has a part of a parameter, and others the rest."""
+        return parameter in self._pieces and self._pieces[parameter].dim is not None
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Within it the model is whole, and computes by itself. Collective."""
