@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from tutti.backend.operators import OPERATORS
 from torch_groups import GROUPS, gloo, on_ranks
+from tutti.backend.operators import OPERATORS
 
 Call = Callable[[Any, Callable[..., Tensor]], Any]
 

@@ -12,7 +12,7 @@ Run = tuple[int, int, int]
 
 
 class Collectives(ABC):
-    """Every method returns steps that every rank takes. Tensors are flat, contiguous, in host memory, and of one dtype."""
+    """Every method returns steps that every rank takes. Tensors are flat, in host memory, and all of one dtype."""
 
     @abstractmethod
     def all_reduce(self, flat: Tensor, operator: Operator) -> Steps:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from tutti.backend.collectives import Collectives, Run
+from tutti.backend.collectives import Collectives
 from tutti.backend.lanes import Lane
 from tutti.backend.operators import Operator, operator
 from tutti.backend.tensors import Flats
@@ -22,13 +22,13 @@ from tutti.transports.base import ANY, Steps, Transport, Work
 
 
 class TuttiGroup(dist.ProcessGroup):
-    """All that torch.distributed asks of a group. Operations of one group happen in the order in which they were asked."""
+    """All that torch.distributed asks of a group. What all its ranks do together happens in the order asked."""
 
     def __init__(
         self, collectives: Collectives, lane: Lane, messages: Transport, me: int, close: Callable[[], None]
     ) -> None:
         """Serve the ranks that `messages` joins; `me` is this one's number in the whole world, for error messages."""
-        super().__init__(messages.rank, messages.size)
+        super().__init__(messages.rank, messages.size)  # type: ignore[call-arg]
         self._collectives, self._lane, self._messages, self._me = collectives, lane, messages, me
         self._close: Callable[[], None] | None = close
         self._name = self._description = "undefined"
@@ -48,13 +48,13 @@ class TuttiGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._description
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "tutti"
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._description
 
     def _set_group_name(self, name: str) -> None:
@@ -116,7 +116,7 @@ class TuttiGroup(dist.ProcessGroup):
         steps = self._collectives.reduce_scatter(mine, parts, found, runs)
         return self._ask(flats, self._reduced(steps, mine, found, output), opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:  # noqa: A002
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
@@ -162,7 +162,7 @@ class TuttiGroup(dist.ProcessGroup):
             steps.append(self._collectives.all_gather(flats.outputs(*everyones), mine))
         return self._ask(flats, _one_by_one(steps), opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:  # noqa: A002
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
@@ -212,7 +212,7 @@ class TuttiGroup(dist.ProcessGroup):
     def all_to_all_single(
         self,
         output: Tensor,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
         opts: Any = None,
@@ -299,8 +299,8 @@ class TuttiGroup(dist.ProcessGroup):
             return [given]
         if len(given) != 1:
             raise ConfigError(
-                f"rank {self._me}: {what} in backend 'tutti' takes one tensor a rank, or one list of them, got {len(given)}; "
-                "so does Gloo."
+                f"rank {self._me}: {what} in backend 'tutti' takes one tensor a rank, or one list of them, as Gloo does; "
+                f"got {len(given)}."
             )
         return list(given)
 

@@ -54,10 +54,8 @@ class Flats:
             data = data.view(torch.uint8)  # Gloo adds them as such.
         if data.is_contiguous() and data.device.type == "cpu":
             return data.view(-1)
-        if read:
-            flat = data.cpu().contiguous().view(-1)
-        else:
-            flat = torch.empty(data.numel(), dtype=data.dtype, device="cpu")
+        room = torch.empty(0 if read else data.numel(), dtype=data.dtype, device="cpu")
+        flat = data.cpu().contiguous().view(-1) if read else room
         if written:
             self._homes.append((data, flat))
         return flat

@@ -28,7 +28,7 @@ class Operation(dist.Work):
         """Of a message that was received."""
         self.finish: Callable[[], None] | None = None
         """Sees to it that it is over: where nobody else does, as in virtual time."""
-        self.expected: Callable[["Operation"], None] | None = None
+        self.expected: Callable[[Operation], None] | None = None
         """Called when somebody takes a future, on which nobody can wait in virtual time."""
 
     def conclude(self, error: Exception | None = None) -> None:
