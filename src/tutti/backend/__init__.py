@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tutti.backend.by_message import ByMessage
 from tutti.backend.collectives import Collectives
 from tutti.backend.group import TuttiGroup
-from tutti.backend.lanes import RealLane
+from tutti.backend.lanes import Lane, RealLane
+from tutti.backend.virtual import VirtualLane
 from tutti.transports.base import SharesMemory, Transport
 
 __all__ = ["Opened", "TuttiGroup", "group_over", "register"]
@@ -52,7 +53,11 @@ def group_over(opened: Opened) -> TuttiGroup:
     else:
         collectives = ByMessage(transport)
         messages = transport.channel("messages")
-    lane = RealLane(messages, f"rank {opened.me}, collectives")
+    lane: Lane
+    if transport.cluster is None:
+        lane = RealLane(messages, f"rank {opened.me}, collectives")
+    else:
+        lane = VirtualLane(transport, messages)
 
     def close() -> None:
         opened.leave()

@@ -26,10 +26,23 @@ class Operation(dist.Work):
         self._future: Future[list[Tensor]] | None = None
         self.source = -1
         """Of a message that was received."""
-        self.finish: Callable[[], None] | None = None
-        """Sees to it that it is over: where nobody else does, as in virtual time."""
-        self.expected: Callable[[Operation], None] | None = None
-        """Called when somebody takes a future, on which nobody can wait in virtual time."""
+        self._done: Callable[[], bool] | None = None
+        self._finish: Callable[[], None] | None = None
+        self._expected: Callable[[Operation], None] | None = None
+
+    def follow(
+        self, done: Callable[[], bool], finish: Callable[[], None], expected: Callable[["Operation"], None]
+    ) -> None:
+        """Say how to see whether it can be ended, and how to end it, where nobody else does: in virtual time.
+
+        `expected` is called when somebody takes a future.
+        """
+        self._done, self._finish, self._expected = done, finish, expected
+
+    def finish(self) -> None:
+        """See to it that it is over, if that is for whoever waits to do."""
+        if not self._over.is_set() and self._finish is not None:
+            self._finish()
 
     def conclude(self, error: Exception | None = None) -> None:
         """It is over, for the first time it is said. From any thread."""
@@ -43,8 +56,7 @@ class Operation(dist.Work):
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
         """Return when it is over; raise what went wrong, or `DeadlineExceeded` after `timeout`, if one is given."""
-        if not self._over.is_set() and self.finish is not None:
-            self.finish()
+        self.finish()
         seconds = timeout.total_seconds()
         if not self._over.wait(seconds if seconds > 0 else None):
             raise DeadlineExceeded(
@@ -56,6 +68,8 @@ class Operation(dist.Work):
         return True
 
     def is_completed(self) -> bool:
+        if self._done is not None and not self._over.is_set() and self._done():
+            self.finish()
         return self._over.is_set()
 
     def is_success(self) -> bool:
@@ -87,8 +101,8 @@ class Operation(dist.Work):
                 new = False
         if new and over:
             self._tell(future)
-        elif new and self.expected is not None:
-            self.expected(self)
+        elif new and self._expected is not None:
+            self._expected(self)
         return future
 
     def _tell(self, future: Any) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from tutti.backend import Opened
+from tutti.backend import Opened, meter
 from tutti.launch.environment import Place
 from tutti.launch.rendezvous import listen_address, meet
 from tutti.transports import AloneTransport, ProcessGroupTransport, Roster, Transport
+from tutti.transports.base import Added
 from tutti.transports.hosts import shared_where_possible
+from tutti.world import World, current_world
 
 _generations: Counter[str] = Counter()
 """How often a group of each name was made here: a store may remember the ones before."""
@@ -20,6 +22,8 @@ def open_group(options: Any) -> Opened:
     """Meet the other ranks of a group through its store, and choose how to talk to them."""
     rank, size = options.group_rank, options.group_size
     me = (list(options.global_ranks_in_group) or list(range(size)))[rank]
+    if (world := current_world()) is not None and world.transport.cluster is not None:
+        return _simulated(world, options, me)
     if size == 1:
         return Opened(AloneTransport(options.timeout), me, lambda: None)
     _generations[options.group_id] += 1
@@ -28,6 +32,17 @@ def open_group(options: Any) -> Opened:
     roster = _in_the_world(meet(place, store, options.timeout), list(options.global_ranks_in_group))
     transport: Transport = ProcessGroupTransport(roster, address=listen_address(place, roster))
     return Opened(shared_where_possible(transport), me, roster.leave)
+
+
+def _simulated(world: World, options: Any, me: int) -> Opened:
+    """A group of simulated ranks, which know each other already; time passes as their operators run."""
+    transport = world.transport
+    while isinstance(transport, Added):
+        transport = transport.inner
+    meter.start(transport)
+    numbers = list(options.global_ranks_in_group) or None
+    made = transport.channel(f"torch {options.group_id}", numbers)
+    return Opened(made, me, lambda: None)
 
 
 def _in_the_world(roster: Roster, numbers: list[int]) -> Roster:
