@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.collectives import native, run
-from tutti.parallel.groups import process_group
+from tutti.parallel.groups import broadcast, process_group
 from tutti.parallel.mesh import Axis, Mesh
 from tutti.parallel.pipeline.layers import Stage
 from tutti.parallel.pipeline.measure import LayerCost
@@ -136,5 +136,5 @@ def _row(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
 def _draw_alike(group: Any) -> None:
     """Have the ranks along `tensor` draw the same numbers, for dropout, say."""
     state = torch.get_rng_state()
-    group.broadcast(state, 0).wait()
+    broadcast(state, 0, group)
     torch.set_rng_state(state)

@@ -146,8 +146,8 @@ class ProcessGroupTransport(Transport):
         data = tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
         flat = torch.view_as_real(data) if data.is_complex() else data
         if data.data_ptr() == tensor.data_ptr():
-            return self._reduce(self.gloo(), flat)
-        return self._reduce(self.gloo(), flat, lambda: tensor.copy_(data))
+            return self._reduce(self._connect_gloo(), flat)
+        return self._reduce(self._connect_gloo(), flat, lambda: tensor.copy_(data))
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "ProcessGroupTransport":
         self._check_open()
@@ -213,7 +213,7 @@ class ProcessGroupTransport(Transport):
         except RuntimeError as error:
             raise self.roster.explain(error) from error
 
-    def gloo(self) -> Any:
+    def _connect_gloo(self) -> Any:
         """Gloo's group, made by all ranks together when they first reduce."""
         if self._gloo is None:
             self._agree_to_connect()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tutti.errors import ConfigError, TuttiError
-from tutti.parallel.groups import device_mesh
+from tutti.parallel.groups import broadcast, device_mesh
 from tutti.parallel.tensor.layers import Undo, enter_mesh, leave_mesh, prepare, surround
 from tutti.parallel.tensor.pieces import Piece, pieces_of
 from tutti.parallel.tensor.rules import CONVOLUTIONS
@@ -154,7 +154,7 @@ class TensorSplit:
         found = [mine.new_empty(piece.of(whole, rank, size).shape) for rank in range(size)]
         found[self._group.rank()] = mine.contiguous()
         for rank, each in enumerate(found):
-            self._group.broadcast(each, rank).wait()
+            broadcast(each, rank, self._group)
         return piece.whole(found)
 
 

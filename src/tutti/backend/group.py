@@ -1,0 +1,348 @@
+"""A process group of torch.distributed over a Tutti transport."""
+
+# mypy: disable-error-code="override, assignment"
+# Torch's stubs name the arguments of methods of one meaning differently, and differently again in its next version.
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from tutti.backend.collectives import Collectives
+from tutti.backend.lanes import Lane
+from tutti.backend.operators import Operator, operator
+from tutti.backend.tensors import Flats
+from tutti.backend.work import Operation, Together
+from tutti.collectives import gloo_order
+from tutti.errors import ConfigError
+from tutti.transports.base import ANY, Steps, Transport, Work
+
+
+class TuttiGroup(dist.ProcessGroup):
+    """All that torch.distributed asks of a group. What all its ranks do together happens in the order asked."""
+
+    def __init__(
+        self, collectives: Collectives, lane: Lane, messages: Transport, me: int, close: Callable[[], None]
+    ) -> None:
+        """Serve the ranks that `messages` joins; `me` is this one's number in the whole world, for error messages."""
+        super().__init__(messages.rank, messages.size)  # type: ignore[call-arg]
+        self._collectives, self._lane, self._messages, self._me = collectives, lane, messages, me
+        self._close: Callable[[], None] | None = close
+        self._name = self._description = "undefined"
+        self._coalesced: list[Operation] | None = None
+
+    # Who it is
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def getBackendName(self) -> str:
+        return "tutti"
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._description = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def shutdown(self) -> None:
+        """Leave: peers that still wait for this rank here are told. Idempotent."""
+        if self._close is not None:
+            close, self._close = self._close, None
+            close()
+
+    abort = shutdown
+
+    # Reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
+        opts = opts or c10d.AllreduceOptions()
+        (tensor,) = self._only(tensors, "all_reduce")
+        flats, found = self._reducible(tensor, opts)
+        (flat,) = flats.inout(tensor)
+        return self._ask(flats, self._reduced(self._collectives.all_reduce(flat, found), flat, found, tensor), opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Operation:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        flats, found = self._reducible(tensors[0], opts)
+        parts = flats.inout(*tensors)
+        return self._ask(flats, self._all_reduce_joined(parts, found, tensors[0]), opts)
+
+    def _all_reduce_joined(self, parts: list[Tensor], found: Operator, like: Tensor) -> Steps:
+        """One reduction of all tensors together, as Gloo makes it."""
+        joined = torch.cat(parts)
+        yield from self._reduced(self._collectives.all_reduce(joined, found), joined, found, like)
+        for part, result in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
+            part.copy_(result)
+
+    def reduce(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
+        opts = opts or c10d.ReduceOptions()
+        (tensor,) = self._only(tensors, "reduce")
+        flats, found = self._reducible(tensor, opts)
+        (flat,) = flats.inout(tensor)
+        steps = self._collectives.reduce(flat, found, opts.rootRank)
+        return self._ask(flats, self._reduced(steps, flat, found, tensor), opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
+        opts = opts or c10d.ReduceScatterOptions()
+        (output,), (tensors,) = self._only(outputs, "reduce_scatter"), self._only(inputs, "reduce_scatter")
+        flats, found = self._reducible(output, opts)
+        parts = flats.inputs(*self._one_each(tensors, "reduce_scatter"))
+        (mine,) = flats.outputs(output)
+        cut = gloo_order.blocks(mine.numel(), mine.itemsize, self.size())  # Each part is a reduction of its own.
+        runs = [(block, part.start, part.stop) for block, part in enumerate(cut)]
+        steps = self._collectives.reduce_scatter(mine, parts, found, runs)
+        return self._ask(flats, self._reduced(steps, mine, found, output), opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Operation:
+        opts = opts or c10d.ReduceScatterOptions()
+        flats, found = self._reducible(outputs[0], opts)
+        steps = []
+        for output, whole in zip(outputs, inputs, strict=True):
+            self._check_sizes("reduce_scatter_tensor", whole, output)
+            (flat,), (mine,) = flats.inputs(whole), flats.outputs(output)
+            start, numel = self.rank() * mine.numel(), mine.numel()
+            cut = gloo_order.blocks(flat.numel(), flat.itemsize, self.size())  # The whole is one reduction.
+            runs = [
+                (block, first - start, last - start)
+                for block, first, last in gloo_order.runs(cut, start, start + numel)
+            ]
+            parts = list(flat.split(numel)) if numel else [flat] * self.size()
+            made = self._collectives.reduce_scatter(mine, parts, found, runs)
+            steps.append(self._reduced(made, mine, found, output))
+        return self._ask(flats, _one_by_one(steps), opts)
+
+    def _reduced(self, steps: Steps, result: Tensor, found: Operator, tensor: Tensor) -> Steps:
+        yield from steps
+        found.conclude(result, self.size(), tensor.dtype)
+
+    # Copies
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
+        opts = opts or c10d.AllgatherOptions()
+        (everyones,), (tensor,) = self._only(outputs, "all_gather"), self._only(inputs, "all_gather")
+        flats = Flats()
+        (mine,) = flats.inputs(tensor)
+        gathered = flats.outputs(*self._one_each(everyones, "all_gather", like=tensor))
+        return self._ask(flats, self._collectives.all_gather(gathered, mine), opts)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
+        opts = opts or c10d.AllgatherOptions()
+        flats, steps = Flats(), []
+        for number, tensor in enumerate(inputs):
+            (mine,) = flats.inputs(tensor)
+            everyones = self._one_each([each[number] for each in outputs], "all_gather", like=tensor)
+            steps.append(self._collectives.all_gather(flats.outputs(*everyones), mine))
+        return self._ask(flats, _one_by_one(steps), opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
+        opts = opts or c10d.AllgatherOptions()
+        flats, steps = Flats(), []
+        for whole, tensor in zip(outputs, inputs, strict=True):
+            self._check_sizes("all_gather_into_tensor", whole, tensor)
+            (mine,), (flat,) = flats.inputs(tensor), flats.outputs(whole)
+            parts = list(flat.split(mine.numel())) if mine.numel() else [flat] * self.size()
+            steps.append(self._collectives.all_gather(parts, mine))
+        return self._ask(flats, _one_by_one(steps), opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
+        opts = opts or c10d.BroadcastOptions()
+        (tensor,) = self._only(tensors, "broadcast")
+        flats = Flats()
+        (flat,) = flats.inout(tensor)
+        return self._ask(flats, self._collectives.broadcast(flat, opts.rootRank), opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
+        opts = opts or c10d.GatherOptions()
+        (tensor,) = self._only(inputs, "gather")
+        flats, everyones = Flats(), None
+        (mine,) = flats.inputs(tensor)
+        if self.rank() == opts.rootRank:
+            (tensors,) = self._only(outputs, "gather")
+            everyones = flats.outputs(*self._one_each(tensors, "gather", like=tensor))
+        return self._ask(flats, self._collectives.gather(everyones, mine, opts.rootRank), opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
+        opts = opts or c10d.ScatterOptions()
+        (tensor,) = self._only(outputs, "scatter")
+        flats, parts = Flats(), None
+        if self.rank() == opts.rootRank:
+            (tensors,) = self._only(inputs, "scatter")
+            parts = flats.inputs(*self._one_each(tensors, "scatter", like=tensor))
+        (mine,) = flats.outputs(tensor)
+        return self._ask(flats, self._collectives.scatter(mine, parts, opts.rootRank), opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, **given: Any) -> Operation:
+        opts = opts or c10d.AllToAllOptions()
+        flats = Flats()
+        sent = flats.inputs(*self._one_each(inputs, "all_to_all"))
+        received = flats.outputs(*self._one_each(outputs, "all_to_all"))
+        return self._ask(flats, self._collectives.all_to_all(received, sent), opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+        **given: Any,
+    ) -> Operation:
+        opts = opts or c10d.AllToAllOptions()
+        flats = Flats()
+        (whole,), (room,) = flats.inputs(input), flats.outputs(output)
+        sent = self._split(whole, input, input_splits, "input")
+        received = self._split(room, output, output_splits, "output")
+        return self._ask(flats, self._collectives.all_to_all(received, sent), opts)
+
+    def barrier(self, opts: Any = None, **given: Any) -> Operation:
+        return self._ask(Flats(), self._collectives.barrier(), opts or c10d.BarrierOptions())
+
+    # Messages
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Operation:
+        (tensor,) = self._only(tensors, "send")
+        flats = Flats()
+        (flat,) = flats.inputs(tensor)
+
+        def steps() -> Steps:
+            yield self._messages.isend(flat, dst, tag)
+
+        return self._tell(flats, steps())
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Operation:
+        (tensor,) = self._only(tensors, "recv")
+        flats = Flats()
+        (flat,) = flats.outputs(tensor)
+        operation = Operation(self._me, [tensor])
+
+        def steps() -> Steps:
+            receiving: Work = self._messages.irecv(flat, src, tag)
+            yield receiving
+            operation.source = receiving.source if src == ANY else src
+
+        return self._tell(flats, steps(), operation)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Operation:
+        return self.recv(tensors, ANY, tag)
+
+    # Other names of the same, in versions of torch from 2.9 on
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # Several at once
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> Together:
+        operations, self._coalesced = self._coalesced or [], None
+        return Together(operations)
+
+    # What they have in common
+
+    def _ask(self, flats: Flats, steps: Steps, opts: Any) -> Operation:
+        operation = Operation(self._me, flats.filled)
+        self._lane.collective(operation, flats.landed(steps), here=not getattr(opts, "asyncOp", True))
+        return self._noted(operation)
+
+    def _tell(self, flats: Flats, steps: Steps, operation: Operation | None = None) -> Operation:
+        operation = operation or Operation(self._me, flats.filled)
+        self._lane.message(operation, flats.landed(steps))
+        return self._noted(operation)
+
+    def _noted(self, operation: Operation) -> Operation:
+        if self._coalesced is not None:
+            self._coalesced.append(operation)
+        return operation
+
+    def _reducible(self, tensor: Tensor, opts: Any) -> tuple[Flats, Operator]:
+        return Flats(), operator(opts.reduceOp, tensor.dtype, self._me)
+
+    def _only(self, given: Any, what: str) -> list[Any]:
+        """The one tensor, or list of them, for the one device that a rank has."""
+        if isinstance(given, Tensor):
+            return [given]
+        if len(given) != 1:
+            raise ConfigError(
+                f"rank {self._me}: {what} in backend 'tutti' takes one tensor a rank, or one list of them, as Gloo does; "
+                f"got {len(given)}."
+            )
+        return list(given)
+
+    def _one_each(self, tensors: Sequence[Tensor], what: str, like: Tensor | None = None) -> Sequence[Tensor]:
+        if len(tensors) != self.size():
+            raise ConfigError(
+                f"rank {self._me}: {what} needs a tensor for each of {self.size()} ranks, got {len(tensors)}."
+            )
+        for rank, tensor in enumerate(tensors):
+            if like is not None and (tensor.numel() != like.numel() or tensor.dtype != like.dtype):
+                raise ConfigError(
+                    f"rank {self._me}: {what} needs tensors of one length and dtype, {like.numel()} × {like.dtype}; "
+                    f"that for rank {rank} is {tensor.numel()} × {tensor.dtype}."
+                )
+        return tensors
+
+    def _check_sizes(self, what: str, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != self.size() * part.numel() or whole.dtype != part.dtype:
+            raise ConfigError(
+                f"rank {self._me}: {what} on {self.size()} ranks needs the large tensor to be {self.size()} times the "
+                f"small one, of the same dtype, got {whole.numel()} × {whole.dtype} and {part.numel()} × {part.dtype}."
+            )
+
+    def _split(self, flat: Tensor, tensor: Tensor, sizes: Sequence[int] | None, which: str) -> list[Tensor]:
+        """A part for each rank, of so many rows of `tensor`, or all alike."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not sizes:
+            if rows % self.size():
+                raise ConfigError(
+                    f"rank {self._me}: all_to_all_single cannot split {rows} rows of its {which} among {self.size()} "
+                    f"ranks evenly; give {which}_split_sizes."
+                )
+            sizes = [rows // self.size()] * self.size()
+        if len(sizes) != self.size() or sum(sizes) != rows:
+            raise ConfigError(
+                f"rank {self._me}: {which}_split_sizes must be {self.size()} numbers that add up to {rows}, got "
+                f"{list(sizes)}."
+            )
+        width = flat.numel() // rows if rows else 0
+        return list(flat.split([width * number for number in sizes]))
+
+
+def _one_by_one(steps: list[Steps]) -> Steps:
+    for each in steps:
+        yield from each
