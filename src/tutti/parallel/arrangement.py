@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.backend import meter
 from tutti.collectives import native, run
 from tutti.parallel.groups import broadcast, process_group
 from tutti.parallel.mesh import Axis, Mesh
@@ -34,6 +35,9 @@ class Arrangement:
         """Between this rank and those that have the same part of the model."""
         self._device = next(model.parameters()).device
         self._exits = ExitStack()
+        if transport.cluster is not None:
+            meter.start(transport)
+            self._exits.callback(meter.stop)
         plan = tensor_plan(model, mesh.tensor, mesh.split)
         ways = {module: plan.way_of(name) for name, module in model.named_modules()}
         self._stages: Stages | None = None

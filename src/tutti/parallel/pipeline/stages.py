@@ -120,7 +120,7 @@ def _shared_costs(layers: Layers, batch: Any, everyone: Transport) -> list[Layer
     found: Any = None
     if everyone.rank == 0:
         try:
-            found = [[*vars(cost).values()] for cost in measure(layers, batch)]
+            found = [[*vars(cost).values()] for cost in measure(layers, batch, everyone.now)]
         except Exception as error:  # Whatever it is: the other ranks are waiting.
             found = f"the layers could not be run one after the other on the example: {error}"
     found = share_json(found, everyone) if everyone.size > 1 else found
@@ -141,7 +141,10 @@ def _spans(costs: list[LayerCost], settings: Pipeline, num_stages: int, num_micr
     check_fits(names, num_stages, memory, settings.memory_bytes)
     if settings.cut is not None:
         return as_asked(settings.cut, num_stages, len(costs))
-    spans = balanced([cost.seconds for cost in costs], num_stages, memory, settings.memory_bytes)
+    seconds = [cost.seconds for cost in costs]
+    if not any(seconds):  # In virtual time, without a layer that multiplies.
+        seconds = [1.0 + cost.parameter_bytes for cost in costs]
+    spans = balanced(seconds, num_stages, memory, settings.memory_bytes)
     if spans is None:
         raise ConfigError(
             f"{len(costs)} layers that need {sum(memory)} bytes do not fit into {num_stages} stages of "

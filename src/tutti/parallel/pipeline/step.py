@@ -86,8 +86,6 @@ class PipelineStep:
         taken = self._taken(action, batches[0])
         transport = self._wires.transport
         start_s = transport.now()
-        if transport.cluster is not None:
-            transport.elapse(self.plan.seconds(action))
         if action.kind == "F":
             made = work.forward(number, taken)
             if self._is_last(action.stage):
