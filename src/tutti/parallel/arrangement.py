@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from tutti.backend import meter
 from tutti.collectives import native, run
-from tutti.parallel.groups import broadcast, process_group
+from tutti.parallel.groups import broadcast, device_mesh, process_group
 from tutti.parallel.mesh import Axis, Mesh
 from tutti.parallel.pipeline.layers import Stage
 from tutti.parallel.pipeline.measure import LayerCost
@@ -50,7 +50,8 @@ class Arrangement:
             from tutti.parallel.tensor.split import TensorSplit  # Costs a compiler's import.
 
             group = self._exits.enter_context(process_group(self._rows["tensor"]))
-            self._splits = [TensorSplit(each, ways, group, optimizer) for each in self._mine.values()]
+            devices = self._exits.enter_context(device_mesh(group, self._device.type))
+            self._splits = [TensorSplit(each, ways, devices, optimizer) for each in self._mine.values()]
             _draw_alike(group)
 
     @property

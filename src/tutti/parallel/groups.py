@@ -44,7 +44,8 @@ def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
     group.broadcast([tensor], options).wait()
 
 
-def device_mesh(group: dist.ProcessGroup, device_type: str) -> "DeviceMesh":
+@contextmanager
+def device_mesh(group: dist.ProcessGroup, device_type: str) -> Iterator["DeviceMesh"]:
     """The row of ranks of `group`, as DTensor wants to see it."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,4 +53,5 @@ def device_mesh(group: dist.ProcessGroup, device_type: str) -> "DeviceMesh":
     mesh._dim_group_names = [group.group_name]
     mesh._pg_registry = {group.group_name: group}
     mesh._thread_id = threading.get_ident()  # Meshes of ranks that are threads are not the same.
-    return mesh
+    yield mesh
+    mesh._pg_registry.clear()  # DTensor remembers meshes for as long as the process lives: not their groups too.

@@ -46,7 +46,7 @@ def prepare(module: nn.Module, way: Way, mesh: DeviceMesh) -> Undo:
         return _replace_forward(module, _by_heads(module, mesh))
     if way == "outputs":
         return module.register_forward_pre_hook(_whole_arguments).remove
-    return module.register_forward_hook(_whole_output).remove
+    return module.register_forward_hook(lambda _, __, output: _summed(output, mesh)).remove
 
 
 def surround(module: nn.Module, mesh: DeviceMesh) -> Undo:
@@ -88,7 +88,7 @@ def _by_channel(module: Any, way: Way, mesh: DeviceMesh) -> Callable[[Tensor], T
     def inputs(x: Tensor) -> Tensor:
         channels = x.dim() - len(module.kernel_size) - 1
         made = module._conv_forward(_placed(x, Shard(channels)).to_local(), module.weight, None)
-        summed = DTensor.from_local(made, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+        summed: Any = _summed(DTensor.from_local(made, mesh, [Partial()], run_check=False), mesh)
         if module.bias is None:
             return summed
         return _alike(summed.to_local() + module.bias.view([-1] + [1] * len(module.kernel_size)), mesh)
@@ -130,8 +130,9 @@ def _whole_arguments(_: nn.Module, args: Any) -> Any:
     return tree_map_only(DTensor, lambda it: _placed(it, Replicate()), args)
 
 
-def _whole_output(_: nn.Module, __: Any, output: Any) -> Any:
-    return _placed(output, Replicate())
+def _summed(x: Any, mesh: DeviceMesh) -> Tensor:
+    """What ranks have parts of, whole; its gradient will be whole too."""
+    return _alike(_placed(x, Replicate()).to_local(), mesh)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Undo:

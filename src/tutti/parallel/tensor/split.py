@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tutti.errors import ConfigError, TuttiError
-from tutti.parallel.groups import broadcast, device_mesh
+from tutti.parallel.groups import broadcast
 from tutti.parallel.tensor.layers import Undo, enter_mesh, leave_mesh, prepare, surround
 from tutti.parallel.tensor.pieces import Piece, pieces_of
 from tutti.parallel.tensor.rules import CONVOLUTIONS
@@ -27,11 +28,9 @@ class TensorSplit:
     whole model would.
     """
 
-    def __init__(
-        self, model: nn.Module, ways: Mapping[nn.Module, Way], group: dist.ProcessGroup, optimizer: Optimizer
-    ) -> None:
-        self._model, self._group, self._optimizer = model, group, optimizer
-        self._mesh = device_mesh(group, next(model.parameters()).device.type)
+    def __init__(self, model: nn.Module, ways: Mapping[nn.Module, Way], mesh: DeviceMesh, optimizer: Optimizer) -> None:
+        self._model, self._mesh, self._optimizer = model, mesh, optimizer
+        self._group: dist.ProcessGroup = mesh.get_group()
         self._ways: dict[str, Way] = {name: ways.get(it, "whole") for name, it in model.named_modules()}
         self._split = {name for name, way in self._ways.items() if way != "whole"}
         self._pieces: dict[nn.Parameter, Piece] = {}
