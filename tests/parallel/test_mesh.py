@@ -14,13 +14,13 @@ from support import run_ok, run_threads
 from tutti.cluster import Cluster, Link
 from tutti.codecs import Cast
 from tutti.errors import ConfigError, RankLost
-from tutti.job import distribute
+from tutti.job import distribute, sync_batchnorm
 from tutti.launch import init
 from tutti.launch.simulate import simulate
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline.settings import SCHEDULES
 from tutti.recipes.models import CharGPT, CifarQuick, mlp
-from tutti.strategies import AllReduce, Averaging, Gossip, ParameterServer, Poseidon, Strategy
+from tutti.strategies import AllReduce, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
 from tutti.world import World
 
 STEPS, BATCH = 20, 16
@@ -325,6 +325,18 @@ REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
     "what pieces do not allow": (Mesh(tensor=2), Mixed(), X, r"the model cannot be computed in pieces over 2 ranks"),
     "an example that does not fit": (PIPED, SQUARE, torch.randn(8, 7), r"could not be run one after the other on the"),
 }  # fmt: skip
+
+
+def test_what_does_not_go_with_parts() -> None:
+    def ask(world: World) -> None:
+        model = sync_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), world=world)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        distribute(model, optimizer, Auto(), world=world, mesh=PIPED, example=X)
+
+    for error in run_threads(ask, size=2, transport="process_group"):
+        assert isinstance(error, ConfigError)
+        assert "Auto times a model's layers" in str(error)
+        assert "sync_batchnorm normalises over all ranks" in str(error)
 
 
 @pytest.mark.parametrize(("mesh", "model", "x", "message"), REFUSED.values(), ids=REFUSED)

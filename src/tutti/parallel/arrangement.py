@@ -20,6 +20,8 @@ from tutti.parallel.pipeline.step import Loss, PipelineStep, StagePlan
 from tutti.parallel.pipeline.wires import Wires
 from tutti.parallel.tensor.plan import refuse_if_whole, tensor_plan
 from tutti.replica import HookedReplica
+from tutti.replica.batchnorm import SyncedBatchNorm
+from tutti.strategies import Auto, Strategy
 from tutti.transports import AloneTransport, Transport
 
 
@@ -119,9 +121,15 @@ class Arrangement:
         return StagePlan(order("gpipe", 1, 1, number), [()], [free], number)
 
 
-def mistakes_on_mesh(model: nn.Module, mesh: Mesh, num_ranks: int, example: Any) -> list[str]:
+def mistakes_on_mesh(
+    model: nn.Module, mesh: Mesh, strategy: Strategy, num_ranks: int, example: Any = None
+) -> list[str]:
     """What is wrong with splitting `model` so, as far as is seen without doing it."""
     found = mesh.mistakes(num_ranks)
+    if isinstance(strategy, Auto) and mesh.tensor * mesh.pipe > 1:
+        found.append("Auto times a model's layers, of which a rank of this mesh has parts: name a strategy.")
+    if mesh.pipe > 1 and any(isinstance(module, SyncedBatchNorm) for module in model.modules()):
+        found.append("sync_batchnorm normalises over all ranks, and a stage of a pipeline is on some: do without.")
     if mesh.pipe > 1 and example is None:
         found.append(
             "a mesh with pipe above 1 needs an example, by which layers are timed and the model is cut: "
