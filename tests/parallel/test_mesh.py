@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,6 +278,18 @@ def test_in_virtual_time_a_pipeline_waits_as_the_formula_says() -> None:
         assert bubble == pytest.approx(ideal, rel=0.15)
     again = [simulate(train, "1f1b", workers=4, cluster=cluster) for _ in range(2)]
     assert again[0].seconds == again[1].seconds > 0
+
+
+def test_the_example_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In virtual time, where eight ranks cost no processes."""
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    monkeypatch.chdir(tmp_path)
+    losses = simulate(names["train"], workers=8).results
+    assert len(set(losses[:2])) == 1  # Of two ranks that split the layers of one stage.
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert saved["4.weight"].shape == (3, 64)
 
 
 def _try(world: World, mesh: Mesh, model: nn.Module, x: Tensor | None) -> None:
