@@ -16,7 +16,6 @@ from tutti.backend.lanes import Lane
 from tutti.backend.operators import Operator, operator
 from tutti.backend.tensors import Flats
 from tutti.backend.work import Operation, Together
-from tutti.collectives import gloo_order
 from tutti.errors import ConfigError
 from tutti.transports.base import ANY, Steps, Transport, Work
 
@@ -111,9 +110,7 @@ class TuttiGroup(dist.ProcessGroup):
         flats, found = self._reducible(output, opts)
         parts = flats.inputs(*self._one_each(tensors, "reduce_scatter"))
         (mine,) = flats.outputs(output)
-        cut = gloo_order.blocks(mine.numel(), mine.itemsize, self.size())  # Each part is a reduction of its own.
-        runs = [(block, part.start, part.stop) for block, part in enumerate(cut)]
-        steps = self._collectives.reduce_scatter(mine, parts, found, runs)
+        steps = self._collectives.reduce_parts(mine, parts, found)
         return self._ask(flats, self._reduced(steps, mine, found, output), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
@@ -128,14 +125,7 @@ class TuttiGroup(dist.ProcessGroup):
         for output, whole in zip(outputs, inputs, strict=True):
             self._check_sizes("reduce_scatter_tensor", whole, output)
             (flat,), (mine,) = flats.inputs(whole), flats.outputs(output)
-            start, numel = self.rank() * mine.numel(), mine.numel()
-            cut = gloo_order.blocks(flat.numel(), flat.itemsize, self.size())  # The whole is one reduction.
-            runs = [
-                (block, first - start, last - start)
-                for block, first, last in gloo_order.runs(cut, start, start + numel)
-            ]
-            parts = list(flat.split(numel)) if numel else [flat] * self.size()
-            made = self._collectives.reduce_scatter(mine, parts, found, runs)
+            made = self._collectives.reduce_scatter(mine, flat, found)
             steps.append(self._reduced(made, mine, found, output))
         return self._ask(flats, _one_by_one(steps), opts)
 
@@ -299,8 +289,8 @@ class TuttiGroup(dist.ProcessGroup):
             return [given]
         if len(given) != 1:
             raise ConfigError(
-                f"rank {self._me}: {what} in backend 'tutti' takes one tensor a rank, or one list of them, as Gloo does; "
-                f"got {len(given)}."
+                f"rank {self._me}: {what} in backend 'tutti' takes one tensor a rank, or one list, as Gloo does; got "
+                f"{len(given)}."
             )
         return list(given)
 
