@@ -44,7 +44,7 @@ def measure(request: Request) -> list[dict[str, Any]]:
         jobs: list[tuple[str, str, Callable[[Any], Callable[[], Any]]]] = []
         for model in request.models:
             case = make_case(model, world.size)
-            jobs += [("DDP", model, partial(_ddp, case)), ("FSDP2", model, partial(_fsdp, case))]
+            jobs += [(way, model, partial(_stepper, case, way)) for way in WAYS]
         for size in SIZES:
             jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
         for name, subject, make in jobs:
@@ -58,13 +58,12 @@ def measure(request: Request) -> list[dict[str, Any]]:
     return rows
 
 
-def _ddp(case: Case, group: Any) -> Callable[[], None]:
-    model = copy.deepcopy(case.model)
-    return stepper(DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True), case)[0]
+def _stepper(case: Case, way: str, group: Any) -> Callable[[], None]:
+    return stepper(WAYS[way](copy.deepcopy(case.model), group), case)[0]
 
 
-def _fsdp(case: Case, group: Any) -> Callable[[], None]:
-    return stepper(shard(copy.deepcopy(case.model), group), case)[0]
+def _ddp(model: nn.Module, group: Any) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
 def shard(model: nn.Module, group: Any) -> nn.Module:
@@ -126,3 +125,5 @@ OPERATIONS: dict[str, Callable[[int, Any], Callable[[], None]]] = {
     "broadcast": _broadcast,
     "send and back": _to_and_fro,
 }
+
+WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {"DDP": _ddp, "FSDP2": shard}
