@@ -1,4 +1,4 @@
-"""Plain programs of torch.distributed: each trains for a few steps and returns the bits that came of it, by parameter."""
+"""Plain programs of torch.distributed: each trains for a few steps and returns the bits that came of it."""
 
 import hashlib
 from collections.abc import Iterable
