@@ -10,7 +10,7 @@ import torch
 from tutti.backend.work import Operation
 from tutti.errors import ConfigError, RankLost
 from tutti.transports.background import take
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Prompt, Steps, Transport
 
 
 class Lane(ABC):
@@ -82,7 +82,11 @@ class RealLane(Lane):
                 self._turn.release()
 
     def message(self, operation: Operation, steps: Steps) -> None:
-        self._messages.beside(_told(operation, steps), patiently=True)
+        told = _told(operation, steps)
+        if isinstance(self._messages, Prompt):
+            self._messages.promptly(told)
+        else:
+            self._messages.beside(told, patiently=True)
         self._underway.add(operation)
 
     def close(self) -> None:
