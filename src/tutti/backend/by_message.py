@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tutti.backend.collectives import Collectives, Run
+from tutti.backend.collectives import Collectives, fold, own_runs, whole_runs
 from tutti.backend.operators import Operator
 from tutti.collectives import gloo_order
 from tutti.collectives.doubling import recursive_doubling
@@ -11,8 +11,8 @@ from tutti.collectives.ring import in_chunks, pass_on
 from tutti.collectives.tree import broadcast
 from tutti.transports.base import Steps, Transport
 
-_SMALL_BYTES = 32 * 2**10
-"""What a rank sends to each other rank rather than round the ring: then messages count, and not bytes."""
+_STRAIGHT_BYTES = 32 * 2**10
+"""What may come to a rank from all others at once: more would overrun the buffers of its link."""
 
 
 class ByMessage(Collectives):
@@ -23,36 +23,65 @@ class ByMessage(Collectives):
         self._rank, self._size = transport.rank, transport.size
 
     def all_reduce(self, flat: Tensor, operator: Operator) -> Steps:
-        if flat.nbytes > _SMALL_BYTES:
+        if not self._straight(flat):
             return gloo_order.ring(flat, self._transport, operator.combine)
         return self._all_reduce_small(flat, operator)
 
     def _all_reduce_small(self, flat: Tensor, operator: Operator) -> Steps:
         everyones = [torch.empty_like(flat) for _ in range(self._size)]
-        yield from self._gather_straight(everyones, flat)
-        cut = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
-        fold(flat, everyones, operator, [(block, part.start, part.stop) for block, part in enumerate(cut)])
+        yield from self._exchange(everyones, [flat] * self._size)
+        fold(flat, everyones, operator, whole_runs(flat, self._size))
 
     def reduce(self, flat: Tensor, operator: Operator, root: int) -> Steps:
         yield from gloo_order.ring(flat, self._transport, operator.combine, scattered=True)
         parts = [flat[part] for part in gloo_order.blocks(flat.numel(), flat.itemsize, self._size)]
         yield from self.gather(parts if self._rank == root else None, parts[self._rank], root)
 
-    def reduce_scatter(self, mine: Tensor, parts: list[Tensor], operator: Operator, runs: list[Run]) -> Steps:
-        everyones = [torch.empty_like(mine) for _ in range(self._size)]
-        yield from self.all_to_all(everyones, parts)
-        fold(mine, everyones, operator, runs)
+    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: Operator) -> Steps:
+        if self._straight(mine):
+            everyones = [torch.empty_like(mine) for _ in range(self._size)]
+            yield from self._exchange(everyones, _parts(flat, mine.numel(), self._size))
+            fold(mine, everyones, operator, own_runs(flat, mine.numel(), self._rank, self._size))
+            return
+        flat = flat.clone()
+        yield from gloo_order.ring(flat, self._transport, operator.combine, scattered=True)
+        yield from self._shift(mine, flat)
+
+    def _shift(self, mine: Tensor, flat: Tensor) -> Steps:
+        """Gloo's blocks are a little longer than what each rank is to have: hand on what is another's."""
+        blocks, numel, rank = gloo_order.blocks(flat.numel(), flat.itemsize, self._size), mine.numel(), self._rank
+        works = []
+        for other in range(self._size):
+            for _, start, stop in gloo_order.runs([blocks[other]], rank * numel, (rank + 1) * numel):
+                place = mine[start - rank * numel : stop - rank * numel]
+                if other == rank:
+                    place.copy_(flat[start:stop])
+                else:
+                    works.append(self._transport.irecv(place, other))
+            if other != rank:
+                for _, start, stop in gloo_order.runs([blocks[rank]], other * numel, (other + 1) * numel):
+                    works.append(self._transport.isend(flat[start:stop], other))
+        yield from works
+
+    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: Operator) -> Steps:
+        if self._straight(mine):
+            everyones = [torch.empty_like(mine) for _ in range(self._size)]
+            yield from self._exchange(everyones, parts)
+            fold(mine, everyones, operator, whole_runs(mine, self._size))
+            return
+        for root, part in enumerate(parts):
+            flat = part.clone()
+            yield from self.reduce(flat, operator, root)
+            if root == self._rank:
+                mine.copy_(flat)
 
     def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
-        if mine.nbytes <= _SMALL_BYTES:
-            yield from self._gather_straight(everyones, mine)
+        if self._straight(mine):
+            yield from self._exchange(everyones, [mine] * self._size)
             return
         everyones[self._rank].copy_(mine)
         chunks = [in_chunks(each, mine.nbytes) for each in everyones]
         yield from pass_on(chunks, self._transport, self._rank, 0, self._size - 1)
-
-    def _gather_straight(self, everyones: list[Tensor], mine: Tensor) -> Steps:
-        yield from self.all_to_all(everyones, [mine] * self._size)
 
     def broadcast(self, flat: Tensor, root: int) -> Steps:
         return broadcast(flat, gloo_order.rooted(self._transport, root))
@@ -75,25 +104,33 @@ class ByMessage(Collectives):
         yield from sending
 
     def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
+        """In every round each rank sends to one and receives from one: no link carries two messages at a time."""
+        received[self._rank].copy_(sent[self._rank])
+        for step in range(1, self._size):
+            to, from_ = (self._rank + step) % self._size, (self._rank - step) % self._size
+            receiving = self._transport.irecv(received[from_], from_)
+            yield self._transport.isend(sent[to], to)
+            yield receiving
+
+    def barrier(self) -> Steps:
+        return recursive_doubling(torch.zeros(1, dtype=torch.uint8), self._transport)
+
+    def _straight(self, mine: Tensor) -> bool:
+        """Whether what each rank sends to each is best sent at once."""
+        return (self._size - 1) * mine.nbytes <= _STRAIGHT_BYTES
+
+    def _exchange(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
+        """Everything to everyone at once."""
         receiving = [self._transport.irecv(received[rank], rank) for rank in self._others()]
         sending = [self._transport.isend(sent[rank], rank) for rank in self._others()]
         received[self._rank].copy_(sent[self._rank])
         yield from receiving
         yield from sending
 
-    def barrier(self) -> Steps:
-        return recursive_doubling(torch.zeros(1, dtype=torch.uint8), self._transport)
-
     def _others(self) -> list[int]:
         """All other ranks, the next one first: so that not all send to one at a time."""
         return [(self._rank + step) % self._size for step in range(1, self._size)]
 
 
-def fold(out: Tensor, everyones: list[Tensor], operator: Operator, runs: list[Run]) -> None:
-    """Combine what all ranks have, in Gloo's order."""
-    for block, start, stop in runs:
-        first, *others = gloo_order.order(block, len(everyones))
-        result = everyones[first][start:stop].clone()
-        for rank in others:
-            operator.make(everyones[rank][start:stop], result, result)
-        out[start:stop].copy_(result)
+def _parts(flat: Tensor, numel: int, size: int) -> list[Tensor]:
+    return [flat[rank * numel : (rank + 1) * numel] for rank in range(size)]

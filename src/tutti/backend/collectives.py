@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from tutti.backend.operators import Operator
+from tutti.collectives import gloo_order
 from tutti.transports.base import Steps
 
 Run = tuple[int, int, int]
@@ -23,8 +24,12 @@ class Collectives(ABC):
         """In place on `root`; elsewhere `flat` may be spoilt."""
 
     @abstractmethod
-    def reduce_scatter(self, mine: Tensor, parts: list[Tensor], operator: Operator, runs: list[Run]) -> Steps:
-        """Reduce every rank's part, and leave this rank's in `mine`, combined as `runs` of it say."""
+    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: Operator) -> Steps:
+        """Reduce `flat`, and leave this rank's part of the result, which is as long as every other, in `mine`."""
+
+    @abstractmethod
+    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: Operator) -> Steps:
+        """Reduce each of `parts` by itself, and leave the result of this rank's in `mine`."""
 
     @abstractmethod
     def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
@@ -49,3 +54,25 @@ class Collectives(ABC):
     @abstractmethod
     def barrier(self) -> Steps:
         """Wait for everyone."""
+
+
+def whole_runs(flat: Tensor, size: int) -> list[Run]:
+    """All of `flat`, reduced by so many ranks."""
+    cut = gloo_order.blocks(flat.numel(), flat.itemsize, size)
+    return [(block, part.start, part.stop) for block, part in enumerate(cut) if part.start < part.stop]
+
+
+def own_runs(flat: Tensor, numel: int, rank: int, size: int) -> list[Run]:
+    """Part `rank`, of `numel` elements, of the reduction of `flat`; counted from the start of that part."""
+    cut, start = gloo_order.blocks(flat.numel(), flat.itemsize, size), rank * numel
+    return [(block, first - start, last - start) for block, first, last in gloo_order.runs(cut, start, start + numel)]
+
+
+def fold(out: Tensor, everyones: list[Tensor], operator: Operator, runs: list[Run]) -> None:
+    """Combine what all ranks have, in Gloo's order."""
+    for block, start, stop in runs:
+        first, *others = gloo_order.order(block, len(everyones))
+        result = everyones[first][start:stop].clone()
+        for rank in others:
+            operator.make(everyones[rank][start:stop], result, result)
+        out[start:stop].copy_(result)

@@ -11,13 +11,12 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from tutti.backend.check import Check
 from tutti.backend.collectives import Collectives
 from tutti.backend.lanes import Lane
 from tutti.backend.operators import Operator, operator
 from tutti.backend.tensors import Flats
 from tutti.backend.work import Operation, Together
-from tutti.collectives import gloo_order
-from tutti.errors import ConfigError
 from tutti.transports.base import ANY, Steps, Transport, Work
 
 
@@ -30,6 +29,7 @@ class TuttiGroup(dist.ProcessGroup):
         """Serve the ranks that `messages` joins; `me` is this one's number in the whole world, for error messages."""
         super().__init__(messages.rank, messages.size)  # type: ignore[call-arg]
         self._collectives, self._lane, self._messages, self._me = collectives, lane, messages, me
+        self._check = Check(me, messages.size)
         self._close: Callable[[], None] | None = close
         self._name = self._description = "undefined"
         self._coalesced: list[Operation] | None = None
@@ -79,7 +79,7 @@ class TuttiGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.AllreduceOptions()
-        (tensor,) = self._only(tensors, "all_reduce")
+        (tensor,) = self._check.only(tensors, "all_reduce")
         flats, found = self._reducible(tensor, opts)
         (flat,) = flats.inout(tensor)
         return self._ask(flats, self._reduced(self._collectives.all_reduce(flat, found), flat, found, tensor), opts)
@@ -99,7 +99,7 @@ class TuttiGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.ReduceOptions()
-        (tensor,) = self._only(tensors, "reduce")
+        (tensor,) = self._check.only(tensors, "reduce")
         flats, found = self._reducible(tensor, opts)
         (flat,) = flats.inout(tensor)
         steps = self._collectives.reduce(flat, found, opts.rootRank)
@@ -107,13 +107,11 @@ class TuttiGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.ReduceScatterOptions()
-        (output,), (tensors,) = self._only(outputs, "reduce_scatter"), self._only(inputs, "reduce_scatter")
+        (output,), (tensors,) = self._check.only(outputs, "reduce_scatter"), self._check.only(inputs, "reduce_scatter")
         flats, found = self._reducible(output, opts)
-        parts = flats.inputs(*self._one_each(tensors, "reduce_scatter"))
+        parts = flats.inputs(*self._check.one_each(tensors, "reduce_scatter"))
         (mine,) = flats.outputs(output)
-        cut = gloo_order.blocks(mine.numel(), mine.itemsize, self.size())  # Each part is a reduction of its own.
-        runs = [(block, part.start, part.stop) for block, part in enumerate(cut)]
-        steps = self._collectives.reduce_scatter(mine, parts, found, runs)
+        steps = self._collectives.reduce_parts(mine, parts, found)
         return self._ask(flats, self._reduced(steps, mine, found, output), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
@@ -126,16 +124,9 @@ class TuttiGroup(dist.ProcessGroup):
         flats, found = self._reducible(outputs[0], opts)
         steps = []
         for output, whole in zip(outputs, inputs, strict=True):
-            self._check_sizes("reduce_scatter_tensor", whole, output)
+            self._check.sizes("reduce_scatter_tensor", whole, output)
             (flat,), (mine,) = flats.inputs(whole), flats.outputs(output)
-            start, numel = self.rank() * mine.numel(), mine.numel()
-            cut = gloo_order.blocks(flat.numel(), flat.itemsize, self.size())  # The whole is one reduction.
-            runs = [
-                (block, first - start, last - start)
-                for block, first, last in gloo_order.runs(cut, start, start + numel)
-            ]
-            parts = list(flat.split(numel)) if numel else [flat] * self.size()
-            made = self._collectives.reduce_scatter(mine, parts, found, runs)
+            made = self._collectives.reduce_scatter(mine, flat, found)
             steps.append(self._reduced(made, mine, found, output))
         return self._ask(flats, _one_by_one(steps), opts)
 
@@ -147,10 +138,10 @@ class TuttiGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.AllgatherOptions()
-        (everyones,), (tensor,) = self._only(outputs, "all_gather"), self._only(inputs, "all_gather")
+        (everyones,), (tensor,) = self._check.only(outputs, "all_gather"), self._check.only(inputs, "all_gather")
         flats = Flats()
         (mine,) = flats.inputs(tensor)
-        gathered = flats.outputs(*self._one_each(everyones, "all_gather", like=tensor))
+        gathered = flats.outputs(*self._check.one_each(everyones, "all_gather", like=tensor))
         return self._ask(flats, self._collectives.all_gather(gathered, mine), opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
@@ -158,7 +149,7 @@ class TuttiGroup(dist.ProcessGroup):
         flats, steps = Flats(), []
         for number, tensor in enumerate(inputs):
             (mine,) = flats.inputs(tensor)
-            everyones = self._one_each([each[number] for each in outputs], "all_gather", like=tensor)
+            everyones = self._check.one_each([each[number] for each in outputs], "all_gather", like=tensor)
             steps.append(self._collectives.all_gather(flats.outputs(*everyones), mine))
         return self._ask(flats, _one_by_one(steps), opts)
 
@@ -169,7 +160,7 @@ class TuttiGroup(dist.ProcessGroup):
         opts = opts or c10d.AllgatherOptions()
         flats, steps = Flats(), []
         for whole, tensor in zip(outputs, inputs, strict=True):
-            self._check_sizes("all_gather_into_tensor", whole, tensor)
+            self._check.sizes("all_gather_into_tensor", whole, tensor)
             (mine,), (flat,) = flats.inputs(tensor), flats.outputs(whole)
             parts = list(flat.split(mine.numel())) if mine.numel() else [flat] * self.size()
             steps.append(self._collectives.all_gather(parts, mine))
@@ -177,36 +168,36 @@ class TuttiGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.BroadcastOptions()
-        (tensor,) = self._only(tensors, "broadcast")
+        (tensor,) = self._check.only(tensors, "broadcast")
         flats = Flats()
         (flat,) = flats.inout(tensor)
         return self._ask(flats, self._collectives.broadcast(flat, opts.rootRank), opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.GatherOptions()
-        (tensor,) = self._only(inputs, "gather")
+        (tensor,) = self._check.only(inputs, "gather")
         flats, everyones = Flats(), None
         (mine,) = flats.inputs(tensor)
         if self.rank() == opts.rootRank:
-            (tensors,) = self._only(outputs, "gather")
-            everyones = flats.outputs(*self._one_each(tensors, "gather", like=tensor))
+            (tensors,) = self._check.only(outputs, "gather")
+            everyones = flats.outputs(*self._check.one_each(tensors, "gather", like=tensor))
         return self._ask(flats, self._collectives.gather(everyones, mine, opts.rootRank), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.ScatterOptions()
-        (tensor,) = self._only(outputs, "scatter")
+        (tensor,) = self._check.only(outputs, "scatter")
         flats, parts = Flats(), None
         if self.rank() == opts.rootRank:
-            (tensors,) = self._only(inputs, "scatter")
-            parts = flats.inputs(*self._one_each(tensors, "scatter", like=tensor))
+            (tensors,) = self._check.only(inputs, "scatter")
+            parts = flats.inputs(*self._check.one_each(tensors, "scatter", like=tensor))
         (mine,) = flats.outputs(tensor)
         return self._ask(flats, self._collectives.scatter(mine, parts, opts.rootRank), opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.AllToAllOptions()
         flats = Flats()
-        sent = flats.inputs(*self._one_each(inputs, "all_to_all"))
-        received = flats.outputs(*self._one_each(outputs, "all_to_all"))
+        sent = flats.inputs(*self._check.one_each(inputs, "all_to_all"))
+        received = flats.outputs(*self._check.one_each(outputs, "all_to_all"))
         return self._ask(flats, self._collectives.all_to_all(received, sent), opts)
 
     def all_to_all_single(
@@ -221,8 +212,8 @@ class TuttiGroup(dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         flats = Flats()
         (whole,), (room,) = flats.inputs(input), flats.outputs(output)
-        sent = self._split(whole, input, input_splits, "input")
-        received = self._split(room, output, output_splits, "output")
+        sent = self._check.split(whole, input, input_splits, "input")
+        received = self._check.split(room, output, output_splits, "output")
         return self._ask(flats, self._collectives.all_to_all(received, sent), opts)
 
     def barrier(self, opts: Any = None, **given: Any) -> Operation:
@@ -231,7 +222,7 @@ class TuttiGroup(dist.ProcessGroup):
     # Messages
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Operation:
-        (tensor,) = self._only(tensors, "send")
+        (tensor,) = self._check.only(tensors, "send")
         flats = Flats()
         (flat,) = flats.inputs(tensor)
 
@@ -241,7 +232,7 @@ class TuttiGroup(dist.ProcessGroup):
         return self._tell(flats, steps())
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Operation:
-        (tensor,) = self._only(tensors, "recv")
+        (tensor,) = self._check.only(tensors, "recv")
         flats = Flats()
         (flat,) = flats.outputs(tensor)
         operation = Operation(self._me, [tensor])
@@ -292,55 +283,6 @@ class TuttiGroup(dist.ProcessGroup):
 
     def _reducible(self, tensor: Tensor, opts: Any) -> tuple[Flats, Operator]:
         return Flats(), operator(opts.reduceOp, tensor.dtype, self._me)
-
-    def _only(self, given: Any, what: str) -> list[Any]:
-        """The one tensor, or list of them, for the one device that a rank has."""
-        if isinstance(given, Tensor):
-            return [given]
-        if len(given) != 1:
-            raise ConfigError(
-                f"rank {self._me}: {what} in backend 'tutti' takes one tensor a rank, or one list of them, as Gloo does; "
-                f"got {len(given)}."
-            )
-        return list(given)
-
-    def _one_each(self, tensors: Sequence[Tensor], what: str, like: Tensor | None = None) -> Sequence[Tensor]:
-        if len(tensors) != self.size():
-            raise ConfigError(
-                f"rank {self._me}: {what} needs a tensor for each of {self.size()} ranks, got {len(tensors)}."
-            )
-        for rank, tensor in enumerate(tensors):
-            if like is not None and (tensor.numel() != like.numel() or tensor.dtype != like.dtype):
-                raise ConfigError(
-                    f"rank {self._me}: {what} needs tensors of one length and dtype, {like.numel()} × {like.dtype}; "
-                    f"that for rank {rank} is {tensor.numel()} × {tensor.dtype}."
-                )
-        return tensors
-
-    def _check_sizes(self, what: str, whole: Tensor, part: Tensor) -> None:
-        if whole.numel() != self.size() * part.numel() or whole.dtype != part.dtype:
-            raise ConfigError(
-                f"rank {self._me}: {what} on {self.size()} ranks needs the large tensor to be {self.size()} times the "
-                f"small one, of the same dtype, got {whole.numel()} × {whole.dtype} and {part.numel()} × {part.dtype}."
-            )
-
-    def _split(self, flat: Tensor, tensor: Tensor, sizes: Sequence[int] | None, which: str) -> list[Tensor]:
-        """A part for each rank, of so many rows of `tensor`, or all alike."""
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if not sizes:
-            if rows % self.size():
-                raise ConfigError(
-                    f"rank {self._me}: all_to_all_single cannot split {rows} rows of its {which} among {self.size()} "
-                    f"ranks evenly; give {which}_split_sizes."
-                )
-            sizes = [rows // self.size()] * self.size()
-        if len(sizes) != self.size() or sum(sizes) != rows:
-            raise ConfigError(
-                f"rank {self._me}: {which}_split_sizes must be {self.size()} numbers that add up to {rows}, got "
-                f"{list(sizes)}."
-            )
-        width = flat.numel() // rows if rows else 0
-        return list(flat.split([width * number for number in sizes]))
 
 
 def _one_by_one(steps: list[Steps]) -> Steps:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.backend.by_message import ByMessage
-from tutti.backend.collectives import Collectives, Run
+from tutti.backend.collectives import Collectives, Run, own_runs, whole_runs
 from tutti.backend.operators import Operator
 from tutti.collectives import gloo_order
 from tutti.collectives.steps import parts as even_parts
@@ -20,7 +20,10 @@ _ROOM_BYTES = 4 * 2**20
 _SHARED_BYTES = 64 * 2**10
 """From here on ranks share the work of a sum; below, each makes all of it, which saves a meeting."""
 
-_NAMES = ("all-reduce", "reduce", "reduce-scatter", "all-gather", "broadcast", "gather", "scatter", "barrier")
+_NAMES = (
+    "all-reduce", "reduce", "reduce-scatter", "reduce-scatter of parts", "all-gather", "broadcast", "gather", "scatter",
+    "barrier",
+)  # fmt: skip
 
 
 class InMemory(Collectives):
@@ -69,14 +72,22 @@ class InMemory(Collectives):
                 self._fold(piece, 0, operator, _runs(cut, start, start + len(piece), start))
             rounds.end()
 
-    def reduce_scatter(self, mine: Tensor, parts: list[Tensor], operator: Operator, runs: list[Run]) -> Steps:
+    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: Operator) -> Steps:
+        numel = mine.numel()
+        parts = [flat[rank * numel : (rank + 1) * numel] for rank in range(self._size)]
+        return self._reduce_own("reduce-scatter", mine, parts, operator, own_runs(flat, numel, self._rank, self._size))
+
+    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: Operator) -> Steps:
+        return self._reduce_own("reduce-scatter of parts", mine, parts, operator, whole_runs(mine, self._size))
+
+    def _reduce_own(self, name: str, mine: Tensor, parts: list[Tensor], operator: Operator, runs: list[Run]) -> Steps:
         rounds, width = self._rounds, self._rounds.room // mine.itemsize // self._size
         for start, piece in self._pieces(mine, width):
             yield rounds.begin()
             box = rounds.boxes(mine.dtype)[self._rank]
             for rank, part in enumerate(parts):
                 box[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
-            yield rounds.shown("reduce-scatter", mine.numel(), mine.dtype)
+            yield rounds.shown(name, mine.numel(), mine.dtype)
             at = self._rank * width
             here = [
                 (block, max(first, start) - start + at, min(last, start + len(piece)) - start + at)

@@ -2,14 +2,16 @@
 
 import threading
 from abc import ABC, abstractmethod
+from functools import partial
 from queue import SimpleQueue
+from weakref import WeakSet
 
 import torch
 
 from tutti.backend.work import Operation
 from tutti.errors import ConfigError, RankLost
 from tutti.transports.background import take
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Prompt, Steps, Transport
 
 
 class Lane(ABC):
@@ -36,9 +38,13 @@ def _told(operation: Operation, steps: Steps) -> Steps:
         operation.conclude(error)
         raise
     except GeneratorExit:
-        operation.conclude(RankLost("this process group was closed with a message still under way."))
+        operation.conclude(_closed())
         raise
     operation.conclude()
+
+
+def _closed() -> RankLost:
+    return RankLost("this process group was destroyed with a message still under way.")
 
 
 class RealLane(Lane):
@@ -48,13 +54,16 @@ class RealLane(Lane):
     """
 
     def __init__(self, messages: Transport, name: str) -> None:
-        self._messages, self._name = messages, name
+        self._send = messages.promptly if isinstance(messages, Prompt) else partial(messages.beside, patiently=True)
+        self._name = name
         self._queue: SimpleQueue[tuple[Operation, Steps] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # Held by who takes steps.
         self._num_pending = 0
         self._failure: Exception | None = None
+        self._closed = False
+        self._underway: WeakSet[Operation] = WeakSet()  # Of messages.
 
     def collective(self, operation: Operation, steps: Steps, here: bool) -> None:
         with self._lock:
@@ -75,21 +84,24 @@ class RealLane(Lane):
                 self._turn.release()
 
     def message(self, operation: Operation, steps: Steps) -> None:
-        self._messages.beside(_told(operation, steps), patiently=True)
+        self._send(_told(operation, steps))
+        self._underway.add(operation)
 
     def close(self) -> None:
         with self._lock:
-            closed = isinstance(self._failure, ConfigError)
             self._failure = ConfigError(f"{self._name}: this process group was destroyed.")
-            if not closed:
+            if not self._closed:
+                self._closed = True
                 self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        for operation in list(self._underway):  # Steps that were never begun tell nobody.
+            operation.conclude(_closed())
 
     def _start_thread(self) -> None:
         if self._thread is None:
-            work = self._work, (torch.get_num_threads(),)
-            self._thread = threading.Thread(target=work[0], args=work[1], name=self._name, daemon=True)
+            with_threads = (torch.get_num_threads(),)
+            self._thread = threading.Thread(target=self._work, args=with_threads, name=self._name, daemon=True)
             self._thread.start()
 
     def _work(self, num_threads: int) -> None:

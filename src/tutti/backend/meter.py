@@ -56,13 +56,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def start(transport: Transport) -> None:
     """From now on, this thread's time passes as its operators run. Once is enough."""
-    if getattr(_here, "meter", None) is None:
+    if getattr(_here, "meter", None) is None and not getattr(_here, "stopped", False):
         _here.meter = Meter(transport)
         _here.meter.__enter__()
 
 
 def stop() -> None:
-    """Somebody else lets this thread's time pass."""
+    """From now on, somebody else lets this thread's time pass."""
+    _here.stopped = True
     if (meter := getattr(_here, "meter", None)) is not None:
         _here.meter = None
         meter.__exit__(None, None, None)

@@ -19,8 +19,8 @@ from tutti.launch import init
 from tutti.launch.link import Link
 
 BACKENDS = ("gloo", "tutti")
-SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20)
-"""Of the operations that are timed alone, in bytes."""
+SIZES, LAB_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20), (4, 4 * 2**10, 256 * 2**10)
+"""Of the operations that are timed alone, in bytes: on one host, and over links that are slow."""
 
 _WARM_UP = 4
 
@@ -31,6 +31,7 @@ class Request:
 
     models: tuple[str, ...]
     rounds: int
+    sizes: tuple[int, ...] = SIZES
     round_s: float = 0.1
 
 
@@ -44,8 +45,8 @@ def measure(request: Request) -> list[dict[str, Any]]:
         jobs: list[tuple[str, str, Callable[[Any], Callable[[], Any]]]] = []
         for model in request.models:
             case = make_case(model, world.size)
-            jobs += [("DDP", model, partial(_ddp, case)), ("FSDP2", model, partial(_fsdp, case))]
-        for size in SIZES:
+            jobs += [(way, model, partial(_stepper, case, way)) for way in WAYS]
+        for size in request.sizes:
             jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
         for name, subject, make in jobs:
             link.progress(doing=f"{name} {subject}")
@@ -58,13 +59,12 @@ def measure(request: Request) -> list[dict[str, Any]]:
     return rows
 
 
-def _ddp(case: Case, group: Any) -> Callable[[], None]:
-    model = copy.deepcopy(case.model)
-    return stepper(DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True), case)[0]
+def _stepper(case: Case, way: str, group: Any) -> Callable[[], None]:
+    return stepper(WAYS[way](copy.deepcopy(case.model), group), case)[0]
 
 
-def _fsdp(case: Case, group: Any) -> Callable[[], None]:
-    return stepper(shard(copy.deepcopy(case.model), group), case)[0]
+def _ddp(model: nn.Module, group: Any) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
 def shard(model: nn.Module, group: Any) -> nn.Module:
@@ -126,3 +126,5 @@ OPERATIONS: dict[str, Callable[[int, Any], Callable[[], None]]] = {
     "broadcast": _broadcast,
     "send and back": _to_and_fro,
 }
+
+WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {"DDP": _ddp, "FSDP2": shard}

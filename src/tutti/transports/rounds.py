@@ -1,8 +1,8 @@
 """Rounds of exchange between the ranks of one host: everyone shows something, and everyone reads what it needs.
 
 Each rank has a box in shared memory, in two halves. In every round it fills one half, says so, and waits until all
-have; then it reads. It comes back to the same half two rounds later, when all have read it: so a round needs one meeting
-of all ranks, or two if what they made of it is to be read as well.
+have; then it reads. It comes back to the same half two rounds later, when all have read it: so a round needs one
+meeting of all ranks, or two if what they made of it is to be read as well.
 """
 
 import time
