@@ -1,11 +1,13 @@
 """Train PyTorch models on many processes and machines, over any network, with any strategy."""
 
+from tutti import backend
 from tutti.cluster import Cluster, Link
 from tutti.errors import TuttiError
 from tutti.job import Job, distribute, measure_link, sync_batchnorm
 from tutti.launch import init, launch
 from tutti.launch.lab import lab
 from tutti.launch.simulate import Simulation, simulate
+from tutti.launch.torch_groups import open_group
 from tutti.plan import Profile
 from tutti.plan.measure import profile
 from tutti.shard import shard
@@ -27,6 +29,8 @@ from tutti.strategies import (
     StalenessAware,
 )
 from tutti.world import World, world
+
+backend.register(open_group)
 
 __all__ = [
     "BSP",

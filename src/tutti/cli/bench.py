@@ -19,6 +19,7 @@ from tutti.bench import fidelity as fidelity_bench
 from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
+from tutti.cli.backend import backend
 from tutti.cli.bench_auto import auto
 from tutti.cli.bench_plan import plan
 from tutti.cli.json_file import check_writable, write_json
@@ -48,6 +49,7 @@ app.command("strategies")(strategies)
 app.command("plan")(plan)
 app.command("auto")(auto)
 app.command("overlap")(overlap)
+app.command("backend")(backend)
 
 
 @app.command("step")
