@@ -8,6 +8,7 @@ from tutti.launch import init, launch
 from tutti.launch.lab import lab
 from tutti.launch.simulate import Simulation, simulate
 from tutti.launch.torch_groups import open_group
+from tutti.parallel import Mesh, Pipeline, tensor_plan
 from tutti.plan import Profile
 from tutti.plan.measure import profile
 from tutti.shard import shard
@@ -46,8 +47,10 @@ __all__ = [
     "Graph",
     "Job",
     "Link",
+    "Mesh",
     "ParameterServer",
     "PeerUpdates",
+    "Pipeline",
     "Poseidon",
     "Profile",
     "Simulation",
@@ -64,5 +67,6 @@ __all__ = [
     "shard",
     "simulate",
     "sync_batchnorm",
+    "tensor_plan",
     "world",
 ]

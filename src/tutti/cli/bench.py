@@ -21,6 +21,7 @@ from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.cli.backend import backend
 from tutti.cli.bench_auto import auto
+from tutti.cli.bench_pipeline import pipeline
 from tutti.cli.bench_plan import plan
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.overlap import overlap
@@ -50,6 +51,7 @@ app.command("plan")(plan)
 app.command("auto")(auto)
 app.command("overlap")(overlap)
 app.command("backend")(backend)
+app.command("pipeline")(pipeline)
 
 
 @app.command("step")
