@@ -2,6 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
+from functools import partial
 from queue import SimpleQueue
 from weakref import WeakSet
 
@@ -10,7 +11,7 @@ import torch
 from tutti.backend.work import Operation
 from tutti.errors import ConfigError, RankLost
 from tutti.transports.background import take
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Prompt, Steps, Transport
 
 
 class Lane(ABC):
@@ -53,7 +54,8 @@ class RealLane(Lane):
     """
 
     def __init__(self, messages: Transport, name: str) -> None:
-        self._messages, self._name = messages, name
+        self._send = messages.promptly if isinstance(messages, Prompt) else partial(messages.beside, patiently=True)
+        self._name = name
         self._queue: SimpleQueue[tuple[Operation, Steps] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -82,7 +84,7 @@ class RealLane(Lane):
                 self._turn.release()
 
     def message(self, operation: Operation, steps: Steps) -> None:
-        self._messages.beside(_told(operation, steps), patiently=True)
+        self._send(_told(operation, steps))
         self._underway.add(operation)
 
     def close(self) -> None:

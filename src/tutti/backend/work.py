@@ -20,7 +20,11 @@ class Operation(dist.Work):
     def __init__(self, rank: int, outputs: list[Tensor]) -> None:
         super().__init__()
         self._rank, self._outputs = rank, outputs
-        self._over = threading.Event()
+        self._over = False
+        self._gate = (
+            threading.Lock()
+        )  # Whoever waits comes through it when this is over. An Event takes longer to make.
+        self._gate.acquire()
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._future: Future[list[Tensor]] | None = None
@@ -41,16 +45,16 @@ class Operation(dist.Work):
 
     def finish(self) -> None:
         """See to it that it is over, if that is for whoever waits to do."""
-        if not self._over.is_set() and self._finish is not None:
+        if not self._over and self._finish is not None:
             self._finish()
 
     def conclude(self, error: Exception | None = None) -> None:
         """It is over, for the first time it is said. From any thread."""
         with self._lock:
-            if self._over.is_set():
+            if self._over:
                 return
-            self._error = error
-            self._over.set()
+            self._error, self._over = error, True
+            self._gate.release()
         if self._future is not None:
             self._tell(self._future)
 
@@ -58,7 +62,7 @@ class Operation(dist.Work):
         """Return when it is over; raise what went wrong, or `DeadlineExceeded` after `timeout`, if one is given."""
         self.finish()
         seconds = timeout.total_seconds()
-        if not self._over.wait(seconds if seconds > 0 else None):
+        if not self._over and not self._pass(seconds if seconds > 0 else -1):
             raise DeadlineExceeded(
                 f"rank {self._rank}: waited {seconds:g} s for an operation of torch.distributed. It goes on: wait "
                 "again, or give it longer."
@@ -67,13 +71,20 @@ class Operation(dist.Work):
             raise self._error
         return True
 
+    def _pass(self, seconds: float) -> bool:
+        """Wait until it is over, for ever if `seconds` are negative; whether it is."""
+        if not self._gate.acquire(timeout=seconds):
+            return False
+        self._gate.release()  # For the next.
+        return True
+
     def is_completed(self) -> bool:
-        if self._done is not None and not self._over.is_set() and self._done():
+        if self._done is not None and not self._over and self._done():
             self.finish()
-        return self._over.is_set()
+        return self._over
 
     def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
+        return self._over and self._error is None
 
     def exception(self) -> Exception | None:
         return self._error
@@ -93,7 +104,7 @@ class Operation(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         """A future of the tensors that this fills."""
         with self._lock:
-            future, over = self._future, self._over.is_set()
+            future, over = self._future, self._over
             if future is None:
                 future = self._future = Future()
                 new = True

@@ -19,8 +19,8 @@ from tutti.launch import init
 from tutti.launch.link import Link
 
 BACKENDS = ("gloo", "tutti")
-SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20)
-"""Of the operations that are timed alone, in bytes."""
+SIZES, LAB_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20), (4, 4 * 2**10, 256 * 2**10)
+"""Of the operations that are timed alone, in bytes: on one host, and over links that are slow."""
 
 _WARM_UP = 4
 
@@ -31,6 +31,7 @@ class Request:
 
     models: tuple[str, ...]
     rounds: int
+    sizes: tuple[int, ...] = SIZES
     round_s: float = 0.1
 
 
@@ -45,7 +46,7 @@ def measure(request: Request) -> list[dict[str, Any]]:
         for model in request.models:
             case = make_case(model, world.size)
             jobs += [(way, model, partial(_stepper, case, way)) for way in WAYS]
-        for size in SIZES:
+        for size in request.sizes:
             jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
         for name, subject, make in jobs:
             link.progress(doing=f"{name} {subject}")
