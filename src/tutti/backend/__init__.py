@@ -3,9 +3,11 @@
 DDP, FSDP2, DTensor and pipelining run on it unchanged. Importing `tutti` is enough to have it.
 """
 
+import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -35,9 +37,19 @@ class Opened:
 def register(open_group: Callable[[Any], Opened]) -> None:
     """Let torch.distributed make groups of Tutti's. `open_group` is given torch's options of a group, on every rank."""
 
-    def create(options: Any, _: Any) -> TuttiGroup:
-        return group_over(open_group(options))
+    groups: WeakSet[TuttiGroup] = WeakSet()
 
+    def create(options: Any, _: Any) -> TuttiGroup:
+        group = group_over(open_group(options))
+        groups.add(group)
+        return group
+
+    def close() -> None:
+        """Before Python ends: threads that are still in torch then would make it abort the process."""
+        for group in list(groups):
+            group.shutdown()
+
+    atexit.register(close)
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
