@@ -1,5 +1,6 @@
 """A model on a mesh: what of it this rank has, and how to have it whole again."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -147,7 +148,8 @@ def _row(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
 
 
 def _draw_alike(group: Any) -> None:
-    """Have the ranks along `tensor` draw the same numbers, for dropout, say."""
+    """Have the ranks along `tensor` draw the same numbers, for dropout, say: DTensor sees to that on GPUs only."""
+    warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support on cpu")
     state = torch.get_rng_state()
     broadcast(state, 0, group)
     torch.set_rng_state(state)
