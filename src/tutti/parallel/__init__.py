@@ -1,0 +1,1 @@
+"""Training that splits the model, and not only the data."""
