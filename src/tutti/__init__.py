@@ -6,6 +6,7 @@ from tutti.job import Job, distribute, measure_link, sync_batchnorm
 from tutti.launch import init, launch
 from tutti.launch.lab import lab
 from tutti.launch.simulate import Simulation, simulate
+from tutti.parallel.branch import Branches
 from tutti.plan import Profile
 from tutti.plan.measure import profile
 from tutti.shard import shard
@@ -36,6 +37,7 @@ __all__ = [
     "Auto",
     "Averaging",
     "BlockMomentum",
+    "Branches",
     "Cluster",
     "DiLoCo",
     "Gossip",

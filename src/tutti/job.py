@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, PULL, EventLog
+from tutti.parallel.branch import Branches
 from tutti.plan.auto import AutoExchange
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
@@ -303,6 +304,11 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
         )
     if getattr(model, _MARK, None) is not None:
         mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
+    if any(isinstance(module, Branches) for module in model.modules()) and not isinstance(strategy, AllReduce):
+        mistakes.append(
+            f"a model with Branches needs the gradients of all ranks in every step, which {strategy} does not give it: "
+            "use tutti.AllReduce(...)."
+        )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         mistakes.append("the model has no trainable parameter: nothing to distribute.")

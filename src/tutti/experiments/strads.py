@@ -66,7 +66,7 @@ class Plan:
     passes: float = 10
     workers: int = 2
     """Real ones."""
-    transports: tuple[str, ...] = ("shared_memory", "sockets")
+    transports: tuple[str, ...] = ("shared_memory", "process_group")
     repeats: int = 3
     simulated: int = 8
 

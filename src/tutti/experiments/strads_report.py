@@ -31,10 +31,10 @@ is committed (*pull*). Here with [`tutti.parallel.scheduler`](../../strads.md): 
 `tutti reproduce strads` does it again.
 
 - **Lasso**: {lasso["samples"]} samples, {lasso["features"]} features, of which {lasso["relevant"]} count. Half of the
-  features have a correlation of 0.9 with the one before. λ is σ √(2 ln J) = {result["penalty"]:.2f}, whatever comes of it.
-  Samples are spread over workers; a round updates 32 coefficients.
-- **Matrix factorisation**: {matrix["rows"]} by {matrix["columns"]}, {matrix["entries"]} known entries, many of popular rows and
-  columns; factors of rank {matrix["rank"]}, λ = {matrix["penalty"]:g}. A round finds 64 rows of either factor.
+  features have a correlation of 0.9 with the one before. λ is σ √(2 ln J) = {result["penalty"]:.2f}, whatever comes of
+  it. Samples are spread over workers; a round updates 32 coefficients.
+- **Matrix factorisation**: {matrix["rows"]} by {matrix["columns"]}, {matrix["entries"]} known entries, many of popular
+  rows and columns; factors of rank {matrix["rank"]}, λ = {matrix["penalty"]:g}. A round finds 64 rows of either factor.
 
 All orders look at the same number of candidates and refuse the same dependences. All run for as many rounds, in which
 {plan["passes"]:g} passes over all blocks could be made if none were refused. Seconds are those of rounds, scheduling
@@ -99,8 +99,8 @@ def _loads(result: dict[str, Any]) -> str:
     lines = [
         "## Who does what\n",
         "Rows of the matrix are given to workers by how much work they are, and by how fast workers were of late.\n"
-        f"Virtual time of the same rounds on {result['plan']['simulated']} simulated workers, a hundred times slower, so\n"
-        "that computing is what counts:\n",
+        f"Virtual time of the same rounds on {result['plan']['simulated']} simulated workers, a hundred times slower,\n"
+        "so that computing is what counts:\n",
         "| workers | by work and pace | by number, and pace |",
         "| --- | ---: | ---: |",
     ]
@@ -114,10 +114,10 @@ def _loads(result: dict[str, Any]) -> str:
 def _assumed(result: dict[str, Any]) -> str:
     return f"""## What is assumed
 
-Simulated workers compute {result["flops"]:.0e} operations a second, and each is on a host of its own with
-{result["link"]}. An update of a coefficient is four operations for every sample, of a row of a factor 2 K² for every entry
-and K³; a draw takes two for every block, and a comparison of two candidates 8. Python's own time is not in it: in real
-runs it is most of a round.
+Simulated workers compute {result["flops"]:.0e} operations a second, each on a host of its own with {result["link"]}.
+An update of a coefficient is four operations for every sample, of a row of a factor 2 K² for every entry and K³; a draw
+takes two for every block, and a comparison of two candidates 8. Python's own time is not in it: in real runs it is most
+of a round.
 """
 
 
@@ -130,7 +130,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _place(row: dict[str, Any]) -> str:
-    where = row["where"].replace("_", " ")
+    where = {"shared_memory": "shared memory", "process_group": "sockets"}.get(row["where"], row["where"])
     return f"{row['workers']} simulated" if where == "simulated" else f"{row['workers']} processes, {where}"
 
 
