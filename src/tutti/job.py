@@ -45,6 +45,8 @@ class Metrics:
     """Under gossip: how fast what ranks have comes together, from 0 to 1."""
     planned: Planned | None = None
     """Under `Auto`: what it chose, what a step should take, and what it takes."""
+    skipped: float = 0.0
+    """Under `AllReduce(skip_converged=...)`: the part of all gradients that was not exchanged."""
 
     @property
     def waiting_share(self) -> float:
@@ -127,6 +129,7 @@ class Job:
             version=self._exchange.version,
             spectral_gap=self._exchange.spectral_gap,
             planned=self._exchange.planned,
+            skipped=self._exchange.skipped,
         )
 
     @property
