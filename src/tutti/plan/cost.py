@@ -148,7 +148,7 @@ def is_exact(strategy: Strategy) -> bool:
     """Whether replicas do what one would do with all their samples, but for the last bits of sums."""
     strategy = _meant(strategy)
     if isinstance(strategy, AllReduce):
-        return strategy.codec is None
+        return strategy.codec is None and strategy.skip_converged is None
     if isinstance(strategy, ParameterServer):
         return strategy.codec is None and strategy.consistency == BSP()
     return isinstance(strategy, Poseidon)

@@ -99,6 +99,11 @@ class Exchange(ABC):
         return None
 
     @property
+    def skipped(self) -> float:
+        """The part of all gradients that was left out, since their parameters had stopped moving."""
+        return 0.0
+
+    @property
     def leads(self) -> bool:
         """Whether this rank is the first of those that are left."""
         return self.transport.rank == 0

@@ -117,9 +117,7 @@ def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
     replicas = next((each for each in ordered if each.mesh.data == each.mesh.size), None)
     spent = f"a step takes {format_time(best.step_s)}"
     if best is replicas:
-        return (
-            f"Do not split the model: with replicas alone ({in_words(best.mesh)}) {spent}, and none is much faster."
-        )
+        return f"Do not split the model: with replicas alone ({in_words(best.mesh)}) {spent}, and none is much faster."
     first = f"Use {in_words(best.mesh)}: {spent}"
     if replicas is None or best.mesh.size == 1:
         return f"{first}."
