@@ -9,6 +9,7 @@ from tutti.launch.lab import lab
 from tutti.launch.simulate import Simulation, simulate
 from tutti.launch.torch_groups import open_group
 from tutti.parallel import Mesh, Pipeline, tensor_plan
+from tutti.parallel.branch import Branches
 from tutti.plan import Profile
 from tutti.plan.measure import profile
 from tutti.shard import shard
@@ -41,6 +42,7 @@ __all__ = [
     "Auto",
     "Averaging",
     "BlockMomentum",
+    "Branches",
     "Cluster",
     "DiLoCo",
     "Gossip",

@@ -14,6 +14,7 @@ from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, PULL, EventLog
 from tutti.parallel import Mesh
 from tutti.parallel.arrangement import Arrangement, mistakes_on_mesh
+from tutti.parallel.branch import Branches
 from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.plan.auto import AutoExchange
 from tutti.replica import HookedReplica
@@ -47,6 +48,8 @@ class Metrics:
     """Under gossip: how fast what ranks have comes together, from 0 to 1."""
     planned: Planned | None = None
     """Under `Auto`: what it chose, what a step should take, and what it takes."""
+    skipped: float = 0.0
+    """Under `AllReduce(skip_converged=...)`: the part of all gradients that was not exchanged."""
 
     @property
     def waiting_share(self) -> float:
@@ -158,6 +161,7 @@ class Job:
             version=self._exchange.version,
             spectral_gap=self._exchange.spectral_gap,
             planned=self._exchange.planned,
+            skipped=self._exchange.skipped,
         )
 
     @property
@@ -366,6 +370,11 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
         )
     if getattr(model, _MARK, None) is not None:
         mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
+    if any(isinstance(module, Branches) for module in model.modules()) and not isinstance(strategy, AllReduce):
+        mistakes.append(
+            f"a model with Branches needs the gradients of all ranks in every step, which {strategy} does not give it: "
+            "use tutti.AllReduce(...)."
+        )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         mistakes.append("the model has no trainable parameter: nothing to distribute.")

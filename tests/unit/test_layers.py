@@ -19,7 +19,7 @@ PUBLIC = {
     "Cluster", "Simulation", "simulate", "BSP", "SSP", "Async", "ParameterServer", "SoftSync", "StalenessAware",
     "Auto", "Averaging", "BlockMomentum", "DiLoCo",
     "AllReduce", "Job", "Link", "TuttiError", "World", "distribute", "init", "lab", "launch", "measure_link", "shard",
-    "sync_batchnorm", "world", "Gossip", "Graph", "PeerUpdates", "Poseidon", "Profile", "profile",
+    "sync_batchnorm", "world", "Gossip", "Graph", "PeerUpdates", "Poseidon", "Profile", "profile", "Branches",
     "Mesh", "Pipeline", "tensor_plan",
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ must.
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from math import ceil
 
 from torch import Tensor
 
@@ -59,13 +60,21 @@ def all_gather(flat: Tensor, transport: Transport) -> Steps:
 
 
 def ring_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """2 (P-1) (α + n/P β): the fewest bytes there can be, and many messages."""
-    return 2 * round_cost(num_ranks, num_bytes, link)
+    """2 (P-1) (α + n/P β): the fewest bytes there can be, and many messages.
+
+    With long blocks, 2 (P-1) n/P β + α: latencies pass while other chunks of a block are sent.
+    """
+    block = num_bytes / num_ranks
+    num_chunks = ceil(block / _CHUNK_BYTES)
+    if num_chunks <= 1:
+        return 2 * round_cost(num_ranks, num_bytes, link)
+    hop_s = max(block * link.seconds_per_byte, link.seconds(block / num_chunks))
+    return 2 * (num_ranks - 1) * hop_s + link.latency_s
 
 
 def ring_blocking_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
     """4 (P-1) (α + n/P β): a link is used in one direction at a time."""
-    return 2 * ring_cost(num_ranks, num_bytes, link)
+    return 4 * round_cost(num_ranks, num_bytes, link)
 
 
 def round_cost(num_ranks: int, num_bytes: float, link: Link) -> float:

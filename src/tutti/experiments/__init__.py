@@ -10,6 +10,7 @@ from tutti.experiments import (
     horovod_scaling,
     poseidon,
     staleness,
+    strads,
 )
 from tutti.experiments.setting import Setting
 
@@ -21,6 +22,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], str]] = {
     "horovod-scaling": horovod_scaling.reproduce,
     "poseidon": poseidon.reproduce,
     "staleness": staleness.reproduce,
+    "strads": strads.reproduce,
 }
 """By name: each does its work, puts figures and numbers into the setting's folder and returns a report in Markdown."""
 

@@ -108,6 +108,7 @@ def price(
     """
     toll_of = toll_of or formula_of(strategy)
     place = Place.of(workers + (strategy.num_serving if workers > 1 else 0), cluster)
+    place = replace(place, alone=profile.overhead.alone)
     own = slowed(profile, place.slowness)
     computing_s = own.forward_s + own.backward_s + own.step_s
     toll = toll_of(_meant(strategy), own, place) if workers > 1 else Toll(0.0, 0.0, num_exchanges=0.0)
@@ -147,7 +148,7 @@ def is_exact(strategy: Strategy) -> bool:
     """Whether replicas do what one would do with all their samples, but for the last bits of sums."""
     strategy = _meant(strategy)
     if isinstance(strategy, AllReduce):
-        return strategy.codec is None
+        return strategy.codec is None and strategy.skip_converged is None
     if isinstance(strategy, ParameterServer):
         return strategy.codec is None and strategy.consistency == BSP()
     return isinstance(strategy, Poseidon)

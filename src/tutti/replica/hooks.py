@@ -73,7 +73,7 @@ class HookedReplica(Replica):
         self._handles.clear()
         if self._catcher is not None:
             self._catcher.detach()
-        self._catcher, self.apart = None, frozenset()
+        self._catcher, self.apart, self.left_out = None, frozenset(), frozenset()
         self._draws.models.discard(self.model)
         for slot in self.slots:
             if slot.tensor.grad is slot.view:
@@ -109,6 +109,10 @@ class HookedReplica(Replica):
         def arrived(_: Tensor) -> None:
             slot, replica = slot_of(), replica_of()
             if slot is None or replica is None:
+                return
+            if slot.name in replica.left_out:
+                if replica.syncing:
+                    replica._advance()
                 return
             slot.touched = True
             if not replica.syncing:
@@ -253,6 +257,9 @@ class HookedReplica(Replica):
         for layer in self.factored:
             layer.slot.arrived = False
             layer.expect()
+        for slot in self.slots:
+            if slot.name in self.left_out:
+                slot.tensor.grad = None
         self._kept.clear()
         self._next = 0
         self._armed = False

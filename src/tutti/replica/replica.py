@@ -45,6 +45,8 @@ class Replica(ABC):
         self.buckets: list[Bucket] = []
         self.apart: frozenset[str] = frozenset()
         """Parameters whose gradients are in no bucket: their factors are exchanged."""
+        self.left_out: frozenset[str] = frozenset()
+        """Parameters that are not exchanged for the time being, and have no gradient after backward."""
         self.steps = 0
         self.pace: Pace | None = None
         """Of its computing, in virtual time."""
@@ -118,8 +120,19 @@ class Replica(ABC):
         """Have these parameters' gradients as factors from the next backward pass on, as all ranks say in this one."""
         self.apart = names
 
+    def leave_out(self, names: frozenset[str]) -> None:
+        """Exchange all but these from the next backward pass on, as all ranks say between two steps."""
+        if names != self.left_out:
+            self.left_out = names
+            for slot in self.slots:
+                if slot.name in names:
+                    slot.tensor.grad = None
+                    slot.touched = False
+                    slot.view = slot.tensor
+            self.arrange([slot.name for slot in self.slots])
+
     def _cut(self) -> None:
-        slots = [slot for slot in self.slots if slot.name not in self.apart]
+        slots = [slot for slot in self.slots if slot.name not in self.apart and slot.name not in self.left_out]
         self.buckets = cut((slots, self.statistics), self._memories, self._bucket_bytes)
         for slot in self.slots:
             if slot.name in self.apart and not self.sizes_only:

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tutti.codecs import Codec, print_codec
-from tutti.collectives import ALGORITHMS, choices
+from tutti.collectives import ALGORITHMS, choices, own_sums
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.state import share_buffers
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.coded import CodedMean
+from tutti.strategies.converged import Converged
 from tutti.strategies.means import CountedMean, DirectMean, Mean, SteppedMean
-from tutti.transports import AllReduces, Averages, HostsTransport, SharesMemory, Transport, Work
+from tutti.transports import Averages, HostsTransport, SharesMemory, Transport, Work
 from tutti.transports.base import Finished
 from tutti.transports.hosts import hosts_are_shared
 
@@ -35,12 +36,18 @@ class AllReduce(Strategy):
             costs less if it is larger.
         codec: how gradients are said in fewer bytes, such as `ErrorFeedback(OneBit())`; None says them exactly.
         exact_below: with a codec, gradients of fewer elements (biases, norms) are exact all the same.
+        skip_converged: leave out parameters that moved by less than this share of their length in a window of
+            `check_every` steps: for a window, then longer, looking again in between whether they move. Meanwhile they
+            have no gradient, and the optimiser leaves them and what it keeps of them alone. None leaves out nothing.
+        check_every: steps in such a window.
     """
 
     algorithm: Algorithm = "native"
     bucket_bytes: int = 4 * 2**20
     codec: Codec | None = None
     exact_below: int = 1024
+    skip_converged: float | None = None
+    check_every: int = 50
 
     def __post_init__(self) -> None:
         mistakes = []
@@ -54,6 +61,12 @@ class AllReduce(Strategy):
             mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
         if self.exact_below < 0:
             mistakes.append(f"exact_below must be 0 or more, got {self.exact_below}")
+        if self.skip_converged is not None and not 0 < self.skip_converged < 1:
+            mistakes.append(f"skip_converged must be above 0 and below 1, or None, got {self.skip_converged}")
+        if self.skip_converged is not None and self.codec is not None:
+            mistakes.append("skip_converged goes with exact gradients: a codec would still owe what it has left out")
+        if self.check_every < 1:
+            mistakes.append(f"check_every must be 1 or more, got {self.check_every}")
         if mistakes:
             raise ConfigError(f"AllReduce: {'; '.join(mistakes)}.")
 
@@ -68,7 +81,7 @@ class AllReduce(Strategy):
         default = type(self)(self.algorithm)
         options = [
             f"{key}={getattr(self, key)}"
-            for key in ("bucket_bytes", "exact_below")
+            for key in ("bucket_bytes", "exact_below", "skip_converged", "check_every")
             if getattr(self, key) != getattr(default, key)
         ]
         codec = "" if self.codec is None else f"+{print_codec(self.codec)}"
@@ -89,12 +102,17 @@ class AllReduceExchange(Exchange):
         self._weights_known: Work = Finished()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []
+        self._converged: Converged | None = None
+        self._num_elements = [0, 0]  # Of gradients so far: those left out, and all.
         if not alone:
             replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
+        if not alone and strategy.skip_converged is not None and not replica.sizes_only:
+            self._converged = Converged(replica.slots, strategy.skip_converged, strategy.check_every)
 
     def backward_started(self, weight: float) -> None:
         self._sent_before = self.transport.bytes_sent
-        self._weights_known = self._mean.begin(weight)
+        if self.replica.buckets:  # None are left if all parameters have converged.
+            self._weights_known = self._mean.begin(weight)
 
     def bucket_ready(self, bucket: Bucket) -> None:
         self._waiting.append(bucket)
@@ -128,7 +146,18 @@ class AllReduceExchange(Exchange):
         return None
 
     def after_step(self) -> None:
-        return None
+        if self._converged is None:
+            return
+        for slot in self.replica.slots:
+            self._num_elements[0] += slot.tensor.numel() * (slot.name in self.replica.left_out)
+            self._num_elements[1] += slot.tensor.numel()
+        if self._converged.stepped(self.transport):
+            self.replica.leave_out(self._converged.left_out)
+
+    @property
+    def skipped(self) -> float:
+        left_out, everything = self._num_elements
+        return left_out / everything if everything else 0.0
 
     def consensus(self) -> None:
         share_buffers(self.replica.model, self.transport)
@@ -140,10 +169,18 @@ class AllReduceExchange(Exchange):
         self.consensus()
 
     def state_dict(self) -> dict[str, Any]:
+        if self._converged is not None:
+            order = [slot.name for slot in self.replica.slots] if self.replica.arranged else None
+            return {"order": order, "converged": self._converged.state_dict()}
         return self._mean.state_dict() if isinstance(self._mean, CodedMean) else self._owed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if isinstance(self._mean, CodedMean) and state:
+        if self._converged is not None and state:
+            self._converged.load_state_dict(state["converged"])
+            if state["order"] is not None:
+                self.replica.arrange(state["order"])
+            self.replica.leave_out(self._converged.left_out)
+        elif isinstance(self._mean, CodedMean) and state:
             self._mean.load_state_dict(state)
         else:
             self._owed = state
@@ -171,6 +208,7 @@ def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, code
         return SteppedMean(transport, choices(transport).best)
     if algorithm == "native" and isinstance(transport, Averages):
         return DirectMean(transport)
-    if algorithm == "native" and isinstance(transport, AllReduces):
-        return CountedMean(transport, transport.all_reduce)
+    kind = "cpu" if replica.device_types <= {"cpu", "meta"} else "cuda"
+    if algorithm == "native" and (all_reduce := own_sums(transport, kind)) is not None:
+        return CountedMean(transport, all_reduce)
     return SteppedMean(transport, lambda num_bytes: ALGORITHMS[algorithm])

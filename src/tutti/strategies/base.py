@@ -21,6 +21,8 @@ class Planned:
     """What a step should take; None before there is a plan."""
     step_s: float | None
     """What a step takes, of late."""
+    settled: bool
+    """Whether nothing is being watched or tried out."""
 
 
 class Exchange(ABC):
@@ -95,6 +97,11 @@ class Exchange(ABC):
     def planned(self) -> Planned | None:
         """What is at work, where that is the planner's choice."""
         return None
+
+    @property
+    def skipped(self) -> float:
+        """The part of all gradients that was left out, since their parameters had stopped moving."""
+        return 0.0
 
     @property
     def leads(self) -> bool:

@@ -14,7 +14,9 @@ Options = dict[str, str]
 
 
 def _all_reduce(algorithm: Algorithm, options: Options, codec: Codec | None) -> Strategy:
-    return AllReduce(algorithm, codec=codec, **{key: int(number) for key, number in options.items()})
+    share = options.pop("skip_converged", None)
+    numbers = {key: int(number) for key, number in options.items()}
+    return AllReduce(algorithm, codec=codec, skip_converged=None if share is None else float(share), **numbers)
 
 
 STRATEGIES: dict[str, Callable[[Options, Codec | None], Strategy]] = {

@@ -1,0 +1,32 @@
+"""Of candidates, those that can be updated at once; and who updates which."""
+
+import heapq
+
+import numpy as np
+
+
+def independent(dependence: np.ndarray, limit: float, number: int) -> list[int]:
+    """Places of at most `number` candidates, no two of which depend on each other by more than `limit`.
+
+    The first candidates come first: who depends on one that was chosen stands back.
+    """
+    refused: set[int] = set()
+    firsts, seconds = np.triu(dependence > limit, 1).nonzero()  # By the first of each pair.
+    for first, second in zip(firsts.tolist(), seconds.tolist(), strict=True):
+        if first not in refused:
+            refused.add(second)
+    return [place for place in range(len(dependence)) if place not in refused][:number]
+
+
+def balanced(loads: list[float], paces: list[float]) -> list[list[int]]:
+    """Places of `loads`, by rank, so that ranks end at about the same time: the heaviest first, to whoever is free.
+
+    A rank of pace 2 takes twice as long for the same load as one of pace 1.
+    """
+    ends = [(0.0, rank) for rank in range(len(paces))]
+    shares: list[list[int]] = [[] for _ in paces]
+    for place in sorted(range(len(loads)), key=lambda place: -loads[place]):
+        end, rank = ends[0]
+        heapq.heapreplace(ends, (end + loads[place] * paces[rank], rank))
+        shares[rank].append(place)
+    return [sorted(share) for share in shares]
