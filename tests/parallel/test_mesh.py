@@ -19,6 +19,7 @@ from tutti.job import distribute, sync_batchnorm
 from tutti.launch import init
 from tutti.launch.simulate import simulate
 from tutti.parallel import Mesh, Pipeline
+from tutti.parallel.pipeline import wires
 from tutti.parallel.pipeline.settings import SCHEDULES
 from tutti.recipes.models import CharGPT, CifarQuick, mlp
 from tutti.strategies import AllReduce, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
@@ -148,6 +149,12 @@ def test_every_mesh_is_one_process(mesh: Mesh) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_one_process(schedule: Any) -> None:
     _assert_as_alone(_perceptron(), Mesh(pipe=2, pipeline=Pipeline(schedule=schedule)))
+
+
+@pytest.mark.parametrize("transport", ["process_group", "simulated"])
+def test_large_messages_move_while_ranks_compute(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "AT_ONCE_BYTES", 0)
+    _assert_as_alone(_perceptron(), PIPED, transport=transport, steps=5)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED], ids=["tensor", "pipe"])
