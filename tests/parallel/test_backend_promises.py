@@ -153,7 +153,7 @@ def test_a_message_that_nobody_sends_is_given_up_too(kind: str) -> None:
     def work(group: Any) -> None:
         if group.rank() == 0:
             receiving = group.recv([torch.ones(1)], 1)
-            with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s"):
+            with pytest.raises(DeadlineExceeded, match=r"waited 1 s"):
                 receiving.wait()
             group.send([torch.ones(1)], 1).wait()
             receiving.wait(timedelta(seconds=15))  # It was asked for all the time.
@@ -161,7 +161,7 @@ def test_a_message_that_nobody_sends_is_given_up_too(kind: str) -> None:
             group.recv([torch.ones(1)], 0).wait(timedelta(seconds=15))
             group.send([torch.ones(1)], 0).wait()
 
-    _all_well(on_ranks(GROUPS[kind], 2, work, timeout=timedelta(seconds=0.2)))
+    _all_well(on_ranks(GROUPS[kind], 2, work, timeout=timedelta(seconds=1)))
 
 
 @everywhere
