@@ -19,9 +19,9 @@ class Branches(nn.Module):
     """Independent branches of one model, on different ranks; every rank gets the outputs of all of them.
 
     `outputs = branches(a, b)` has an output for each branch, as if all had been computed here; all ranks call it, also
-    to evaluate. Branches may share weights, or be one module several times. Gradients are right once `tutti.distribute(model, optimizer)` has put
-    those of all ranks together, as it does in `loss.backward()`; what comes before and after the branches every rank
-    computes for itself.
+    to evaluate. Branches may share weights, or be one module several times. Gradients are right once
+    `tutti.distribute(model, optimizer)` has put those of all ranks together, as it does in `loss.backward()`; what
+    comes before and after the branches every rank computes for itself.
 
     The first branch is the first rank's, and so on, round after round if branches are more than ranks. Where ranks are
     more than branches, each group of as many ranks as branches has a replica of its own, and other data: `group`
