@@ -1,11 +1,14 @@
 """Train PyTorch models on many processes and machines, over any network, with any strategy."""
 
+from tutti import backend
 from tutti.cluster import Cluster, Link
 from tutti.errors import TuttiError
 from tutti.job import Job, distribute, measure_link, sync_batchnorm
 from tutti.launch import init, launch
 from tutti.launch.lab import lab
 from tutti.launch.simulate import Simulation, simulate
+from tutti.launch.torch_groups import open_group
+from tutti.parallel import Mesh, Pipeline, tensor_plan
 from tutti.parallel.branch import Branches
 from tutti.plan import Profile
 from tutti.plan.measure import profile
@@ -29,6 +32,8 @@ from tutti.strategies import (
 )
 from tutti.world import World, world
 
+backend.register(open_group)
+
 __all__ = [
     "BSP",
     "SSP",
@@ -44,8 +49,10 @@ __all__ = [
     "Graph",
     "Job",
     "Link",
+    "Mesh",
     "ParameterServer",
     "PeerUpdates",
+    "Pipeline",
     "Poseidon",
     "Profile",
     "Simulation",
@@ -62,5 +69,6 @@ __all__ = [
     "shard",
     "simulate",
     "sync_batchnorm",
+    "tensor_plan",
     "world",
 ]

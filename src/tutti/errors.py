@@ -7,8 +7,8 @@
     │   ├── ReplicaMismatch    models, optimisers or tensors that differ between ranks
     │   ├── NoLink             simulated ranks talk whose hosts no link joins
     │   └── DataError          a dataset that is missing, truncated or something else
-    ├── RankLost               a peer died, failed or left while this rank needed it
-    ├── DeadlineExceeded       (also a TimeoutError) nobody died, but nobody answered either
+    ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank needed it
+    ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) nobody died, but nobody answered either
     ├── Deadlock               every simulated rank waits for another
     ├── WorkerDropped          a server takes nothing more from this worker, which sent what cannot be
     ├── PacketError            bytes that no codec of that kind could have made for such a tensor
@@ -58,7 +58,7 @@ class NoLink(ConfigError):
     """Simulated ranks talk whose hosts no link joins."""
 
 
-class RankLost(TuttiError):
+class RankLost(TuttiError, RuntimeError):
     """A peer died, failed or left while this rank needed it."""
 
     def __init__(self, message: str, gone: dict[int, str] | None = None) -> None:
@@ -67,7 +67,7 @@ class RankLost(TuttiError):
         """Who is gone, and how that is known."""
 
 
-class DeadlineExceeded(TuttiError, TimeoutError):
+class DeadlineExceeded(TuttiError, TimeoutError, RuntimeError):
     """A wait ended without an answer."""
 
 

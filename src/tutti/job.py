@@ -1,7 +1,7 @@
 """`distribute`: the one line that makes a training script a distributed one."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, PULL, EventLog
+from tutti.parallel import Mesh
+from tutti.parallel.arrangement import Arrangement, mistakes_on_mesh
 from tutti.parallel.branch import Branches
+from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.plan.auto import AutoExchange
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
@@ -58,16 +61,26 @@ class Job:
     """The user's handle on a distributed model. Use as a context manager, or call `finish`."""
 
     def __init__(
-        self, replica: HookedReplica, exchange: Exchange, strategy: Strategy, world: World, pace: Pace | None = None
+        self,
+        replica: HookedReplica,
+        exchange: Exchange,
+        strategy: Strategy,
+        world: World,
+        pace: Pace | None = None,
+        arrangement: Arrangement | None = None,
     ) -> None:
         self.strategy = strategy
         self.world = world
-        """The ranks that train: all of them, but for servers."""
+        """The ranks that train: all of them, but for servers; on a mesh, those along `data`."""
         self._pace = pace
+        self._arrangement = arrangement
+        self._model = replica.model if arrangement is None else arrangement.model
         self._replica = replica
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._leads = False
+        self._before: World | None = None
+        """What `tutti.world()` was, to be so again."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward keeps gradients to this rank; the next one outside exchanges their sum."""
@@ -89,6 +102,24 @@ class Job:
                 raise NonFiniteLoss(0, [0], self._replica.steps)
             self._replica.contribution.say(float("nan"))
 
+    def pipeline(self, loss: Loss) -> PipelineStep:
+        """What replaces the forward and backward lines on a mesh: `value = pipeline(x, y)`. Collective.
+
+        A batch goes through the stages in microbatches; `loss(output, y)` is a mean over samples.
+        """
+        if self._arrangement is None:
+            raise ConfigError("job.pipeline needs a mesh: tutti.distribute(..., mesh=tutti.Mesh(pipe=2), example=x).")
+        return self._arrangement.pipeline(loss, self._replica)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale gradients so that the norm of all of them is at most `max_norm`; returns what it was.
+
+        As `torch.nn.utils.clip_grad_norm_`, which on a mesh would see this rank's part of the model only. Collective.
+        """
+        if self._arrangement is not None:
+            return self._arrangement.clip_grad_norm(max_norm)
+        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
+
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
         """Within it, the model holds the parameters and buffers all ranks agree on, to evaluate or save. Collective."""
@@ -96,7 +127,8 @@ class Job:
         self._exchange.consensus()
         self._replica.agreeing = True
         try:
-            yield self._replica.model
+            with nullcontext() if self._arrangement is None else self._arrangement.whole():
+                yield self._model
         finally:
             self._replica.agreeing = False
             self._exchange.dissent()
@@ -179,6 +211,8 @@ class Job:
             self._finished = True
             try:
                 self._exchange.finish()
+                if self._arrangement is not None:
+                    self._arrangement.close()
                 self.world.expendable(False)
             finally:
                 self._let_go()
@@ -194,7 +228,11 @@ class Job:
         if self._pace is not None:
             self._pace.detach()
         self._exchange.transport.close()
-        delattr(self._replica.model, _MARK)
+        if self._arrangement is not None:
+            self._arrangement.abandon()
+            if self._before is not None and self.world is current_world_if_any():
+                set_world(self._before)
+        delattr(self._model, _MARK)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # A copy of a distributed model, for an average of weights say, is not distributed.
@@ -213,7 +251,13 @@ class Job:
 
 
 def distribute(
-    model: nn.Module, optimizer: Optimizer, strategy: Strategy | None = None, *, world: World | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy | None = None,
+    *,
+    world: World | None = None,
+    mesh: Mesh | None = None,
+    example: Any = None,
 ) -> Job:
     """Keep `model` in step with the same model on every other rank. Collective.
 
@@ -226,6 +270,9 @@ def distribute(
         optimizer: holds every trainable parameter of `model`.
         strategy: how replicas stay together, `AllReduce()` by default; `tutti run --strategy` overrules it.
         world: where to run; the one `tutti.init` made by default.
+        mesh: how ranks split the model too; `strategy` is then between those that have the same part of it, and the
+            world afterwards is theirs: make `tutti.shard` after it.
+        example: with a pipeline, one batch of what the model takes.
 
     On a rank that only serves (`ParameterServer(servers=...)`) this does not return: it serves until the others have
     finished, and ends the program there, or the function that `tutti.launch` runs. On the others, the world is then
@@ -237,10 +284,16 @@ def distribute(
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
         mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
     if isinstance(strategy, Strategy):
-        mistakes += strategy.mistakes(optimizer, world.size)
-    check_alike(model, optimizer, repr(strategy), mistakes, world.transport)
+        mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
+    if mesh is not None:
+        mistakes += mistakes_on_mesh(model, mesh, strategy, world.size, example)
+    check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
     take_from_rank_0(model, optimizer, world.transport)
-    replica = HookedReplica(model, optimizer, world.draws)
+    before, arrangement = world, None
+    if mesh is not None:
+        arrangement = Arrangement(model, optimizer, mesh, world.transport, example)
+        world = _along_data(world, arrangement)
+    replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)
     channel = transport.channel("job")
     if world.rank >= world.size - strategy.num_serving:
@@ -248,12 +301,13 @@ def distribute(
         channel.close()
         raise SystemExit(0)
     trains = _without(world, strategy.num_serving)
-    pace = Pace(channel) if channel.cluster is not None else None
+    pace = Pace(channel) if channel.cluster is not None and arrangement is None else None
     if pace is not None:
         pace.listen(model, optimizer)
         replica.pace = pace
     exchange = attach(strategy, replica, channel)
-    job = Job(replica, exchange, strategy, trains, pace)
+    job = Job(replica, exchange, strategy, trains, pace, arrangement)
+    job._before = before
     setattr(model, _MARK, job)
     world.expendable(exchange.expendable)
     return job
@@ -278,6 +332,15 @@ def _without(world: World, num_servers: int) -> World:
     if world is current_world_if_any():
         set_world(trains)
     return trains
+
+
+def _along_data(world: World, arrangement: Arrangement) -> World:
+    """The world of the ranks that have the same part of the model."""
+    row = arrangement.data
+    along = replace(world, rank=row.rank, size=row.size, transport=row, leave=world.close)
+    if world is current_world_if_any():
+        set_world(along)
+    return along
 
 
 def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module:

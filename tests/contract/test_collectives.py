@@ -217,7 +217,7 @@ def test_hierarchical_sends_over_the_network_what_one_rank_per_host_would() -> N
 @pytest.mark.parametrize("size", range(1, 10))
 def test_costs_are_those_of_the_literature(size: int) -> None:
     """Checked at powers of two against the textbook forms; elsewhere against what must hold."""
-    link, num_bytes = Link("1gbit", "50us"), 10**6
+    link, num_bytes = Link("1gbit", "50us"), 2 * 10**5
     cost = {name: each.cost(size, num_bytes, link) for name, each in ALGORITHMS.items()}
     assert all(seconds == 0 for seconds in cost.values()) == (size == 1)
     alpha, beta, rounds = 50e-6, 8e-9, math.log2(size)
@@ -229,6 +229,13 @@ def test_costs_are_those_of_the_literature(size: int) -> None:
         assert cost["butterfly"] == pytest.approx(expected)
     small = {name: each.cost(size, 8, link) for name, each in ALGORITHMS.items()}
     assert small["recursive_doubling"] <= small["tree"] <= small["ring"] or size < 4
+
+
+def test_a_ring_of_long_blocks_waits_for_one_latency() -> None:
+    link, num_bytes = Link("1gbit", "50us"), 2**24
+    assert ALGORITHMS["ring"].cost(4, num_bytes, link) == pytest.approx(6 * num_bytes / 4 * 8e-9 + 50e-6)
+    slow_to_answer = Link("100gbit", "50us")  # There the latency of a chunk is longer than a block.
+    assert ALGORITHMS["ring"].cost(4, 2**20 + 4, slow_to_answer) == pytest.approx(7 * 50e-6 + 3 * 2**20 / 4 * 8e-11)
 
 
 def test_parts_cover_everything_in_order() -> None:

@@ -15,6 +15,7 @@ import tutti
 from tutti import Cluster, Link, Simulation, simulate
 from tutti.cluster import Host, Tier
 from tutti.collectives import ALGORITHMS, all_gather, broadcast, reduce_scatter, run
+from tutti.collectives.hierarchical import TYPICAL_LINK
 from tutti.transports import ANY, Transport
 
 FAST = Link("1gbit", "50us")
@@ -335,7 +336,15 @@ def test_trees_and_butterflies_cost_what_their_formulas_say(name: str, size: int
         assert took == pytest.approx(formula, rel=1e-9, abs=uneven)
 
 
-@pytest.mark.parametrize("algorithm", [ALGORITHMS["ring"], ALGORITHMS["native"], reduce_scatter, all_gather])
+@given(size=st.integers(2, 12), numel=st.integers(100, 10**6))
+@settings(max_examples=12)
+def test_between_hosts_native_is_the_cheapest_on_a_typical_link(size: int, numel: int) -> None:
+    took = one_collective(ALGORITHMS["native"], size, numel, TYPICAL_LINK)
+    others = [one_collective(ALGORITHMS[name], size, numel, TYPICAL_LINK) for name in ("ring", "butterfly")]
+    assert took <= 1.1 * min(others)
+
+
+@pytest.mark.parametrize("algorithm", [ALGORITHMS["ring"], reduce_scatter, all_gather])
 @given(size=st.integers(2, 12), numel=st.integers(100, 10**6), link=LINKS)
 @settings(max_examples=12)
 def test_rings_cost_what_their_formulas_say_or_less(algorithm: Any, size: int, numel: int, link: Link) -> None:

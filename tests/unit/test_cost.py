@@ -191,6 +191,19 @@ def test_what_is_hidden_takes_cores_too() -> None:
         assert alone < paid < alone + 0.02, strategy
 
 
+def test_where_cores_are_the_limit_few_send_faster_than_all() -> None:
+    profile, cluster = lab_perceptron(0.0), Cluster(link=Link("1gbit"))
+    few = replace(profile, overhead=Overhead(alone=8.0))
+    tree, ring, server = (
+        [price(parse(text), each, 4, cluster).step_s for each in (profile, few)]
+        for text in ("tree", "ring", "ps:bsp,servers=1")
+    )
+    assert ring[1] == ring[0], "all send"
+    # Half of four ranks send twice as fast, and one four times: what took two times two messages takes 1/2 + 1/4 of it.
+    assert tree[1] == pytest.approx(tree[0] * (1 / 2 + 1 / 4) / 2, rel=1e-4)
+    assert server[1] == pytest.approx(server[0] / 5, rel=1e-4), "into one card of five, and out of it"
+
+
 def test_products_of_factors_are_priced_at_the_speed_of_the_model() -> None:
     """A worker multiplies what three others would have: three times a third of its own work, where sending is free."""
     computing_s = 0.03

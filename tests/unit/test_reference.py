@@ -24,7 +24,7 @@ def seconds_with(profile: Profile, overhead: Overhead) -> dict[str, float]:
 
 
 def found_of(profile: Profile, coding: float = 1.0) -> Measured:
-    return Measured((LINK.bits_per_s, LINK.latency_s), coding, 0.3, profile)
+    return Measured((LINK.bits_per_s, LINK.latency_s), coding, 0.3, 1.0, profile)
 
 
 @pytest.mark.parametrize("coding", [1.0, 2.5])

@@ -49,16 +49,18 @@ class Measured:
     """How many times as long as on a core of its own a codec takes: as many ranks as share one."""
     crowding: float
     """The part of computing that is lost while the link is in use, the same on every rank."""
+    alone: float
+    """How many times as fast the link is while only some ranks send, in pairs, the same on every rank."""
     profile: Profile
 
 
 def measure_place(model: str, transport: Transport) -> Measured:
     """The link, the codecs and a step of a model, on this rank and its peers, one on each host. Collective."""
     case = make_case(model, transport.size)
-    link = Link(*_busy_link(transport))
+    link, alone = _busy_link(transport)
     coding = max(1.0, transport.size / len(os.sched_getaffinity(0)))  # All hosts of a lab are on this machine.
     crowding = statistics.median(_crowding(case, link, transport) for _ in range(_CROWDS))
-    return Measured((link.bits_per_s, link.latency_s), coding, crowding, _profile(case, transport))
+    return Measured((link.bits_per_s, link.latency_s), coding, crowding, alone, _profile(case, transport))
 
 
 def basis(found: Measured, workers: int, seconds: Mapping[str, float], jobs: tuple[str, str]) -> tuple[Profile, Link]:
@@ -72,7 +74,7 @@ def basis(found: Measured, workers: int, seconds: Mapping[str, float], jobs: tup
     """
     link = Link(*found.link)
     own = slowed(found.profile, seconds["solo"] / found.profile.seconds)
-    own = replace(own, overhead=Overhead(coding=found.coding, crowding=found.crowding))
+    own = replace(own, overhead=Overhead(coding=found.coding, crowding=found.crowding, alone=found.alone))
     return replace(own, overhead=_overhead(own, workers, link, [(job, seconds[job]) for job in jobs])), link
 
 
@@ -99,9 +101,12 @@ def num_buckets(profile: Profile, strategy: AllReduce) -> int:
     return len(loads_of(profile, strategy.bucket_bytes, strategy.exact_below if strategy.codec is not None else 0))
 
 
-def _busy_link(transport: Transport) -> tuple[float, float]:
-    """Latency as in a calibration, and the rate at which all ranks send at once, as they do in a ring."""
-    _, latency_s = measure_network(transport)["links"]["link"]
+def _busy_link(transport: Transport) -> tuple[Link, float]:
+    """Latency as in a calibration, and the rate at which all ranks send at once, as they do in a ring.
+
+    And how many times as fast it is in that calibration, in which ranks send in pairs and take turns.
+    """
+    rate, latency_s = measure_network(transport)["links"]["link"]
     tensor = torch.zeros(_LONG_BYTES // 4)
 
     def ring_s() -> float:
@@ -112,7 +117,8 @@ def _busy_link(transport: Transport) -> tuple[float, float]:
     ring_s()
     taken_s = _slowest(statistics.median(ring_s() for _ in range(_RINGS)), transport)
     sent = 2 * (transport.size - 1) / transport.size * tensor.nbytes
-    return 8 * sent / max(taken_s - latency_s, 1e-9), latency_s
+    link = Link(8 * sent / max(taken_s - latency_s, 1e-9), latency_s)
+    return link, max(1.0, rate / link.bits_per_s)
 
 
 def _burst_s(call: Callable[[], Any], transport: Transport) -> float:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
@@ -41,9 +42,8 @@ class Rounds:
         samples = []
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")
-            # Each time another begins: what follows a certain one may suffer from it.
-            names = list(ways)
-            turned = {name: ways[name] for name in names[number % len(names) :] + names[: number % len(names)]}
+            # Each time in another order, the same on all ranks: what follows a certain one may suffer from it.
+            turned = {name: ways[name] for name in Random(number).sample(list(ways), len(ways))}
             samples.append(_by_way(self._times(turned, transport, repeats), turned, transport))
         return {name: statistics.median(max(sample[name]) for sample in samples) for name in ways}
 

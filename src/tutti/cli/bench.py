@@ -19,6 +19,9 @@ from tutti.bench import fidelity as fidelity_bench
 from tutti.bench import overhead as overhead_bench
 from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
+from tutti.cli.backend import backend
+from tutti.cli.bench_auto import auto
+from tutti.cli.bench_pipeline import pipeline
 from tutti.cli.bench_plan import plan
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.overlap import overlap
@@ -45,7 +48,10 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; 
 app.command("worth")(worth)
 app.command("strategies")(strategies)
 app.command("plan")(plan)
+app.command("auto")(auto)
 app.command("overlap")(overlap)
+app.command("backend")(backend)
+app.command("pipeline")(pipeline)
 
 
 @app.command("step")

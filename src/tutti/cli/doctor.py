@@ -110,7 +110,7 @@ def _backends() -> list[Finding]:
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     mpi = mpi_available()
     return [
-        Finding("Gloo", dist.is_gloo_available(), "CPU tensors between hosts"),
+        Finding("Gloo", dist.is_gloo_available(), "sums of tensors that are not in shared memory"),
         Finding("NCCL", dist.is_nccl_available() or None, "GPU tensors" if gpus else "not needed: no GPU here"),
         Finding("Open MPI", mpi or None, "mpi4py and mpirun found" if mpi else "pip install 'tutti[mpi]' to have it"),
         Finding("GPUs", bool(gpus) or None, ", ".join(gpus) or "none"),
@@ -122,7 +122,7 @@ def _machine() -> list[Finding]:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = [Finding("cores", None, f"{cores} usable, {memory_gib:.0f} GiB of memory")]
     shares = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
-    detail = "anonymous memory: not limited by /dev/shm" if shares else "needs Linux: ranks of one host will use Gloo"
+    detail = "anonymous memory: not limited by /dev/shm" if shares else "needs Linux: ranks of a host will use sockets"
     if Path("/dev/shm").is_dir():
         detail += f" ({shutil.disk_usage('/dev/shm').total / 2**20:,.0f} MiB there, for DataLoader workers)"
     return [*found, Finding("shared memory", shares, detail)]

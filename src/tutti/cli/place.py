@@ -15,7 +15,7 @@ def described(workers: int, lab: Lab | None) -> str:
     return f"{workers} workers on loopback" if lab is None else f"lab {lab.spec}"
 
 
-def check_one_place(workers: int | None, lab: str | None) -> None:
+def check_one_place(workers: int | str | None, lab: str | None) -> None:
     """Refuse both at once, and a lab with nobody to talk to."""
     if lab is None:
         return

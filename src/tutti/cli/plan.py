@@ -14,14 +14,15 @@ from rich.table import Table
 
 from tutti.bench.reach import reach
 from tutti.bench.rehearse import rehearse
-from tutti.cli import per_layer, target_accuracy
+from tutti.cli import mesh_plan, per_layer, target_accuracy
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.recipe_task import DataFolder, Epochs, Options, parse_options
 from tutti.cli.subject import find_subject
-from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time
+from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time, parse_size
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
 from tutti.plan import Plan, Prediction, Profile, measure, plan
+from tutti.plan.mesh import plan_meshes
 from tutti.plan.network import measure_network
 from tutti.plan.place import up_to
 from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
@@ -79,6 +80,13 @@ def planned(
     epochs: Epochs = None,
     data: DataFolder = None,
     layers: Annotated[bool, typer.Option("--per-layer", help="Also how poseidon would exchange each layer.")] = False,
+    meshes: Annotated[
+        bool, typer.Option("--meshes", help="Also whether to split layers, or the sequence of them, over workers.")
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="Of a worker, such as 16GiB: meshes must fit. Implies --meshes."),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
 ) -> None:
     """Measure a step here, price every strategy for it on a cluster, and say which to use, or that none pays.
@@ -97,6 +105,7 @@ def planned(
     elif epochs is not None:
         raise ConfigError("--epochs is how long to train for --target-accuracy, which was not given.")
     batch = share_of(global_batch, workers) if batch is None and global_batch is not None else batch
+    limit = None if memory is None else parse_size(memory)
     console = Console()
     with console.status("measuring links") as status:
         cluster = _measured() if cluster_text == MEASURED else Cluster.load(cluster_text)
@@ -124,6 +133,14 @@ def planned(
         found = per_layer.decisions(own, workers, cluster)
         console.print(per_layer.table_of(found, own, workers))
         written["layers"] = per_layer.as_dicts(found, workers)
+    if meshes or limit is not None:
+        own = each_has(profile, workers, global_batch)
+        total = global_batch or workers * own.num_samples
+        model = find_subject(subject, parse_options(option), 1, input_shape).model
+        arranged = plan_meshes(model, own, workers, cluster, total_samples=total, memory_bytes=limit)
+        console.print(mesh_plan.table_of(arranged, total))
+        console.print(arranged.reason, highlight=False)
+        written["meshes"] = arranged.as_dict()
     if target is not None:
         task = Task(
             recipe=subject, options=parse_options(option), data=str(data) if data else None, epochs=epochs,

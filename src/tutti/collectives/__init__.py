@@ -7,6 +7,7 @@ from tutti.collectives.hierarchical import cheapest
 from tutti.collectives.links import Fit, LinkMeasurement, measure_links
 from tutti.collectives.mean import mean
 from tutti.collectives.messages import gather_json, share_json
+from tutti.collectives.native import own_sums
 from tutti.collectives.registry import (
     ALGORITHMS,
     all_gather,
@@ -41,6 +42,7 @@ __all__ = [
     "measure_links",
     "native",
     "own_part",
+    "own_sums",
     "parts",
     "recursive_doubling",
     "reduce_scatter",

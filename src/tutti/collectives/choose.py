@@ -13,6 +13,7 @@ from tutti.collectives.collective import Collective
 from tutti.collectives.hierarchical import hierarchical as hierarchical_steps
 from tutti.collectives.links import measure_links
 from tutti.collectives.messages import share_json
+from tutti.collectives.native import own_sums
 from tutti.collectives.registry import (
     butterfly,
     hierarchical,
@@ -23,7 +24,7 @@ from tutti.collectives.registry import (
     tree,
 )
 from tutti.collectives.steps import run
-from tutti.transports import AllReduces, Averages, HostsTransport, ProcessGroupTransport, Transport
+from tutti.transports import Averages, HostsTransport, Transport
 
 _FLAT = (ring, ring_blocking, tree, butterfly, recursive_doubling)
 
@@ -72,8 +73,7 @@ def choices(transport: Transport) -> Choice:
         num_hosts = len(set(transport.hosts))
         informed = replace(hierarchical, steps=partial(hierarchical_steps, link=link))
         candidates.append(Candidate(informed, num_hosts, as_seen_by(informed, num_hosts, transport, link)))
-    elif isinstance(transport, AllReduces) and not isinstance(transport, ProcessGroupTransport):
-        # Not Gloo's: it is no faster, and a sum of its that has begun cannot be interrupted.
+    elif own_sums(transport, "cpu") is not None:
         candidates.append(Candidate(native, transport.size, as_seen_by(native, transport.size, transport, link)))
     return Choice(link, tuple(candidates))
 

@@ -7,8 +7,9 @@ must.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
+from math import ceil
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ _UNCHECKED = 8
 def ring(flat: Tensor, transport: Transport) -> Steps:
     """Sum over ranks, in place."""
     num_adds = transport.size - 1
-    return _pass_on(flat, transport, transport.rank, num_adds, 2 * num_adds)
+    return pass_on(_chunked(flat, transport.size), transport, transport.rank, num_adds, 2 * num_adds)
 
 
 def ring_blocking(flat: Tensor, transport: Transport) -> Steps:
@@ -50,22 +51,30 @@ def ring_blocking(flat: Tensor, transport: Transport) -> Steps:
 def reduce_scatter(flat: Tensor, transport: Transport) -> Steps:
     """Sum over ranks; each rank ends with its own part of the sum, and the rest of `flat` is spoilt."""
     num_steps = transport.size - 1
-    return _pass_on(flat, transport, transport.rank - 1, num_steps, num_steps)
+    return pass_on(_chunked(flat, transport.size), transport, transport.rank - 1, num_steps, num_steps)
 
 
 def all_gather(flat: Tensor, transport: Transport) -> Steps:
     """Give every rank every other's part of `flat`."""
-    return _pass_on(flat, transport, transport.rank, 0, transport.size - 1)
+    return pass_on(_chunked(flat, transport.size), transport, transport.rank, 0, transport.size - 1)
 
 
 def ring_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """2 (P-1) (α + n/P β): the fewest bytes there can be, and many messages."""
-    return 2 * round_cost(num_ranks, num_bytes, link)
+    """2 (P-1) (α + n/P β): the fewest bytes there can be, and many messages.
+
+    With long blocks, 2 (P-1) n/P β + α: latencies pass while other chunks of a block are sent.
+    """
+    block = num_bytes / num_ranks
+    num_chunks = ceil(block / _CHUNK_BYTES)
+    if num_chunks <= 1:
+        return 2 * round_cost(num_ranks, num_bytes, link)
+    hop_s = max(block * link.seconds_per_byte, link.seconds(block / num_chunks))
+    return 2 * (num_ranks - 1) * hop_s + link.latency_s
 
 
 def ring_blocking_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
     """4 (P-1) (α + n/P β): a link is used in one direction at a time."""
-    return 2 * ring_cost(num_ranks, num_bytes, link)
+    return 4 * round_cost(num_ranks, num_bytes, link)
 
 
 def round_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
@@ -73,15 +82,25 @@ def round_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
     return (num_ranks - 1) * link.seconds(num_bytes / num_ranks)
 
 
-def _pass_on(flat: Tensor, transport: Transport, first: int, num_adds: int, num_steps: int) -> Steps:
-    """Send block `first` to the right and pass on what comes from the left.
+def _add(mine: Tensor, theirs: Tensor) -> None:
+    mine.add_(theirs)
+
+
+def pass_on(
+    blocks: list[list[Tensor]],
+    transport: Transport,
+    first: int,
+    num_adds: int,
+    num_steps: int,
+    add: Callable[[Tensor, Tensor], object] = _add,
+) -> Steps:
+    """Send block `first` to the right and pass on what comes from the left. A block is a list of chunks.
 
     In each of `num_steps` steps the block before the last one arrives: in the first `num_adds` it is added to, after
     them it is replaced. A block is replaced only after it has been round, so its old content has long been sent.
     """
     size = transport.size
     left, right = (transport.rank - 1) % size, (transport.rank + 1) % size
-    blocks = _chunked(flat, size)
     sending = deque(transport.isend(chunk, right) for chunk in (blocks[first % size] if num_steps else []))
     arriving: deque[tuple[Tensor, Work]] = deque()
     to_ask = _coming(blocks, first, num_steps)
@@ -92,7 +111,7 @@ def _pass_on(flat: Tensor, transport: Transport, first: int, num_adds: int, num_
         received, work = arriving.popleft()
         yield work
         if step < num_adds:
-            chunk.add_(received)
+            add(chunk, received)
         if step + 1 < num_steps:
             sending.append(transport.isend(chunk, right))
             if len(sending) > _UNCHECKED:
@@ -114,9 +133,14 @@ def _coming(blocks: list[list[Tensor]], first: int, num_steps: int) -> Iterator[
 def _chunked(flat: Tensor, num_blocks: int) -> list[list[Tensor]]:
     """Blocks of chunks, none of them empty."""
     blocks = [flat[part] for part in parts(flat.numel(), num_blocks)]
-    num_chunks = max(1, -(-blocks[0].nbytes // _CHUNK_BYTES))
-    if num_chunks == 1:
+    if blocks[0].nbytes <= _CHUNK_BYTES:
         # Extents of one length are one object, and a thousand lists of it would only be in the way.
         lists = {id(block): [block] if block.numel() else [] for block in blocks}
         return [lists[id(block)] for block in blocks]
-    return [[block[part] for part in parts(block.numel(), num_chunks) if part.start < part.stop] for block in blocks]
+    return [in_chunks(block, blocks[0].nbytes) for block in blocks]
+
+
+def in_chunks(block: Tensor, largest_bytes: int) -> list[Tensor]:
+    """A block as chunks, none of them empty: as many as the largest block has."""
+    num_chunks = max(1, -(-largest_bytes // _CHUNK_BYTES))
+    return [block[part] for part in parts(block.numel(), num_chunks) if part.start < part.stop]

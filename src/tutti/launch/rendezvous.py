@@ -71,7 +71,7 @@ def init(*, timeout: timedelta | None = None, transport: str | None = None) -> W
         if mpi.is_mpi(kind):
             link: Transport = mpi.connect(roster)
         else:
-            link = connect(roster, _listen_address(place, roster), kind)
+            link = connect(roster, listen_address(place, roster), kind)
         me = roster.peers[roster.rank]
         who = (roster.rank, roster.size, place.local_rank, me.host)
         world = World(*who, link, generation=generation, leave=roster.leave, expendable=Link().expendable)
@@ -180,7 +180,7 @@ def _listener(address: str, port: int) -> int:
     return listener.detach()
 
 
-def _listen_address(place: Place, roster: Roster) -> str:
+def listen_address(place: Place, roster: Roster) -> str:
     """Where this rank's own sockets listen: loopback on one host, else the address that faces rank 0."""
     if roster.one_host:
         return LOOPBACK

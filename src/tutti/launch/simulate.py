@@ -16,7 +16,7 @@ import torch
 from tutti.cluster import Cluster, Host, format_time
 from tutti.errors import ConfigError, Deadlock, NoLink, WorkerFailed
 from tutti.events import EventLog, Strip
-from tutti.launch import indoors
+from tutti.launch import indoors, torch_worlds
 from tutti.launch.link import Watcher, telling
 from tutti.launch.worker import describe
 from tutti.transports.base import DEFAULT_TIMEOUT
@@ -130,7 +130,7 @@ def _simulate(
     try:
         for rank in ranks:
             rank.start(partial(_live, stage, rank, watch, function))
-        with torch.no_grad(), _rare_collections():
+        with torch.no_grad(), _rare_collections(), torch_worlds.torch_worlds():
             engine.run(ranks)
     except Deadlock:
         _raise_first_failure(ranks, knocked_on=False)  # Who failed by itself is why the others wait.
@@ -145,6 +145,7 @@ def _simulate(
 def _live(stage: Stage, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
     """A simulated rank's whole life, in its own thread."""
     indoors.enter()
+    torch_worlds.enter()
     # As many threads as a launch of so many workers here would give each, so that sums agree. Each thread has its own.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(stage.ranks)))
     transport = levelled(SimulatedTransport(stage, rank))

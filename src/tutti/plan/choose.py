@@ -21,7 +21,7 @@ from tutti.strategies.averaging.strategy import Blocks
 GAIN = 1.1
 """What is lossy must be faster than what is exact by this to be chosen, and a codec than none."""
 
-TIE = 1.05
+TIE = 1.02
 """Exact ones that differ by less are taken for equal: all-reduce comes before servers, and "native" first of all."""
 
 NEAR = 1.05

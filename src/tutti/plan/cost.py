@@ -108,6 +108,7 @@ def price(
     """
     toll_of = toll_of or formula_of(strategy)
     place = Place.of(workers + (strategy.num_serving if workers > 1 else 0), cluster)
+    place = replace(place, alone=profile.overhead.alone)
     own = slowed(profile, place.slowness)
     computing_s = own.forward_s + own.backward_s + own.step_s
     toll = toll_of(_meant(strategy), own, place) if workers > 1 else Toll(0.0, 0.0, num_exchanges=0.0)

@@ -22,6 +22,10 @@ class Overhead:
     """The part of computing that is lost while the link is in use, since the same cores move what is sent: from 0,
     where others do, to 1, where nothing is gained by exchanging while one computes."""
 
+    alone: float = 1.0
+    """How many times as fast a link is while few are in use as while all are: more than 1 where the cores that ranks
+    share move less than the links could."""
+
     def seconds(self, toll: Toll) -> float:
         """A step, beyond what `toll` says."""
         hidden_s = max(0.0, toll.wire_s - max(0.0, toll.exposed_s - toll.coding_s))

@@ -27,6 +27,8 @@ class Place:
     """How many times as long as a rank of speed 1 the slowest computes."""
     even: bool
     """Whether formulas hold: one rank a host or one host, links and speeds alike, and nothing left to chance."""
+    alone: float = 1.0
+    """How many times as fast a link is while only two ranks use theirs."""
 
     @classmethod
     @lru_cache(maxsize=64)  # Every strategy asks.
@@ -52,6 +54,11 @@ class Place:
             slowness=1 / min(speeds),
             even=flat and settled and (alike or len(hosts) == 1),
         )
+
+    def among(self, senders: float) -> Link:
+        """A link while so many ranks send: whatever limits all of them together is shared by fewer."""
+        times = max(1.0, min(self.alone, self.num_ranks / senders))
+        return Link(self.crowded.bits_per_s * times, self.crowded.latency_s)
 
     @property
     def two_levels(self) -> bool:

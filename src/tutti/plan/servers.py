@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tutti.cluster import Link
 from tutti.codecs import Codec
 from tutti.plan.coding import coding_seconds, message_bytes
 from tutti.plan.loads import Load, exposed, loads_of
@@ -34,7 +35,8 @@ def parameter_server(strategy: ParameterServer, profile: Profile, place: Place) 
     workers, whole = place.num_ranks - strategy.num_serving, sum(load.num_bytes for load in loads)
     pushed = sum(message_bytes(load, codec) for load in loads)
     pulled = whole / _steps_a_pull(strategy, workers)
-    trips = [_trip(load, codec, pulled / whole, place) for load in loads]
+    link = place.among(strategy.num_serving) if strategy.num_serving else place.crowded
+    trips = [_trip(load, codec, pulled / whole, link) for load in loads]
     waits_s = (_with_dedicated if strategy.num_serving else _colocated)(strategy, profile, trips, workers)
     waits_s += 0.0 if strategy.consistency.bound else 2 * place.crowded.latency_s
     coding_s = sum(trip.coding_s for trip in trips)
@@ -45,8 +47,8 @@ def parameter_server(strategy: ParameterServer, profile: Profile, place: Place) 
     return Toll(waits_s, sent, memory_bytes, coding_s, num_buckets=len(trips), wire_s=wire_s)
 
 
-def _trip(load: Load, codec: Codec | None, pulls: float, place: Place) -> _Trip:
-    per_byte = place.crowded.seconds_per_byte
+def _trip(load: Load, codec: Codec | None, pulls: float, link: Link) -> _Trip:
+    per_byte = link.seconds_per_byte
     coding_s = 0.0 if codec is None else coding_seconds(codec, load.numel, 1, 1)
     return _Trip(load, message_bytes(load, codec) * per_byte, pulls * load.num_bytes * per_byte, coding_s)
 

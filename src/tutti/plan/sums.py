@@ -21,9 +21,6 @@ _CHOICES: tuple[Algorithm, ...] = ("native", "ring", "tree", "butterfly", "recur
 _ACROSS = (ring, butterfly, recursive_doubling)
 """What leaders of hosts choose from."""
 
-_CHUNK_BYTES = 256 * 2**10
-"""Into which a ring cuts the blocks that it passes on."""
-
 _LENGTH_BYTES = 8
 """Of the message that goes ahead of a sparse packet."""
 
@@ -50,11 +47,15 @@ def exact_sum(algorithm: Algorithm, num_bytes: float, place: Place) -> Sum:
         return across._replace(wire_s=across.wire_s + 2 * _in_memory(num_bytes, place))
     if algorithm in ("native", "hierarchical") and place.num_hosts == 1:
         return Sum(num_bytes, _in_memory(num_bytes, place))
-    sent = _sent(algorithm, num_bytes, place.num_ranks)
-    if algorithm in ("ring", "native"):
-        return Sum(sent, _ring_s(place.num_ranks, num_bytes, place.link))
-    link = place.link if algorithm == "ring_blocking" else place.crowded
-    return Sum(sent, ALGORITHMS[algorithm].cost(place.num_ranks, num_bytes, link))
+    if algorithm in ("native", "hierarchical"):
+        return _cheapest(place.num_ranks, num_bytes, place.link)
+    if algorithm == "tree":
+        return Sum(_sent(algorithm, num_bytes, place.num_ranks), _tree_s(num_bytes, place))
+    # In a ring no two ranks of a host, or below a switch, send over the same link.
+    link = place.link if algorithm in ("ring", "ring_blocking") else place.crowded
+    return Sum(
+        _sent(algorithm, num_bytes, place.num_ranks), ALGORITHMS[algorithm].cost(place.num_ranks, num_bytes, link)
+    )
 
 
 def coded_sum(load: Load, codec: Codec, place: Place) -> Sum:
@@ -94,17 +95,10 @@ def _cheapest(num_ranks: int, num_bytes: float, link: Link) -> Sum:
     return Sum(_sent(best.name, num_bytes, num_ranks), best.cost(num_ranks, num_bytes, link))
 
 
-def _ring_s(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """The formula of a ring, less the latencies that pass while other chunks of a block are sent.
-
-    No two ranks of a host, or below a switch, send over the same link.
-    """
-    block = num_bytes / num_ranks
-    num_chunks = ceil(block / _CHUNK_BYTES)
-    if num_chunks <= 1:
-        return ring.cost(num_ranks, num_bytes, link)
-    hop_s = max(block * link.seconds_per_byte, link.seconds(block / num_chunks))
-    return 2 * (num_ranks - 1) * hop_s + link.latency_s
+def _tree_s(num_bytes: float, place: Place) -> float:
+    """Up and down: half of the ranks send, then a quarter of them, and at last one."""
+    levels = range(1, ceil(log2(place.num_ranks)) + 1)
+    return 2 * sum(place.among(ceil(place.num_ranks / 2**level)).seconds(num_bytes) for level in levels)
 
 
 def _in_memory(num_bytes: float, place: Place) -> float:

@@ -38,6 +38,7 @@ class HookedReplica(Replica):
         """Whether the model holds what all agree on, and not what this rank trains."""
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._listener: Listener | None = None
+        self._heard: Heard = "steps"
         self._handles: list[Any] = []
         self._order: list[Slot] | None = []
         self._lock = Lock()  # Autograd runs one thread per device.
@@ -50,7 +51,7 @@ class HookedReplica(Replica):
         """Called with a parameter's name when factors of its gradient are there, whose hooks are then not called."""
 
     def listen(self, listener: Listener, to: Heard) -> None:
-        self._listener = listener
+        self._listener, self._heard = listener, to
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         if to == "steps":
@@ -90,6 +91,16 @@ class HookedReplica(Replica):
             yield
         finally:
             self.syncing = before
+
+    @torch.no_grad()
+    def exchange_gathered(self) -> None:
+        """Exchange what backward passes within `no_sync` have left, as one more outside would."""
+        if self._heard != "gradients":
+            return
+        for slot in self.slots:
+            slot.touched = slot.tensor.grad is not None
+        self._arm(in_backward=False)
+        self._backward_done()
 
     def _gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         # A parameter keeps its hooks where Python's collector does not look: they must not keep the parameter.
@@ -150,12 +161,13 @@ class HookedReplica(Replica):
             )
         self.contribution.forward(args, kwargs)
 
-    def _arm(self) -> None:
+    def _arm(self, in_backward: bool = True) -> None:
         if self.away:
             raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
         self._armed = True
         self._check_still_frozen()
-        Variable._execution_engine.queue_callback(self._backward_done)
+        if in_backward:
+            Variable._execution_engine.queue_callback(self._backward_done)
         assert self._listener is not None
         self._weight = self.contribution.take()
         self._listener.backward_started(self._weight)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tutti.backend import meter
 from tutti.cluster import Cluster
 from tutti.replica.factors import factorable
 from tutti.replica.left_behind import LeftBehind
@@ -140,7 +141,8 @@ class Pace:
         self._handles: list[Any] = []
 
     def listen(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Follow what a model and its optimiser do."""
+        """Follow what a model and its optimiser do, instead of counting the operators that run."""
+        meter.stop()
         mine = ref(self)
 
         def stepping(*_: Any) -> None:

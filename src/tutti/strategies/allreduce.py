@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tutti.codecs import Codec, print_codec
-from tutti.collectives import ALGORITHMS, choices
+from tutti.collectives import ALGORITHMS, choices, own_sums
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
@@ -14,7 +14,7 @@ from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.coded import CodedMean
 from tutti.strategies.converged import Converged
 from tutti.strategies.means import CountedMean, DirectMean, Mean, SteppedMean
-from tutti.transports import AllReduces, Averages, HostsTransport, SharesMemory, Transport, Work
+from tutti.transports import Averages, HostsTransport, SharesMemory, Transport, Work
 from tutti.transports.base import Finished
 from tutti.transports.hosts import hosts_are_shared
 
@@ -208,6 +208,7 @@ def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, code
         return SteppedMean(transport, choices(transport).best)
     if algorithm == "native" and isinstance(transport, Averages):
         return DirectMean(transport)
-    if algorithm == "native" and isinstance(transport, AllReduces):
-        return CountedMean(transport, transport.all_reduce)
+    kind = "cpu" if replica.device_types <= {"cpu", "meta"} else "cuda"
+    if algorithm == "native" and (all_reduce := own_sums(transport, kind)) is not None:
+        return CountedMean(transport, all_reduce)
     return SteppedMean(transport, lambda num_bytes: ALGORITHMS[algorithm])

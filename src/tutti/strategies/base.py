@@ -21,6 +21,8 @@ class Planned:
     """What a step should take; None before there is a plan."""
     step_s: float | None
     """What a step takes, of late."""
+    settled: bool
+    """Whether nothing is being watched or tried out."""
 
 
 class Exchange(ABC):

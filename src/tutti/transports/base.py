@@ -226,6 +226,15 @@ class Beats(Protocol):
 
 
 @runtime_checkable
+class Prompt(Protocol):
+    """A transport that lets the caller take steps beside others as far as they go at once."""
+
+    def promptly(self, steps: Steps) -> Work:
+        """As `Transport.beside`, patiently, but without waking anybody."""
+        ...
+
+
+@runtime_checkable
 class CanShare(Protocol):
     """A transport whose ranks, where they are on one host, can do better than send messages."""
 

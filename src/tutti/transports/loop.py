@@ -4,6 +4,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,6 +14,9 @@ from tutti.transports.base import Steps, Work
 
 class Mover(ABC):
     """Moves messages along, for a loop that does nothing else meanwhile."""
+
+    guard: AbstractContextManager[object] = nullcontext()
+    """Held by who takes steps or moves messages, where others than the loop may."""
 
     @abstractmethod
     def idle(self) -> None:
@@ -94,6 +98,21 @@ class Loop:
     def add(self, steps: Steps, patiently: bool) -> Work:
         """Have `steps` taken from now on; those who wait for them have a deadline, or not if `patiently`."""
         task = _Task(steps, self, patiently)
+        self._enqueue(task)
+        self.mover.wake()
+        return task
+
+    def add_here(self, steps: Steps) -> Work:
+        """As `add`, patiently, but the caller takes the steps that need not wait: the mover has a guard."""
+        task = _Task(steps, self, patiently=True)
+        with self.mover.guard, torch.no_grad():
+            if not self._closed:
+                task.advance(self.mover)
+            if not task.done():
+                self._enqueue(task)  # What it waits for will wake the loop.
+        return task
+
+    def _enqueue(self, task: _Task) -> None:
         with self._lock:
             if self._closed:
                 raise ConfigError(f"{self._name}: this transport is closed.")
@@ -101,8 +120,6 @@ class Loop:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"{self._name}, beside", daemon=True)
                 self._thread.start()
-        self.mover.wake()
-        return task
 
     def interrupt(self) -> None:
         """Take no more steps. Idempotent."""
@@ -134,7 +151,8 @@ class Loop:
     def _go_on(self, tasks: list[_Task]) -> None:
         while self._new:
             tasks.append(self._new.popleft())
-        moved = [task.advance(self.mover) for task in tasks]
+        with self.mover.guard:
+            moved = [task.advance(self.mover) for task in tasks]
         tasks[:] = [task for task in tasks if not task.done()]
         if not any(moved) and not self._new and not self._closed:
             self.mover.idle()

@@ -167,6 +167,11 @@ class ProcessGroupTransport(Transport):
         self._messenger.serves = True
         return self._loop.add(steps, patiently)
 
+    def promptly(self, steps: Steps) -> Work:
+        """As `beside`, patiently; but the caller takes the steps that need not wait."""
+        self._messenger.serves = True
+        return self._loop.add_here(steps)
+
     def interrupt(self) -> None:
         self.closed = True
         self._background.interrupt()

@@ -83,6 +83,8 @@ class Roster:
         self.peers = tuple(peers)
         self.store = store
         self.timeout = timeout
+        self.more_time = "tutti.init(timeout=...), tutti run --timeout or TUTTI_TIMEOUT"
+        """How to have longer."""
 
     @property
     def size(self) -> int:
@@ -153,7 +155,7 @@ class Roster:
         self._mark("fled")
         return DeadlineExceeded(
             f"rank {self.me}: waited {self.timeout.total_seconds():g} s for {what}, and no rank is known to be "
-            "gone. If the work is just slow, give more: tutti.init(timeout=...), tutti run --timeout or TUTTI_TIMEOUT."
+            f"gone. If the work is just slow, give more: {self.more_time}."
         )
 
     def await_keys(self, keys: list[str], what: str, lost: Callable[[], dict[int, str]] | None = None) -> None:

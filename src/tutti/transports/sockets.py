@@ -9,6 +9,7 @@ behind it is.
 import secrets
 import selectors
 import socket
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -86,6 +87,7 @@ class Messenger(Mover):
     """All messages of one conversation on one rank. One thread at a time; `interrupt` may come from another."""
 
     def __init__(self, roster: Roster, address: str, name: str) -> None:
+        self.guard = threading.RLock()
         self.roster = roster
         self.rank = roster.rank
         self.conversation = Conversation(roster, name)
@@ -169,7 +171,8 @@ class Messenger(Mover):
     def idle(self) -> None:
         if not self._step(WATCH_SECONDS) or time.monotonic() > self._watched_at + WATCH_SECONDS:
             self._watched_at = time.monotonic()
-            self._watch_all()
+            with self.guard:
+                self._watch_all()
 
     def wake(self) -> None:
         with suppress(OSError):
@@ -220,8 +223,9 @@ class Messenger(Mover):
     def _step(self, seconds: float) -> bool:
         """Do what is ready, or becomes so within `seconds`; whether there was anything."""
         ready = self._selector.select(seconds)
-        for key, _ in ready:
-            key.data()
+        with self.guard:
+            for key, _ in ready:
+                key.data()
         return bool(ready)
 
     def _woken(self) -> None:

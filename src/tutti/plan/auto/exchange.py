@@ -75,7 +75,8 @@ class AutoExchange(Exchange):
     @property
     def planned(self) -> Planned:
         predicted_s = None if self.prediction is None else self.prediction.step_s
-        return Planned(str(self.chosen), predicted_s, statistics.median(self._walls) if self._walls else None)
+        settled = self._survey is None and self._next is None and self._rival is None
+        return Planned(str(self.chosen), predicted_s, statistics.median(self._walls) if self._walls else None, settled)
 
     def _attach(self) -> None:
         self._number += 1

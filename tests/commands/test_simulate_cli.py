@@ -64,7 +64,7 @@ def check_summary(summary: dict[str, Any]) -> None:
     assert (summary["workers"], summary["epochs"], summary["samples"]) == (4, 2, 2 * 1437)
     assert 0.85 < summary["accuracy"] < 1
     assert 0 < summary["seconds"] < 1, "of virtual time"
-    assert summary["num_messages"] > 1000
+    assert summary["num_messages"] > 500
     assert len(summary["ranks"]) == 4
     for rank in summary["ranks"]:
         assert sum(rank.values()) <= summary["seconds"] * (1 + 1e-9)

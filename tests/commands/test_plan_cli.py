@@ -154,3 +154,18 @@ def test_per_layer(call: Call, tmp_path: Path, profiled: list[int | None]) -> No
     found = json.loads((tmp_path / "plan.json").read_text())
     assert [layer["method"] for layer in found["layers"]] == ["broadcast", "broadcast", "full"]
     assert found["predictions"][0]["strategy"] == "poseidon"
+
+
+def test_meshes(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
+    words = ["--workers", "4", "--cluster", "ethernet-1g", "--memory", "20MiB", "--json", "plan.json"]
+    ended = call("plan", "mnist-mlp", *words)
+    assert ended.status == 0, ended.err
+    for said in ("meshes, 256 samples a step", "data", "tensor", "pipe", "waiting", "too large", "Use "):
+        assert said in ended.out
+    found = json.loads((tmp_path / "plan.json").read_text())["meshes"]
+    assert len(found["meshes"]) + len(found["refused"]) == 6
+    assert found["meshes"][0]["fits"]
+
+
+def test_no_memory(call: Call, tmp_path: Path) -> None:
+    assert_refused(call("plan", "digits", "--memory", "much"), "'much'", tmp_path)

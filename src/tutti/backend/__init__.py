@@ -1,0 +1,82 @@
+"""Tutti as a backend of torch.distributed: `torch.distributed.init_process_group("tutti")`.
+
+DDP, FSDP2, DTensor and pipelining run on it unchanged. Importing `tutti` is enough to have it.
+"""
+
+import atexit
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from tutti.backend.by_message import ByMessage
+from tutti.backend.collectives import Collectives
+from tutti.backend.group import TuttiGroup
+from tutti.backend.lanes import Lane, RealLane
+from tutti.backend.virtual import VirtualLane
+from tutti.transports.base import SharesMemory, Transport
+
+__all__ = ["Opened", "TuttiGroup", "group_over", "register"]
+
+NAME = "tutti"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a group is made of: how its ranks were joined."""
+
+    transport: Transport
+    me: int
+    """This rank's number in the whole world."""
+    leave: Callable[[], None]
+    """Tells the others that this rank will answer no more."""
+
+
+def register(open_group: Callable[[Any], Opened]) -> None:
+    """Let torch.distributed make groups of Tutti's. `open_group` is given torch's options of a group, on every rank."""
+
+    groups: WeakSet[TuttiGroup] = WeakSet()
+
+    def create(options: Any, _: Any) -> TuttiGroup:
+        group = group_over(open_group(options))
+        groups.add(group)
+        return group
+
+    def close() -> None:
+        """Before Python ends: threads that are still in torch then would make it abort the process."""
+        for group in list(groups):
+            group.shutdown()
+
+    atexit.register(close)
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def group_over(opened: Opened) -> TuttiGroup:
+    """A group of the ranks that a transport joins. Collective."""
+    transport = opened.transport
+    collectives: Collectives
+    if isinstance(transport, SharesMemory):
+        from tutti.backend.in_memory import InMemory  # Costs a compiler's import.
+
+        collectives = InMemory(transport)  # type: ignore[arg-type]
+        messages = transport.inner.channel("messages")
+    else:
+        collectives = ByMessage(transport)
+        messages = transport.channel("messages")
+    lane: Lane
+    if transport.cluster is None:
+        lane = RealLane(messages, f"rank {opened.me}, collectives")
+    else:
+        lane = VirtualLane(transport, messages)
+
+    def close() -> None:
+        opened.leave()
+        messages.interrupt()
+        transport.interrupt()
+        lane.close()
+        messages.close()
+        transport.close()
+
+    return TuttiGroup(collectives, lane, messages, opened.me, close)

@@ -1,0 +1,137 @@
+"""What a group hands back for something under way."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from tutti.errors import DeadlineExceeded
+
+_NONE = timedelta(0)
+
+
+class Operation(dist.Work):
+    """Something a group was asked to do. Whoever does it says when it is over."""
+
+    def __init__(self, rank: int, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._rank, self._outputs = rank, outputs
+        self._over = False
+        self._gate = (
+            threading.Lock()
+        )  # Whoever waits comes through it when this is over. An Event takes longer to make.
+        self._gate.acquire()
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._future: Future[list[Tensor]] | None = None
+        self.source = -1
+        """Of a message that was received."""
+        self._done: Callable[[], bool] | None = None
+        self._finish: Callable[[], None] | None = None
+        self._expected: Callable[[Operation], None] | None = None
+
+    def follow(
+        self, done: Callable[[], bool], finish: Callable[[], None], expected: Callable[["Operation"], None]
+    ) -> None:
+        """Say how to see whether it can be ended, and how to end it, where nobody else does: in virtual time.
+
+        `expected` is called when somebody takes a future.
+        """
+        self._done, self._finish, self._expected = done, finish, expected
+
+    def finish(self) -> None:
+        """See to it that it is over, if that is for whoever waits to do."""
+        if not self._over and self._finish is not None:
+            self._finish()
+
+    def conclude(self, error: Exception | None = None) -> None:
+        """It is over, for the first time it is said. From any thread."""
+        with self._lock:
+            if self._over:
+                return
+            self._error, self._over = error, True
+            self._gate.release()
+        if self._future is not None:
+            self._tell(self._future)
+
+    def wait(self, timeout: timedelta = _NONE) -> bool:
+        """Return when it is over; raise what went wrong, or `DeadlineExceeded` after `timeout`, if one is given."""
+        self.finish()
+        seconds = timeout.total_seconds()
+        if not self._over and not self._pass(seconds if seconds > 0 else -1):
+            raise DeadlineExceeded(
+                f"rank {self._rank}: waited {seconds:g} s for an operation of torch.distributed. It goes on: wait "
+                "again, or give it longer."
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _pass(self, seconds: float) -> bool:
+        """Wait until it is over, for ever if `seconds` are negative; whether it is."""
+        if not self._gate.acquire(timeout=seconds):
+            return False
+        self._gate.release()  # For the next.
+        return True
+
+    def is_completed(self) -> bool:
+        if self._done is not None and not self._over and self._done():
+            self.finish()
+        return self._over
+
+    def is_success(self) -> bool:
+        return self._over and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of the tensors that this fills."""
+        with self._lock:
+            future, over = self._future, self._over
+            if future is None:
+                future = self._future = Future()
+                new = True
+            else:
+                new = False
+        if new and over:
+            self._tell(future)
+        elif new and self._expected is not None:
+            self._expected(self)
+        return future
+
+    def _tell(self, future: Any) -> None:
+        if self._error is None:
+            future.set_result(self._outputs)
+        else:
+            future.set_exception(self._error)
+
+
+class Together(dist.Work):
+    """Several operations as one."""
+
+    def __init__(self, operations: list[Operation]) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def wait(self, timeout: timedelta = _NONE) -> bool:
+        return all(operation.wait(timeout) for operation in self._operations)
+
+    def is_completed(self) -> bool:
+        return all(operation.is_completed() for operation in self._operations)

@@ -1,0 +1,130 @@
+"""torch's own ways to train, on Tutti's groups and on Gloo's: in turn, in the same processes."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tutti.bench.rounds import Rounds, Ways
+from tutti.bench.step import Case, make_case, stepper, torch_group
+from tutti.launch import init
+from tutti.launch.link import Link
+
+BACKENDS = ("gloo", "tutti")
+SIZES, LAB_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20), (4, 4 * 2**10, 256 * 2**10)
+"""Of the operations that are timed alone, in bytes: on one host, and over links that are slow."""
+
+_WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to time."""
+
+    models: tuple[str, ...]
+    rounds: int
+    sizes: tuple[int, ...] = SIZES
+    round_s: float = 0.1
+
+
+def measure(request: Request) -> list[dict[str, Any]]:
+    """Time steps and single operations on both backends, on this rank and its peers; the rows, on every rank."""
+    world, link = init(), Link()
+    torch.manual_seed(0)
+    rows = []
+    with torch_group(world):
+        groups = {"gloo": dist.group.WORLD, "tutti": dist.new_group(backend="tutti")}
+        jobs: list[tuple[str, str, Callable[[Any], Callable[[], Any]]]] = []
+        for model in request.models:
+            case = make_case(model, world.size)
+            jobs += [(way, model, partial(_stepper, case, way)) for way in WAYS]
+        for size in request.sizes:
+            jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
+        for name, subject, make in jobs:
+            link.progress(doing=f"{name} {subject}")
+            ways: Ways = {backend: make(groups[backend]) for backend in BACKENDS}
+            for way in ways.values():
+                for _ in range(_WARM_UP):
+                    way()
+            times = Rounds(request.rounds, request.round_s, 200, total_s=60.0).medians(ways, world.transport)
+            rows.append({"way": name, "subject": subject, "workers": world.size, "seconds": times})
+    return rows
+
+
+def _stepper(case: Case, way: str, group: Any) -> Callable[[], None]:
+    return stepper(WAYS[way](copy.deepcopy(case.model), group), case)[0]
+
+
+def _ddp(model: nn.Module, group: Any) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+
+
+def shard(model: nn.Module, group: Any) -> nn.Module:
+    """The model under FSDP2: every layer that has parameters by itself, and the rest as one."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in layers(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that FSDP2 gathers one at a time."""
+    blocks = getattr(model, "blocks", None)
+    if blocks is not None:
+        return list(blocks)
+    return [module for module in model.modules() if not list(module.children()) and list(module.parameters())]
+
+
+def _all_reduce(size: int, group: Any) -> Callable[[], None]:
+    tensor = torch.zeros(size // 4)
+    return lambda: dist.all_reduce(tensor, group=group)
+
+
+def _all_gather(size: int, group: Any) -> Callable[[], None]:
+    whole = torch.zeros(size // 4 * group.size())
+    return lambda: dist.all_gather_into_tensor(whole, whole[: size // 4], group=group)
+
+
+def _reduce_scatter(size: int, group: Any) -> Callable[[], None]:
+    part, whole = torch.zeros(size // 4), torch.zeros(size // 4 * group.size())
+    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+
+
+def _broadcast(size: int, group: Any) -> Callable[[], None]:
+    tensor = torch.zeros(size // 4)
+    return lambda: dist.broadcast(tensor, src=0, group=group)
+
+
+def _to_and_fro(size: int, group: Any) -> Callable[[], None]:
+    """A message to the next rank and back, by the first two ranks."""
+    tensor, rank = torch.zeros(size // 4), dist.get_rank(group)
+
+    def call() -> None:
+        if rank == 0:
+            dist.send(tensor, 1, group=group)
+            dist.recv(tensor, 1, group=group)
+        elif rank == 1:
+            dist.recv(tensor, 0, group=group)
+            dist.send(tensor, 0, group=group)
+
+    return call
+
+
+OPERATIONS: dict[str, Callable[[int, Any], Callable[[], None]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "send and back": _to_and_fro,
+}
+
+WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {"DDP": _ddp, "FSDP2": shard}

@@ -1,0 +1,143 @@
+"""FSDP2 in virtual time beside the same in a lab: the same bits, and about the same time."""
+
+import hashlib
+import statistics
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tutti.bench.backend import BACKENDS, WAYS, shard
+from tutti.bench.calibrate import batch_size_of
+from tutti.cluster import Cluster, Compute
+from tutti.collectives import gather_json, recursive_doubling, run
+from tutti.launch import init, launch
+from tutti.launch.lab import Lab
+from tutti.launch.simulate import simulate
+from tutti.plan.network import cluster_with, measure_network
+from tutti.recipes import recipe
+from tutti.world import World, world
+
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """One model under FSDP2."""
+
+    model: str
+    workers: int
+    lab_s: dict[str, float]
+    """Median seconds a step in the lab, by backend."""
+    simulated_s: float
+    same_bits: dict[str, bool]
+    """Whether parameters end as those in the lab, by backend."""
+
+    @property
+    def error(self) -> float:
+        """Of the simulated step's time."""
+        return self.simulated_s / self.lab_s["tutti"] - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "error": self.error}
+
+
+def compare(model: str, hosts: Lab, steps: int) -> Fidelity:
+    """Train under FSDP2 in a lab, on Gloo and on Tutti, and in virtual time.
+
+    What a step of DDP takes in the lab beyond the same in virtual time is charged to every step: threads that wake each
+    other, cores that computing keeps from the network.
+    """
+    everyones = launch(_in_lab, model, steps, lab=hosts)
+    found, workers = everyones[0], len(everyones)
+    compute = Compute(flops=found["flops"], step_s=found["step_s"])
+    cluster = cluster_with(found["network"], "calibrated", compute=compute)
+    unexplained_s = found["reference_s"] - _simulated(model, "DDP", steps, workers, cluster)[0]
+    charged = replace(compute, step_s=found["step_s"] + max(0.0, unexplained_s))
+    step_s, digest = _simulated(model, "FSDP2", steps, workers, replace(cluster, compute=charged))
+    same_bits = {backend: found["digests"][backend] == digest for backend in BACKENDS}
+    return Fidelity(model, workers, found["seconds"], step_s, same_bits)
+
+
+def _simulated(model: str, way: str, steps: int, workers: int, cluster: Cluster) -> tuple[float, str]:
+    results = simulate(train_steps, model, way, steps, workers=workers, cluster=cluster).results
+    return max(seconds for seconds, _ in results), results[0][1]
+
+
+def _in_lab(model: str, steps: int) -> dict[str, Any]:
+    """On one rank: how fast it computes while all do, and steps and parameters on both backends."""
+    here = init()
+    store = here.transport.roster.store  # type: ignore[attr-defined]
+    found: dict[str, Any] = {"network": measure_network(here.transport), **_measure_computing(model, here, store)}
+
+    def trained(way: str, backend: str) -> tuple[float, str]:
+        where = {"store": dist.PrefixStore(f"{way}/{backend}", store), "rank": here.rank, "world_size": here.size}
+        mine_s, digest = train_steps(model, way, steps, backend, where)
+        return max(gather_json(mine_s, here.transport)), digest
+
+    fsdp = {backend: trained("FSDP2", backend) for backend in BACKENDS}
+    found["reference_s"] = trained("DDP", "tutti")[0]
+    found["seconds"] = {backend: seconds for backend, (seconds, _) in fsdp.items()}
+    found["digests"] = {backend: digest for backend, (_, digest) in fsdp.items()}
+    return found
+
+
+def train_steps(
+    model: str, way: str, steps: int, backend: str = "tutti", where: dict[str, Any] | None = None
+) -> tuple[float, str]:
+    """Train a recipe under DDP or FSDP2 for some steps: the median seconds of one, and a digest of the parameters."""
+    dist.init_process_group(backend, **(where or {}))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    made = recipe(model)
+    torch.manual_seed(0)
+    wrapped = WAYS[way](made.model(), dist.group.WORLD)
+    optimizer = made.optimizer(wrapped)
+    batch_size = batch_size_of(model, size)
+    x, y = (part[rank * batch_size : (rank + 1) * batch_size] for part in made.example(batch_size * size))
+    times = [world().transport.now()]
+    for _ in range(_WARM_UP + steps):
+        made.loss(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(world().transport.now())
+    bits = hashlib.sha256(b"".join(_whole(p).detach().numpy().tobytes() for p in wrapped.parameters())).hexdigest()
+    dist.destroy_process_group()
+    return statistics.median(later - earlier for earlier, later in list(pairwise(times))[_WARM_UP:]), bits
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    """A parameter, of which a rank may have a part only."""
+    whole: torch.Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole
+
+
+def _measure_computing(model: str, here: World, store: dist.Store) -> dict[str, float]:
+    """FLOP/s reached and seconds of an optimiser's step under FSDP2, of ranks by themselves, all at the same time."""
+    where: dict[str, Any] = {"store": dist.PrefixStore(f"alone{here.rank}", store), "rank": 0, "world_size": 1}
+    dist.init_process_group("tutti", **where)
+    made = recipe(model)
+    sharded = shard(made.model(), dist.group.WORLD)
+    optimizer = made.optimizer(sharded)
+    x, y = made.example(batch_size_of(model, here.size))
+    rows = []
+    for _ in range(_WARM_UP + 15):
+        run(recursive_doubling.steps(torch.zeros(1), here.transport))  # All start together.
+        times = [time.perf_counter()]
+        made.loss(sharded(x), y).backward()
+        times.append(time.perf_counter())
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter())
+        rows.append([later - earlier for earlier, later in pairwise(times)])
+    with FlopCounterMode(display=False) as counter:
+        made.loss(sharded(x), y).backward()
+    dist.destroy_process_group()
+    computing_s, step_s = (statistics.median(column) for column in zip(*rows[_WARM_UP:], strict=True))
+    everyones = gather_json([computing_s, step_s], here.transport)
+    slowest_s, step_s = (max(column) for column in zip(*everyones, strict=True))
+    return {"flops": counter.get_total_flops() / slowest_s, "step_s": step_s}

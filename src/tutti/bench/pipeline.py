@@ -1,0 +1,119 @@
+"""A model in stages on as many processes, under every schedule, beside the whole of it in one."""
+
+import copy
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from tutti.bench.rounds import Rounds
+from tutti.job import Job, distribute
+from tutti.launch import init
+from tutti.launch.link import Link
+from tutti.parallel import Mesh, Pipeline
+from tutti.parallel.pipeline.settings import ScheduleName
+from tutti.parallel.pipeline.step import PipelineStep
+from tutti.parallel.pipeline.timeline import Span, Timeline, played
+from tutti.recipes.models import mlp
+from tutti.world import World
+
+SOLO = "one process"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure: an MLP of equal layers, each process on one core."""
+
+    schedules: Sequence[ScheduleName]
+    microbatches: int
+    rounds: int
+    width: int = 256
+    depth: int = 16
+    batch: int = 8192
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Time all schedules on this rank and its peers; the result on every rank."""
+    world, link = init(), Link()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = mlp(*[request.width] * (request.depth + 1))
+    batch = torch.randn(request.batch, request.width), torch.randn(request.batch, request.width)
+    ways: dict[str, Callable[[], Any]] = {SOLO: _solo(model, batch, world)}
+    lines: dict[str, tuple[Job, PipelineStep]] = {}
+    for schedule in request.schedules:
+        settings = Pipeline(schedule=schedule, microbatches=request.microbatches)
+        ways[schedule], job, pipeline = _pipelined(model, batch, world, settings)
+        lines[schedule] = job, pipeline
+    rounds = Rounds(request.rounds, round_s=0.5, most_repeats=4, total_s=90)
+    seconds = rounds.medians(ways, world.transport, lambda text: link.progress(done=0, total=1, case=text))
+    rows = []
+    for name, (job, pipeline) in lines.items():
+        rows.append({"schedule": name, "seconds": seconds[name], **_bubbles(ways[name], pipeline, request.rounds)})
+        job.finish()
+    return {"workers": world.size, "microbatches": request.microbatches, "solo_s": seconds[SOLO], "rows": rows}
+
+
+def _solo(model: nn.Module, batch: tuple[Tensor, Tensor], world: World) -> Callable[[], Any]:
+    mine = copy.deepcopy(model)
+    optimizer = SGD(mine.parameters(), lr=1e-3)
+
+    def step() -> None:
+        if world.rank == 0:
+            optimizer.zero_grad()
+            F.mse_loss(mine(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+    return step
+
+
+def _pipelined(
+    model: nn.Module, batch: tuple[Tensor, Tensor], world: World, settings: Pipeline
+) -> tuple[Callable[[], Any], Job, PipelineStep]:
+    mine = copy.deepcopy(model)
+    optimizer = SGD(mine.parameters(), lr=1e-3)
+    job = distribute(mine, optimizer, world=world, mesh=Mesh(pipe=world.size, pipeline=settings), example=batch[0])
+    pipeline = job.pipeline(F.mse_loss)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        pipeline(*batch)
+        optimizer.step()
+
+    return step, job, pipeline
+
+
+def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> dict[str, Any]:
+    """How much of the time ranks wait: as measured, by a clock that knows what each stage takes, and by formula."""
+    seen = []
+    for _ in range(max(3, rounds)):
+        step()
+        seen.append(pipeline.timeline())
+    middle = sorted(seen, key=lambda it: it.bubble)[len(seen) // 2]
+    clock = played(pipeline.plan.orders, _typical(seen))
+    return {
+        "bubble": middle.bubble,
+        "clock_bubble": clock.bubble,
+        "ideal_bubble": middle.ideal_bubble,
+        "spans": [vars(span) for span in middle.spans],
+        "clock_spans": [vars(span) for span in clock.spans],
+    }
+
+
+def _typical(seen: list[Timeline]) -> Callable[[Any], float]:
+    """What each kind of work takes on each stage, in the median."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for timeline in seen:
+        for span in timeline.spans:
+            found.setdefault((span.kind, span.stage), []).append(span.stop_s - span.start_s)
+    return lambda action: statistics.median(found[action.kind, action.stage])
+
+
+def timeline_of(spans: Sequence[dict[str, Any]], result: dict[str, Any]) -> Timeline:
+    """From what `measure` returned."""
+    return Timeline(result["workers"], result["microbatches"], tuple(Span(**each) for each in spans))

@@ -1,0 +1,64 @@
+"""Groups of torch.distributed: how their ranks meet."""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from tutti.backend import Opened, meter
+from tutti.launch.environment import Place
+from tutti.launch.rendezvous import listen_address, meet
+from tutti.transports import AloneTransport, ProcessGroupTransport, Roster, Transport
+from tutti.transports.base import Added
+from tutti.transports.hosts import shared_where_possible
+from tutti.world import current_world
+
+_generations: Counter[str] = Counter()
+"""How often a group of each name was made here: a store may remember the ones before."""
+
+
+def open_group(options: Any) -> Opened:
+    """Meet the other ranks of a group through its store, and choose how to talk to them."""
+    rank, size = options.group_rank, options.group_size
+    numbers = list(options.global_ranks_in_group) or list(range(size))
+    me = numbers[rank]
+    world = current_world()
+    along = None if world is None else _taken_along(world.transport)
+    if size == 1:
+        return Opened(AloneTransport(options.timeout), me, lambda: None)
+    if along is not None:
+        return Opened(along.channel(f"torch {options.group_id}", numbers), me, lambda: None)
+    _generations[options.group_id] += 1
+    store = PrefixStore(f"tutti/{_generations[options.group_id]}", options.store)
+    place = Place("torch.distributed", rank, size, 0, *_address(options.store))
+    roster = _in_the_world(meet(place, store, options.timeout), numbers)
+    transport: Transport = ProcessGroupTransport(roster, address=listen_address(place, roster))
+    return Opened(shared_where_possible(transport), me, roster.leave)
+
+
+def _taken_along(transport: Transport) -> Transport | None:
+    """The transport of the world there is, if groups are to use that: ranks that are simulated, or on MPI."""
+    while isinstance(transport, Added):
+        transport = transport.inner
+    if transport.cluster is not None:
+        meter.start(transport)
+        return transport
+    mpi = sys.modules.get("tutti.transports.mpi")
+    return transport if mpi is not None and isinstance(transport, mpi.MpiTransport) else None
+
+
+def _in_the_world(roster: Roster, numbers: list[int]) -> Roster:
+    """The same ranks, named as in the whole world."""
+    peers = [replace(peer, rank=number) for peer, number in zip(roster.peers, numbers, strict=True)]
+    made = Roster(roster.rank, peers, roster.store, roster.timeout)
+    made.more_time = "the timeout of init_process_group or new_group"
+    return made
+
+
+def _address(store: Store) -> tuple[str | None, int | None]:
+    """Where the store is, if it is on the network."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else (None, None)

@@ -1,0 +1,155 @@
+"""A model on a mesh: what of it this rank has, and how to have it whole again."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.backend import meter
+from tutti.collectives import native, run
+from tutti.parallel.groups import broadcast, device_mesh, process_group
+from tutti.parallel.mesh import Axis, Mesh
+from tutti.parallel.pipeline.layers import Stage
+from tutti.parallel.pipeline.measure import LayerCost
+from tutti.parallel.pipeline.order import order
+from tutti.parallel.pipeline.stages import Stages
+from tutti.parallel.pipeline.step import Loss, PipelineStep, StagePlan
+from tutti.parallel.pipeline.wires import Wires
+from tutti.parallel.tensor.plan import refuse_if_whole, tensor_plan
+from tutti.replica import HookedReplica
+from tutti.replica.batchnorm import SyncedBatchNorm
+from tutti.strategies import Auto, Strategy
+from tutti.transports import AloneTransport, Transport
+
+
+class Arrangement:
+    """Splits `model` as the mesh says, which starts equal on all ranks. Collective."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, mesh: Mesh, transport: Transport, example: Any = None
+    ) -> None:
+        self.model, self.mesh = model, mesh
+        self._rows = {axis: _row(mesh, axis, transport) for axis in mesh.shape}
+        self.data = self._rows["data"]
+        """Between this rank and those that have the same part of the model."""
+        self._device = next(model.parameters()).device
+        self._exits = ExitStack()
+        if transport.cluster is not None:
+            meter.start(transport)
+            self._exits.callback(meter.stop)
+        plan = tensor_plan(model, mesh.tensor, mesh.split)
+        ways = {module: plan.way_of(name) for name, module in model.named_modules()}
+        self._stages: Stages | None = None
+        if mesh.pipe > 1:
+            self._stages = Stages(model, optimizer, mesh.pipeline, self._rows["pipe"], transport, example)
+        self.part = model if self._stages is None else nn.ModuleDict({str(it): each for it, each in self._mine.items()})
+        """What this rank has: what strategies work on."""
+        self._splits = []
+        if mesh.tensor > 1:
+            from tutti.parallel.tensor.split import TensorSplit  # Costs a compiler's import.
+
+            group = self._exits.enter_context(process_group(self._rows["tensor"]))
+            devices = self._exits.enter_context(device_mesh(group, self._device.type))
+            self._splits = [TensorSplit(each, ways, devices, optimizer) for each in self._mine.values()]
+            _draw_alike(group)
+
+    @property
+    def _mine(self) -> dict[int, nn.Module]:
+        return dict(self._stages.mine) if self._stages is not None else {0: self.model}
+
+    def pipeline(self, loss: Loss, replica: HookedReplica) -> PipelineStep:
+        """What takes a batch through all stages. Collective."""
+        plan = self._stages.plan if self._stages is not None else self._one_stage()
+        stages: dict[int, nn.Module] = self._mine if self._stages is not None else {0: Stage([("model", self.model)])}
+        row = self._rows["pipe"]
+        return PipelineStep(plan, stages, Wires(row, self._device), replica, loss)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale gradients so that the norm of all, on all ranks, is at most `max_norm`. Collective."""
+        gradients = {it: it.grad for it in self.part.parameters() if it.grad is not None}
+        first = self._rows["tensor"].rank == 0
+        counted = [grad for it, grad in gradients.items() if first or any(each.has_piece(it) for each in self._splits)]
+        square = torch.zeros(1, dtype=torch.float64)
+        for grad in counted:
+            square += grad.double().square().sum().cpu()
+        for axis in ("tensor", "pipe"):
+            if self._rows[axis].size > 1:
+                run(native.steps(square, self._rows[axis]))
+        norm = float(square.sqrt())
+        for grad in gradients.values():
+            grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+        return norm
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it every rank has the whole model. Collective."""
+        with ExitStack() as stack:
+            for split in self._splits:
+                stack.enter_context(split.whole())
+            if self._stages is not None:
+                stack.enter_context(self._stages.whole())
+            yield
+
+    def close(self) -> None:
+        """Give every rank the whole model, and let it go. Collective."""
+        for split in self._splits:
+            split.close()
+        if self._stages is not None:
+            self._stages.close()
+        self._leave()
+
+    def abandon(self) -> None:
+        """Let the model go as it is. Not collective."""
+        for split in self._splits:
+            split.abandon()
+        if self._stages is not None:
+            self._stages.abandon()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._exits.close()
+        for row in self._rows.values():
+            row.close()
+
+    def _one_stage(self) -> StagePlan:
+        number = self.mesh.pipeline.microbatches or 2
+        free = LayerCost("model", 0.0, 0.0, 0, 0, ())
+        return StagePlan(order("gpipe", 1, 1, number), [()], [free], number)
+
+
+def mistakes_on_mesh(
+    model: nn.Module, mesh: Mesh, strategy: Strategy, num_ranks: int, example: Any = None
+) -> list[str]:
+    """What is wrong with splitting `model` so, as far as is seen without doing it."""
+    found = mesh.mistakes(num_ranks)
+    if isinstance(strategy, Auto) and mesh.tensor * mesh.pipe > 1:
+        found.append("Auto times a model's layers, of which a rank of this mesh has parts: name a strategy.")
+    if mesh.pipe > 1 and any(isinstance(module, SyncedBatchNorm) for module in model.modules()):
+        found.append("sync_batchnorm normalises over all ranks, and a stage of a pipeline is on some: do without.")
+    if mesh.pipe > 1 and example is None:
+        found.append(
+            "a mesh with pipe above 1 needs an example, by which layers are timed and the model is cut: "
+            "distribute(..., example=x), one batch as the pipeline will get."
+        )
+    if mesh.tensor > 1:
+        found += refuse_if_whole(tensor_plan(model, mesh.tensor, mesh.split))
+    return found
+
+
+def _row(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
+    if mesh.shape[axis] == 1 and transport.cluster is None:
+        return AloneTransport(transport.timeout)
+    return transport.channel(axis, mesh.along(axis, transport.rank))
+
+
+def _draw_alike(group: Any) -> None:
+    """Have the ranks along `tensor` draw the same numbers, for dropout, say: DTensor sees to that on GPUs only."""
+    warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support on cpu")
+    state = torch.get_rng_state()
+    broadcast(state, 0, group)
+    torch.set_rng_state(state)

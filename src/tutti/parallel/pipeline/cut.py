@@ -1,0 +1,72 @@
+"""Where to cut a sequence of layers, so that the slowest stage is as quick as it can be."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from tutti.cluster import format_size
+from tutti.errors import ConfigError
+
+Span = tuple[int, int]
+"""First layer of a stage, and the first after it."""
+
+
+def balanced(
+    seconds: Sequence[float], num_stages: int, memory: Sequence[int] | None = None, limit_bytes: int | None = None
+) -> list[Span] | None:
+    """Consecutive layers for every stage, one or more each; None if no cut fits into memory.
+
+    By dynamic programming over where the last stage begins: the best cut of all, in time O(stages x layers²).
+    """
+    num_layers = len(seconds)
+    until = [0.0, *accumulate(seconds)]
+    bytes_until = [0, *accumulate(memory or [0] * num_layers)]
+
+    def cost(start: int, stop: int) -> float:
+        too_large = limit_bytes is not None and bytes_until[stop] - bytes_until[start] > limit_bytes
+        return float("inf") if too_large else until[stop] - until[start]
+
+    best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
+    begins = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, num_stages + 1):
+        for stop in range(stage, num_layers + 1):
+            for start in range(stage - 1, stop):
+                slowest = max(best[stage - 1][start], cost(start, stop))
+                if slowest < best[stage][stop]:
+                    best[stage][stop], begins[stage][stop] = slowest, start
+    if best[num_stages][num_layers] == float("inf"):
+        return None
+    spans, stop = list[Span](), num_layers
+    for stage in range(num_stages, 0, -1):
+        start = begins[stage][stop]
+        spans.append((start, stop))
+        stop = start
+    return spans[::-1]
+
+
+def as_asked(counts: Sequence[int], num_stages: int, num_layers: int) -> list[Span]:
+    """The spans of stages of so many layers each."""
+    if len(counts) != num_stages or sum(counts) != num_layers:
+        raise ConfigError(
+            f"the cut {list(counts)} is of {len(counts)} stages and {sum(counts)} layers; the mesh has {num_stages} "
+            f"stages and the model {num_layers} layers."
+        )
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def check_fits(names: Sequence[str], num_stages: int, memory: Sequence[int], limit_bytes: int | None) -> None:
+    """Refuse more stages than layers, and a layer that is too large for any stage."""
+    if num_stages > len(names):
+        raise ConfigError(
+            f"{num_stages} stages need as many layers or more, and the model has {len(names)} ({', '.join(names)}). "
+            "Use fewer ranks along pipe, or fewer stages per rank."
+        )
+    if limit_bytes is None:
+        return
+    if large := [(name, size) for name, size in zip(names, memory, strict=True) if size > limit_bytes]:
+        each = ", ".join(f"'{name}' {format_size(size)}" for name, size in large)
+        raise ConfigError(
+            f"a stage may take {format_size(limit_bytes)}, and these layers alone need more: {each}. Allow more, use "
+            "smaller microbatches, or split layers along tensor too."
+        )

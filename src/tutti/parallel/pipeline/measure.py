@@ -1,0 +1,83 @@
+"""What each layer of a sequence costs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.parallel.pipeline.layers import Layers
+
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer's part of a step, per microbatch."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    parameter_bytes: int
+    activation_bytes: int
+    """Of its outputs."""
+    gives: tuple[tuple[tuple[int, ...], str], ...]
+    """Shape and dtype of every output."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+    def memory_bytes(self, num_microbatches: int) -> int:
+        """Parameters and their gradients, and the activations of so many microbatches."""
+        return 2 * self.parameter_bytes + num_microbatches * self.activation_bytes
+
+
+def measure(layers: Layers, example: Any, now: Callable[[], float]) -> list[LayerCost]:
+    """Run every layer alone, forward and backward, on what the one before it gives; `now` is the clock."""
+    values = example if isinstance(example, tuple) else (example,)
+    found = []
+    for number, (name, layer) in enumerate(layers):
+        buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
+        runs = [_Run(layer, values, number == 0, now) for _ in range(1 + _ROUNDS)][1:]
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        values = runs[-1].made
+        found.append(
+            LayerCost(
+                name,
+                median(it.forward_s for it in runs),
+                median(it.backward_s for it in runs),
+                sum(parameter.nbytes for parameter in layer.parameters()),
+                sum(it.nbytes for it in values),
+                tuple((tuple(it.shape), str(it.dtype).removeprefix("torch.")) for it in values),
+            )
+        )
+    return found
+
+
+class _Run:
+    """A layer's forward and backward pass, timed. The first layer need not say what its inputs' gradients are."""
+
+    def __init__(self, layer: nn.Module, values: tuple[Tensor, ...], first: bool, now: Callable[[], float]) -> None:
+        taken = tuple(it.detach().requires_grad_(it.is_floating_point() and not first) for it in values)
+        wanted = [it for it in [*layer.parameters(), *taken] if it.requires_grad]
+        start_s = _at(now, taken)
+        with torch.enable_grad():
+            out = layer(*taken)
+        middle_s = _at(now, taken)
+        made = out if isinstance(out, tuple) else (out,)
+        outputs = [it for it in made if it.requires_grad]
+        if outputs and wanted:
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(it) for it in outputs], allow_unused=True)
+        self.forward_s, self.backward_s = middle_s - start_s, _at(now, taken) - middle_s
+        self.made = tuple(it.detach() for it in made)
+
+
+def _at(now: Callable[[], float], tensors: tuple[Tensor, ...]) -> float:
+    if tensors[0].is_cuda:
+        torch.cuda.synchronize(tensors[0].device)
+    return now()

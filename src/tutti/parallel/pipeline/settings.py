@@ -1,0 +1,54 @@
+"""What a user says about a pipeline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tutti.errors import ConfigError
+
+ScheduleName = Literal["in-turn", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How a batch goes through the stages.
+
+    Args:
+        schedule: "in-turn" is no pipeline: one microbatch after the other; "gpipe" (Huang 2019) does all forward
+            passes first; "1f1b" (Narayanan 2019) keeps fewer activations; "interleaved" (Narayanan 2021) gives every
+            rank several stages; "zero-bubble" (Qi 2023) computes gradients of weights where a rank would wait.
+        microbatches: into how many parts a batch is cut; twice as many as there are ranks along `pipe` by default.
+        stages_per_rank: by default 2 for "interleaved", 1 for the others.
+        cut: how many layers each stage has, in order; found by timing them by default.
+        memory_bytes: what a rank has for its stages' parameters, gradients and activations.
+    """
+
+    schedule: ScheduleName = "1f1b"
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    cut: Sequence[int] | None = None
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        if self.schedule not in SCHEDULES:
+            mistakes.append(f"schedule '{self.schedule}' is not one of {', '.join(SCHEDULES)}")
+        for name in ("microbatches", "stages_per_rank", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                mistakes.append(f"{name} must be 1 or more, got {value}")
+        if self.cut is not None and (not self.cut or min(self.cut) < 1):
+            mistakes.append(f"every stage of the cut needs 1 layer or more, got {list(self.cut)}")
+        if self.schedule in ("in-turn", "gpipe", "1f1b") and (self.stages_per_rank or 1) > 1:
+            mistakes.append(
+                f"'{self.schedule}' has 1 stage per rank, got stages_per_rank={self.stages_per_rank}; 'interleaved' "
+                "has several"
+            )
+        if mistakes:
+            raise ConfigError(f"Pipeline: {'; '.join(mistakes)}.")
+
+    @property
+    def num_stages_per_rank(self) -> int:
+        return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)

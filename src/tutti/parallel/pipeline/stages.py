@@ -1,0 +1,183 @@
+"""A model cut into stages, of which this rank keeps its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.collectives import gather_json, share_json
+from tutti.errors import ConfigError
+from tutti.parallel.pipeline.cut import Span, as_asked, balanced, check_fits
+from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
+from tutti.parallel.pipeline.measure import LayerCost, measure
+from tutti.parallel.pipeline.microbatches import microbatches
+from tutti.parallel.pipeline.order import order
+from tutti.parallel.pipeline.settings import Pipeline
+from tutti.parallel.pipeline.step import StagePlan
+from tutti.transports import Transport
+
+
+class Stages:
+    """Cuts `model`, and keeps only the parameters of this rank's stages. Collective among all ranks of `everyone`.
+
+    Args:
+        transport: between the ranks along `pipe`.
+        everyone: between all ranks: what the first one measures, all go by.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        settings: Pipeline,
+        transport: Transport,
+        everyone: Transport,
+        example: Any,
+    ) -> None:
+        self._model, self._transport = model, transport
+        num_microbatches = settings.microbatches or 2 * transport.size
+        num_stages = transport.size * settings.num_stages_per_rank
+        orders = order(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
+        batch = microbatches(example, num_microbatches)[0]
+        layers = _layers(model, batch, everyone)
+        costs = _shared_costs(layers, batch, everyone)
+        spans = _spans(costs, settings, num_stages, num_microbatches)
+        stage_costs = [_sum(costs[start:stop]) for start, stop in spans]
+        self.plan = StagePlan(orders, [it.gives for it in stage_costs], stage_costs, num_microbatches)
+        self.mine = {
+            index: Stage(layers[start:stop])
+            for index, (start, stop) in enumerate(spans)
+            if index % transport.size == transport.rank
+        }
+        self._owners = _owners(model, layers, spans, transport.size)
+        self._shapes = {tensor: tensor.shape for tensor in self._owners}
+        self._hold()
+        for tensor in self._foreign():
+            optimizer.state.pop(tensor, None)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it every rank has the whole model. Collective along `pipe`."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._hold()
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Give every rank the whole model, and let it go. Collective along `pipe`."""
+        self.abandon()
+        for tensor in self._foreign():
+            tensor.data = tensor.new_empty(self._shapes[tensor])
+        for rank in range(self._transport.size):
+            for tensor in [it for it, owner in self._owners.items() if owner == rank]:
+                self._hand_out(tensor, rank)
+
+    def abandon(self) -> None:
+        """Let the model go as it is. Not collective. Idempotent."""
+        self._model.__dict__.pop("forward", None)
+
+    def _hold(self) -> None:
+        for tensor in self._foreign():
+            tensor.data = tensor.new_empty(0)
+            tensor.grad = None
+        self._model.forward = _refuse_forward
+
+    def _foreign(self) -> list[Tensor]:
+        return [tensor for tensor, owner in self._owners.items() if owner != self._transport.rank]
+
+    def _hand_out(self, tensor: Tensor, root: int) -> None:
+        if self._transport.rank == root:
+            others = [rank for rank in range(self._transport.size) if rank != root]
+            for work in [self._transport.isend(tensor.detach(), rank) for rank in others]:
+                work.wait()
+        else:
+            self._transport.irecv(tensor.detach(), root).wait()
+
+
+def _layers(model: nn.Module, batch: Any, everyone: Transport) -> Layers:
+    """The model's layers; if they cannot be had on one rank, all are told."""
+    layers, mistake = Layers(), ""
+    try:
+        layers = layers_of(model, batch)
+        check_apart(layers)
+    except ConfigError as error:
+        mistake = str(error)
+    mistakes = gather_json(mistake, everyone) if everyone.size > 1 else [mistake]
+    if any(mistakes):
+        rank = next(rank for rank, each in enumerate(mistakes) if each)
+        raise ConfigError(mistakes[0] if len(set(mistakes)) == 1 else f"rank {rank}: {mistakes[rank]}")
+    return layers
+
+
+def _shared_costs(layers: Layers, batch: Any, everyone: Transport) -> list[LayerCost]:
+    """What the first rank measures: all must cut alike."""
+    found: Any = None
+    if everyone.rank == 0:
+        try:
+            found = [[*vars(cost).values()] for cost in measure(layers, batch, everyone.now)]
+        except Exception as error:  # Whatever it is: the other ranks are waiting.
+            found = f"the layers could not be run one after the other on the example: {error}"
+    found = share_json(found, everyone) if everyone.size > 1 else found
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return [_cost(*each) for each in found]
+
+
+def _cost(*values: Any) -> LayerCost:
+    """From what JSON made of it."""
+    cost = LayerCost(*values)
+    return replace(cost, gives=tuple((tuple(shape), dtype) for shape, dtype in cost.gives))
+
+
+def _spans(costs: list[LayerCost], settings: Pipeline, num_stages: int, num_microbatches: int) -> list[Span]:
+    names = [cost.name for cost in costs]
+    memory = [cost.memory_bytes(num_microbatches) for cost in costs]
+    check_fits(names, num_stages, memory, settings.memory_bytes)
+    if settings.cut is not None:
+        return as_asked(settings.cut, num_stages, len(costs))
+    seconds = [cost.seconds for cost in costs]
+    if not any(seconds):  # In virtual time, without a layer that multiplies.
+        seconds = [1.0 + cost.parameter_bytes for cost in costs]
+    spans = balanced(seconds, num_stages, memory, settings.memory_bytes)
+    if spans is None:
+        raise ConfigError(
+            f"{len(costs)} layers that need {sum(memory)} bytes do not fit into {num_stages} stages of "
+            f"{settings.memory_bytes} each. Allow more memory, use more stages or smaller microbatches."
+        )
+    return spans
+
+
+def _sum(costs: list[LayerCost]) -> LayerCost:
+    """What several layers cost together."""
+    return LayerCost(
+        costs[0].name,
+        sum(it.forward_s for it in costs),
+        sum(it.backward_s for it in costs),
+        sum(it.parameter_bytes for it in costs),
+        sum(it.activation_bytes for it in costs),
+        costs[-1].gives,
+    )
+
+
+def _owners(model: nn.Module, layers: Layers, spans: list[Span], num_ranks: int) -> dict[Tensor, int]:
+    """The rank along `pipe` that has each parameter and buffer; the first has those that no layer uses."""
+    found: dict[Tensor, int] = {}
+    for index, (start, stop) in enumerate(spans):
+        for _, layer in layers[start:stop]:
+            found.update((tensor, index % num_ranks) for tensor in [*layer.parameters(), *layer.buffers()])
+    for tensor in [*model.parameters(), *model.buffers()]:
+        found.setdefault(tensor, 0)
+    return found
+
+
+def _refuse_forward(*_: Any, **__: Any) -> Any:
+    raise ConfigError(
+        "this model is in stages on several ranks. Train with `pipeline = job.pipeline(loss_fn)` and "
+        "`loss = pipeline(x, y)`; evaluate within job.consensus()."
+    )

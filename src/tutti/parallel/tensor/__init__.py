@@ -1,0 +1,1 @@
+"""Layers split over ranks, on torch's DTensor."""

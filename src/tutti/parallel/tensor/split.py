@@ -1,0 +1,172 @@
+"""A model split over the ranks along `tensor`: each has its pieces of the parameters, and computes with DTensors."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tutti.errors import ConfigError, TuttiError
+from tutti.parallel.groups import broadcast
+from tutti.parallel.tensor.layers import Undo, enter_mesh, leave_mesh, prepare, surround
+from tutti.parallel.tensor.pieces import Piece, pieces_of
+from tutti.parallel.tensor.rules import CONVOLUTIONS
+from tutti.parallel.tensor.ways import Way
+
+
+class TensorSplit:
+    """Keeps `model` split.
+
+    Between forward passes its parameters are plain tensors, the pieces of this rank, which is what the optimiser and
+    strategies see; within one they are DTensors over those, so that whatever the model computes is what the
+    whole model would.
+    """
+
+    def __init__(self, model: nn.Module, ways: Mapping[nn.Module, Way], mesh: DeviceMesh, optimizer: Optimizer) -> None:
+        self._model, self._mesh, self._optimizer = model, mesh, optimizer
+        self._group: dist.ProcessGroup = mesh.get_group()
+        self._ways: dict[str, Way] = {name: ways.get(it, "whole") for name, it in model.named_modules()}
+        self._split = {name for name, way in self._ways.items() if way != "whole"}
+        self._pieces: dict[nn.Parameter, Piece] = {}
+        self._shapes: dict[nn.Parameter, tuple[torch.Size, tuple[int, ...]]] = {}
+        for name, module in model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                self._pieces.setdefault(parameter, pieces_of(module, self._ways[name])[key])
+                self._shapes[parameter] = parameter.shape, parameter.stride()
+        self._held: list[tuple[nn.Module, str, nn.Parameter]] = []
+        """Parameters that are DTensors within a forward pass."""
+        self._undo: list[Undo] = []
+        self._change(self._own)
+        self._hold()
+
+    def close(self) -> None:
+        """Give the model and the optimiser's memory back whole, and let them go. Collective."""
+        self._release()
+        self._change(self._gathered)
+
+    def abandon(self) -> None:
+        """Let the model go as it is. Not collective."""
+        self._release()
+
+    def has_piece(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank has a part of a parameter, and others the rest."""
+        return parameter in self._pieces and self._pieces[parameter].dim is not None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it the model is whole, and computes by itself. Collective."""
+        mine = {parameter: parameter.data for parameter, piece in self._pieces.items() if piece.dim is not None}
+        self._release()
+        for parameter, data in mine.items():
+            parameter.data = self._gathered(data, parameter)
+        try:
+            yield
+        finally:
+            for parameter, data in mine.items():
+                parameter.data = data
+            self._hold()
+
+    def _hold(self) -> None:
+        surrounded: list[str] = []
+        for name, module in self._model.named_modules():
+            if name in self._split:
+                self._undo.append(prepare(module, self._ways[name], self._mesh))
+            if any(_is_within(name, it) for it in surrounded):
+                continue
+            if any(_is_within(it, name) for it in self._split):
+                if self._ways[name] != "heads" and not isinstance(module, CONVOLUTIONS):
+                    self._held += [(module, *each) for each in module.named_parameters(recurse=False)]
+            elif next(module.parameters(), None) is not None:
+                surrounded.append(name)
+                self._undo.append(surround(module, self._mesh))
+        self._forward = self._model.forward
+        self._model.forward = self._forward_in_pieces
+        self._undo.append(lambda: delattr(self._model, "forward"))
+
+    def _release(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._held.clear()
+
+    def _forward_in_pieces(self, *args: Any, **kwargs: Any) -> Any:
+        # In backward too: whatever the model mixed in that is no DTensor is the same on every rank.
+        torch._C._set_dtensor_allow_implicit_replication(True)
+        try:
+            with self._as_dtensors():
+                args, kwargs = enter_mesh((args, kwargs), self._mesh)
+                return leave_mesh(self._forward(*args, **kwargs))
+        except TuttiError:
+            raise
+        except (NotImplementedError, RuntimeError) as error:
+            if "shard" not in str(error).lower() and "DTensor" not in str(error):
+                raise
+            where = _innermost(self._model, error.__traceback__)
+            raise ConfigError(
+                f"{where} cannot be computed in pieces over {self._group.size()} ranks: "
+                f"{str(error).splitlines()[0]} Keep whole the layers whose outputs it takes: "
+                'Mesh(split={"name": "whole"}).'
+            ) from error
+
+    @contextmanager
+    def _as_dtensors(self) -> Iterator[None]:
+        made: dict[nn.Parameter, Tensor] = {}
+        try:
+            for module, key, parameter in self._held:
+                if parameter not in made:
+                    made[parameter] = self._as_dtensor(parameter)
+                module._parameters[key] = made[parameter]  # type: ignore[assignment]
+            yield
+        finally:
+            for module, key, parameter in self._held:
+                module._parameters[key] = parameter
+
+    def _as_dtensor(self, parameter: nn.Parameter) -> Tensor:
+        shape, stride = self._shapes[parameter]
+        placements = [self._pieces[parameter].placement]
+        return DTensor.from_local(parameter, self._mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def _change(self, change: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+        """Change every parameter that is split, and what the optimiser remembers of it."""
+        for parameter, piece in self._pieces.items():
+            if piece.dim is None:
+                continue
+            state = self._optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[key] = change(value, parameter)
+            parameter.data = change(parameter.data, parameter)
+            parameter.grad = None
+
+    def _own(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        return self._pieces[parameter].of(whole, self._group.rank(), self._group.size())
+
+    def _gathered(self, mine: Tensor, parameter: nn.Parameter) -> Tensor:
+        piece, size = self._pieces[parameter], self._group.size()
+        whole = torch.empty(self._shapes[parameter][0], device="meta")
+        found = [mine.new_empty(piece.of(whole, rank, size).shape) for rank in range(size)]
+        found[self._group.rank()] = mine.contiguous()
+        for rank, each in enumerate(found):
+            broadcast(each, rank, self._group)
+        return piece.whole(found)
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return name == outer or not outer or name.startswith(f"{outer}.")
+
+
+def _innermost(model: nn.Module, traceback: TracebackType | None) -> str:
+    """The innermost module of `model` in which an error came up."""
+    names = {module: name for name, module in model.named_modules()}
+    found: nn.Module | None = None
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        found = owner if isinstance(owner, nn.Module) and owner in names else found
+        traceback = traceback.tb_next
+    return f"layer '{names[found]}' ({type(found).__name__})" if found is not None and names[found] else "the model"

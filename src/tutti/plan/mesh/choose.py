@@ -1,0 +1,130 @@
+"""Choose a mesh: all that so many workers can be arranged in, the fastest that fits into memory, and why."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tutti.cluster import Cluster, format_size, format_time
+from tutti.errors import ConfigError
+from tutti.parallel import Mesh
+from tutti.parallel.tensor.plan import TensorPlan, refuse_if_whole, tensor_plan
+from tutti.plan.mesh.cost import MeshPrediction, price_mesh
+from tutti.plan.place import up_to
+from tutti.plan.profile import Profile
+
+GAIN = 1.05
+"""By how much splitting the model must be faster than replicas that fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshPlan:
+    """How to arrange workers, and why."""
+
+    predictions: tuple[MeshPrediction, ...]
+    """The one to use; others that fit, the fastest first; then those that do not, the smallest first."""
+    memory_bytes: int | None
+    """What a rank has."""
+    refused: dict[str, str]
+    """Arrangements that cannot be, and why."""
+    reason: str
+
+    @property
+    def best(self) -> MeshPrediction | None:
+        """None if none fits."""
+        return next((each for each in self.predictions if fits(each, self.memory_bytes)), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        found = [{**each.as_dict(), "fits": fits(each, self.memory_bytes)} for each in self.predictions]
+        return {"memory_bytes": self.memory_bytes, "meshes": found, "refused": self.refused, "reason": self.reason}
+
+
+def plan_meshes(
+    model: nn.Module,
+    profile: Profile,
+    workers: int,
+    cluster: Cluster,
+    *,
+    total_samples: int | None = None,
+    memory_bytes: int | None = None,
+) -> MeshPlan:
+    """Price every mesh of so many workers for a step over `total_samples`, the profile's of each worker by default.
+
+    Args:
+        memory_bytes: what a rank has; what needs more is not chosen.
+    """
+    if workers < 1:
+        raise ConfigError(f"workers must be 1 or more, got {workers}.")
+    if memory_bytes is not None and memory_bytes < 1:
+        raise ConfigError(f"memory_bytes must be 1 or more, got {memory_bytes}.")
+    total = workers * profile.num_samples if total_samples is None else total_samples
+    cluster = up_to(cluster, workers)
+    cluster.place(workers)
+    found, refused = [], {}
+    for mesh in meshes(workers):
+        try:
+            found.append(price_mesh(mesh, profile, _split(model, mesh.tensor), cluster, total))
+        except ConfigError as error:
+            refused[in_words(mesh)] = str(error)
+    if not found:
+        raise ConfigError(f"no mesh of {workers} workers can be: {next(iter(refused.values()))}")
+    ordered = sorted(found, key=lambda each: _order(each, memory_bytes))
+    replicas = next((each for each in ordered if each.mesh.data == workers), None)
+    if replicas is not None and fits(replicas, memory_bytes) and replicas.step_s <= GAIN * ordered[0].step_s:
+        ordered = [replicas, *(each for each in ordered if each is not replicas)]
+    return MeshPlan(
+        predictions=tuple(ordered), memory_bytes=memory_bytes, refused=refused, reason=_reason(ordered, memory_bytes)
+    )
+
+
+def meshes(workers: int) -> Iterator[Mesh]:
+    """All whose axes multiply to so many workers, those that split least first."""
+    for tensor in _divisors(workers):
+        for pipe in _divisors(workers // tensor):
+            yield Mesh(data=workers // tensor // pipe, tensor=tensor, pipe=pipe)
+
+
+def fits(prediction: MeshPrediction, memory_bytes: int | None) -> bool:
+    return memory_bytes is None or prediction.memory_bytes <= memory_bytes
+
+
+def in_words(mesh: Mesh) -> str:
+    """Its axes that have more than one rank."""
+    axes = [f"{axis}={size}" for axis in ("data", "tensor", "pipe") if (size := mesh.shape[axis]) > 1]
+    return " x ".join(axes) or "one worker"
+
+
+def _split(model: nn.Module, num_ranks: int) -> TensorPlan:
+    plan = tensor_plan(model, num_ranks)
+    if num_ranks > 1 and (mistakes := refuse_if_whole(plan)):
+        raise ConfigError(mistakes[0])
+    return plan
+
+
+def _order(prediction: MeshPrediction, memory_bytes: int | None) -> tuple[bool, float]:
+    right = fits(prediction, memory_bytes)
+    return not right, prediction.step_s if right else prediction.memory_bytes
+
+
+def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
+    best = ordered[0]
+    if memory_bytes is not None and not fits(best, memory_bytes):
+        return (
+            f"None fits into {format_size(memory_bytes)}: {in_words(best.mesh)} needs least, "
+            f"{format_size(round(best.memory_bytes))}. Use more workers, smaller batches, or more memory."
+        )
+    replicas = next((each for each in ordered if each.mesh.data == each.mesh.size), None)
+    spent = f"a step takes {format_time(best.step_s)}"
+    if best is replicas:
+        return f"Do not split the model: with replicas alone ({in_words(best.mesh)}) {spent}, and none is much faster."
+    first = f"Use {in_words(best.mesh)}: {spent}"
+    if replicas is None or best.mesh.size == 1:
+        return f"{first}."
+    if not fits(replicas, memory_bytes):
+        return f"{first}. Replicas of the whole model would need {format_size(round(replicas.memory_bytes))} each."
+    return f"{first}, and with replicas alone {format_time(replicas.step_s)}."
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

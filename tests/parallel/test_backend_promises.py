@@ -1,0 +1,242 @@
+"""What programs may rely on with backend "tutti": order, waits, futures, errors that say what to do."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from torch_groups import GROUPS, on_ranks
+from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
+
+LARGE = 3_000_000
+
+everywhere = pytest.mark.parametrize("kind", GROUPS)
+
+
+def _all_well(results: list[Any]) -> list[Any]:
+    for rank, result in enumerate(results):
+        if isinstance(result, Exception):
+            raise AssertionError(f"rank {rank} raised {result!r}") from result
+    return results
+
+
+def _reduce(op: Any) -> Any:
+    options = c10d.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+@everywhere
+def test_a_message_arrives_while_its_sender_waits_for_something_else(kind: str) -> None:
+    """What Gloo lets programs do: a send that nobody has asked for yet, and a sum that the other comes to later."""
+
+    def work(group: Any) -> float:
+        large, small = torch.full((LARGE,), 1.0 + group.rank()), torch.ones(1)
+        if group.rank() == 0:
+            sending = group.send([large], 1)
+            summing = group.allreduce([small])
+            group.recv([large.new_empty(LARGE)], 1).wait()
+            summing.wait()
+            sending.wait()
+        else:
+            group.recv([torch.empty(LARGE)], 0).wait()
+            group.send([large], 0).wait()
+            group.allreduce([small]).wait()
+        return float(small)
+
+    assert _all_well(on_ranks(GROUPS[kind], 2, work)) == [2.0, 2.0]
+
+
+@everywhere
+def test_collectives_happen_in_the_order_asked(kind: str) -> None:
+    def work(group: Any) -> list[float]:
+        tensors = [torch.full((100,), float(number + group.rank())) for number in range(40)]
+        works = [group.allreduce([tensor]) for tensor in tensors]
+        for each in reversed(works):
+            each.wait()
+        return [float(tensor[0]) for tensor in tensors]
+
+    wanted = [float(3 * number + 3) for number in range(40)]
+    assert _all_well(on_ranks(GROUPS[kind], 3, work)) == [wanted] * 3
+
+
+@everywhere
+def test_futures(kind: str) -> None:
+    def work(group: Any) -> tuple[float, bool]:
+        tensor = torch.ones(5)
+        summing = group.allreduce([tensor])
+        doubled = summing.get_future().then(lambda future: 2 * future.value()[0])
+        return float(doubled.wait()[0]), summing.is_completed() and summing.is_success()
+
+    assert _all_well(on_ranks(GROUPS[kind], 2, work)) == [(4.0, True)] * 2
+
+
+@everywhere
+def test_messages_from_anyone_and_by_tag(kind: str) -> None:
+    def work(group: Any) -> Any:
+        tensor = torch.full((2,), float(group.rank()))
+        if group.rank() > 0:
+            group.send([tensor], 0, 7).wait()
+            group.send([tensor + 10], 0, 8).wait()
+            return None
+        found = {}
+        for _ in range(2):
+            receiving = group.recv_anysource([tensor], 8)
+            receiving.wait()
+            found[receiving._source_rank()] = float(tensor[0])
+        for rank in (1, 2):
+            group.recv([tensor], rank, 7).wait()
+            found[10 * rank] = float(tensor[0])
+        return found
+
+    assert _all_well(on_ranks(GROUPS[kind], 3, work))[0] == {1: 11.0, 2: 12.0, 10: 1.0, 20: 2.0}
+
+
+@everywhere
+def test_autograd_does_not_notice_what_is_received(kind: str) -> None:
+    """As with Gloo: FSDP and pipelining receive into tensors that were saved for backward."""
+
+    def work(group: Any) -> tuple[int, list[float]]:
+        leaf = torch.nn.Parameter(torch.ones(3, 2))
+        turned = leaf.detach().t()
+        group.allreduce([leaf]).wait()
+        group.broadcast([turned]).wait()
+        return leaf._version, leaf.flatten().tolist()
+
+    assert _all_well(on_ranks(GROUPS[kind], 2, work)) == [(0, [2.0] * 6)] * 2
+
+
+@everywhere
+def test_a_wait_may_have_a_deadline_and_be_tried_again(kind: str) -> None:
+    def work(group: Any) -> str:
+        tensor = torch.ones(1)
+        said = ""
+        if group.rank() == 0:
+            summing = group.allreduce([tensor])
+            try:
+                summing.wait(timedelta(milliseconds=50))
+            except DeadlineExceeded as error:
+                said = str(error)
+            group.send([tensor], 1).wait()
+            summing.wait()
+        else:
+            group.recv([tensor], 0).wait()
+            group.allreduce([tensor]).wait()
+        return said
+
+    said = _all_well(on_ranks(GROUPS[kind], 2, work))[0]
+    assert said.startswith("rank 0: waited 0.05 s for an operation")
+
+
+@everywhere
+def test_a_group_gives_up_after_its_own_timeout(kind: str) -> None:
+    def work(group: Any) -> None:
+        if group.rank() == 0:
+            with pytest.raises(RuntimeError) as raised:
+                group.allreduce([torch.ones(1)]).wait()
+            assert isinstance(raised.value, DeadlineExceeded)
+            with pytest.raises(DeadlineExceeded):  # It would be out of step.
+                group.barrier().wait()
+            group.send([torch.ones(1)], 1).wait()
+        else:
+            group.recv([torch.ones(1)], 0).wait(timedelta(seconds=15))
+
+    _all_well(on_ranks(GROUPS[kind], 2, work, timeout=timedelta(seconds=1)))
+
+
+@everywhere
+def test_whoever_waits_for_a_rank_that_left_is_told(kind: str) -> None:
+    def work(group: Any) -> tuple[str, str]:
+        group.barrier().wait()
+        if group.rank() == 1:
+            return "", ""
+        said = []
+        for each in (group.allreduce([torch.ones(1)]), group.recv([torch.ones(1)], 1)):
+            with pytest.raises(RankLost) as raised:
+                each.wait()
+            said.append(str(raised.value))
+        return said[0], said[1]
+
+    first, second = _all_well(on_ranks(GROUPS[kind], 2, work))[0]
+    assert "rank 1 is gone" in first
+    assert "rank 1 is gone" in second
+
+
+@everywhere
+def test_nothing_works_after_the_end(kind: str) -> None:
+    def work(group: Any) -> None:
+        group.barrier().wait()
+        group.shutdown()
+        for call in (group.barrier, lambda: group.send([torch.ones(1)], 1 - group.rank())):
+            with pytest.raises(ConfigError, match=r"destroyed|closed"):
+                call().wait()
+
+    _all_well(on_ranks(GROUPS[kind], 2, work))
+
+
+def test_different_operations_are_found_out() -> None:
+    def work(group: Any) -> None:
+        tensor = torch.ones(2 + group.rank())
+        with pytest.raises(ReplicaMismatch, match=r"rank 0: all-reduce of 2 × .*; rank 1: all-reduce of 3"):
+            group.allreduce([tensor]).wait()
+
+    _all_well(on_ranks(GROUPS["memory"], 2, work))
+
+
+def _bad(call: Callable[[Any], Any], says: str) -> Any:
+    return pytest.param(call, says, id=says.split(".", maxsplit=1)[0][:40])
+
+
+TENSOR = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        _bad(
+            lambda group: group.allreduce([TENSOR], _reduce(dist._make_nccl_premul_sum(2.0))),  # type: ignore[attr-defined]
+            "backend 'tutti' has no ReduceOp.PREMUL_SUM; neither has Gloo",
+        ),
+        _bad(
+            lambda group: group.allreduce([TENSOR.short()]),
+            "ReduceOp.SUM does not take torch.int16 tensors in backend 'tutti'; Gloo refuses them too",
+        ),
+        _bad(
+            lambda group: group.allreduce([TENSOR.int()], _reduce(dist.ReduceOp.AVG)),
+            "ReduceOp.AVG does not take torch.int32 tensors",
+        ),
+        _bad(
+            lambda group: group.allreduce([TENSOR], _reduce(dist.ReduceOp.BAND)),
+            "ReduceOp.BAND does not take torch.float32 tensors",
+        ),
+        _bad(lambda group: group.allreduce([TENSOR, TENSOR]), "one tensor a rank, or one list, as Gloo does; got 2"),
+        _bad(lambda group: group.allreduce([TENSOR.to_sparse()]), "takes dense tensors, got one of layout"),
+        _bad(lambda group: group.allgather([[TENSOR]], [TENSOR]), "a tensor for each of 2 ranks, got 1"),
+        _bad(
+            lambda group: group.allgather([[TENSOR, TENSOR[:2]]], [TENSOR]),
+            "one length and dtype, 4 × torch.float32; that for rank 1 is 2 × torch.float32",
+        ),
+        _bad(lambda group: group._allgather_base(TENSOR, TENSOR), "the large tensor to be 2 times the small one"),
+        _bad(
+            lambda group: group._reduce_scatter_base(TENSOR[:2], TENSOR.double(), None),
+            "got 4 × torch.float64 and 2 × torch.float32",
+        ),
+        _bad(lambda group: group.alltoall_base(TENSOR, TENSOR, [], [4]), "2 numbers that add up to 4, got [4]"),
+        _bad(lambda group: group.alltoall_base(TENSOR, TENSOR[:3], [], []), "cannot split 3 rows of its input"),
+        _bad(lambda group: group.send([TENSOR], 5).wait(), "no peer 5 in a world of 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_words(call: Callable[[Any], Any], says: str) -> None:
+    def work(group: Any) -> str:
+        with pytest.raises(ConfigError) as raised:
+            call(group)
+        group.barrier().wait()  # It goes on all the same.
+        return str(raised.value)
+
+    for rank, said in enumerate(_all_well(on_ranks(GROUPS["memory"], 2, work))):
+        assert says in said
+        assert said.startswith((f"rank {rank}: ", "backend 'tutti' takes dense"))

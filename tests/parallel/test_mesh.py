@@ -1,0 +1,390 @@
+"""Models split over a mesh: what they compute is what one process computes, and what cannot be is refused."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from support import run_ok, run_threads
+from tutti.cluster import Cluster, Link
+from tutti.codecs import Cast
+from tutti.errors import ConfigError, RankLost
+from tutti.job import distribute, sync_batchnorm
+from tutti.launch import init
+from tutti.launch.simulate import simulate
+from tutti.parallel import Mesh, Pipeline
+from tutti.parallel.pipeline.settings import SCHEDULES
+from tutti.recipes.models import CharGPT, CifarQuick, mlp
+from tutti.strategies import AllReduce, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
+from tutti.world import World
+
+STEPS, BATCH = 20, 16
+
+PIPED = Mesh(pipe=2)
+
+Problem = tuple[nn.Module, Tensor, Tensor]
+
+
+class Normed(nn.Module):
+    """Convolutions with batch normalisation between them, and a parameter that no layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, bias=False), nn.Flatten()
+        )
+        self.output = nn.Linear(4 * 16, 5)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.output(self.features(images)) * self.scale
+        return scores
+
+
+class Tied(nn.Module):
+    """Words in and out by one table, and attention by three layers with a mask of its own."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.words = nn.Embedding(21, 16)
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8, dtype=torch.bool)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens) + self.words(torch.arange(8))
+        query, key, value = (
+            each(hidden).unflatten(-1, (4, 4)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        weights = (query @ key.transpose(-1, -2)).masked_fill(~self.mask, float("-inf")).softmax(-1)
+        mixed = (weights @ value).transpose(1, 2).flatten(2)
+        return F.linear(hidden + self.out(mixed), self.words.weight)
+
+
+def _problem(make: Callable[[], nn.Module], shape: tuple[int, ...], words: bool = False) -> Problem:
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randint(0, 21, shape) if words else torch.randn(*shape, dtype=torch.float64)
+    return model, x, torch.randn_like(model(x))
+
+
+def _perceptron() -> Problem:
+    return _problem(lambda: mlp(8, 17, 6, 6, 5), (BATCH, 8))
+
+
+def _transformer() -> Problem:
+    return _problem(lambda: CharGPT(21, context=8, width=16, num_heads=4, num_blocks=1), (8, 8), words=True)
+
+
+def _alone(problem: Problem, steps: int, clip: float | None = None) -> list[Tensor]:
+    model, x, y = copy.deepcopy(problem)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _on_mesh(
+    world: World, problem: Problem, mesh: Mesh, strategy: Strategy, steps: int, clip: float | None = None
+) -> tuple[list[Tensor], list[Tensor], float]:
+    """Parameters in the middle of the training, in agreement, and after it; and the last loss."""
+    model, x, y = copy.deepcopy(problem)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    job = distribute(model, optimizer, strategy, world=world, mesh=mesh, example=x[: len(x) // mesh.data])
+    mine = [each.chunk(job.world.size)[job.world.rank] for each in (x, y)]
+    pipeline = job.pipeline(F.mse_loss) if mesh.pipe > 1 else None
+    for _ in range(steps):
+        optimizer.zero_grad()
+        if pipeline is not None:
+            loss = pipeline(*mine)
+        else:
+            loss = F.mse_loss(model(mine[0]), mine[1])
+            loss.backward()
+        if clip is not None:
+            job.clip_grad_norm(clip)
+        optimizer.step()
+    with job.consensus() as agreed:
+        middle = [parameter.detach().clone() for parameter in agreed.parameters()]
+        agreed(x)
+    job.finish()
+    model(x)
+    return middle, [parameter.detach() for parameter in model.parameters()], loss.item()
+
+
+def _assert_as_alone(
+    problem: Problem, mesh: Mesh, strategy: Strategy | None = None, transport: str = "process_group", steps: int = STEPS
+) -> None:
+    wanted = _alone(problem, steps)
+    everyone = run_ok(_on_mesh, problem, mesh, strategy or AllReduce(), steps, size=mesh.size, transport=transport)
+    for middle, last, _ in everyone:
+        for one, other, want in zip(middle, last, wanted, strict=True):
+            torch.testing.assert_close(one, want, rtol=0, atol=1e-10)
+            torch.testing.assert_close(other, want, rtol=0, atol=1e-10)
+
+
+MESHES = [
+    Mesh(data=2), Mesh(tensor=2), Mesh(tensor=3), PIPED, Mesh(pipe=3, pipeline=Pipeline(microbatches=4)),
+    Mesh(data=2, tensor=2), Mesh(data=2, pipe=2), Mesh(tensor=2, pipe=2), Mesh(data=2, tensor=2, pipe=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
+def test_every_mesh_is_one_process(mesh: Mesh) -> None:
+    _assert_as_alone(_perceptron(), mesh, steps=STEPS if mesh.size <= 4 else 5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_one_process(schedule: Any) -> None:
+    _assert_as_alone(_perceptron(), Mesh(pipe=2, pipeline=Pipeline(schedule=schedule)))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED], ids=["tensor", "pipe"])
+@pytest.mark.parametrize("transport", ["shared_memory", "simulated"])
+def test_every_transport(transport: str, mesh: Mesh) -> None:
+    _assert_as_alone(_perceptron(), mesh, transport=transport, steps=5)
+
+
+MODELS: dict[str, Callable[[], Problem]] = {
+    "transformer": _transformer,
+    "convolutions": lambda: _problem(CifarQuick, (2, 3, 32, 32)),
+    "batch norm": lambda: _problem(Normed, (4, 3, 8, 8)),
+    "tied words": lambda: _problem(Tied, (4, 8), words=True),
+    "torch's attention": lambda: _problem(
+        lambda: nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), (4, 8, 16)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_layers_of_every_kind_in_pieces(make: Callable[[], Problem]) -> None:
+    _assert_as_alone(make(), Mesh(tensor=2), steps=5)
+
+
+def test_a_traced_model_in_stages_and_pieces() -> None:
+    _assert_as_alone(_transformer(), Mesh(tensor=2, pipe=2), steps=3)
+
+
+@pytest.mark.parametrize(
+    "strategy", [AllReduce("ring", bucket_bytes=100), Averaging(every=1), Poseidon(), ParameterServer()], ids=str
+)
+@pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2), Mesh(data=2, pipe=2)], ids=["tensor", "pipe"])
+def test_any_strategy_between_those_who_have_the_same(strategy: Strategy, mesh: Mesh) -> None:
+    """Averages of parameters after every step of plain SGD are what averages of gradients give."""
+    _assert_as_alone(_perceptron(), mesh, strategy, steps=5)
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(codec=Cast("fp16"), exact_below=0), Gossip()], ids=str)
+def test_inexact_strategies_leave_all_ranks_alike(strategy: Strategy) -> None:
+    everyone = run_ok(_on_mesh, _perceptron(), Mesh(data=2, tensor=2), strategy, 5, size=4, transport="process_group")
+    wanted = _alone(_perceptron(), 5)
+    for _, last, _ in everyone:
+        for mine, first, want in zip(last, everyone[0][1], wanted, strict=True):
+            assert torch.equal(mine, first)
+            torch.testing.assert_close(mine, want, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2), Mesh(tensor=2, pipe=2)], ids=["data", "pipe"])
+def test_clipping_sees_all_gradients(mesh: Mesh) -> None:
+    wanted = _alone(_perceptron(), 5, clip=0.1)
+    everyone = run_ok(_on_mesh, _perceptron(), mesh, AllReduce(), 5, 0.1, size=4, transport="process_group")
+    for got, want in zip(everyone[0][1], wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-7)  # torch adds 1e-6 in another place.
+
+
+def test_the_optimiser_is_split_too_and_whole_again() -> None:
+    """A run that begins with momentum, and goes on alone after it."""
+    problem = _perceptron()
+
+    def train(world: World) -> list[Tensor]:
+        model, x, y = copy.deepcopy(problem)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+
+        def steps(number: int) -> None:
+            for _ in range(number):
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+        steps(3)
+        if world.size > 1:
+            job = distribute(model, optimizer, world=world, mesh=Mesh(tensor=world.size))
+            assert model[0].weight.shape == ((9 if world.rank == 0 else 8), 8)
+            assert optimizer.state[model[0].weight]["exp_avg"].shape == model[0].weight.shape
+        steps(3)
+        if world.size > 1:
+            job.finish()
+        steps(3)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    (alone,) = run_ok(train, size=1, transport="process_group")
+    for mine in run_ok(train, size=2, transport="process_group"):
+        for got, want in zip(mine, alone, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+def test_a_rank_has_its_part_only() -> None:
+    def look(world: World) -> tuple[int, int, list[int]]:
+        model, x, _ = copy.deepcopy(_perceptron_of_equal_layers())
+        job = distribute(
+            model, SGD(model.parameters(), lr=0.1), world=world,
+            mesh=Mesh(tensor=2, pipe=2, pipeline=Pipeline(cut=[3, 4])), example=x,
+        )  # fmt: skip
+        held = sum(parameter.numel() for parameter in model.parameters())
+        with pytest.raises(ConfigError, match=r"this model is in stages on several ranks. Train with .*job.pipeline"):
+            model(x)
+        job.finish()
+        return held, sum(parameter.numel() for parameter in model.parameters()), [job.world.rank, job.world.size]
+
+    held, whole, places = zip(*run_ok(look, size=4, transport="process_group"), strict=True)
+    assert set(whole) == {4 * (8 * 8 + 8)}
+    assert held == tuple(each // 4 + extra for each, extra in zip(whole, (4, 4, 4, 4), strict=True))
+    assert list(places) == [[0, 1]] * 4
+
+
+def _perceptron_of_equal_layers() -> Problem:
+    return _problem(lambda: mlp(8, 8, 8, 8, 8), (BATCH, 8))
+
+
+def test_in_virtual_time_a_pipeline_waits_as_the_formula_says() -> None:
+    def train(schedule: Any) -> tuple[float, float]:
+        world = init()
+        torch.manual_seed(0)
+        model = mlp(*[32] * 33)
+        x = torch.randn(64, 32)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        settings = Pipeline(schedule=schedule, microbatches=8, cut=[16, 16, 16, 15])
+        job = distribute(model, optimizer, world=world, mesh=Mesh(pipe=4, pipeline=settings), example=x)
+        pipeline = job.pipeline(F.mse_loss)
+        pipeline(x, x)
+        timeline = pipeline.timeline()
+        job.finish()
+        return timeline.bubble, timeline.ideal_bubble
+
+    cluster = Cluster(link=Link("100gbit", "10ns"))
+    for schedule in ("gpipe", "1f1b"):
+        (bubble, ideal), *_ = simulate(train, schedule, workers=4, cluster=cluster).results
+        assert bubble == pytest.approx(ideal, rel=0.15)
+    again = [simulate(train, "1f1b", workers=4, cluster=cluster) for _ in range(2)]
+    assert again[0].seconds == again[1].seconds > 0
+
+
+def _try(world: World, mesh: Mesh, model: nn.Module, x: Tensor | None) -> None:
+    model = copy.deepcopy(model)
+    job = distribute(model, SGD(model.parameters(), lr=0.1), world=world, mesh=mesh, example=x)
+    try:
+        if mesh.pipe > 1:
+            assert x is not None
+            job.pipeline(F.mse_loss)(x[:6], x[:6])
+        else:
+            model(x)
+    finally:
+        job.finish()
+
+
+class Mixed(nn.Module):
+    """Takes the outputs of a layer apart in a way that pieces do not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x).unflatten(-1, (3, 2)).sum(1)
+        return made
+
+
+X = torch.randn(8, 8)
+SQUARE = mlp(8, 8, 8)
+
+REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
+    "product": (Mesh(data=2, tensor=2), SQUARE, X, r"data=2 x tensor=2 x pipe=1 has 4 ranks, and the world has 2"),
+    "no example": (PIPED, SQUARE, None, r"a mesh with pipe above 1 needs an example"),
+    "more stages than layers": (
+        Mesh(pipe=2, pipeline=Pipeline(schedule="interleaved")), SQUARE, X, r"4 stages need as many layers or more"
+    ),
+    "a layer that is too large": (
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=100)), SQUARE, X, r"a stage may take 100 B, .* need more: '0' 832 B"
+    ),
+    "layers that are too large together": (
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=900)), SQUARE, X, r"3 layers .* do not fit into 2 stages of 900"
+    ),
+    "a batch that does not divide": (PIPED, SQUARE, X[:6], r"a batch of 6 samples does not divide into 4 microbatches"),
+    "another batch that does not": (PIPED, SQUARE, X, r"a batch of 6 samples does not divide into 4 microbatches"),
+    "nothing to split": (Mesh(tensor=2), nn.LayerNorm(8), X, r"none of the model's layers can be split over 2 ranks"),
+    "what pieces do not allow": (Mesh(tensor=2), Mixed(), X, r"the model cannot be computed in pieces over 2 ranks"),
+    "an example that does not fit": (PIPED, SQUARE, torch.randn(8, 7), r"could not be run one after the other on the"),
+}  # fmt: skip
+
+
+def test_what_does_not_go_with_parts() -> None:
+    def ask(world: World) -> None:
+        model = sync_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), world=world)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        distribute(model, optimizer, Auto(), world=world, mesh=PIPED, example=X)
+
+    for error in run_threads(ask, size=2, transport="process_group"):
+        assert isinstance(error, ConfigError)
+        assert "Auto times a model's layers" in str(error)
+        assert "sync_batchnorm normalises over all ranks" in str(error)
+
+
+@pytest.mark.parametrize(("mesh", "model", "x", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_on_every_rank(mesh: Mesh, model: nn.Module, x: Tensor | None, message: str) -> None:
+    for error in run_threads(_try, mesh, model, x, size=2, transport="process_group"):
+        with pytest.raises(ConfigError, match=message):
+            raise error
+
+
+def test_axes_of_no_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"Mesh: pipe=-1, data=0; every axis needs 1 rank or more"):
+        Mesh(data=0, pipe=-1)
+
+
+def test_ranks_are_told_apart() -> None:
+    assert run_threads(_differ, size=2, transport="process_group") == ["strategy"] * 2
+
+
+def _differ(world: World) -> str:
+    model = mlp(8, 8, 8)
+    mesh = Mesh(tensor=2, split={"0": "whole"} if world.rank else {})
+    with pytest.raises(ConfigError, match=r"the strategy differs between ranks: .* on Mesh") as error:
+        distribute(model, SGD(model.parameters(), lr=0.1), world=world, mesh=mesh)
+    return str(error.value).split()[1]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED], ids=["tensor", "pipe"])
+def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh) -> None:
+    def train(world: World) -> None:
+        model, x, y = copy.deepcopy(_perceptron())
+        with distribute(model, SGD(model.parameters(), lr=0.1), world=world, mesh=mesh, example=x) as job:
+            pipeline = job.pipeline(F.mse_loss)
+            pipeline(x, y)
+            if world.rank == 1:
+                raise KeyError("lost")
+            pipeline(x, y)
+
+    error, lost = run_threads(train, size=2, transport="process_group")
+    assert isinstance(lost, KeyError)
+    assert isinstance(error, RankLost)
+
+
+def test_a_pipeline_needs_a_mesh() -> None:
+    def ask(world: World) -> None:
+        model = mlp(2, 2)
+        with distribute(model, SGD(model.parameters(), lr=0.1), world=world) as job:
+            job.pipeline(F.mse_loss)
+
+    (error,) = run_threads(ask, size=1, transport="process_group")
+    assert isinstance(error, ConfigError)
+    assert "job.pipeline needs a mesh" in str(error)

@@ -1,0 +1,61 @@
+"""The cut of a model into stages: as good as the best of all cuts."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti.errors import ConfigError
+from tutti.parallel.pipeline.cut import as_asked, balanced, check_fits
+
+Times = st.lists(st.floats(0, 100), min_size=1, max_size=9)
+
+
+def _all_cuts(num_layers: int, num_stages: int) -> list[list[tuple[int, int]]]:
+    inner = combinations(range(1, num_layers), num_stages - 1)
+    return [list(pairwise([0, *ends, num_layers])) for ends in inner]
+
+
+def _slowest(seconds: list[float], spans: list[tuple[int, int]]) -> float:
+    return max(sum(seconds[start:stop]) for start, stop in spans)
+
+
+@given(seconds=Times, num_stages=st.integers(1, 5))
+def test_no_cut_is_better(seconds: list[float], num_stages: int) -> None:
+    spans = balanced(seconds, num_stages)
+    cuts = _all_cuts(len(seconds), num_stages)
+    if not cuts:
+        assert spans is None
+        return
+    assert spans in cuts
+    assert _slowest(seconds, spans) == pytest.approx(min(_slowest(seconds, each) for each in cuts))
+
+
+@given(seconds=Times, memory=st.lists(st.integers(0, 50), min_size=9, max_size=9), limit=st.integers(1, 120))
+def test_memory_is_respected(seconds: list[float], memory: list[int], limit: int) -> None:
+    memory = memory[: len(seconds)]
+    spans = balanced(seconds, 3, memory, limit)
+    fitting = [
+        cut for cut in _all_cuts(len(seconds), 3) if all(sum(memory[start:stop]) <= limit for start, stop in cut)
+    ]
+    if not fitting:
+        assert spans is None
+        return
+    assert spans in fitting
+    assert _slowest(seconds, spans) == pytest.approx(min(_slowest(seconds, each) for each in fitting))
+
+
+def test_a_cut_as_asked() -> None:
+    assert as_asked([2, 1, 3], 3, 6) == [(0, 2), (2, 3), (3, 6)]
+    with pytest.raises(
+        ConfigError, match=r"cut \[2, 2\] is of 2 stages and 4 layers; the mesh has 2 stages .* 5 layers"
+    ):
+        as_asked([2, 2], 2, 5)
+
+
+def test_refused() -> None:
+    with pytest.raises(ConfigError, match=r"3 stages need as many layers or more, and the model has 2 \(a, b\)"):
+        check_fits(["a", "b"], 3, [1, 1], None)
+    with pytest.raises(ConfigError, match=r"a stage may take 1 KiB, and these layers alone need more: 'b' 2 KiB"):
+        check_fits(["a", "b"], 2, [1024, 2048], 1024)

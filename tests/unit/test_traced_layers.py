@@ -1,0 +1,58 @@
+"""Layers of models that are no sequence, found by tracing."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tutti.errors import ConfigError
+from tutti.parallel.pipeline.layers import Stage, check_apart, layers_of
+from tutti.recipes.models import CharGPT, CharLSTM, FashionCNN
+
+MODELS = {
+    "transformer": (CharGPT(21, context=8, width=16, num_heads=4, num_blocks=2), torch.randint(0, 21, (3, 8))),
+    "convolutions": (FashionCNN(), torch.randn(2, 1, 28, 28)),
+    "recurrent": (CharLSTM(21, 4, 8), torch.randint(0, 21, (3, 8))),
+}
+
+
+@pytest.mark.parametrize(("model", "example"), MODELS.values(), ids=MODELS)
+def test_layers_do_what_the_model_does(model: nn.Module, example: Tensor) -> None:
+    layers = layers_of(model, example)
+    assert len(layers) > 2
+    assert len({name for name, _ in layers}) == len(layers)
+    check_apart(layers)
+    stages = [Stage(layers[:2]), Stage(layers[2:])]
+    values = (example,)
+    for stage in stages:
+        values = stage(*values)
+        assert all(value.is_floating_point() for value in values)  # Or a gradient could not come back.
+    assert torch.equal(values[0], model(example))
+    assert {id(it) for stage in stages for it in stage.parameters()} == {id(it) for it in model.parameters()}
+
+
+def test_a_sequence_is_taken_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
+    assert [name for name, _ in layers_of(model, None)] == ["0", "1.0", "1.1"]
+
+
+class Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        if made.sum() > 0:  # Which way depends on values.
+            return made
+        return -made
+
+
+def test_a_model_that_cannot_be_traced() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be traced.*test_traced_layers.py:\d+: `if made.sum\(\) > 0:"):
+        layers_of(Undecided(), torch.randn(2, 3))
+
+
+def test_layers_that_share() -> None:
+    shared = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match=r"layers '0' and '2' share the parameter 'weight'"):
+        check_apart(layers_of(nn.Sequential(shared, nn.ReLU(), shared), None))
