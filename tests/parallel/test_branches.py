@@ -128,6 +128,28 @@ def test_each_rank_computes_its_own() -> None:
     assert calls == {(0, 0): 1, (0, 2): 1, (1, 1): 1}
 
 
+def test_numbers_of_words_and_no_gradients() -> None:
+    """Inputs that have no gradient; and without a graph, as in evaluation."""
+
+    def work(world: World) -> list[Tensor]:
+        words = nn.Embedding.from_pretrained(torch.arange(12.0).view(6, 2), freeze=False)
+        branches = Branches([words, nn.Linear(2, 1)], world.transport)
+        with torch.no_grad():
+            quietly = branches(torch.tensor([4, 1]), torch.ones(3, 2))
+        loudly = branches(torch.tensor([4, 1]), torch.ones(3, 2))
+        assert [x.requires_grad for x in (*quietly, *loudly)] == [False, False, True, True]
+        assert torch.equal(quietly[0], loudly[0])
+        loudly[0].square().sum().backward()
+        return [quietly[0], torch.zeros(6, 2) if words.weight.grad is None else words.weight.grad]
+
+    results = run_ok(work, size=2, transport="shared_memory")
+    rows = torch.tensor([[8.0, 9.0], [2.0, 3.0]])
+    assert all(torch.equal(result[0], rows) for result in results)
+    mean = (results[0][1] + results[1][1]) / 2  # As distribute would have it.
+    assert torch.equal(mean[[4, 1]], 2 * rows)
+    assert mean.sum() == 2 * rows.sum()
+
+
 def test_virtual_time_is_that_of_a_ranks_own_branches() -> None:
     def work() -> float:
         world = tutti.init()

@@ -84,13 +84,14 @@ def test_no_two_that_depend_are_chosen() -> None:
 
 def test_loads_are_balanced_by_pace() -> None:
     loads = [9.0, 1.0, 5.0, 5.0, 2.0, 8.0, 3.0, 7.0]
-    shares = balanced(loads, [1.0, 1.0])
+    shares = balanced(loads, np.ones(2))
     assert sorted([*shares[0], *shares[1]]) == list(range(8))
     sums = [sum(loads[place] for place in share) for share in shares]
     assert sums == [20.0, 20.0]
     many = [1.0] * 300
-    assert [len(share) for share in balanced(many, [1.0, 2.0])] == [200, 100]
-    assert balanced([4.0], [1.0, 1.0]) == [[0], []]
+    assert [len(share) for share in balanced(many, np.array([1.0, 2.0]))] == [200, 100]
+    assert balanced([4.0], np.ones(2)) == [[0], []]
+    assert balanced([4.0, 1.0], np.array([3.0, 1.0])) == [[1], [0]]  # Not the heaviest to the slowest.
 
 
 def test_a_sketch_tells_correlations() -> None:

@@ -90,10 +90,15 @@ def reproduce(setting: Setting) -> str:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = [*_real(plan, setting), *_simulated(plan, setting)]
-        loads = list(_balance(plan, setting))
+        return conclude(plan, list(real(plan, setting)), setting)
     finally:
         torch.set_num_threads(num_threads)
+
+
+def conclude(plan: Plan, rows: list[dict[str, Any]], setting: Setting) -> str:
+    """Simulate, and write down all of it, with what processes have done; the report."""
+    rows = [*rows, *_simulated(plan, setting)]
+    loads = list(_balance(plan, setting))
     about = {"machine": machine(), "quick": setting.quick, "link": str(LINK), "flops": FLOPS, "slow": SLOW}
     result = {**about, "plan": asdict(plan), "penalty": plan.lasso.penalty, "rows": rows, "loads": loads}
     lines = json.dumps(result).replace('{"what"', '\n{"what"')
@@ -101,22 +106,20 @@ def reproduce(setting: Setting) -> str:
     return write_report(result, setting.folder)
 
 
-def cases(plan: Plan) -> list[Case]:
+def cases(plan: Plan, lasso_ways: tuple[Way, ...]) -> list[Case]:
     """Both problems in every way."""
-    lasso = [
-        Case(what="lasso", size=plan.lasso, way=way, passes=plan.passes, per_round=32) for way in (*WAYS, *UNCHECKED)
-    ]
+    lasso = [Case(what="lasso", size=plan.lasso, way=way, passes=plan.passes, per_round=32) for way in lasso_ways]
     matrix = [
         Case(what="matrix", size=plan.matrix, way=way, passes=plan.passes, per_round=64) for way in (*WAYS, GREEDY)
     ]
     return lasso + matrix
 
 
-def _real(plan: Plan, setting: Setting) -> Iterator[dict[str, Any]]:
+def real(plan: Plan, setting: Setting) -> Iterator[dict[str, Any]]:
     """By processes of this machine: every case several times, in turns."""
     for transport in plan.transports:
         setting.say(f"{plan.workers} processes, {transport}")
-        todo = cases(plan)
+        todo = cases(plan, WAYS)
         runs = launch(work, todo * plan.repeats, workers=plan.workers, transport=transport)[0]
         for number, case in enumerate(todo):
             yield _row(case, plan.workers, transport, runs[number :: len(todo)])
@@ -124,7 +127,7 @@ def _real(plan: Plan, setting: Setting) -> Iterator[dict[str, Any]]:
 
 def _simulated(plan: Plan, setting: Setting) -> Iterator[dict[str, Any]]:
     cluster = Cluster(link=LINK, compute=Compute(FLOPS))
-    for case in cases(plan):
+    for case in cases(plan, (*WAYS, *UNCHECKED)):
         setting.say(f"{plan.simulated} simulated workers, {case.what}, {case.way.name}")
         runs = simulate(work, [case], workers=plan.simulated, cluster=cluster).results[0]
         yield _row(case, plan.simulated, "simulated", runs)

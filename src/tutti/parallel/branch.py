@@ -18,10 +18,10 @@ _REFUSED = -1
 class Branches(nn.Module):
     """Independent branches of one model, on different ranks; every rank gets the outputs of all of them.
 
-    `outputs = branches(a, b)` has an output for each branch, as if all had been computed here. Branches may share
-    weights, or be one module several times. Gradients are right once `tutti.distribute(model, optimizer)` has put
-    those of all ranks together, as it does in `loss.backward()`; what comes before and after the branches every rank
-    computes for itself.
+    `outputs = branches(a, b)` has an output for each branch, as if all had been computed here; all ranks call it, also
+    to evaluate. Branches may share weights, or be one module several times. Gradients are right once
+    `tutti.distribute(model, optimizer)` has put those of all ranks together, as it does in `loss.backward()`; what
+    comes before and after the branches every rank computes for itself.
 
     The first branch is the first rank's, and so on, round after round if branches are more than ranks. Where ranks are
     more than branches, each group of as many ranks as branches has a replica of its own, and other data: `group`
@@ -108,8 +108,9 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, branches: Branches, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.branches = branches
         ctx.like = [(x.shape, x.dtype, x.device) for x in inputs]
-        ctx.mark_non_differentiable(*(x for x in inputs if not x.is_floating_point()))
-        return tuple(x.view_as(x) for x in inputs)
+        entered = tuple(x.view_as(x) for x in inputs)
+        ctx.mark_non_differentiable(*(x for x in entered if not x.is_floating_point()))
+        return entered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

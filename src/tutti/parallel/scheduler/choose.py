@@ -1,7 +1,5 @@
 """Of candidates, those that can be updated at once; and who updates which."""
 
-import heapq
-
 import numpy as np
 
 
@@ -18,15 +16,16 @@ def independent(dependence: np.ndarray, limit: float, number: int) -> list[int]:
     return [place for place in range(len(dependence)) if place not in refused][:number]
 
 
-def balanced(loads: list[float], paces: list[float]) -> list[list[int]]:
-    """Places of `loads`, by rank, so that ranks end at about the same time: the heaviest first, to whoever is free.
+def balanced(loads: list[float], paces: np.ndarray) -> list[list[int]]:
+    """Places of `loads`, by rank, so that ranks end at about the same time: the heaviest first, to who is done first.
 
     A rank of pace 2 takes twice as long for the same load as one of pace 1.
     """
-    ends = [(0.0, rank) for rank in range(len(paces))]
+    ends = np.zeros(len(paces))
     shares: list[list[int]] = [[] for _ in paces]
     for place in sorted(range(len(loads)), key=lambda place: -loads[place]):
-        end, rank = ends[0]
-        heapq.heapreplace(ends, (end + loads[place] * paces[rank], rank))
+        done = ends + loads[place] * paces
+        rank = int(done.argmin())
+        ends[rank] = done[rank]
         shares[rank].append(place)
     return [sorted(share) for share in shares]

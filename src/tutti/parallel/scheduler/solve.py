@@ -116,7 +116,7 @@ class _Worker:
         """Schedule, push, pull."""
         start_s = self._transport.now()
         blocks, loads = self._schedule()
-        shares = [range(len(blocks))] if loads is None else balanced(loads.tolist(), self._paces.tolist())
+        shares = [range(len(blocks))] if loads is None else balanced(loads.tolist(), self._paces.numpy())
         mine = torch.tensor(shares[self._transport.rank % len(shares)], dtype=torch.int64)
         push_s = self._transport.now()
         pushed = self._problem.push(blocks, mine)
