@@ -149,6 +149,22 @@ def test_a_group_gives_up_after_its_own_timeout(kind: str) -> None:
 
 
 @everywhere
+def test_a_message_that_nobody_sends_is_given_up_too(kind: str) -> None:
+    def work(group: Any) -> None:
+        if group.rank() == 0:
+            receiving = group.recv([torch.ones(1)], 1)
+            with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s"):
+                receiving.wait()
+            group.send([torch.ones(1)], 1).wait()
+            receiving.wait(timedelta(seconds=15))  # It was asked for all the time.
+        else:
+            group.recv([torch.ones(1)], 0).wait(timedelta(seconds=15))
+            group.send([torch.ones(1)], 0).wait()
+
+    _all_well(on_ranks(GROUPS[kind], 2, work, timeout=timedelta(seconds=0.2)))
+
+
+@everywhere
 def test_whoever_waits_for_a_rank_that_left_is_told(kind: str) -> None:
     def work(group: Any) -> tuple[str, str]:
         group.barrier().wait()

@@ -129,6 +129,30 @@ def test_futures_and_questions_come_to_an_end_outside_backward() -> None:
     assert _run(work).results == [(2.0, 2.0)] * 2
 
 
+def test_several_at_once() -> None:
+    def work() -> list[Any]:
+        dist.init_process_group("tutti")
+        rank, group = dist.get_rank(), dist.group.WORLD
+        sums = [torch.full((3,), float(rank)), torch.full((2,), 1.0)]
+        with dist._coalescing_manager(group, async_ops=True) as manager:
+            for tensor in sums:
+                dist.all_reduce(tensor)
+        manager.wait()
+        given, halves = torch.full((4,), float(rank)), torch.full((2,), float(rank))
+        with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager:
+            dist.broadcast(given, src=1)
+        manager.wait()
+        came = torch.empty(2)
+        ops = [dist.P2POp(dist.isend, halves, 1 - rank), dist.P2POp(dist.irecv, came, 1 - rank)]
+        for each in dist.batch_isend_irecv(ops):
+            each.wait()
+        return [tensor.tolist() for tensor in (*sums, given, came)]
+
+    first, second = _run(work).results
+    assert first == [[1.0] * 3, [2.0] * 2, [1.0] * 4, [1.0, 1.0]]
+    assert second == [*first[:3], [0.0, 0.0]]
+
+
 def _sum_for_ever() -> None:
     while True:
         dist.all_reduce(torch.ones(1000))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tutti.job import distribute, sync_batchnorm
 from tutti.launch import init
 from tutti.launch.simulate import simulate
 from tutti.parallel import Mesh, Pipeline
+from tutti.parallel.pipeline import wires
 from tutti.parallel.pipeline.settings import SCHEDULES
 from tutti.recipes.models import CharGPT, CifarQuick, mlp
 from tutti.strategies import AllReduce, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
@@ -149,6 +151,12 @@ def test_every_schedule_is_one_process(schedule: Any) -> None:
     _assert_as_alone(_perceptron(), Mesh(pipe=2, pipeline=Pipeline(schedule=schedule)))
 
 
+@pytest.mark.parametrize("transport", ["process_group", "simulated"])
+def test_large_messages_move_while_ranks_compute(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "AT_ONCE_BYTES", 0)
+    _assert_as_alone(_perceptron(), PIPED, transport=transport, steps=5)
+
+
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED], ids=["tensor", "pipe"])
 @pytest.mark.parametrize("transport", ["shared_memory", "simulated"])
 def test_every_transport(transport: str, mesh: Mesh) -> None:
@@ -277,6 +285,18 @@ def test_in_virtual_time_a_pipeline_waits_as_the_formula_says() -> None:
         assert bubble == pytest.approx(ideal, rel=0.15)
     again = [simulate(train, "1f1b", workers=4, cluster=cluster) for _ in range(2)]
     assert again[0].seconds == again[1].seconds > 0
+
+
+def test_the_example_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In virtual time, where eight ranks cost no processes."""
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    monkeypatch.chdir(tmp_path)
+    losses = simulate(names["train"], workers=8).results
+    assert len(set(losses[:2])) == 1  # Of two ranks that split the layers of one stage.
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert saved["4.weight"].shape == (3, 64)
 
 
 def _try(world: World, mesh: Mesh, model: nn.Module, x: Tensor | None) -> None:

@@ -1,5 +1,7 @@
 """Collective operations made of messages: over sockets, MPI and in virtual time."""
 
+from collections.abc import Generator
+
 import torch
 from torch import Tensor
 
@@ -9,14 +11,14 @@ from tutti.collectives import gloo_order
 from tutti.collectives.doubling import recursive_doubling
 from tutti.collectives.ring import in_chunks, pass_on
 from tutti.collectives.tree import broadcast
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Steps, Transport, Work
 
 _STRAIGHT_BYTES = 32 * 2**10
 """What may come to a rank from all others at once: more would overrun the buffers of its link."""
 
 
 class ByMessage(Collectives):
-    """Small things go straight to everyone, so that they take one message's time; large ones go round a ring."""
+    """Small things take as few messages as can be; large ones go round a ring, whose links are all in use."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -28,9 +30,22 @@ class ByMessage(Collectives):
         return self._all_reduce_small(flat, operator)
 
     def _all_reduce_small(self, flat: Tensor, operator: Operator) -> Steps:
-        everyones = [torch.empty_like(flat) for _ in range(self._size)]
-        yield from self._exchange(everyones, [flat] * self._size)
+        everyones = yield from self._gather_quickly(flat)
         fold(flat, everyones, operator, whole_runs(flat, self._size))
+
+    def _gather_quickly(self, mine: Tensor) -> Generator[Work, None, list[Tensor]]:
+        """What every rank has, in as few messages as can be: each time twice as much (Bruck 1997)."""
+        size, numel, rank = self._size, mine.numel(), self._rank
+        room = mine.new_empty(size * numel)
+        room[:numel] = mine
+        have = 1
+        while have < size:
+            more = min(have, size - have)
+            coming = self._transport.irecv(room[have * numel : (have + more) * numel], (rank + have) % size)
+            yield self._transport.isend(room[: more * numel], (rank - have) % size)
+            yield coming
+            have += more
+        return [room[(other - rank) % size * numel :][:numel] for other in range(size)]
 
     def reduce(self, flat: Tensor, operator: Operator, root: int) -> Steps:
         yield from gloo_order.ring(flat, self._transport, operator.combine, scattered=True)
@@ -77,7 +92,8 @@ class ByMessage(Collectives):
 
     def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
         if self._straight(mine):
-            yield from self._exchange(everyones, [mine] * self._size)
+            for room, data in zip(everyones, (yield from self._gather_quickly(mine)), strict=True):
+                room.copy_(data)
             return
         everyones[self._rank].copy_(mine)
         chunks = [in_chunks(each, mine.nbytes) for each in everyones]

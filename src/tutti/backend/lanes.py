@@ -55,7 +55,7 @@ class RealLane(Lane):
 
     def __init__(self, messages: Transport, name: str) -> None:
         self._send = messages.promptly if isinstance(messages, Prompt) else partial(messages.beside, patiently=True)
-        self._name = name
+        self._name, self._patience_s = name, messages.timeout.total_seconds()
         self._queue: SimpleQueue[tuple[Operation, Steps] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -84,6 +84,7 @@ class RealLane(Lane):
                 self._turn.release()
 
     def message(self, operation: Operation, steps: Steps) -> None:
+        operation.patience_s = self._patience_s  # Its steps have no deadline.
         self._send(_told(operation, steps))
         self._underway.add(operation)
 

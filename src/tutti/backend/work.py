@@ -21,15 +21,15 @@ class Operation(dist.Work):
         super().__init__()
         self._rank, self._outputs = rank, outputs
         self._over = False
-        self._gate = (
-            threading.Lock()
-        )  # Whoever waits comes through it when this is over. An Event takes longer to make.
+        self._gate = threading.Lock()  # Whoever waits comes through it when this is over: quicker than an Event.
         self._gate.acquire()
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._future: Future[list[Tensor]] | None = None
         self.source = -1
         """Of a message that was received."""
+        self.patience_s = -1.0
+        """How long to wait where no deadline is given; negative: for ever, as whoever does it has one."""
         self._done: Callable[[], bool] | None = None
         self._finish: Callable[[], None] | None = None
         self._expected: Callable[[Operation], None] | None = None
@@ -59,13 +59,13 @@ class Operation(dist.Work):
             self._tell(self._future)
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
-        """Return when it is over; raise what went wrong, or `DeadlineExceeded` after `timeout`, if one is given."""
+        """Return when it is over; raise what went wrong, or `DeadlineExceeded` after `timeout`, or the group's own."""
         self.finish()
-        seconds = timeout.total_seconds()
-        if not self._over and not self._pass(seconds if seconds > 0 else -1):
+        seconds = timeout.total_seconds() if timeout > _NONE else self.patience_s
+        if not self._over and not self._pass(seconds):
             raise DeadlineExceeded(
                 f"rank {self._rank}: waited {seconds:g} s for an operation of torch.distributed. It goes on: wait "
-                "again, or give it longer."
+                "again, or give more: the timeout of wait, init_process_group or new_group."
             )
         if self._error is not None:
             raise self._error

@@ -91,12 +91,14 @@ def _all_reduce(size: int, group: Any) -> Callable[[], None]:
 
 def _all_gather(size: int, group: Any) -> Callable[[], None]:
     whole = torch.zeros(size // 4 * group.size())
-    return lambda: dist.all_gather_into_tensor(whole, whole[: size // 4], group=group)
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return lambda: gather(whole, whole[: size // 4], group=group)
 
 
 def _reduce_scatter(size: int, group: Any) -> Callable[[], None]:
     part, whole = torch.zeros(size // 4), torch.zeros(size // 4 * group.size())
-    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return lambda: reduce(part, whole, group=group)
 
 
 def _broadcast(size: int, group: Any) -> Callable[[], None]:

@@ -33,8 +33,8 @@ class Request:
     microbatches: int
     rounds: int
     width: int = 256
-    depth: int = 16
-    batch: int = 8192
+    depth: int = 32
+    batch: int = 4096
 
 
 def measure(request: Request) -> dict[str, Any]:

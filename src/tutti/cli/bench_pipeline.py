@@ -22,7 +22,7 @@ def pipeline(
     schedules: Annotated[str, typer.Option(help=f"Some of {', '.join(SCHEDULES)}.")] = ",".join(SCHEDULES),
     microbatches: Annotated[int, typer.Option(min=1, help="Into how many parts a batch is cut.")] = 16,
     width: Annotated[int, typer.Option(min=1, help="Of each of the model's layers.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 4096,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; the median counts.")] = 9,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw every schedule into this folder.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
@@ -37,7 +37,7 @@ def pipeline(
         plot.mkdir(parents=True, exist_ok=True)
     console = Console()
     with console.status(f"timing {len(names)} schedules on {workers} ranks"):
-        request = Request(names, microbatches, rounds, width=width, depth=8 * workers, batch=batch)
+        request = Request(names, microbatches, rounds, width=width, depth=16 * workers, batch=batch)
         result = launch(measure, request, workers=workers)[0]
     console.print(_table(result))
     write_json(json_file, result)

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.strategies import Auto, Strategy
 from tutti.transports import AloneTransport, Transport
 
+if TYPE_CHECKING:
+    from tutti.parallel.tensor.split import TensorSplit
+
 
 class Arrangement:
     """Splits `model` as the mesh says, which starts equal on all ranks. Collective."""
@@ -38,17 +41,25 @@ class Arrangement:
         """Between this rank and those that have the same part of the model."""
         self._device = next(model.parameters()).device
         self._exits = ExitStack()
+        self._stages: Stages | None = None
+        self._splits: list[TensorSplit] = []
+        try:
+            self._arrange(optimizer, transport, example)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _arrange(self, optimizer: Optimizer, transport: Transport, example: Any) -> None:
+        model, mesh = self.model, self.mesh
         if transport.cluster is not None:
             meter.start(transport)
             self._exits.callback(meter.stop)
         plan = tensor_plan(model, mesh.tensor, mesh.split)
         ways = {module: plan.way_of(name) for name, module in model.named_modules()}
-        self._stages: Stages | None = None
         if mesh.pipe > 1:
             self._stages = Stages(model, optimizer, mesh.pipeline, self._rows["pipe"], transport, example)
         self.part = model if self._stages is None else nn.ModuleDict({str(it): each for it, each in self._mine.items()})
         """What this rank has: what strategies work on."""
-        self._splits = []
         if mesh.tensor > 1:
             from tutti.parallel.tensor.split import TensorSplit  # Costs a compiler's import.
 

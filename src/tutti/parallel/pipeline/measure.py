@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from tutti.parallel.pipeline.layers import Layers
 
-_ROUNDS = 3
+_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -36,27 +35,37 @@ class LayerCost:
 
 
 def measure(layers: Layers, example: Any, now: Callable[[], float]) -> list[LayerCost]:
-    """Run every layer alone, forward and backward, on what the one before it gives; `now` is the clock."""
+    """Run every layer alone, forward and backward, on what the one before it gives; `now` is the clock.
+
+    Each takes what it took at its best: whatever else the machine does hits one layer or another.
+    """
+    buffers = [(buffer, buffer.detach().clone()) for _, layer in layers for buffer in layer.buffers()]
+    rounds = [_round(layers, example, now) for _ in range(1 + _ROUNDS)][1:]
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return [_cost(name, layer, runs) for (name, layer), *runs in zip(layers, *rounds, strict=True)]
+
+
+def _round(layers: Layers, example: Any, now: Callable[[], float]) -> list["_Run"]:
     values = example if isinstance(example, tuple) else (example,)
-    found = []
-    for number, (name, layer) in enumerate(layers):
-        buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
-        runs = [_Run(layer, values, number == 0, now) for _ in range(1 + _ROUNDS)][1:]
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        values = runs[-1].made
-        found.append(
-            LayerCost(
-                name,
-                median(it.forward_s for it in runs),
-                median(it.backward_s for it in runs),
-                sum(parameter.nbytes for parameter in layer.parameters()),
-                sum(it.nbytes for it in values),
-                tuple((tuple(it.shape), str(it.dtype).removeprefix("torch.")) for it in values),
-            )
-        )
+    found: list[_Run] = []
+    for _, layer in layers:
+        found.append(_Run(layer, values, not found, now))
+        values = found[-1].made
     return found
+
+
+def _cost(name: str, layer: nn.Module, runs: list["_Run"]) -> LayerCost:
+    made = runs[0].made
+    return LayerCost(
+        name,
+        min(it.forward_s for it in runs),
+        min(it.backward_s for it in runs),
+        sum(parameter.nbytes for parameter in layer.parameters()),
+        sum(it.nbytes for it in made),
+        tuple((tuple(it.shape), str(it.dtype).removeprefix("torch.")) for it in made),
+    )
 
 
 class _Run:

@@ -12,6 +12,10 @@ Shapes = Sequence[tuple[tuple[int, ...], str]]
 """Shape and dtype of each tensor that goes together."""
 
 
+AT_ONCE_BYTES = 2**20
+"""A message as small as this fits into the network's buffers: it needs nobody to move it along while ranks compute."""
+
+
 class Wires:
     """Messages between the ranks along `pipe`, on their way while this rank computes."""
 
@@ -19,17 +23,25 @@ class Wires:
         self.beneath = transport
         """For what is said between steps."""
         self.transport = transport.channel("wires")
+        self._large = transport.channel("large wires")
         self._device = device
         self._sending: list[Work] = []
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> None:
         """Start sending; the tensors stay as they are until `flush`."""
-        self._sending.append(self.transport.beside(_sends(self.transport, [it.detach() for it in tensors], dst, tag)))
+        held = [it.detach().contiguous() for it in tensors]
+        self._sending = [work for work in self._sending if not work.done()]
+        if sum(it.nbytes for it in held) > AT_ONCE_BYTES:
+            self._sending.append(self._large.beside(_sends(self._large, held, dst, tag)))
+        else:
+            self._sending += _sends(self.transport, held, dst, tag)
 
     def receive(self, shapes: Shapes, src: int, tag: int) -> "Arriving":
         """Start receiving."""
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in shapes]
-        return Arriving(tuple(tensors), self.transport.beside(_receives(self.transport, tensors, src, tag)))
+        if sum(it.nbytes for it in tensors) > AT_ONCE_BYTES:
+            return Arriving(tuple(tensors), [self._large.beside(_receives(self._large, tensors, src, tag))])
+        return Arriving(tuple(tensors), list(_receives(self.transport, tensors, src, tag)))
 
     def flush(self) -> None:
         """Wait until all is sent."""
@@ -51,16 +63,17 @@ class Wires:
 class Arriving:
     """Tensors on their way here."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], work: Work) -> None:
-        self._tensors, self._work = tensors, work
+    def __init__(self, tensors: tuple[Tensor, ...], works: list[Work]) -> None:
+        self._tensors, self._works = tensors, works
 
     def wait(self) -> tuple[Tensor, ...]:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         return self._tensors
 
 
 def _sends(transport: Transport, tensors: list[Tensor], dst: int, tag: int) -> Steps:
-    yield from [transport.isend(it.contiguous(), dst, tag + number) for number, it in enumerate(tensors)]
+    yield from [transport.isend(it, dst, tag + number) for number, it in enumerate(tensors)]
 
 
 def _receives(transport: Transport, tensors: list[Tensor], src: int, tag: int) -> Steps:
