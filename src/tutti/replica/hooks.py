@@ -257,9 +257,10 @@ class HookedReplica(Replica):
         for layer in self.factored:
             layer.slot.arrived = False
             layer.expect()
-        for slot in self.slots:
-            if slot.name in self.left_out:
-                slot.tensor.grad = None
+        if self.left_out:
+            for slot in self.slots:
+                if slot.name in self.left_out:
+                    slot.tensor.grad = None
         self._kept.clear()
         self._next = 0
         self._armed = False
