@@ -172,7 +172,8 @@ class Job:
     @property
     def leads(self) -> bool:
         """Whether this rank is the first of those that are left: the one to report, save or evaluate."""
-        return self._leads if self._finished else self._exchange.leads
+        first = self._arrangement is None or self._arrangement.first
+        return self._leads if self._finished else first and self._exchange.leads
 
     @property
     def events(self) -> EventLog:
@@ -207,7 +208,7 @@ class Job:
         """Complete what is under way, agree on the model and let it go. Collective. Idempotent."""
         if not self._finished:
             self._refuse_agreeing("job.finish()")
-            self._leads = self._exchange.leads
+            self._leads = self.leads
             self._finished = True
             try:
                 self._exchange.finish()

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 
 from support import run_ok, run_threads
 from tutti.cluster import Cluster, Link
-from tutti.codecs import Cast
+from tutti.codecs import Cast, ErrorFeedback, TopK
 from tutti.errors import ConfigError, RankLost
 from tutti.job import distribute, sync_batchnorm
 from tutti.launch import init
@@ -22,7 +22,7 @@ from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline import wires
 from tutti.parallel.pipeline.settings import SCHEDULES
 from tutti.recipes.models import CharGPT, CifarQuick, mlp
-from tutti.strategies import AllReduce, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
+from tutti.strategies import AllReduce, Async, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
 from tutti.world import World
 
 STEPS, BATCH = 20, 16
@@ -408,3 +408,86 @@ def test_a_pipeline_needs_a_mesh() -> None:
     (error,) = run_threads(ask, size=1, transport="process_group")
     assert isinstance(error, ConfigError)
     assert "job.pipeline needs a mesh" in str(error)
+
+
+class Masked(nn.Module):
+    """Layers with a mask of their own."""
+
+    mask: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("mask", (torch.arange(width) % 3 > 0).double())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.linear(hidden) * self.mask
+        return out
+
+
+class Chained(nn.Module):
+    """No `nn.Sequential`: its layers are found by tracing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Masked(8), Masked(8), Masked(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.third(self.second(self.first(x)))
+        return out
+
+
+def test_buffers_are_where_their_stage_is() -> None:
+    _assert_as_alone(_problem(Chained, (BATCH, 8)), PIPED, steps=3)
+
+
+def test_ranks_of_several_hosts_split_layers() -> None:
+    problem, mesh = _perceptron(), Mesh(tensor=4)
+    cluster = Cluster(hosts=2, ranks_per_host=2)
+    for _, last, _ in simulate(_simulated, problem, mesh, workers=4, cluster=cluster).results:
+        for one, want in zip(last, _alone(problem, 3), strict=True):
+            torch.testing.assert_close(one, want, rtol=0, atol=1e-10)
+
+
+def _simulated(problem: Problem, mesh: Mesh) -> Any:
+    return _on_mesh(init(), problem, mesh, AllReduce(), 3)
+
+
+def _said(world: World, whole: nn.Sequential) -> tuple[bool, bool, Any]:
+    """Trains a pipeline of two replicas that say how much they count; who leads, and a parameter after a step."""
+    model = copy.deepcopy(whole)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    x = torch.arange(12, dtype=torch.float64).view(4, 3) / 12
+    job = distribute(model, optimizer, world=world, mesh=Mesh(data=2, pipe=2), example=x)
+    pipeline = job.pipeline(lambda made, target: (made * target).mean())
+    job.contributed(100 if job.world.rank == 0 else 20)
+    pipeline(x, torch.full((4, 1), 1.0 + job.world.rank, dtype=torch.float64))
+    optimizer.step()
+    leads = job.leads
+    job.finish()
+    return leads, job.leads, model[1].weight.detach()
+
+
+def test_a_pipeline_counts_what_it_was_told_and_one_rank_leads() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1, bias=False)).double()
+    everyone = run_ok(_said, model, size=4, transport="process_group")
+    assert [leads for leads, _, _ in everyone] == [True, False, False, False]
+    assert [leads for _, leads, _ in everyone] == [True, False, False, False]
+    hidden = model[0](torch.arange(12, dtype=torch.float64).view(4, 3) / 12).mean(0)
+    wanted = model[1].weight - 0.1 * (100 * 1.0 + 20 * 2.0) / 120 * hidden
+    for _, _, found in everyone:
+        torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-12)
+
+
+def _refused(world: World, strategy: Strategy, model: nn.Module) -> str:
+    with pytest.raises(ConfigError) as caught:
+        distribute(model, SGD(model.parameters(), lr=0.1), strategy, world=world, mesh=Mesh(data=2, tensor=2))
+    return str(caught.value)
+
+
+def test_what_would_let_whole_layers_differ_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(2048))
+    coded = AllReduce(codec=ErrorFeedback(TopK(0.01)))
+    for strategy in (coded, ParameterServer(Async())):
+        for message in run_ok(_refused, strategy, model, size=4, transport="process_group"):
+            assert "would let copies of layers that are whole on every rank differ (2)" in message

@@ -16,7 +16,7 @@ from tutti.backend.collectives import Collectives
 from tutti.backend.group import TuttiGroup
 from tutti.backend.lanes import Lane, RealLane
 from tutti.backend.virtual import VirtualLane
-from tutti.transports.base import SharesMemory, Transport
+from tutti.transports.base import SharesAll, SharesMemory, Transport
 
 __all__ = ["Opened", "TuttiGroup", "group_over", "register"]
 
@@ -57,7 +57,7 @@ def group_over(opened: Opened) -> TuttiGroup:
     """A group of the ranks that a transport joins. Collective."""
     transport = opened.transport
     collectives: Collectives
-    if isinstance(transport, SharesMemory):
+    if isinstance(transport, SharesMemory) and isinstance(transport, SharesAll):  # Hosts share their own each.
         from tutti.backend.in_memory import InMemory  # Costs a compiler's import.
 
         collectives = InMemory(transport)  # type: ignore[arg-type]

@@ -79,9 +79,10 @@ class RealLane(Lane):
                 self._start_thread()
         if here:
             try:
-                self._take(operation, steps)
+                error = self._take(steps)
             finally:
                 self._turn.release()
+            operation.conclude(error)
 
     def message(self, operation: Operation, steps: Steps) -> None:
         operation.patience_s = self._patience_s  # Its steps have no deadline.
@@ -108,11 +109,14 @@ class RealLane(Lane):
     def _work(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # As in the thread that asks: each has its own number.
         while (task := self._queue.get()) is not None:
+            operation, steps = task
             with self._turn:
-                self._take(*task)
-            del task  # It holds tensors, and the queue may stay empty for long.
+                error = self._take(steps)
+            operation.conclude(error)  # Not in turn: who is told may ask for more.
+            del task, operation, steps  # They hold tensors, and the queue may stay empty for long.
 
-    def _take(self, operation: Operation, steps: Steps) -> None:
+    def _take(self, steps: Steps) -> Exception | None:
+        """Take all of them, unless something before them failed; what went wrong."""
         error = self._failure  # Of what came before: this would be out of step.
         if error is None:
             try:
@@ -123,4 +127,4 @@ class RealLane(Lane):
         with self._lock:
             self._num_pending -= 1
             self._failure = self._failure or error
-        operation.conclude(error)
+        return error

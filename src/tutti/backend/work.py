@@ -55,8 +55,9 @@ class Operation(dist.Work):
                 return
             self._error, self._over = error, True
             self._gate.release()
-        if self._future is not None:
-            self._tell(self._future)
+            future = self._future  # One that is taken from now on finds that this is over, and is told there.
+        if future is not None:
+            self._tell(future)
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
         """Return when it is over; raise what went wrong, or `DeadlineExceeded` after `timeout`, or the group's own."""

@@ -10,7 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.backend import meter
+from tutti.codecs import Cast
 from tutti.collectives import native, run
+from tutti.errors import ConfigError
+from tutti.parallel.branch import Branches
 from tutti.parallel.groups import broadcast, device_mesh, process_group
 from tutti.parallel.mesh import Axis, Mesh
 from tutti.parallel.pipeline.layers import Stage
@@ -19,7 +22,7 @@ from tutti.parallel.pipeline.order import order
 from tutti.parallel.pipeline.stages import Stages
 from tutti.parallel.pipeline.step import Loss, PipelineStep, StagePlan
 from tutti.parallel.pipeline.wires import Wires
-from tutti.parallel.tensor.plan import refuse_if_whole, tensor_plan
+from tutti.parallel.tensor.plan import TensorPlan, refuse_if_whole, tensor_plan
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.strategies import Auto, Strategy
@@ -36,6 +39,9 @@ class Arrangement:
         self, model: nn.Module, optimizer: Optimizer, mesh: Mesh, transport: Transport, example: Any = None
     ) -> None:
         self.model, self.mesh = model, mesh
+        place = mesh.place(transport.rank)
+        self.first = place["tensor"] == place["pipe"] == 0
+        """Whether this rank is the first of those that have a replica together."""
         self._rows = {axis: _row(mesh, axis, transport) for axis in mesh.shape}
         self.data = self._rows["data"]
         """Between this rank and those that have the same part of the model."""
@@ -138,6 +144,8 @@ def mistakes_on_mesh(
 ) -> list[str]:
     """What is wrong with splitting `model` so, as far as is seen without doing it."""
     found = mesh.mistakes(num_ranks)
+    if mesh.tensor * mesh.pipe > 1 and any(isinstance(module, Branches) for module in model.modules()):
+        found.append("Branches are for ranks that have the whole model: use them without tensor and pipe.")
     if isinstance(strategy, Auto) and mesh.tensor * mesh.pipe > 1:
         found.append("Auto times a model's layers, of which a rank of this mesh has parts: name a strategy.")
     if mesh.pipe > 1 and any(isinstance(module, SyncedBatchNorm) for module in model.modules()):
@@ -148,8 +156,37 @@ def mistakes_on_mesh(
             "distribute(..., example=x), one batch as the pipeline will get."
         )
     if mesh.tensor > 1:
-        found += refuse_if_whole(tensor_plan(model, mesh.tensor, mesh.split))
+        try:
+            plan = tensor_plan(model, mesh.tensor, mesh.split)
+        except ConfigError as error:
+            return [*found, str(error)]
+        found += refuse_if_whole(plan)
+        if mesh.data > 1:
+            found += _refuse_uneven(model, plan, strategy)
     return found
+
+
+def _refuse_uneven(model: nn.Module, plan: TensorPlan, strategy: Strategy) -> list[str]:
+    """What would let copies of a whole layer differ: ranks that split others exchange them apart from each other.
+
+    A sum is the same whatever is beside a gradient; what a codec says may not be, nor who comes first to a server.
+    """
+    codec = getattr(strategy, "codec", None)
+    if strategy.lockstep and (codec is None or isinstance(codec, Cast)):
+        return []
+    exact_below = getattr(strategy, "exact_below", 0) if strategy.lockstep else 0
+    large = [
+        layer.name
+        for layer in plan.layers
+        if layer.way == "whole"
+        and any(p.numel() >= exact_below for p in model.get_submodule(layer.name).parameters(recurse=False))
+    ]
+    if not large:
+        return []
+    return [
+        f"'{strategy}' would let copies of layers that are whole on every rank differ ({', '.join(large[:3])}): use an "
+        "exact strategy, or one with a cast, along data."
+    ]
 
 
 def _row(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:

@@ -40,7 +40,8 @@ def measure(layers: Layers, example: Any, now: Callable[[], float]) -> list[Laye
     Each takes what it took at its best: whatever else the machine does hits one layer or another.
     """
     buffers = [(buffer, buffer.detach().clone()) for _, layer in layers for buffer in layer.buffers()]
-    rounds = [_round(layers, example, now) for _ in range(1 + _ROUNDS)][1:]
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # Whoever measures draws no more than the others.
+        rounds = [_round(layers, example, now) for _ in range(1 + _ROUNDS)][1:]
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)

@@ -55,7 +55,6 @@ class _Operators(nn.Module):
         super().__init__()
         self._takes, self._gives = [node.name for node in takes], [node.name for node in gives]
         self._steps: list[tuple[str, str | None, Any, Any, Any]] = []
-        self._constants: dict[str, Tensor] = {}
         for path, group in groupby(nodes, _module_of):
             self._add(model, path, list(group))
 
@@ -99,12 +98,12 @@ class _Operators(nn.Module):
         if isinstance(tensor, nn.Parameter):
             self.register_parameter(name, tensor)
         else:
-            self._constants[name] = tensor
+            self.register_buffer(name, tensor, persistent=False)  # Of this stage's rank, as parameters are.
 
     def _value(self, known: dict[str, Any], node: fx.Node) -> Any:
         if node.op != "get_attr":
             return known[node.name]
-        return self._parameters[node.name] if node.name in self._parameters else self._constants[node.name]
+        return self._parameters[node.name] if node.name in self._parameters else self._buffers[node.name]
 
 
 def _export(model: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
