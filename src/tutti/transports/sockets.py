@@ -92,7 +92,7 @@ class Messenger(Mover):
         self.rank = roster.rank
         self.conversation = Conversation(roster, name)
         self.on_progress: Callable[[], None] = lambda: None
-        """Called now and then while a wait is long but data moves."""
+        """Called when a wait is over, and now and then while one is long but data moves."""
         self.serves = False
         """Whether a loop uses this: who is lost then is one among many."""
         self._name = f"{name}/messages"
@@ -167,6 +167,7 @@ class Messenger(Mover):
             self._look_after(work, now)
             if now > max(started, self._moved_at[work.peer]) + patience:
                 raise self._overdue(work)
+        self.on_progress()  # Many short waits may be long together.
 
     def idle(self) -> None:
         if not self._step(WATCH_SECONDS) or time.monotonic() > self._watched_at + WATCH_SECONDS:
