@@ -13,6 +13,7 @@ from tutti.job import distribute
 from tutti.launch import init
 from tutti.launch.link import Link
 from tutti.strategies import AllReduce, Auto
+from tutti.strategies.base import Planned
 
 MOST_STEPS = 100
 """In which it should have settled."""
@@ -70,5 +71,5 @@ def measure(model: str, rounds: int) -> Beside:
     )
 
 
-def _settled(planned: Any) -> bool:
+def _settled(planned: Planned | None) -> bool:
     return planned is not None and planned.settled

@@ -3,7 +3,7 @@
 Gloo's all-reduce is a ring: the tensor is cut into one block per rank, and block b starts on rank b - 1, goes down the
 ranks and ends on rank b, each rank combining what it has with what came. How it is cut depends on the size of the
 tensor, because blocks consist of segments of equal size, at least two and none above a megabyte. Found in Gloo's source
-and checked against torch 2.13 by `tests/parallel/test_backend_sums.py`.
+and checked against torch 2.13 by `tests/parallel/test_backend.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
