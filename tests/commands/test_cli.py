@@ -18,7 +18,7 @@ from tutti.launch.lab import missing
 from tutti.recipes import RECIPES
 from tutti.strategies import AllReduce
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 TELL = str(SCRIPTS / "tell.py")
 
