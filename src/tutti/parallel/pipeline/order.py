@@ -3,13 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tutti.errors import ConfigError
 from tutti.parallel.pipeline.settings import ScheduleName
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward; or backward in two halves: gradients of inputs, and those of weights."""
+
+
+class Parcel(NamedTuple):
+    """What a stage makes of one microbatch: activations, which the next takes, or gradients, for the one before."""
+
+    way: Literal["forward", "back"]
+    stage: int
+    microbatch: int
 
 
 @dataclass(frozen=True)
@@ -19,6 +27,20 @@ class Action:
     kind: Kind
     stage: int
     microbatch: int
+
+    def takes(self, num_stages: int) -> Parcel | None:
+        """What it needs of another stage."""
+        if self.kind == "F":
+            return Parcel("forward", self.stage - 1, self.microbatch) if self.stage else None
+        if self.kind == "W" or self.stage + 1 == num_stages:
+            return None
+        return Parcel("back", self.stage + 1, self.microbatch)
+
+    def gives(self, num_stages: int) -> Parcel | None:
+        """What another stage needs of it."""
+        if self.kind == "F":
+            return Parcel("forward", self.stage, self.microbatch) if self.stage + 1 < num_stages else None
+        return Parcel("back", self.stage, self.microbatch) if self.kind != "W" and self.stage else None
 
     def needs(self, num_stages: int) -> "list[Action]":
         """What must be done before, on whatever rank; of a backward pass any half that gives its inputs' gradients."""

@@ -16,8 +16,8 @@ from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
 from tutti.parallel.pipeline.measure import LayerCost, measure
 from tutti.parallel.pipeline.microbatches import microbatches
 from tutti.parallel.pipeline.order import order
+from tutti.parallel.pipeline.plan import StagePlan
 from tutti.parallel.pipeline.settings import Pipeline
-from tutti.parallel.pipeline.step import StagePlan
 from tutti.transports import Transport
 
 
@@ -47,7 +47,7 @@ class Stages:
         costs = _shared_costs(layers, batch, everyone)
         spans = _spans(costs, settings, num_stages, num_microbatches)
         stage_costs = [_sum(costs[start:stop]) for start, stop in spans]
-        self.plan = StagePlan(orders, [it.gives for it in stage_costs], stage_costs, num_microbatches)
+        self.plan = StagePlan(orders, stage_costs, num_microbatches)
         self.mine = {
             index: Stage(layers[start:stop])
             for index, (start, stop) in enumerate(spans)
