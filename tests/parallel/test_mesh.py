@@ -335,10 +335,13 @@ REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
         Mesh(pipe=2, pipeline=Pipeline(schedule="interleaved")), SQUARE, X, r"4 stages need as many layers or more"
     ),
     "a layer that is too large": (
-        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=100)), SQUARE, X, r"a stage may take 100 B, .* need more: '0' 832 B"
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=100)), SQUARE, X, r"a rank may take 100 B, .* need more: '0' 640 B"
     ),
     "layers that are too large together": (
-        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=900)), SQUARE, X, r"3 layers .* do not fit into 2 stages of 900"
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=690)), SQUARE, X, r"do not fit into 2 stages on 2 ranks of 690 B"
+    ),
+    "a cut that is too large": (
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=800, cut=[2, 1])), SQUARE, X, r"this cut needs 832 B on rank 0"
     ),
     "a batch that does not divide": (PIPED, SQUARE, X[:6], r"a batch of 6 samples does not divide into 4 microbatches"),
     "another batch that does not": (PIPED, SQUARE, X, r"a batch of 6 samples does not divide into 4 microbatches"),
