@@ -1,7 +1,8 @@
 """What each rank of a pipeline does, in order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +51,12 @@ class Action:
             return [Action("I", self.stage, self.microbatch)]
         own = Action("F", self.stage, self.microbatch)
         return [own, Action("B", self.stage + 1, self.microbatch)] if self.stage + 1 < num_stages else [own]
+
+
+def most_held(actions: Sequence[Action], stage: int) -> int:
+    """Of how many microbatches a stage keeps activations at a time."""
+    changes = [1 if action.kind == "F" else -1 for action in actions if action.stage == stage and action.kind != "I"]
+    return max(accumulate(changes), default=0)
 
 
 def order(schedule: ScheduleName, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[Action]]:
