@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torch_groups import GROUPS, on_ranks
+from tutti.backend import Opened, group_over
 from tutti.backend.lanes import RealLane
 from tutti.backend.work import Operation
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, TuttiError
@@ -401,7 +402,11 @@ def test_when_nobody_moves_messages_any_more_all_of_them_fail() -> None:
 
 @everywhere
 def test_a_group_that_cannot_be_made_leaves_nothing_open(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ports: every test is asked for them."""
+    opened = []
+
+    def note(given: Opened) -> Any:
+        opened.append(given)
+        return group_over(given)
 
     def broken(*_: Any) -> Any:
         raise OSError("no memory")
@@ -411,6 +416,11 @@ def test_a_group_that_cannot_be_made_leaves_nothing_open(kind: str, monkeypatch:
             GROUPS[kind](*args)
         return SimpleNamespace(shutdown=lambda: None)
 
+    monkeypatch.setattr("torch_groups.group_over", note)
     monkeypatch.setattr("tutti.backend.in_memory.InMemory", broken)
     monkeypatch.setattr("tutti.backend.ByMessage", broken)
     on_ranks(make, 2, lambda _: None)
+    for each in opened:
+        with pytest.raises(ConfigError, match=r"this transport is closed"):
+            each.transport.channel("more")
+    assert len(opened) == 2
