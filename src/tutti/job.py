@@ -79,7 +79,7 @@ class Job:
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._leads = False
-        self._before: World | None = None
+        self._before = world
         """What `tutti.world()` was, to be so again."""
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -231,8 +231,7 @@ class Job:
         self._exchange.transport.close()
         if self._arrangement is not None:
             self._arrangement.abandon()
-            if self._before is not None and self.world is current_world_if_any():
-                set_world(self._before)
+            _world_again(self.world, self._before)
         delattr(self._model, _MARK)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -294,6 +293,24 @@ def distribute(
     if mesh is not None:
         arrangement = Arrangement(model, optimizer, mesh, world.transport, example)
         world = _along_data(world, arrangement)
+    try:
+        return _started(model, optimizer, strategy, world, before, arrangement)
+    except BaseException:
+        if arrangement is not None:
+            arrangement.abandon()
+            _world_again(world, before)
+        raise
+
+
+def _started(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    world: World,
+    before: World,
+    arrangement: Arrangement | None,
+) -> Job:
+    """Start exchanging between the ranks of `world`; `before` is what it was. Collective."""
     replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)
     channel = transport.channel("job")
@@ -342,6 +359,12 @@ def _along_data(world: World, arrangement: Arrangement) -> World:
     if world is current_world_if_any():
         set_world(along)
     return along
+
+
+def _world_again(now: World, before: World) -> None:
+    """Have `tutti.world()` be what it was before a mesh."""
+    if now is current_world_if_any():
+        set_world(before)
 
 
 def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module:

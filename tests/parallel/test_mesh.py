@@ -1,6 +1,7 @@
 """Models split over a mesh: what they compute is what one process computes, and what cannot be is refused."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tutti.parallel.pipeline import wires
 from tutti.parallel.pipeline.settings import SCHEDULES
 from tutti.recipes.models import CharGPT, CifarQuick, mlp
 from tutti.strategies import AllReduce, Async, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
-from tutti.world import World
+from tutti.world import World, current_world, set_world
 
 STEPS, BATCH = 20, 16
 
@@ -334,10 +335,13 @@ REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
         Mesh(pipe=2, pipeline=Pipeline(schedule="interleaved")), SQUARE, X, r"4 stages need as many layers or more"
     ),
     "a layer that is too large": (
-        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=100)), SQUARE, X, r"a stage may take 100 B, .* need more: '0' 832 B"
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=100)), SQUARE, X, r"a rank may take 100 B, .* need more: '0' 640 B"
     ),
     "layers that are too large together": (
-        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=900)), SQUARE, X, r"3 layers .* do not fit into 2 stages of 900"
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=690)), SQUARE, X, r"do not fit into 2 stages on 2 ranks of 690 B"
+    ),
+    "a cut that is too large": (
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=800, cut=[2, 1])), SQUARE, X, r"this cut needs 832 B on rank 0"
     ),
     "a batch that does not divide": (PIPED, SQUARE, X[:6], r"a batch of 6 samples does not divide into 4 microbatches"),
     "another batch that does not": (PIPED, SQUARE, X, r"a batch of 6 samples does not divide into 4 microbatches"),
@@ -383,10 +387,13 @@ def _differ(world: World) -> str:
     return str(error.value).split()[1]
 
 
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED], ids=["tensor", "pipe"])
-def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh) -> None:
+def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh, transport: str) -> None:
+    problem = _perceptron()
+
     def train(world: World) -> None:
-        model, x, y = copy.deepcopy(_perceptron())
+        model, x, y = copy.deepcopy(problem)
         with distribute(model, SGD(model.parameters(), lr=0.1), world=world, mesh=mesh, example=x) as job:
             pipeline = job.pipeline(F.mse_loss)
             pipeline(x, y)
@@ -394,9 +401,44 @@ def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh) -> None:
                 raise KeyError("lost")
             pipeline(x, y)
 
-    error, lost = run_threads(train, size=2, transport="process_group")
+    error, lost = run_threads(train, size=2, transport=transport)
     assert isinstance(lost, KeyError)
     assert isinstance(error, RankLost)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED, Mesh(tensor=2, pipe=2)], ids=["tensor", "pipe", "both"])
+def test_other_batches_on_ranks_that_have_one_replica(mesh: Mesh) -> None:
+    problem = _perceptron()
+
+    def train(world: World) -> None:
+        model, x, y = copy.deepcopy(problem)
+        with distribute(model, SGD(model.parameters(), lr=0.1), world=world, mesh=mesh, example=x) as job:
+            x = x.flip(0) if world.rank == world.size - 1 else x
+            _ = job.pipeline(F.mse_loss)(x, y) if mesh.pipe > 1 else model(x)
+
+    for rank, error in enumerate(run_threads(train, size=mesh.size, transport="process_group")):
+        assert isinstance(error, ConfigError)
+        wanted = rf"rank {rank}: ranks 0 and {mesh.size - 1} split one replica of the model, and were given different"
+        assert re.match(wanted, str(error))
+
+
+def test_a_job_that_cannot_start_lets_the_model_and_the_world_go() -> None:
+    class Fails(AllReduce):
+        def attach(self, *_: Any) -> Any:
+            raise KeyError("no")
+
+    problem = _perceptron()
+
+    def start(world: World) -> tuple[World, World | None]:
+        model, x, _ = copy.deepcopy(problem)
+        set_world(world)
+        with pytest.raises(KeyError):
+            distribute(model, SGD(model.parameters(), lr=0.1), Fails(), mesh=PIPED, example=x)
+        assert "forward" not in vars(model)
+        return world, current_world()
+
+    for before, after in run_ok(start, size=2, transport="process_group"):
+        assert after is before
 
 
 def test_a_pipeline_needs_a_mesh() -> None:

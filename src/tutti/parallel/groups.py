@@ -26,7 +26,7 @@ def process_group(transport: Transport) -> Iterator[dist.ProcessGroup]:
 
     It is not, and needs no, default group. When a rank is lost, what waits for it fails at once.
     """
-    group: Any = group_over(Opened(transport.channel("group"), transport.rank, lambda: None))
+    group: Any = group_over(Opened(transport.channel("group"), transport.world_rank, lambda: None))
     name: Any = f"tutti-{next(_numbers)}"
     group._set_group_name(name)
     c10d._register_process_group(name, group)

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.cluster import format_size
 from tutti.collectives import gather_json, share_json
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.cut import Span, as_asked, balanced, check_fits
+from tutti.parallel.pipeline.cut import Span, as_asked, balanced, bytes_of_ranks, check_fits, check_ranks
 from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
 from tutti.parallel.pipeline.measure import LayerCost, measure
 from tutti.parallel.pipeline.microbatches import microbatches
-from tutti.parallel.pipeline.order import order
+from tutti.parallel.pipeline.order import most_held, order
+from tutti.parallel.pipeline.plan import StagePlan
 from tutti.parallel.pipeline.settings import Pipeline
-from tutti.parallel.pipeline.step import StagePlan
 from tutti.transports import Transport
 
 
@@ -45,9 +46,10 @@ class Stages:
         batch = microbatches(example, num_microbatches)[0]
         layers = _layers(model, batch, everyone)
         costs = _shared_costs(layers, batch, everyone)
-        spans = _spans(costs, settings, num_stages, num_microbatches)
+        held = [most_held(orders[stage % transport.size], stage) for stage in range(num_stages)]
+        spans = _spans(costs, settings, held, transport.size)
         stage_costs = [_sum(costs[start:stop]) for start, stop in spans]
-        self.plan = StagePlan(orders, [it.gives for it in stage_costs], stage_costs, num_microbatches)
+        self.plan = StagePlan(orders, stage_costs, num_microbatches)
         self.mine = {
             index: Stage(layers[start:stop])
             for index, (start, stop) in enumerate(spans)
@@ -135,22 +137,30 @@ def _cost(*values: Any) -> LayerCost:
     return replace(cost, gives=tuple((tuple(shape), dtype) for shape, dtype in cost.gives))
 
 
-def _spans(costs: list[LayerCost], settings: Pipeline, num_stages: int, num_microbatches: int) -> list[Span]:
-    names = [cost.name for cost in costs]
-    memory = [cost.memory_bytes(num_microbatches) for cost in costs]
-    check_fits(names, num_stages, memory, settings.memory_bytes)
+def _spans(costs: list[LayerCost], settings: Pipeline, held: list[int], num_ranks: int) -> list[Span]:
+    """Which layers each stage has; `held` is by stage, of how many microbatches it keeps activations."""
+    num_stages, limit_bytes = len(held), settings.memory_bytes
+    memory = [[cost.memory_bytes(each) for cost in costs] for each in held]
+    least = [min(each) for each in zip(*memory, strict=True)]
+    check_fits([cost.name for cost in costs], num_stages, least, limit_bytes)
     if settings.cut is not None:
-        return as_asked(settings.cut, num_stages, len(costs))
+        spans = as_asked(settings.cut, num_stages, len(costs))
+        check_ranks(spans, memory, num_ranks, limit_bytes)
+        return spans
     seconds = [cost.seconds for cost in costs]
     if not any(seconds):  # In virtual time, without a layer that multiplies.
         seconds = [1.0 + cost.parameter_bytes for cost in costs]
-    spans = balanced(seconds, num_stages, memory, settings.memory_bytes)
-    if spans is None:
+    best = balanced(seconds, num_stages, memory, limit_bytes)
+    if best is not None and limit_bytes is not None and max(bytes_of_ranks(best, memory, num_ranks)) > limit_bytes:
+        best = balanced(seconds, num_stages, memory, limit_bytes // (num_stages // num_ranks))  # Even shares do fit.
+    if best is None:
+        assert limit_bytes is not None
         raise ConfigError(
-            f"{len(costs)} layers that need {sum(memory)} bytes do not fit into {num_stages} stages of "
-            f"{settings.memory_bytes} each. Allow more memory, use more stages or smaller microbatches."
+            f"{len(costs)} layers that need {format_size(sum(least))} or more do not fit into {num_stages} stages on "
+            f"{num_ranks} ranks of {format_size(limit_bytes)} each. Allow more memory, use more ranks or smaller "
+            "microbatches."
         )
-    return spans
+    return best
 
 
 def _sum(costs: list[LayerCost]) -> LayerCost:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tutti.errors import ConfigError, TuttiError
 from tutti.parallel.groups import broadcast
+from tutti.parallel.same_batch import SameBatch
 from tutti.parallel.tensor.layers import Undo, enter_mesh, leave_mesh, prepare, surround
 from tutti.parallel.tensor.pieces import Piece, pieces_of
 from tutti.parallel.tensor.rules import CONVOLUTIONS
@@ -28,8 +29,16 @@ class TensorSplit:
     whole model would.
     """
 
-    def __init__(self, model: nn.Module, ways: Mapping[nn.Module, Way], mesh: DeviceMesh, optimizer: Optimizer) -> None:
-        self._model, self._mesh, self._optimizer = model, mesh, optimizer
+    def __init__(
+        self,
+        model: nn.Module,
+        ways: Mapping[nn.Module, Way],
+        mesh: DeviceMesh,
+        optimizer: Optimizer,
+        same: SameBatch | None = None,
+    ) -> None:
+        """Split it. `same` compares what ranks give the model, unless somebody else has."""
+        self._model, self._mesh, self._optimizer, self._same = model, mesh, optimizer, same
         self._group: dist.ProcessGroup = mesh.get_group()
         self._ways: dict[str, Way] = {name: ways.get(it, "whole") for name, it in model.named_modules()}
         self._split = {name for name, way in self._ways.items() if way != "whole"}
@@ -96,8 +105,9 @@ class TensorSplit:
         self._held.clear()
 
     def _forward_in_pieces(self, *args: Any, **kwargs: Any) -> Any:
-        # In backward too: whatever the model mixed in that is no DTensor is the same on every rank.
-        torch._C._set_dtensor_allow_implicit_replication(True)
+        if self._same is not None:
+            self._same((args, kwargs))
+        torch._C._set_dtensor_allow_implicit_replication(True)  # Another job of this thread may have ended meanwhile.
         try:
             with self._as_dtensors():
                 args, kwargs = enter_mesh((args, kwargs), self._mesh)
@@ -155,6 +165,17 @@ class TensorSplit:
         for rank, each in enumerate(found):
             broadcast(each, rank, self._group)
         return piece.whole(found)
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Within it, DTensor takes what a model mixes in that is none to be the same on every rank, in backward too."""
+    before = torch._C._get_dtensor_allow_implicit_replication()
+    torch._C._set_dtensor_allow_implicit_replication(True)
+    try:
+        yield
+    finally:
+        torch._C._set_dtensor_allow_implicit_replication(before)
 
 
 def _is_within(name: str, outer: str) -> bool:
