@@ -184,10 +184,11 @@ class Job:
 
         Collective: every rank calls it, and one may save it for all.
         """
+        own = self._exchange.state_dict()
         return {
             "strategy": str(self.strategy),
             "steps": self._replica.steps,
-            "exchange": self._exchange.state_dict(),
+            "exchange": own if self._arrangement is None else self._arrangement.gathered(own),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -202,7 +203,8 @@ class Job:
                 f"'{self.strategy}'. Load the model and the optimiser alone, before distribute, or use that strategy."
             )
         self._replica.steps = state["steps"]
-        self._exchange.load_state_dict(state["exchange"])
+        own = state["exchange"]
+        self._exchange.load_state_dict(own if self._arrangement is None else self._arrangement.own(own))
 
     def finish(self) -> None:
         """Complete what is under way, agree on the model and let it go. Collective. Idempotent."""

@@ -14,7 +14,7 @@ import pytest
 from tutti.errors import ConfigError
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 MEGABITS = 100
 

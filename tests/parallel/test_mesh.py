@@ -242,6 +242,54 @@ def test_the_optimiser_is_split_too_and_whole_again() -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        (Mesh(tensor=2, pipe=2), AllReduce()),
+        (Mesh(data=2, pipe=2, pipeline=Pipeline(cut=[3, 4])), AllReduce(codec=ErrorFeedback(TopK(0.3)), exact_below=0)),
+        (Mesh(data=2, tensor=2), AllReduce("ring")),
+    ],
+    ids=["both", "coded", "tensor"],
+)
+def test_a_checkpoint_is_saved_by_one_rank_as_ever(mesh: Mesh, strategy: Strategy) -> None:
+    """What goes on from it, with another cut perhaps, ends where an undisturbed run does."""
+    problem = _perceptron()
+    saved: dict[str, Any] = {}
+
+    def train(world: World, steps: int, going_on: bool) -> list[Tensor]:
+        model, x, y = copy.deepcopy(problem)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        if going_on:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        job = distribute(model, optimizer, strategy, world=world, mesh=mesh, example=x[: len(x) // mesh.data])
+        if going_on:
+            job.load_state_dict(saved["job"])
+        x, y = (each.chunk(job.world.size)[job.world.rank] for each in (x, y))
+        pipeline = job.pipeline(F.mse_loss)
+        for step in range(steps):
+            optimizer.zero_grad()
+            if mesh.pipe > 1:
+                pipeline(x, y)
+            else:
+                F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if step == 2 and not going_on:
+                own = job.state_dict()
+                with job.consensus():
+                    if job.leads:
+                        both = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": own}
+                        saved.update(copy.deepcopy(both))
+        job.finish()
+        return [*model.parameters(), *(optimizer.state[it]["exp_avg"] for it in model.parameters())]
+
+    whole = run_ok(train, 6, False, size=mesh.size, transport="process_group")
+    rest = run_ok(train, 3, True, size=mesh.size, transport="process_group")
+    for one, other in zip(whole, rest, strict=True):
+        for got, want in zip(other, one, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
 def test_a_rank_has_its_part_only() -> None:
     def look(world: World) -> tuple[int, int, list[int]]:
         model, x, _ = copy.deepcopy(_perceptron_of_equal_layers())

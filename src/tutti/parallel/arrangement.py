@@ -27,6 +27,7 @@ from tutti.parallel.same_batch import SameBatch
 from tutti.parallel.tensor.plan import TensorPlan, refuse_if_whole, tensor_plan
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
+from tutti.replica.gathered import gather_state
 from tutti.strategies import Auto, Strategy
 from tutti.transports import AloneTransport, Transport
 
@@ -118,6 +119,28 @@ class Arrangement:
             if self._stages is not None:
                 stack.enter_context(self._stages.whole())
             yield
+
+    def gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What the ranks that have a replica together have of their own, for one to save. Collective."""
+        return {"parts": gather_state(state, self._together), "of": self._parts}
+
+    def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of what `gathered` returned."""
+        parts, of = state.get("parts", [state]), state.get("of", "a model that is not split")
+        if not any(parts):
+            return {}
+        if of != self._parts:
+            raise ConfigError(
+                f"this state was saved of {of}, and this is {self._parts}. Use the same mesh, and Pipeline(cut=...), "
+                "or load the model and the optimiser alone, before distribute."
+            )
+        found: dict[str, Any] = parts[self._together.rank]
+        return found
+
+    @property
+    def _parts(self) -> str:
+        mesh, cut = self.mesh, "" if self._stages is None else f", cut {self._stages.cut}"
+        return f"tensor={mesh.tensor} x pipe={mesh.pipe}{cut}"
 
     def close(self) -> None:
         """Give every rank the whole model, and let it go. Collective."""

@@ -19,6 +19,7 @@ from tutti.parallel.pipeline.microbatches import microbatches
 from tutti.parallel.pipeline.order import most_held, order
 from tutti.parallel.pipeline.plan import StagePlan
 from tutti.parallel.pipeline.settings import Pipeline
+from tutti.replica.gathered import gather_state
 from tutti.transports import Transport
 
 
@@ -39,7 +40,7 @@ class Stages:
         everyone: Transport,
         example: Any,
     ) -> None:
-        self._model, self._transport = model, transport
+        self._model, self._optimizer, self._transport = model, optimizer, transport
         num_microbatches = settings.microbatches or 2 * transport.size
         num_stages = transport.size * settings.num_stages_per_rank
         orders = order(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
@@ -55,15 +56,15 @@ class Stages:
             for index, (start, stop) in enumerate(spans)
             if index % transport.size == transport.rank
         }
+        self.cut = [stop - start for start, stop in spans]
+        """How many layers each stage has."""
         self._owners = _owners(model, layers, spans, transport.size)
         self._shapes = {tensor: tensor.shape for tensor in self._owners}
         self._hold()
-        for tensor in self._foreign():
-            optimizer.state.pop(tensor, None)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within it every rank has the whole model. Collective along `pipe`."""
+        """Within it every rank has the whole model and the optimiser's memory of it. Collective along `pipe`."""
         self.close()
         try:
             yield
@@ -72,13 +73,27 @@ class Stages:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Give every rank the whole model, and let it go. Collective along `pipe`."""
+        """Give every rank the whole model and the optimiser's memory, and let it go. Collective along `pipe`."""
         self.abandon()
+        self._gather_optimizer()
         for tensor in self._foreign():
             tensor.data = tensor.new_empty(self._shapes[tensor])
         for rank in range(self._transport.size):
             for tensor in [it for it, owner in self._owners.items() if owner == rank]:
                 self._hand_out(tensor, rank)
+
+    def _gather_optimizer(self) -> None:
+        memory = self._optimizer.state
+        mine = {
+            number: memory[tensor]
+            for number, (tensor, owner) in enumerate(self._owners.items())
+            if owner == self._transport.rank and tensor in memory
+        }
+        tensors = list(self._owners)
+        for rank, theirs in enumerate(gather_state(mine, self._transport)):
+            if rank != self._transport.rank:
+                for number, entries in theirs.items():
+                    memory[tensors[number]] = _beside(entries, tensors[number].device, self._shapes[tensors[number]])
 
     def abandon(self) -> None:
         """Let the model go as it is. Not collective. Idempotent."""
@@ -88,6 +103,7 @@ class Stages:
         for tensor in self._foreign():
             tensor.data = tensor.new_empty(0)
             tensor.grad = None
+            self._optimizer.state.pop(tensor, None)
         self._model.forward = _refuse_forward
 
     def _foreign(self) -> list[Tensor]:
@@ -184,6 +200,14 @@ def _owners(model: nn.Module, layers: Layers, spans: list[Span], num_ranks: int)
     for tensor in [*model.parameters(), *model.buffers()]:
         found.setdefault(tensor, 0)
     return found
+
+
+def _beside(entries: dict[str, Any], device: torch.device, shape: torch.Size) -> dict[str, Any]:
+    """What an optimiser remembers of a parameter, where it is; counts of steps stay where they are."""
+    return {
+        key: value.to(device) if isinstance(value, Tensor) and value.shape == shape else value
+        for key, value in entries.items()
+    }
 
 
 def _refuse_forward(*_: Any, **__: Any) -> Any:

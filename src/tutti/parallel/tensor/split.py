@@ -69,16 +69,19 @@ class TensorSplit:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within it the model is whole, and computes by itself. Collective."""
-        mine = {parameter: parameter.data for parameter, piece in self._pieces.items() if piece.dim is not None}
+        """Within it the model is whole, as is the optimiser's memory, and computes by itself. Collective."""
+        memory = self._optimizer.state
+        split = [parameter for parameter, piece in self._pieces.items() if piece.dim is not None]
+        mine = [(it, it.data, it.grad, dict(memory[it]) if it in memory else None) for it in split]
         self._release()
-        for parameter, data in mine.items():
-            parameter.data = self._gathered(data, parameter)
+        self._change(self._gathered)
         try:
             yield
         finally:
-            for parameter, data in mine.items():
-                parameter.data = data
+            for parameter, data, grad, state in mine:
+                parameter.data, parameter.grad = data, grad
+                if state is not None:
+                    memory[parameter] = state
             self._hold()
 
     def _hold(self) -> None:
