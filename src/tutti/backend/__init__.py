@@ -54,22 +54,15 @@ def register(open_group: Callable[[Any], Opened]) -> None:
 
 
 def group_over(opened: Opened) -> TuttiGroup:
-    """A group of the ranks that a transport joins. Collective."""
+    """A group of the ranks that a transport joins, which is closed with it, or at once if that fails. Collective."""
     transport = opened.transport
-    collectives: Collectives
-    if isinstance(transport, SharesMemory) and isinstance(transport, SharesAll):  # Hosts share their own each.
-        from tutti.backend.in_memory import InMemory  # Costs a compiler's import.
-
-        collectives = InMemory(transport)  # type: ignore[arg-type]
-        messages = transport.inner.channel("messages")
-    else:
-        collectives = ByMessage(transport)
-        messages = transport.channel("messages")
-    lane: Lane
-    if transport.cluster is None:
-        lane = RealLane(messages, f"rank {opened.me}, collectives")
-    else:
-        lane = VirtualLane(transport, messages)
+    try:
+        collectives, messages = _conversations(transport)
+    except BaseException:
+        opened.leave()
+        transport.close()
+        raise
+    lane: Lane = RealLane(messages, opened.me) if transport.cluster is None else VirtualLane(transport, messages)
 
     def close() -> None:
         opened.leave()
@@ -80,3 +73,12 @@ def group_over(opened: Opened) -> TuttiGroup:
         transport.close()
 
     return TuttiGroup(collectives, lane, messages, opened.me, close)
+
+
+def _conversations(transport: Transport) -> tuple[Collectives, Transport]:
+    """What does collectives, and what carries messages beside them. Collective."""
+    if isinstance(transport, SharesMemory) and isinstance(transport, SharesAll):  # Hosts share their own each.
+        from tutti.backend.in_memory import InMemory  # Costs a compiler's import.
+
+        return InMemory(transport), transport.inner.channel("messages")  # type: ignore[arg-type]
+    return ByMessage(transport), transport.channel("messages")
