@@ -65,8 +65,7 @@ class Arrangement:
     def _arrange(self, optimizer: Optimizer, transport: Transport, example: Any) -> None:
         model, mesh = self.model, self.mesh
         if transport.cluster is not None:
-            meter.start(transport)
-            self._exits.callback(meter.stop)
+            self._exits.enter_context(meter.counting(transport))
         plan = tensor_plan(model, mesh.tensor, mesh.split)
         ways = {module: plan.way_of(name) for name, module in model.named_modules()}
         if mesh.pipe > 1:
