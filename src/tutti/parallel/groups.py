@@ -1,6 +1,5 @@
 """torch's process groups along an axis of a mesh: what DTensor and torch's pipeline schedules talk through."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -52,6 +51,6 @@ def device_mesh(group: dist.ProcessGroup, device_type: str) -> Iterator["DeviceM
     mesh: Any = DeviceMesh(device_type, list(range(group.size())), _init_backend=False, _rank=group.rank())
     mesh._dim_group_names = [group.group_name]
     mesh._pg_registry = {group.group_name: group}
-    mesh._thread_id = threading.get_ident()  # Meshes of ranks that are threads are not the same.
+    mesh._thread_id = next(_numbers)  # DTensor takes meshes that are equal to be one: no two of these are.
     yield mesh
     mesh._pg_registry.clear()  # DTensor remembers meshes for as long as the process lives: not their groups too.
