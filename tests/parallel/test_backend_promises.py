@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
 
 from torch_groups import GROUPS, on_ranks
 from tutti.backend import Opened, group_over
@@ -22,7 +23,7 @@ from tutti.transports.base import Finished, Steps
 
 LARGE = 3_000_000
 
-everywhere = pytest.mark.parametrize("kind", GROUPS)
+everywhere = pytest.mark.parametrize("kind", ["memory", "sockets"])
 
 
 def _all_well(results: list[Any]) -> list[Any]:
@@ -461,3 +462,33 @@ def test_a_group_that_cannot_be_made_leaves_nothing_open(kind: str, monkeypatch:
         with pytest.raises(ConfigError, match=r"this transport is closed"):
             each.transport.channel("more")
     assert len(opened) == 2
+
+
+def _from_rank(root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
+CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "all-reduce": lambda group, data: group.allreduce([data]),
+    "all-gather": lambda group, data: group.allgather([[torch.empty_like(data) for _ in range(4)]], [data]),
+    "broadcast": lambda group, data: group.broadcast([data], _from_rank(3)),
+    "barrier": lambda group, _: group.barrier(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_host_that_is_lost_wakes_the_others_on_every_rank(call: Callable[[Any, Tensor], Any]) -> None:
+    """Of two hosts of two ranks each: who waits for the first of its host is told by it."""
+
+    def work(group: Any) -> str:
+        if group.rank() >= 2:
+            return "left"
+        with pytest.raises(RankLost) as lost:
+            call(group, torch.ones(100_000)).wait()
+        return str(lost.value)
+
+    first, second, *_ = _all_well(on_ranks(GROUPS["hosts"], 4, work))
+    assert "rank 0: rank" in first
+    assert "rank 1: rank" in second

@@ -71,6 +71,22 @@ class Tied(nn.Module):
         return F.linear(hidden + self.out(mixed), self.words.weight)
 
 
+class Mixed(nn.Module):
+    """Takes the outputs of a layer apart in a way that pieces do not allow."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x).unflatten(-1, (3, 2)).sum(1)
+        if self.in_place:
+            made = self.layer(x)
+            made[:, 2:5] = 0
+        return made
+
+
 def _problem(make: Callable[[], nn.Module], shape: tuple[int, ...], words: bool = False) -> Problem:
     torch.manual_seed(0)
     model = make().double()
@@ -168,6 +184,7 @@ MODELS: dict[str, Callable[[], Problem]] = {
     "transformer": _transformer,
     "convolutions": lambda: _problem(CifarQuick, (2, 3, 32, 32)),
     "batch norm": lambda: _problem(Normed, (4, 3, 8, 8)),
+    "what pieces do not allow": lambda: _problem(Mixed, (4, 8)),
     "tied words": lambda: _problem(Tied, (4, 8), words=True),
     "torch's attention": lambda: _problem(
         lambda: nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), (4, 8, 16)
@@ -361,18 +378,6 @@ def _try(world: World, mesh: Mesh, model: nn.Module, x: Tensor | None) -> None:
         job.finish()
 
 
-class Mixed(nn.Module):
-    """Takes the outputs of a layer apart in a way that pieces do not allow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x).unflatten(-1, (3, 2)).sum(1)
-        return made
-
-
 X = torch.randn(8, 8)
 SQUARE = mlp(8, 8, 8)
 
@@ -394,7 +399,9 @@ REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
     "a batch that does not divide": (PIPED, SQUARE, X[:6], r"a batch of 6 samples does not divide into 4 microbatches"),
     "another batch that does not": (PIPED, SQUARE, X, r"a batch of 6 samples does not divide into 4 microbatches"),
     "nothing to split": (Mesh(tensor=2), nn.LayerNorm(8), X, r"none of the model's layers can be split over 2 ranks"),
-    "what pieces do not allow": (Mesh(tensor=2), Mixed(), X, r"the model cannot be computed in pieces over 2 ranks"),
+    "what pieces do not allow": (
+        Mesh(tensor=2), Mixed(in_place=True), X, r"the model cannot be computed in pieces over 2 ranks"
+    ),
     "an example that does not fit": (PIPED, SQUARE, torch.randn(8, 7), r"could not be run one after the other on the"),
 }  # fmt: skip
 

@@ -273,6 +273,10 @@ class SharesAll(Protocol):
         """A flat CPU tensor of each rank, all of them on every rank. Collective."""
         ...
 
+    def give_up(self) -> None:
+        """This rank cannot go on: nobody should wait for it here."""
+        ...
+
 
 def suited(transport: Transport, device_types: set[str]) -> Transport:
     """The transport to use for tensors of these devices: only CPU tensors can live in shared memory."""

@@ -196,6 +196,10 @@ class SharedMemoryTransport(Added):
         found = {rank: why for rank in range(self.size) if (why := self._how_gone(rank)) is not None}
         return found | dict.fromkeys(self._closed_ranks(), "it has closed this conversation")
 
+    def give_up(self) -> None:
+        """This rank cannot go on: nobody should wait for it here."""
+        self.inner.conversation.give_up()
+
     def check_open(self) -> None:
         """Raise if this conversation was closed, here, meanwhile."""
         if self._closed or self.inner.closed:

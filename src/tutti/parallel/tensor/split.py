@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tutti.errors import ConfigError, TuttiError
+from tutti.errors import ConfigError
 from tutti.parallel.groups import broadcast
 from tutti.parallel.same_batch import SameBatch
+from tutti.parallel.tensor.gathering import Gathering, is_about_pieces
 from tutti.parallel.tensor.layers import Undo, enter_mesh, leave_mesh, prepare, surround
 from tutti.parallel.tensor.pieces import Piece, pieces_of
 from tutti.parallel.tensor.rules import CONVOLUTIONS
@@ -51,6 +52,7 @@ class TensorSplit:
         self._held: list[tuple[nn.Module, str, nn.Parameter]] = []
         """Parameters that are DTensors within a forward pass."""
         self._undo: list[Undo] = []
+        self._gathering = Gathering(mesh, {module: name for name, module in model.named_modules()})
         self._change(self._own)
         self._hold()
 
@@ -112,13 +114,11 @@ class TensorSplit:
             self._same((args, kwargs))
         torch._C._set_dtensor_allow_implicit_replication(True)  # Another job of this thread may have ended meanwhile.
         try:
-            with self._as_dtensors():
+            with self._as_dtensors(), self._gathering:
                 args, kwargs = enter_mesh((args, kwargs), self._mesh)
                 return leave_mesh(self._forward(*args, **kwargs))
-        except TuttiError:
-            raise
         except (NotImplementedError, RuntimeError) as error:
-            if "shard" not in str(error).lower() and "DTensor" not in str(error):
+            if not is_about_pieces(error):
                 raise
             where = _innermost(self._model, error.__traceback__)
             raise ConfigError(
