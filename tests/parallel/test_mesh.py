@@ -426,7 +426,9 @@ def test_refused_on_every_rank(mesh: Mesh, model: nn.Module, x: Tensor | None, m
 
 
 def test_axes_of_no_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"Mesh: pipe=-1, data=0; every axis needs 1 rank or more"):
+    with pytest.raises(
+        ConfigError, match=r"Mesh: pipe=-1, data=0; every axis needs a whole number of ranks, 1 or more"
+    ):
         Mesh(data=0, pipe=-1)
 
 
