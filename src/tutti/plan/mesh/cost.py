@@ -1,4 +1,4 @@
-"""What a step takes on a mesh, by formula."""
+"""What a step takes on a mesh."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,19 +6,21 @@ from typing import Any
 from tutti.cluster import Cluster
 from tutti.errors import ConfigError
 from tutti.parallel import Mesh
-from tutti.parallel.pipeline.cut import Span, balanced
-from tutti.parallel.tensor.plan import TensorPlan
-from tutti.plan.cost import price
+from tutti.parallel.pipeline.order import order
+from tutti.plan.cost import formula_of
 from tutti.plan.loads import slowed, with_batch
-from tutti.plan.mesh.part import LayerPart, parts_of
+from tutti.plan.mesh.axes import place_along
+from tutti.plan.mesh.parts import Parts, StagePart
+from tutti.plan.mesh.play import Clockwork, StageTime
+from tutti.plan.mesh.talk import talking_s
 from tutti.plan.place import Place
-from tutti.plan.profile import Gradient, Profile
+from tutti.plan.profile import Profile
 from tutti.strategies import AllReduce, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPrediction:
-    """A step of all ranks of a mesh; seconds of the slowest."""
+    """A step of all ranks of a mesh; seconds of the stage that has most to do."""
 
     mesh: Mesh
     strategy: Strategy
@@ -48,111 +50,124 @@ class MeshPrediction:
 
 def price_mesh(
     mesh: Mesh,
+    parts: Parts,
     profile: Profile,
-    tensor: TensorPlan,
     cluster: Cluster,
     total_samples: int,
     strategy: Strategy | None = None,
 ) -> MeshPrediction:
-    """What a step over `total_samples` takes: `tensor` says how layers are split over `mesh.tensor` ranks.
+    """What a step over `total_samples` takes: `parts` knows what each rank would do, `profile` how long all of it takes.
 
-    Ranks that split layers are neighbours, as a mesh places them. Stages are cut from the layers of the profile, and a
-    batch goes through them in microbatches, "1f1b". Gradients are exchanged while the last microbatch goes back.
+    A batch goes through stages in microbatches, and their gradients are exchanged when all are done; without stages,
+    while backward runs.
     """
     strategy = strategy or AllReduce()
     if total_samples < mesh.data:
         raise ConfigError(f"{total_samples} samples leave some of {mesh.data} replicas without any.")
-    placed = Place.of(mesh.size, cluster)
-    replica = slowed(with_batch(profile, -(-total_samples // mesh.data)), placed.slowness)
-    parts = _with_rest(parts_of(replica, tensor, Place.of(mesh.tensor, cluster)), replica)
-    spans = _cut(parts, mesh)
-    microbatches = mesh.pipeline.microbatches or 2 * mesh.pipe
-    stages = [parts[first:end] for first, end in spans]
-    slowest = max(stages, key=_seconds)
-    between_s = _between(stages, microbatches, placed)
-    busy_s = (microbatches + mesh.pipe - 1) * max(_seconds(slowest) / microbatches, between_s)
-    busy_s += 2 * (mesh.pipe - 1) * between_s
-    most = max(stages, key=lambda stage: sum(part.gradient_bytes for part in stage))
-    optimizer_s = replica.step_s * sum(part.gradient_bytes for part in most) / max(1, replica.gradient_bytes)
-    exposed_s = _exposed(most, mesh, microbatches, replica, strategy, cluster)
-    tensor_s = sum(part.talking_s for part in slowest)
-    computing_s = _seconds(slowest) - tensor_s + optimizer_s
+    samples = -(-total_samples // mesh.data)
+    microbatches = (mesh.pipeline.microbatches or 2 * mesh.pipe) if mesh.pipe > 1 else 1
+    if samples % microbatches:
+        raise ConfigError(
+            f"the {samples} samples of a replica do not divide into {microbatches} microbatches. "
+            f"Use a batch that does, or Pipeline(microbatches=...)."
+        )
+    replica = slowed(with_batch(profile, samples), Place.of(mesh.size, cluster).slowness)
+    stages = [
+        _RankStep(part, parts, replica, mesh, cluster, samples // microbatches, microbatches)
+        for part in parts.stages(mesh.tensor, mesh.pipe)
+    ]
+    exposed = [stage.exposed_s(strategy) for stage in stages]
+    busy = [stage.busy_s + each for stage, each in zip(stages, exposed, strict=True)]
+    step_s = busy[0]
+    if mesh.pipe > 1:
+        orders = order(mesh.pipeline.schedule, mesh.pipe, 1, microbatches)
+        times = [
+            StageTime(it.forward_s, it.backward_s, it.gives, each + it.optimizer_s)
+            for it, each in zip(stages, exposed, strict=True)
+        ]
+        step_s = Clockwork(orders, times, place_along("pipe", mesh, cluster).link).seconds()
+    most = max(range(len(stages)), key=lambda number: busy[number])
     return MeshPrediction(
         mesh=mesh,
         strategy=strategy,
         total_samples=total_samples,
-        step_s=busy_s + optimizer_s + exposed_s,
-        computing_s=computing_s,
-        tensor_s=tensor_s,
-        waiting_s=max(0.0, busy_s - _seconds(slowest)),
-        exposed_s=exposed_s,
-        memory_bytes=_memory(stages, replica, mesh, microbatches),
+        step_s=step_s,
+        computing_s=stages[most].computing_s,
+        tensor_s=stages[most].tensor_s,
+        waiting_s=max(0.0, step_s - busy[most]),
+        exposed_s=exposed[most],
+        memory_bytes=0,
     )
 
 
-def _seconds(stage: list[LayerPart]) -> float:
-    return sum(part.seconds for part in stage)
+class _RankStep:
+    """A step of a rank that has such a part; seconds of `forward_s` and `backward_s` are of one microbatch."""
 
+    def __init__(
+        self,
+        part: StagePart,
+        parts: Parts,
+        replica: Profile,
+        mesh: Mesh,
+        cluster: Cluster,
+        samples: int,
+        microbatches: int,
+    ) -> None:
+        self._trial, self._replica, self._mesh, self._cluster = part.trial, replica, mesh, cluster
+        self._microbatches, whole = microbatches, parts.whole
+        times = samples / parts.num_samples
+        self.gives = [times * each for each in part.gives]
+        place = place_along("tensor", mesh, cluster)
+        self._apart = place.num_hosts == 1
+        """Whether what ranks say to split layers leaves the network to others."""
+        # Of what the profile took: it knows more of a step than layers alone, such as the loss.
+        pace = [
+            known / tried / microbatches if tried else 0.0
+            for known, tried in ((replica.forward_s, whole.forward_s), (replica.backward_s, whole.backward_s))
+        ]
+        self._pace_back = pace[1]
+        self._computing = pace[0] * part.trial.forward_s, pace[1] * part.trial.backward_s
+        self._talking = talking_s(part.trial.forward, times, place), talking_s(part.trial.backward, times, place)
+        self._said = [talking_s([each], times, place) for each in part.trial.backward]
+        self.forward_s, self.backward_s = (sum(pair) for pair in zip(self._computing, self._talking, strict=True))
+        self.optimizer_s = replica.step_s * part.trial.gradient_bytes / max(1, replica.gradient_bytes)
 
-def _with_rest(parts: list[LayerPart], profile: Profile) -> list[LayerPart]:
-    """The same, with what is computed outside of layers laid over them: as much of it is split as of them."""
-    seen = [(sum(layer.forward_s for layer in profile.layers)), sum(layer.backward_s for layer in profile.layers)]
-    forward, backward = (
-        max(1.0, whole / part) if part else 1.0
-        for whole, part in zip((profile.forward_s, profile.backward_s), seen, strict=True)
-    )
-    return [replace(it, forward_s=forward * it.forward_s, backward_s=backward * it.backward_s) for it in parts]
+    @property
+    def tensor_s(self) -> float:
+        return self._microbatches * sum(self._talking)
 
+    @property
+    def computing_s(self) -> float:
+        return self._microbatches * sum(self._computing) + self.optimizer_s
 
-def _cut(parts: list[LayerPart], mesh: Mesh) -> list[Span]:
-    if mesh.pipe > len(parts):
-        raise ConfigError(f"{mesh.pipe} stages need as many layers or more, and the profile has {len(parts)}.")
-    found = balanced([part.seconds for part in parts], mesh.pipe)
-    assert found is not None
-    return found
+    @property
+    def busy_s(self) -> float:
+        """Of the whole step, without the exchange along `data`."""
+        return self.computing_s + self.tensor_s
 
+    def exposed_s(self, strategy: Strategy) -> float:
+        """Of the exchange along `data`."""
+        if self._mesh.data == 1:
+            return 0.0
+        place = place_along("data", self._mesh, self._cluster)
+        return formula_of(strategy)(strategy, self._exchanged, place).exposed_s
 
-def _between(stages: list[list[LayerPart]], microbatches: int, placed: Place) -> float:
-    """Of what one stage gives another for a microbatch, at the slowest boundary."""
-    if len(stages) == 1:
-        return 0.0
-    given = max(stage[-1].activation_bytes for stage in stages[:-1])
-    link = placed.within if placed.num_hosts == 1 else placed.link
-    return link.seconds(given / microbatches)
+    @property
+    def _exchanged(self) -> Profile:
+        """The rank's gradients, and when each is ready: at once, if the exchange begins when all are.
 
-
-def _exposed(
-    stage: list[LayerPart], mesh: Mesh, microbatches: int, replica: Profile, strategy: Strategy, cluster: Cluster
-) -> float:
-    """Exchange of a stage's gradients that its last microbatch does not hide.
-
-    Ranks of a host that split layers share its link: together they send what one would that has the whole stage.
-    """
-    if mesh.data == 1:
-        return 0.0
-    per_host = cluster.ranks_per_host or 1
-    here = min(mesh.tensor, per_host)
-    last = 1 if mesh.pipe == 1 else microbatches
-    gradients, ready_s = [], 0.0
-    for part in reversed(stage):
-        ready_s += part.backward_s / last
-        if part.gradient_bytes:
-            numel = max(1, round(here * part.gradient_bytes / 4))
-            gradients.append(Gradient(name=part.name, shape=(numel,), num_bytes=4 * numel, ready_s=ready_s))
-    backward_s = sum(part.backward_s for part in stage) / last
-    own = replace(replica, gradients=tuple(gradients), layers=(), forward_s=0.0, backward_s=backward_s, step_s=0.0)
-    apart = replace(cluster, ranks_per_host=max(1, per_host // here)) if cluster.hosts is None else cluster
-    found = price(strategy, own, mesh.data, apart)
-    return max(0.0, found.step_s - found.computing_s)
-
-
-def _memory(stages: list[list[LayerPart]], replica: Profile, mesh: Mesh, microbatches: int) -> float:
-    """Parameters, gradients and optimiser state as far as a rank has them, and activations of what is under way."""
-    activations = sum(layer.activation_bytes for layer in replica.layers)
-    lasting = max(replica.peak_bytes - activations, 2 * replica.gradient_bytes)
-    under_way = min(mesh.pipe, microbatches) / microbatches if mesh.pipe > 1 else 1.0
-    return max(
-        lasting * sum(part.gradient_bytes for part in stage) / max(1, replica.gradient_bytes)
-        + under_way * sum(part.activation_bytes for part in stage)
-        for stage in stages
-    )
+        While ranks talk about layers over the same network, nothing else can hide there.
+        """
+        if self._mesh.pipe > 1:
+            gradients = tuple(replace(each, ready_s=0.0) for each, _ in self._trial.gradients)
+            return replace(self._replica, gradients=gradients, backward_s=0.0)
+        if self._mesh.tensor == 1:
+            return self._replica
+        ready = [
+            self._pace_back * each.ready_s + (sum(self._said[:number]) if self._apart else 0.0)
+            for each, number in self._trial.gradients
+        ]
+        gradients = tuple(replace(it, ready_s=at) for (it, _), at in zip(self._trial.gradients, ready, strict=True))
+        return replace(
+            self._replica, gradients=gradients, backward_s=self.backward_s if self._apart else self._computing[1]
+        )

@@ -1,0 +1,82 @@
+"""A pipeline's steps by a clock: what each rank does when, and what travels between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tutti.cluster import Link
+from tutti.parallel.pipeline.order import Action
+
+_STEPS = 3
+_LOSS_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """What a rank takes, of one microbatch and of a step."""
+
+    forward_s: float
+    backward_s: float
+    gives: Sequence[float]
+    """Bytes of each tensor that goes to the next stage; as much comes back."""
+    ending_s: float
+    """When all microbatches are done: the exchange along `data`, and the optimiser."""
+
+
+class Clockwork:
+    """Plays one step after another: a rank goes on with the next when it has ended its own."""
+
+    def __init__(self, orders: Sequence[Sequence[Action]], stages: Sequence[StageTime], link: Link) -> None:
+        self._orders, self._stages, self._link = orders, stages, link
+        self._clocks = [0.0] * len(stages)
+        self._out, self._in = [0.0] * len(stages), [0.0] * len(stages)
+        """When each rank's network card is free."""
+
+    def seconds(self) -> float:
+        """Of a step, once ranks have fallen into it."""
+        ends = []
+        for _ in range(_STEPS):
+            self._step()
+            ends.append(max(self._clocks))
+        return ends[-1] - ends[-2]
+
+    def _step(self) -> None:
+        arrived: dict[Action, float] = {}
+        next_of = [0] * len(self._orders)
+        while (found := self._next(next_of, arrived)) is not None:
+            start_s, rank = found
+            action = self._orders[rank][next_of[rank]]
+            next_of[rank] += 1
+            stage = self._stages[rank]
+            self._clocks[rank] = start_s + (stage.forward_s if action.kind == "F" else stage.backward_s)
+            self._give(action, rank, arrived)
+        last = len(self._stages) - 1
+        told = [self._send(last, rank, [_LOSS_BYTES], self._clocks[last]) for rank in range(last)]
+        for rank, told_s in enumerate(told):
+            self._clocks[rank] = max(self._clocks[rank], told_s)
+        for rank, stage in enumerate(self._stages):
+            self._clocks[rank] = max(self._clocks[rank], self._out[rank]) + stage.ending_s
+
+    def _next(self, next_of: list[int], arrived: dict[Action, float]) -> tuple[float, int] | None:
+        """Of all actions that could be done now, the one that would begin first: when, and whose."""
+        ready = []
+        for rank, actions in enumerate(self._orders):
+            if next_of[rank] < len(actions):
+                needed = [it for it in actions[next_of[rank]].needs(len(self._stages)) if it.stage != rank]
+                if all(it in arrived for it in needed):
+                    ready.append((max([self._clocks[rank], *(arrived[it] for it in needed)]), rank))
+        assert ready or all(number == len(actions) for number, actions in zip(next_of, self._orders, strict=True))
+        return min(ready, default=None)
+
+    def _give(self, action: Action, rank: int, arrived: dict[Action, float]) -> None:
+        target = rank + (1 if action.kind == "F" else -1)
+        if 0 <= target < len(self._stages):
+            arrived[action] = self._send(rank, target, self._stages[min(rank, target)].gives, self._clocks[rank])
+
+    def _send(self, src: int, dst: int, sizes: Sequence[float], at_s: float) -> float:
+        """When all of these messages have arrived."""
+        for num_bytes in sizes:
+            takes_s = num_bytes * self._link.seconds_per_byte
+            leaves_s = max(at_s, self._out[src])
+            self._out[src] = leaves_s + takes_s
+            self._in[dst] = max(leaves_s + self._link.latency_s, self._in[dst]) + takes_s
+        return self._in[dst] if sizes else at_s
