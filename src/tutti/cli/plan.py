@@ -22,7 +22,8 @@ from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time, pars
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
 from tutti.plan import Plan, Prediction, Profile, measure, plan
-from tutti.plan.mesh import plan_meshes
+from tutti.plan.measure.problem import Problem
+from tutti.plan.mesh import Parts, plan_meshes
 from tutti.plan.network import measure_network
 from tutti.plan.place import up_to
 from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
@@ -136,8 +137,14 @@ def planned(
     if meshes or limit is not None:
         own = each_has(profile, workers, global_batch)
         total = global_batch or workers * own.num_samples
-        model = find_subject(subject, parse_options(option), 1, input_shape).model
-        arranged = plan_meshes(model, own, workers, cluster, total_samples=total, memory_bytes=limit)
+        arranged = plan_meshes(
+            _parts_of(subject, parse_options(option), batch, input_shape),
+            own,
+            workers,
+            cluster,
+            total_samples=total,
+            memory_bytes=limit,
+        )
         console.print(mesh_plan.table_of(arranged, total))
         console.print(arranged.reason, highlight=False)
         written["meshes"] = arranged.as_dict()
@@ -201,6 +208,13 @@ def profile_of(subject: str, options: dict[str, Any], batch: int | None, input_s
     """A step of what `subject` names, measured here."""
     found = find_subject(subject, options, batch, input_shape)
     return measure.profile(found.model, found.batch, loss=found.loss, optimizer=found.optimizer)
+
+
+def _parts_of(subject: str, options: dict[str, Any], batch: int | None, input_shape: str | None) -> Parts:
+    """What ranks of meshes would do of a step, tried out here."""
+    found = find_subject(subject, options, batch, input_shape)
+    args = Problem.of(found.model, found.batch, found.loss).args
+    return Parts(found.model, args if len(args) > 1 else args[0])
 
 
 def _simulated(profile: Profile, workers: int, cluster: Cluster, say: Any, strategy: Strategy) -> float:

@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from tutti.cluster import Cluster, format_size, format_time
 from tutti.errors import ConfigError
 from tutti.parallel import Mesh
-from tutti.parallel.tensor.plan import TensorPlan, refuse_if_whole, tensor_plan
 from tutti.plan.mesh.cost import MeshPrediction, price_mesh
+from tutti.plan.mesh.parts import Parts
 from tutti.plan.place import up_to
 from tutti.plan.profile import Profile
 
@@ -41,7 +39,7 @@ class MeshPlan:
 
 
 def plan_meshes(
-    model: nn.Module,
+    parts: Parts,
     profile: Profile,
     workers: int,
     cluster: Cluster,
@@ -52,6 +50,7 @@ def plan_meshes(
     """Price every mesh of so many workers for a step over `total_samples`, the profile's of each worker by default.
 
     Args:
+        parts: the model on an example of what it takes: `Parts(model, x)`.
         memory_bytes: what a rank has; what needs more is not chosen.
     """
     if workers < 1:
@@ -64,7 +63,7 @@ def plan_meshes(
     found, refused = [], {}
     for mesh in meshes(workers):
         try:
-            found.append(price_mesh(mesh, profile, _split(model, mesh.tensor), cluster, total))
+            found.append(price_mesh(mesh, parts, profile, cluster, total))
         except ConfigError as error:
             refused[in_words(mesh)] = str(error)
     if not found:
@@ -93,13 +92,6 @@ def in_words(mesh: Mesh) -> str:
     """Its axes that have more than one rank."""
     axes = [f"{axis}={size}" for axis in ("data", "tensor", "pipe") if (size := mesh.shape[axis]) > 1]
     return " x ".join(axes) or "one worker"
-
-
-def _split(model: nn.Module, num_ranks: int) -> TensorPlan:
-    plan = tensor_plan(model, num_ranks)
-    if num_ranks > 1 and (mistakes := refuse_if_whole(plan)):
-        raise ConfigError(mistakes[0])
-    return plan
 
 
 def _order(prediction: MeshPrediction, memory_bytes: int | None) -> tuple[bool, float]:

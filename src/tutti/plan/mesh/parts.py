@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,7 +83,7 @@ class Parts:
         seconds = [cost.seconds for cost in costs]
         spans = balanced(seconds if any(seconds) else [1.0 + cost.parameter_bytes for cost in costs], num_stages)
         assert spans is not None
-        made = []
+        made: list[tuple[nn.Module, Sequence[Any], tuple[int, ...]]] = []
         for start, stop in spans:
             given = tuple(tensor.nbytes for tensor in inputs[stop]) if stop < len(layers) else ()
             made.append((Stage(layers[start:stop]), inputs[start], given))

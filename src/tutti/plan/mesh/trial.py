@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tutti.plan.measure.memory import kept_bytes, most_bytes
+from tutti.plan.measure.memory import kept_bytes, most_bytes, storage_bytes
 from tutti.plan.mesh.silent import Said
 from tutti.plan.profile import Gradient
 
@@ -31,8 +31,10 @@ class Trial:
     """As they become ready, each with how much of `backward` was said before."""
     parameter_bytes: int
     """And of buffers."""
+    taken_bytes: int
+    """Of what it is given."""
     kept_bytes: int
-    """Between forward and backward."""
+    """Between forward and backward, besides."""
     most_bytes: int
     """In use at once, gradients included, besides parameters and what the stage takes."""
 
@@ -45,8 +47,7 @@ def try_out(stage: nn.Module, values: Sequence[Any], said: list[Said], now: Cloc
     """Take a stage forward and backward on what it is given; `said` is where what ranks say is written down."""
     run = _Passes(stage, values, said, now, first)
     run.take()  # Caches are cold.
-    taken = [run.take() for _ in range(_ROUNDS)]
-    best = min(taken, key=lambda each: each.forward_s + each.backward_s)
+    best = min((run.take() for _ in range(_ROUNDS)), key=lambda each: each.forward_s + each.backward_s)
     there = [*stage.parameters(), *stage.buffers(), *run.values]
     device = next((tensor.device for tensor in there), torch.device("cpu"))
     run.forget()
@@ -54,7 +55,8 @@ def try_out(stage: nn.Module, values: Sequence[Any], said: list[Said], now: Cloc
     most = most_bytes(lambda: run.backward(run.forward()), there, device)
     run.forget()
     held = sum(tensor.nbytes for tensor in [*stage.parameters(), *stage.buffers()])
-    return Trial(**best.__dict__, parameter_bytes=held, kept_bytes=kept, most_bytes=most)
+    taken = storage_bytes(each for each in run.values if isinstance(each, Tensor))
+    return Trial(**vars(best), parameter_bytes=held, taken_bytes=taken, kept_bytes=kept, most_bytes=most)
 
 
 @dataclass
@@ -124,4 +126,6 @@ class _Passes:
 
 def _taken(value: Any, first: bool) -> Any:
     """As a stage takes it: from another stage, its gradient is wanted."""
-    return value.detach().requires_grad_(value.is_floating_point() and not first) if isinstance(value, Tensor) else value
+    return (
+        value.detach().requires_grad_(value.is_floating_point() and not first) if isinstance(value, Tensor) else value
+    )
