@@ -103,8 +103,9 @@ def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
     best = ordered[0]
     if memory_bytes is not None and not fits(best, memory_bytes):
         return (
-            f"None fits into {format_size(memory_bytes)}: {in_words(best.mesh)} needs least, "
-            f"{format_size(round(best.memory_bytes))}. Use more workers, smaller batches, or more memory."
+            f"Do not train this on {best.mesh.size} workers of {format_size(memory_bytes)}: no mesh of them fits. "
+            f"{in_words(best.mesh)} needs least, {format_size(round(best.memory_bytes))} each. Use more workers, "
+            "smaller batches, or more memory."
         )
     replicas = next((each for each in ordered if each.mesh.data == each.mesh.size), None)
     spent = f"a step takes {format_time(best.step_s)}"

@@ -10,7 +10,7 @@ from tutti.parallel.pipeline.order import order
 from tutti.plan.loads import slowed, with_batch
 from tutti.plan.mesh.axes import place_along
 from tutti.plan.mesh.parts import Parts
-from tutti.plan.mesh.play import Clockwork, StageTime
+from tutti.plan.mesh.play import Clockwork
 from tutti.plan.mesh.rank import RankStep, Share
 from tutti.plan.place import Place
 from tutti.plan.profile import Profile
@@ -75,10 +75,7 @@ def price_mesh(
     busy = [stage.computing_s + stage.tensor_s + each for stage, each in zip(stages, exposed, strict=True)]
     step_s = busy[0]
     if mesh.pipe > 1:
-        times = [
-            StageTime(it.forward_s, it.backward_s, it.gives, each + it.optimizer_s)
-            for it, each in zip(stages, exposed, strict=True)
-        ]
+        times = [stage.time(each) for stage, each in zip(stages, exposed, strict=True)]
         step_s = Clockwork(orders, times, place_along("pipe", mesh, cluster).link).seconds()
     most = max(range(len(stages)), key=busy.__getitem__)
     return MeshPrediction(

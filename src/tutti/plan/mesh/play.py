@@ -1,5 +1,6 @@
 """A pipeline's steps by a clock: what each rank does when, and what travels between them."""
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ class StageTime:
 
     forward_s: float
     backward_s: float
+    """Of computing, and of talk that has a network of its own."""
+    talk: tuple[Sequence[float], Sequence[float]]
+    """Forward and backward, each time that it talks with those who split its layers, by the card that it sends with."""
     gives: Sequence[float]
     """Bytes of each tensor that goes to the next stage; as much comes back."""
     ending_s: float
@@ -28,8 +32,7 @@ class Clockwork:
     def __init__(self, orders: Sequence[Sequence[Action]], stages: Sequence[StageTime], link: Link) -> None:
         self._orders, self._stages, self._link = orders, stages, link
         self._clocks = [0.0] * len(stages)
-        self._out, self._in = [0.0] * len(stages), [0.0] * len(stages)
-        """When each rank's network card is free."""
+        self._out, self._in = [_Card() for _ in stages], [_Card() for _ in stages]
 
     def seconds(self) -> float:
         """Of a step, once ranks have fallen into it."""
@@ -46,15 +49,14 @@ class Clockwork:
             start_s, rank = found
             action = self._orders[rank][next_of[rank]]
             next_of[rank] += 1
-            stage = self._stages[rank]
-            self._clocks[rank] = start_s + (stage.forward_s if action.kind == "F" else stage.backward_s)
+            self._clocks[rank] = self._work(action.kind == "F", rank, start_s)
             self._give(action, rank, arrived)
         last = len(self._stages) - 1
         told = [self._send(last, rank, [_LOSS_BYTES], self._clocks[last]) for rank in range(last)]
         for rank, told_s in enumerate(told):
             self._clocks[rank] = max(self._clocks[rank], told_s)
         for rank, stage in enumerate(self._stages):
-            self._clocks[rank] = max(self._clocks[rank], self._out[rank]) + stage.ending_s
+            self._clocks[rank] = max(self._clocks[rank], self._out[rank].free_s) + stage.ending_s
 
     def _next(self, next_of: list[int], arrived: dict[Action, float]) -> tuple[float, int] | None:
         """Of all actions that could be done now, the one that would begin first: when, and whose."""
@@ -67,6 +69,15 @@ class Clockwork:
         assert ready or all(number == len(actions) for number, actions in zip(next_of, self._orders, strict=True))
         return min(ready, default=None)
 
+    def _work(self, forward: bool, rank: int, start_s: float) -> float:
+        """When it is done: it computes for a while, talks, and so on."""
+        stage = self._stages[rank]
+        computing_s, talks = (stage.forward_s if forward else stage.backward_s), stage.talk[not forward]
+        now_s = start_s + (0.0 if talks else computing_s)
+        for talk_s in talks:
+            now_s = _book([self._out[rank], self._in[rank]], now_s + computing_s / len(talks), talk_s) + talk_s
+        return now_s
+
     def _give(self, action: Action, rank: int, arrived: dict[Action, float]) -> None:
         target = rank + (1 if action.kind == "F" else -1)
         if 0 <= target < len(self._stages):
@@ -74,9 +85,41 @@ class Clockwork:
 
     def _send(self, src: int, dst: int, sizes: Sequence[float], at_s: float) -> float:
         """When all of these messages have arrived."""
+        arrives_s = at_s
         for num_bytes in sizes:
             takes_s = num_bytes * self._link.seconds_per_byte
-            leaves_s = max(at_s, self._out[src])
-            self._out[src] = leaves_s + takes_s
-            self._in[dst] = max(leaves_s + self._link.latency_s, self._in[dst]) + takes_s
-        return self._in[dst] if sizes else at_s
+            leaves_s = _book([self._out[src]], at_s, takes_s)
+            arrives_s = _book([self._in[dst]], leaves_s + self._link.latency_s, takes_s) + takes_s
+        return arrives_s
+
+
+class _Card:
+    """One direction of a rank's network card: when it is in use."""
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[float, float]] = []
+
+    @property
+    def free_s(self) -> float:
+        """From when on it is free for good."""
+        return self._busy[-1][1] if self._busy else 0.0
+
+    def next_gap(self, at_s: float, takes_s: float) -> float:
+        """When it is free for so long, from then on at the earliest."""
+        for start_s, stop_s in self._busy:
+            if at_s + takes_s <= start_s:
+                return at_s
+            at_s = max(at_s, stop_s)
+        return at_s
+
+    def take(self, at_s: float, takes_s: float) -> None:
+        insort(self._busy, (at_s, at_s + takes_s))
+
+
+def _book(cards: Sequence[_Card], at_s: float, takes_s: float) -> float:
+    """Use all of these cards at once for so long, as soon as all are free; returns from when on."""
+    while any((later_s := card.next_gap(at_s, takes_s)) > at_s for card in cards):
+        at_s = later_s
+    for card in cards:
+        card.take(at_s, takes_s)
+    return at_s

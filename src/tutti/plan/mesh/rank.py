@@ -9,6 +9,7 @@ from tutti.parallel.pipeline.order import Action
 from tutti.plan.cost import formula_of
 from tutti.plan.mesh.axes import place_along
 from tutti.plan.mesh.parts import Parts, StagePart
+from tutti.plan.mesh.play import StageTime
 from tutti.plan.mesh.talk import talking_s
 from tutti.plan.profile import Profile
 from tutti.strategies import Strategy
@@ -34,10 +35,10 @@ class RankStep:
     """Of a rank that has one stage, perhaps with others who split its layers."""
 
     def __init__(self, part: StagePart, parts: Parts, share: Share, actions: Sequence[Action]) -> None:
-        self._trial, self._share = part.trial, share
+        trial = part.trial
+        self._trial, self._share = trial, share
         self._times = share.samples / parts.num_samples
-        self.gives = [self._times * each for each in part.gives]
-        """To the next stage, of a microbatch, in bytes."""
+        self._gives = [self._times * each for each in part.gives]
         self._ahead = _most_under_way(actions)
         # In proportion to what the profile took: it knows more of a step than layers alone, such as the loss.
         replica, whole = share.replica, parts.whole
@@ -45,13 +46,14 @@ class RankStep:
         place = place_along("tensor", share.mesh, share.cluster)
         self._over_network = place.num_hosts > 1
         number = share.num_microbatches
-        said = talking_s(self._trial.forward, self._times, place), talking_s(self._trial.backward, self._times, place)
-        self.forward_s = self._pace[0] * self._trial.forward_s / number + said[0]
-        self.backward_s = self._pace[1] * self._trial.backward_s / number + said[1]
-        """Of a microbatch, with what is said between those who split layers."""
-        self.tensor_s = number * sum(said)
+        said = [[talking_s(it, self._times, place) for it in each] for each in (trial.forward, trial.backward)]
+        computing = [
+            pace * it / number for pace, it in zip(self._pace, (trial.forward_s, trial.backward_s), strict=True)
+        ]
+        self._said, self._computing = said, computing
+        self.tensor_s = number * sum(map(sum, said))
         self.optimizer_s = replica.step_s * self._of_replica
-        self.computing_s = number * (self.forward_s + self.backward_s) - self.tensor_s + self.optimizer_s
+        self.computing_s = number * sum(computing) + self.optimizer_s
 
     @property
     def _of_replica(self) -> float:
@@ -76,12 +78,19 @@ class RankStep:
         if mesh.tensor == 1:
             return replica
         # While ranks talk about layers over the network, nothing else can: only computing hides what is exchanged.
-        place = place_along("tensor", mesh, self._share.cluster)
-        said = [0.0 if self._over_network else talking_s([it], self._times, place) for it in trial.backward]
+        said = [0.0 if self._over_network else each for each in self._said[1]]
         gradients = tuple(
             replace(it, ready_s=self._pace[1] * it.ready_s + sum(said[:number])) for it, number in trial.gradients
         )
         return replace(replica, gradients=gradients, backward_s=self._pace[1] * trial.backward_s + sum(said))
+
+    def time(self, exposed_s: float) -> StageTime:
+        """In a pipeline, if its exchange along `data` takes so long."""
+        (forward_s, backward_s), said = self._computing, self._said
+        ending_s = exposed_s + self.optimizer_s
+        if self._over_network:
+            return StageTime(forward_s, backward_s, (said[0], said[1]), self._gives, ending_s)
+        return StageTime(forward_s + sum(said[0]), backward_s + sum(said[1]), ((), ()), self._gives, ending_s)
 
     @property
     def lasting_bytes(self) -> float:

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from tutti.backend.collectives import Collectives
 from tutti.backend.group import TuttiGroup
@@ -17,6 +16,9 @@ from tutti.backend.work import Operation
 from tutti.parallel.groups import device_mesh, registered
 from tutti.transports import AloneTransport
 from tutti.transports.base import Steps
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
@@ -101,7 +103,7 @@ class _AtOnce(Lane):
 
 
 @contextmanager
-def silent_mesh(num_ranks: int, device_type: str) -> Iterator[tuple[DeviceMesh, list[Said]]]:
+def silent_mesh(num_ranks: int, device_type: str) -> Iterator[tuple["DeviceMesh", list[Said]]]:
     """The row of so many ranks as the first of them sees it; what it says comes to the list."""
     silence = Silence()
     group = TuttiGroup(silence, _AtOnce(), _First(num_ranks), 0, lambda: None)

@@ -1,6 +1,5 @@
 """What it takes ranks that split layers to say something to each other: as `tutti.backend.by_message` does it."""
 
-from collections.abc import Iterable
 from math import ceil, log2
 
 from tutti.backend.by_message import STRAIGHT_BYTES
@@ -10,12 +9,9 @@ from tutti.plan.mesh.silent import Said
 from tutti.plan.place import Place
 
 
-def talking_s(said: Iterable[Said], times: float, place: Place) -> float:
-    """Of all that is said, if each is so many times as long, by ranks in such a place."""
-    return sum(_seconds(each.kind, times * each.num_bytes, place) for each in said)
-
-
-def _seconds(kind: str, num_bytes: float, place: Place) -> float:
+def talking_s(said: Said, times: float, place: Place) -> float:
+    """Of something that is said, if it is so many times as long, by ranks in such a place."""
+    kind, num_bytes = said.kind, times * said.num_bytes
     others = place.num_ranks - 1
     if not others or not num_bytes:
         return 0.0
