@@ -102,14 +102,13 @@ class _Card:
     @property
     def free_s(self) -> float:
         """From when on it is free for good."""
-        return self._busy[-1][1] if self._busy else 0.0
+        return max((stop_s for _, stop_s in self._busy), default=0.0)
 
-    def next_gap(self, at_s: float, takes_s: float) -> float:
-        """When it is free for so long, from then on at the earliest."""
+    def idle(self, at_s: float) -> float:
+        """When it is idle, from then on at the earliest: who comes first goes first."""
         for start_s, stop_s in self._busy:
-            if at_s + takes_s <= start_s:
-                return at_s
-            at_s = max(at_s, stop_s)
+            if start_s <= at_s < stop_s:
+                at_s = stop_s
         return at_s
 
     def take(self, at_s: float, takes_s: float) -> None:
@@ -117,8 +116,8 @@ class _Card:
 
 
 def _book(cards: Sequence[_Card], at_s: float, takes_s: float) -> float:
-    """Use all of these cards at once for so long, as soon as all are free; returns from when on."""
-    while any((later_s := card.next_gap(at_s, takes_s)) > at_s for card in cards):
+    """Use all of these cards at once for so long, as soon as all are idle; returns from when on."""
+    while any((later_s := card.idle(at_s)) > at_s for card in cards):
         at_s = later_s
     for card in cards:
         card.take(at_s, takes_s)
