@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tutti train digits --workers 2 --check
 
-# Labs, kills and signals are for the whole machine: those tests run one at a time. The others share two cores.
+# Tests of labs that come and go, and of killed workers, have the machine to themselves. The others share two cores.
 test: $(STAMP)
 	$(BIN)/pytest --ignore=tests/integration -n 2 --dist worksteal
 	$(BIN)/pytest tests/integration

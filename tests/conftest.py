@@ -34,6 +34,9 @@ Each process that runs tests has its own: with several side by side, none sees w
 
 os.environ.update([_MARK.split("=")])
 
+sys.dont_write_bytecode = False  # Tests start hundreds of processes: each would compile all of Tutti by itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # Of a shell that started this in its background.
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Processes that tests start would inherit it.
 

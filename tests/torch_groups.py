@@ -36,7 +36,8 @@ def tutti_group(hosts: int) -> Callable[..., Any]:
     return make
 
 
-GROUPS = {"memory": tutti_group(1), "sockets": tutti_group(100)}
+GROUPS = {"memory": tutti_group(1), "sockets": tutti_group(100), "hosts": tutti_group(2)}
+"""On one host, on a host each, and on two hosts."""
 
 
 def on_ranks(

@@ -79,7 +79,7 @@ class Job:
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._leads = False
-        self._before: World | None = None
+        self._before = world
         """What `tutti.world()` was, to be so again."""
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -184,10 +184,11 @@ class Job:
 
         Collective: every rank calls it, and one may save it for all.
         """
+        own = self._exchange.state_dict()
         return {
             "strategy": str(self.strategy),
             "steps": self._replica.steps,
-            "exchange": self._exchange.state_dict(),
+            "exchange": own if self._arrangement is None else self._arrangement.gathered(own),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -202,7 +203,8 @@ class Job:
                 f"'{self.strategy}'. Load the model and the optimiser alone, before distribute, or use that strategy."
             )
         self._replica.steps = state["steps"]
-        self._exchange.load_state_dict(state["exchange"])
+        own = state["exchange"]
+        self._exchange.load_state_dict(own if self._arrangement is None else self._arrangement.own(own))
 
     def finish(self) -> None:
         """Complete what is under way, agree on the model and let it go. Collective. Idempotent."""
@@ -231,8 +233,7 @@ class Job:
         self._exchange.transport.close()
         if self._arrangement is not None:
             self._arrangement.abandon()
-            if self._before is not None and self.world is current_world_if_any():
-                set_world(self._before)
+            _world_again(self.world, self._before)
         delattr(self._model, _MARK)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -294,6 +295,24 @@ def distribute(
     if mesh is not None:
         arrangement = Arrangement(model, optimizer, mesh, world.transport, example)
         world = _along_data(world, arrangement)
+    try:
+        return _started(model, optimizer, strategy, world, before, arrangement)
+    except BaseException:
+        if arrangement is not None:
+            arrangement.abandon()
+            _world_again(world, before)
+        raise
+
+
+def _started(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    world: World,
+    before: World,
+    arrangement: Arrangement | None,
+) -> Job:
+    """Start exchanging between the ranks of `world`; `before` is what it was. Collective."""
     replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.draws)
     transport = suited(world.transport, replica.device_types)
     channel = transport.channel("job")
@@ -342,6 +361,12 @@ def _along_data(world: World, arrangement: Arrangement) -> World:
     if world is current_world_if_any():
         set_world(along)
     return along
+
+
+def _world_again(now: World, before: World) -> None:
+    """Have `tutti.world()` be what it was before a mesh."""
+    if now is current_world_if_any():
+        set_world(before)
 
 
 def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module:

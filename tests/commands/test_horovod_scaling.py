@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+import tutti.bench.fidelity
 from command import Call
 from tutti.experiments.horovod_report import write_report
 from tutti.experiments.horovod_scaling import QUICK, WAYS
 from tutti.launch.lab import missing
 
 
-def test_reproduce_quickly(call: Call, tmp_path: Path) -> None:
+def test_reproduce_quickly(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tutti.bench.fidelity, "HOSTS", 2)
     ended = call("reproduce", "horovod-scaling", "--quick", "--name", "again")
     assert ended.status == 0, ended.err
     folder = tmp_path / "runs" / "again"

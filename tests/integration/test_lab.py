@@ -28,7 +28,7 @@ from tutti.launch.link import Link
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
-TELL = str(Path(__file__).parent / "scripts" / "tell.py")
+TELL = str(Path(__file__).parents[1] / "scripts" / "tell.py")
 
 MEGABYTES = 4
 

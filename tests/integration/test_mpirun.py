@@ -14,15 +14,16 @@ import pytest
 from tutti.errors import ConfigError
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 MEGABITS = 100
 
 
 @pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
 def test_training_over_mpi() -> None:
+    """With torch.distributed on Tutti first, then with Tutti itself."""
     ended = subprocess.run(
-        mpirun(3, [sys.executable, str(SCRIPTS / "train_a_little.py")]),
+        mpirun(3, [sys.executable, str(SCRIPTS / "torch_over_mpi.py")]),
         env={**os.environ, "TUTTI_TRANSPORT": "mpi", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,20 +1,29 @@
 """What programs may rely on with backend "tutti": order, waits, futures, errors that say what to do."""
 
+import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
 
 from torch_groups import GROUPS, on_ranks
-from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
+from tutti.backend import Opened, group_over
+from tutti.backend.lanes import RealLane
+from tutti.backend.work import Operation
+from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, TuttiError
+from tutti.transports import AloneTransport
+from tutti.transports.base import Finished, Steps
 
 LARGE = 3_000_000
 
-everywhere = pytest.mark.parametrize("kind", GROUPS)
+everywhere = pytest.mark.parametrize("kind", ["memory", "sockets"])
 
 
 def _all_well(results: list[Any]) -> list[Any]:
@@ -27,6 +36,13 @@ def _all_well(results: list[Any]) -> list[Any]:
 def _reduce(op: Any) -> Any:
     options = c10d.AllreduceOptions()
     options.reduceOp = op
+    return options
+
+
+def _here() -> Any:
+    """Of a call that waits."""
+    options: Any = c10d.AllreduceOptions()
+    options.asyncOp = False
     return options
 
 
@@ -73,6 +89,52 @@ def test_futures(kind: str) -> None:
         return float(doubled.wait()[0]), summing.is_completed() and summing.is_success()
 
     assert _all_well(on_ranks(GROUPS[kind], 2, work)) == [(4.0, True)] * 2
+
+
+@everywhere
+def test_what_is_called_at_the_end_of_a_collective_may_wait_for_another(kind: str) -> None:
+    def work(group: Any) -> list[float]:
+        tensors = [torch.full((2,), float(number)) for number in range(4)]
+
+        def more(_: Any) -> float:
+            group.allreduce([tensors[2]], _here()).wait()
+            nested = group.allreduce([tensors[3]]).get_future().then(lambda future: future.value()[0][0])
+            return float(nested.wait())
+
+        if group.rank() == 1:
+            group.recv([torch.empty(1)], 0).wait()  # So that on rank 0 nobody but the group's own thread calls.
+        first, _ = [group.allreduce([tensor]) for tensor in tensors[:2]]
+        called = first.get_future().then(more)
+        if group.rank() == 0:
+            group.send([torch.ones(1)], 1).wait()
+        called.wait()
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert _all_well(on_ranks(GROUPS[kind], 2, work)) == [[0.0, 2.0, 4.0, 6.0]] * 2
+
+
+@everywhere
+def test_what_is_called_when_a_message_is_there_may_wait_for_another(kind: str) -> None:
+    def work(group: Any) -> float:
+        first, second = torch.ones(1), torch.full((1,), 5.0)
+        if group.rank() == 1:
+            group.recv([torch.empty(1)], 0).wait()
+            group.send([first], 0).wait()
+            group.allreduce([first]).wait()
+            group.send([second], 0).wait()
+            return float(first)
+
+        def more(_: Any) -> float:
+            group.allreduce([first], _here()).wait()
+            second.zero_()
+            group.recv([second], 1).wait()
+            return float(second)
+
+        called = group.recv([first], 1).get_future().then(more)
+        group.send([torch.ones(1)], 1).wait()
+        return float(called.wait())
+
+    assert _all_well(on_ranks(GROUPS[kind], 2, work)) == [5.0, 2.0]
 
 
 @everywhere
@@ -153,8 +215,10 @@ def test_a_message_that_nobody_sends_is_given_up_too(kind: str) -> None:
     def work(group: Any) -> None:
         if group.rank() == 0:
             receiving = group.recv([torch.ones(1)], 1)
-            with pytest.raises(DeadlineExceeded, match=r"waited 1 s"):
+            with pytest.raises(DeadlineExceeded, match=r"rank 0: waited 1 s"):
                 receiving.wait()
+            with pytest.raises(DeadlineExceeded, match=r"rank 0: waited 1 s"):
+                receiving.get_future().wait()
             group.send([torch.ones(1)], 1).wait()
             receiving.wait(timedelta(seconds=15))  # It was asked for all the time.
         else:
@@ -255,4 +319,139 @@ def test_what_cannot_be_is_refused_with_words(call: Callable[[Any], Any], says: 
 
     for rank, said in enumerate(_all_well(on_ranks(GROUPS["memory"], 2, work))):
         assert says in said
-        assert said.startswith((f"rank {rank}: ", "backend 'tutti' takes dense"))
+        assert said.startswith(f"rank {rank}: ")
+
+
+def _queued(lane: RealLane, steps: Any, here: bool = False) -> Operation:
+    operation = Operation(3, [])
+    lane.collective(operation, steps, here)
+    return operation
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_a_collective_dies_of_all_that_follow_fail() -> None:
+    asked = threading.Event()
+
+    def dies() -> Steps:
+        asked.wait(10)
+        yield Finished()
+        sys.exit("no more")
+
+    def lives() -> Steps:
+        yield Finished()
+
+    lane = RealLane(AloneTransport(), 3)
+    first, second = _queued(lane, dies()), _queued(lane, lives())
+    asked.set()
+    third = _queued(lane, lives(), here=True)
+    for each in (first, second, third, _queued(lane, lives()), _queued(lane, lives(), here=True)):
+        with pytest.raises(TuttiError, match=r"rank 3: a collective was cut short here by SystemExit\('no more'\)"):
+            each.wait(timedelta(seconds=10))
+    lane.close()
+
+
+def test_a_collective_that_a_signal_ends_is_the_last() -> None:
+    def interrupted() -> Steps:
+        yield Finished()
+        raise KeyboardInterrupt
+
+    lane = RealLane(AloneTransport(), 3)
+    with pytest.raises(KeyboardInterrupt):
+        _queued(lane, interrupted(), here=True)
+    with pytest.raises(TuttiError, match=r"cut short here by KeyboardInterrupt"):
+        _queued(lane, interrupted()).wait(timedelta(seconds=10))
+    lane.close()
+
+
+def test_without_a_thread_to_be_had_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def steps() -> Steps:
+        taken.append(threading.current_thread())
+        yield Finished()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lane = RealLane(AloneTransport(), 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        _queued(lane, steps()).wait(timedelta(seconds=10))
+    _queued(lane, steps()).wait(timedelta(seconds=10))
+    lane.close()
+    assert taken[0] is threading.current_thread()
+    assert taken[1] is not threading.current_thread()
+
+
+def test_when_nobody_moves_messages_any_more_all_of_them_fail() -> None:
+    def work(group: Any) -> None:
+        def broken() -> None:
+            raise MemoryError("no more")
+
+        if group.rank() == 0:
+            receiving = group.recv([torch.ones(1)], 1)
+            future = group.recv([torch.ones(1)], 1).get_future()
+            group._messages._messenger.idle = broken
+            group._messages._messenger.wake()
+            for wait in (receiving.wait, future.wait, lambda: group.recv([torch.ones(1)], 1).wait()):
+                with pytest.raises(MemoryError, match=r"no more"):
+                    wait()
+        group.barrier().wait()
+
+    _all_well(on_ranks(GROUPS["memory"], 2, work))
+
+
+@everywhere
+def test_a_group_that_cannot_be_made_leaves_nothing_open(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def note(given: Opened) -> Any:
+        opened.append(given)
+        return group_over(given)
+
+    def broken(*_: Any) -> Any:
+        raise OSError("no memory")
+
+    def make(*args: Any) -> Any:
+        with pytest.raises(OSError, match=r"no memory"):
+            GROUPS[kind](*args)
+        return SimpleNamespace(shutdown=lambda: None)
+
+    monkeypatch.setattr("torch_groups.group_over", note)
+    monkeypatch.setattr("tutti.backend.in_memory.InMemory", broken)
+    monkeypatch.setattr("tutti.backend.ByMessage", broken)
+    on_ranks(make, 2, lambda _: None)
+    for each in opened:
+        with pytest.raises(ConfigError, match=r"this transport is closed"):
+            each.transport.channel("more")
+    assert len(opened) == 2
+
+
+def _from_rank(root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
+CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "all-reduce": lambda group, data: group.allreduce([data]),
+    "all-gather": lambda group, data: group.allgather([[torch.empty_like(data) for _ in range(4)]], [data]),
+    "broadcast": lambda group, data: group.broadcast([data], _from_rank(3)),
+    "barrier": lambda group, _: group.barrier(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_host_that_is_lost_wakes_the_others_on_every_rank(call: Callable[[Any, Tensor], Any]) -> None:
+    """Of two hosts of two ranks each: who waits for the first of its host is told by it."""
+
+    def work(group: Any) -> str:
+        if group.rank() >= 2:
+            return "left"
+        with pytest.raises(RankLost) as lost:
+            call(group, torch.ones(100_000)).wait()
+        return str(lost.value)
+
+    first, second, *_ = _all_well(on_ranks(GROUPS["hosts"], 4, work))
+    assert "rank 0: rank" in first
+    assert "rank 1: rank" in second

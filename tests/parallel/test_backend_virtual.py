@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import FlopCounterMode
 
 import tutti
 from tutti.cluster import Compute
@@ -196,3 +198,65 @@ def test_what_distribute_lets_pass_is_not_counted_twice() -> None:
             return _now() - start_s
 
     assert _run(work, True).results == pytest.approx(_run(work, False).results)
+
+
+def test_who_counts_counts_for_as_long_as_it_is_there() -> None:
+    """A group counts operators; a job's model says how long it takes, and the job that ends leaves it to the group."""
+
+    def product_s() -> float:
+        start_s = _now()
+        torch.ones(100, 1000) @ torch.ones(1000, 100)
+        return _now() - start_s
+
+    def work() -> list[float]:
+        tutti.init()
+        found = [product_s()]
+        dist.init_process_group("tutti")
+        found.append(product_s())
+        for mesh in (None, tutti.Mesh(tensor=2), None):
+            model = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100))
+            with tutti.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh):
+                found.append(product_s())
+            found.append(product_s())
+        dist.destroy_process_group()
+        found.append(product_s())
+        model = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100))
+        with tutti.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=tutti.Mesh(tensor=2)):
+            found.append(product_s())
+        return [*found, product_s()]
+
+    counted = 2e7 / FLOPS
+    wanted = [0, counted, 0, counted, counted, counted, 0, counted, 0, counted, 0]
+    assert _run(work).results == [pytest.approx(wanted)] * 2
+    assert not is_in_torch_dispatch_mode()  # Or nothing would be compiled any more.
+
+
+def test_a_group_counts_on_where_another_mode_came_and_went() -> None:
+    def work() -> list[float]:
+        times = []
+        with FlopCounterMode(display=False) as others:
+            dist.init_process_group("tutti")
+            with FlopCounterMode(display=False) as inner:
+                torch.ones(10, 100) @ torch.ones(100, 10)
+                dist.destroy_process_group()
+                times.append(_now())
+                torch.ones(10, 100) @ torch.ones(100, 10)
+                times.append(_now())
+        return [*times, others.get_total_flops(), inner.get_total_flops()]
+
+    assert _run(work).results == [pytest.approx([2e4 / FLOPS, 2e4 / FLOPS, 4e4, 4e4])] * 2
+
+
+def test_what_is_called_at_the_end_may_wait_for_more() -> None:
+    def work() -> float:
+        dist.init_process_group("tutti")
+        first, second = torch.ones(1), torch.ones(1)
+        summing: Any = dist.all_reduce(first, async_op=True)
+
+        def more(_: Any) -> float:
+            dist.all_reduce(second)
+            return float(first + second)
+
+        return float(summing.get_future().then(more).wait())
+
+    assert _run(work).results == [4.0, 4.0]

@@ -1,6 +1,7 @@
 """Models split over a mesh: what they compute is what one process computes, and what cannot be is refused."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tutti.parallel.pipeline import wires
 from tutti.parallel.pipeline.settings import SCHEDULES
 from tutti.recipes.models import CharGPT, CifarQuick, mlp
 from tutti.strategies import AllReduce, Async, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
-from tutti.world import World
+from tutti.world import World, current_world, set_world
 
 STEPS, BATCH = 20, 16
 
@@ -68,6 +69,22 @@ class Tied(nn.Module):
         weights = (query @ key.transpose(-1, -2)).masked_fill(~self.mask, float("-inf")).softmax(-1)
         mixed = (weights @ value).transpose(1, 2).flatten(2)
         return F.linear(hidden + self.out(mixed), self.words.weight)
+
+
+class Mixed(nn.Module):
+    """Takes the outputs of a layer apart in a way that pieces do not allow."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x).unflatten(-1, (3, 2)).sum(1)
+        if self.in_place:
+            made = self.layer(x)
+            made[:, 2:5] = 0
+        return made
 
 
 def _problem(make: Callable[[], nn.Module], shape: tuple[int, ...], words: bool = False) -> Problem:
@@ -167,6 +184,7 @@ MODELS: dict[str, Callable[[], Problem]] = {
     "transformer": _transformer,
     "convolutions": lambda: _problem(CifarQuick, (2, 3, 32, 32)),
     "batch norm": lambda: _problem(Normed, (4, 3, 8, 8)),
+    "what pieces do not allow": lambda: _problem(Mixed, (4, 8)),
     "tied words": lambda: _problem(Tied, (4, 8), words=True),
     "torch's attention": lambda: _problem(
         lambda: nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), (4, 8, 16)
@@ -241,6 +259,54 @@ def test_the_optimiser_is_split_too_and_whole_again() -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        (Mesh(tensor=2, pipe=2), AllReduce()),
+        (Mesh(data=2, pipe=2, pipeline=Pipeline(cut=[3, 4])), AllReduce(codec=ErrorFeedback(TopK(0.3)), exact_below=0)),
+        (Mesh(data=2, tensor=2), AllReduce("ring")),
+    ],
+    ids=["both", "coded", "tensor"],
+)
+def test_a_checkpoint_is_saved_by_one_rank_as_ever(mesh: Mesh, strategy: Strategy) -> None:
+    """What goes on from it, with another cut perhaps, ends where an undisturbed run does."""
+    problem = _perceptron()
+    saved: dict[str, Any] = {}
+
+    def train(world: World, steps: int, going_on: bool) -> list[Tensor]:
+        model, x, y = copy.deepcopy(problem)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        if going_on:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        job = distribute(model, optimizer, strategy, world=world, mesh=mesh, example=x[: len(x) // mesh.data])
+        if going_on:
+            job.load_state_dict(saved["job"])
+        x, y = (each.chunk(job.world.size)[job.world.rank] for each in (x, y))
+        pipeline = job.pipeline(F.mse_loss)
+        for step in range(steps):
+            optimizer.zero_grad()
+            if mesh.pipe > 1:
+                pipeline(x, y)
+            else:
+                F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if step == 2 and not going_on:
+                own = job.state_dict()
+                with job.consensus():
+                    if job.leads:
+                        both = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": own}
+                        saved.update(copy.deepcopy(both))
+        job.finish()
+        return [*model.parameters(), *(optimizer.state[it]["exp_avg"] for it in model.parameters())]
+
+    whole = run_ok(train, 6, False, size=mesh.size, transport="process_group")
+    rest = run_ok(train, 3, True, size=mesh.size, transport="process_group")
+    for one, other in zip(whole, rest, strict=True):
+        for got, want in zip(other, one, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
 def test_a_rank_has_its_part_only() -> None:
     def look(world: World) -> tuple[int, int, list[int]]:
         model, x, _ = copy.deepcopy(_perceptron_of_equal_layers())
@@ -312,18 +378,6 @@ def _try(world: World, mesh: Mesh, model: nn.Module, x: Tensor | None) -> None:
         job.finish()
 
 
-class Mixed(nn.Module):
-    """Takes the outputs of a layer apart in a way that pieces do not allow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x).unflatten(-1, (3, 2)).sum(1)
-        return made
-
-
 X = torch.randn(8, 8)
 SQUARE = mlp(8, 8, 8)
 
@@ -334,15 +388,20 @@ REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
         Mesh(pipe=2, pipeline=Pipeline(schedule="interleaved")), SQUARE, X, r"4 stages need as many layers or more"
     ),
     "a layer that is too large": (
-        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=100)), SQUARE, X, r"a stage may take 100 B, .* need more: '0' 832 B"
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=100)), SQUARE, X, r"a rank may take 100 B, .* need more: '0' 640 B"
     ),
     "layers that are too large together": (
-        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=900)), SQUARE, X, r"3 layers .* do not fit into 2 stages of 900"
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=690)), SQUARE, X, r"do not fit into 2 stages on 2 ranks of 690 B"
+    ),
+    "a cut that is too large": (
+        Mesh(pipe=2, pipeline=Pipeline(memory_bytes=800, cut=[2, 1])), SQUARE, X, r"this cut needs 832 B on rank 0"
     ),
     "a batch that does not divide": (PIPED, SQUARE, X[:6], r"a batch of 6 samples does not divide into 4 microbatches"),
     "another batch that does not": (PIPED, SQUARE, X, r"a batch of 6 samples does not divide into 4 microbatches"),
     "nothing to split": (Mesh(tensor=2), nn.LayerNorm(8), X, r"none of the model's layers can be split over 2 ranks"),
-    "what pieces do not allow": (Mesh(tensor=2), Mixed(), X, r"the model cannot be computed in pieces over 2 ranks"),
+    "what pieces do not allow": (
+        Mesh(tensor=2), Mixed(in_place=True), X, r"the model cannot be computed in pieces over 2 ranks"
+    ),
     "an example that does not fit": (PIPED, SQUARE, torch.randn(8, 7), r"could not be run one after the other on the"),
 }  # fmt: skip
 
@@ -383,10 +442,13 @@ def _differ(world: World) -> str:
     return str(error.value).split()[1]
 
 
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED], ids=["tensor", "pipe"])
-def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh) -> None:
+def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh, transport: str) -> None:
+    problem = _perceptron()
+
     def train(world: World) -> None:
-        model, x, y = copy.deepcopy(_perceptron())
+        model, x, y = copy.deepcopy(problem)
         with distribute(model, SGD(model.parameters(), lr=0.1), world=world, mesh=mesh, example=x) as job:
             pipeline = job.pipeline(F.mse_loss)
             pipeline(x, y)
@@ -394,9 +456,44 @@ def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh) -> None:
                 raise KeyError("lost")
             pipeline(x, y)
 
-    error, lost = run_threads(train, size=2, transport="process_group")
+    error, lost = run_threads(train, size=2, transport=transport)
     assert isinstance(lost, KeyError)
     assert isinstance(error, RankLost)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED, Mesh(tensor=2, pipe=2)], ids=["tensor", "pipe", "both"])
+def test_other_batches_on_ranks_that_have_one_replica(mesh: Mesh) -> None:
+    problem = _perceptron()
+
+    def train(world: World) -> None:
+        model, x, y = copy.deepcopy(problem)
+        with distribute(model, SGD(model.parameters(), lr=0.1), world=world, mesh=mesh, example=x) as job:
+            x = x.flip(0) if world.rank == world.size - 1 else x
+            _ = job.pipeline(F.mse_loss)(x, y) if mesh.pipe > 1 else model(x)
+
+    for rank, error in enumerate(run_threads(train, size=mesh.size, transport="process_group")):
+        assert isinstance(error, ConfigError)
+        wanted = rf"rank {rank}: ranks 0 and {mesh.size - 1} split one replica of the model, and were given different"
+        assert re.match(wanted, str(error))
+
+
+def test_a_job_that_cannot_start_lets_the_model_and_the_world_go() -> None:
+    class Fails(AllReduce):
+        def attach(self, *_: Any) -> Any:
+            raise KeyError("no")
+
+    problem = _perceptron()
+
+    def start(world: World) -> tuple[World, World | None]:
+        model, x, _ = copy.deepcopy(problem)
+        set_world(world)
+        with pytest.raises(KeyError):
+            distribute(model, SGD(model.parameters(), lr=0.1), Fails(), mesh=PIPED, example=x)
+        assert "forward" not in vars(model)
+        return world, current_world()
+
+    for before, after in run_ok(start, size=2, transport="process_group"):
+        assert after is before
 
 
 def test_a_pipeline_needs_a_mesh() -> None:

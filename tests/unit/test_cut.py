@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.cut import as_asked, balanced, check_fits
+from tutti.parallel.pipeline.cut import as_asked, balanced, bytes_of_ranks, check_fits, check_ranks
 
 Times = st.lists(st.floats(0, 100), min_size=1, max_size=9)
 
@@ -32,13 +32,15 @@ def test_no_cut_is_better(seconds: list[float], num_stages: int) -> None:
     assert _slowest(seconds, spans) == pytest.approx(min(_slowest(seconds, each) for each in cuts))
 
 
-@given(seconds=Times, memory=st.lists(st.integers(0, 50), min_size=9, max_size=9), limit=st.integers(1, 120))
-def test_memory_is_respected(seconds: list[float], memory: list[int], limit: int) -> None:
-    memory = memory[: len(seconds)]
+@given(
+    seconds=Times,
+    memory=st.lists(st.lists(st.integers(0, 50), min_size=9, max_size=9), min_size=3, max_size=3),
+    limit=st.integers(1, 120),
+)
+def test_memory_is_respected(seconds: list[float], memory: list[list[int]], limit: int) -> None:
+    memory = [each[: len(seconds)] for each in memory]
     spans = balanced(seconds, 3, memory, limit)
-    fitting = [
-        cut for cut in _all_cuts(len(seconds), 3) if all(sum(memory[start:stop]) <= limit for start, stop in cut)
-    ]
+    fitting = [cut for cut in _all_cuts(len(seconds), 3) if max(bytes_of_ranks(cut, memory, 3)) <= limit]
     if not fitting:
         assert spans is None
         return
@@ -57,5 +59,13 @@ def test_a_cut_as_asked() -> None:
 def test_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 stages need as many layers or more, and the model has 2 \(a, b\)"):
         check_fits(["a", "b"], 3, [1, 1], None)
-    with pytest.raises(ConfigError, match=r"a stage may take 1 KiB, and these layers alone need more: 'b' 2 KiB"):
+    with pytest.raises(ConfigError, match=r"a rank may take 1 KiB, and these layers alone need more: 'b' 2 KiB"):
         check_fits(["a", "b"], 2, [1024, 2048], 1024)
+
+
+def test_what_ranks_take() -> None:
+    spans, memory = as_asked([1, 1, 2, 1], 4, 5), [[10] * 5, [20] * 5, [30] * 5, [40] * 5]
+    assert bytes_of_ranks(spans, memory, 2) == [10 + 60, 20 + 40]
+    check_ranks(spans, memory, 2, 70)
+    with pytest.raises(ConfigError, match=r"a rank may take 65 B, and this cut needs 70 B on rank 0 of the pipeline"):
+        check_ranks(spans, memory, 2, 65)

@@ -41,10 +41,10 @@ def parts() -> Parts:
 
     def tried() -> Parts:
         transport = init().transport
-        meter.start(transport)
         found = Parts(model(), X, transport.now)
-        for mesh in meshes(4):
-            found.stages(mesh.tensor, mesh.pipe)
+        with meter.counting(transport):
+            for mesh in meshes(4):
+                found.stages(mesh.tensor, mesh.pipe)
         return found
 
     found: Parts = simulate(tried, workers=1).results[0]

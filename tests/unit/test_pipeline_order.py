@@ -4,7 +4,7 @@ import pytest
 
 from tutti.errors import ConfigError
 from tutti.parallel import Pipeline
-from tutti.parallel.pipeline.order import Action, order
+from tutti.parallel.pipeline.order import Action, most_held, order
 from tutti.parallel.pipeline.settings import SCHEDULES, ScheduleName
 from tutti.parallel.pipeline.timeline import Span, Timeline, ideal_bubble, played
 
@@ -90,3 +90,9 @@ def test_refused(given: dict[str, object], message: str) -> None:
 def test_rounds_that_do_not_come_out() -> None:
     with pytest.raises(ConfigError, match=r"schedule 'interleaved' on 2 ranks: .* microbatches"):
         order("interleaved", 2, 2, 5)
+
+
+def test_how_many_microbatches_are_kept() -> None:
+    for schedule, wanted in {"in-turn": [1, 1, 1], "gpipe": [6, 6, 6], "1f1b": [3, 2, 1]}.items():
+        orders = order(schedule, 3, 1, 6)  # type: ignore[arg-type]
+        assert [most_held(orders[stage], stage) for stage in range(3)] == wanted

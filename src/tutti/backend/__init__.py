@@ -11,12 +11,15 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
+from tutti.backend.by_hosts import ByHosts
 from tutti.backend.by_message import ByMessage
 from tutti.backend.collectives import Collectives
 from tutti.backend.group import TuttiGroup
 from tutti.backend.lanes import Lane, RealLane
 from tutti.backend.virtual import VirtualLane
+from tutti.transports import HostsTransport
 from tutti.transports.base import SharesAll, SharesMemory, Transport
+from tutti.transports.hosts import hosts_are_shared
 
 __all__ = ["Opened", "TuttiGroup", "group_over", "register"]
 
@@ -54,22 +57,17 @@ def register(open_group: Callable[[Any], Opened]) -> None:
 
 
 def group_over(opened: Opened) -> TuttiGroup:
-    """A group of the ranks that a transport joins. Collective."""
+    """A group of the ranks that a transport joins, which is closed with it, or at once if that fails. Collective."""
     transport = opened.transport
-    collectives: Collectives
-    if isinstance(transport, SharesMemory) and isinstance(transport, SharesAll):  # Hosts share their own each.
-        from tutti.backend.in_memory import InMemory  # Costs a compiler's import.
-
-        collectives = InMemory(transport)  # type: ignore[arg-type]
-        messages = transport.inner.channel("messages")
-    else:
-        collectives = ByMessage(transport)
-        messages = transport.channel("messages")
-    lane: Lane
-    if transport.cluster is None:
-        lane = RealLane(messages, f"rank {opened.me}, collectives")
-    else:
-        lane = VirtualLane(transport, messages)
+    try:
+        if hosts_are_shared(transport) and not isinstance(transport, HostsTransport):
+            transport = HostsTransport(transport)
+        collectives, messages = _conversations(transport)
+    except BaseException:
+        opened.leave()
+        transport.close()
+        raise
+    lane: Lane = RealLane(messages, opened.me) if transport.cluster is None else VirtualLane(transport, messages)
 
     def close() -> None:
         opened.leave()
@@ -80,3 +78,14 @@ def group_over(opened: Opened) -> TuttiGroup:
         transport.close()
 
     return TuttiGroup(collectives, lane, messages, opened.me, close)
+
+
+def _conversations(transport: Transport) -> tuple[Collectives, Transport]:
+    """What does collectives, and what carries messages beside them. Collective."""
+    if isinstance(transport, HostsTransport):
+        return ByHosts(transport), transport.inner.channel("messages")
+    if isinstance(transport, SharesMemory) and isinstance(transport, SharesAll):
+        from tutti.backend.in_memory import InMemory  # Costs a compiler's import.
+
+        return InMemory(transport), transport.inner.channel("messages")  # type: ignore[arg-type]
+    return ByMessage(transport), transport.channel("messages")

@@ -139,14 +139,14 @@ class TuttiGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.AllgatherOptions()
         (everyones,), (tensor,) = self._check.only(outputs, "all_gather"), self._check.only(inputs, "all_gather")
-        flats = Flats()
+        flats = Flats(self._me)
         (mine,) = flats.inputs(tensor)
         gathered = flats.outputs(*self._check.one_each(everyones, "all_gather", like=tensor))
         return self._ask(flats, self._collectives.all_gather(gathered, mine), opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
         opts = opts or c10d.AllgatherOptions()
-        flats, steps = Flats(), []
+        flats, steps = Flats(self._me), []
         for number, tensor in enumerate(inputs):
             (mine,) = flats.inputs(tensor)
             everyones = self._check.one_each([each[number] for each in outputs], "all_gather", like=tensor)
@@ -158,7 +158,7 @@ class TuttiGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
         opts = opts or c10d.AllgatherOptions()
-        flats, steps = Flats(), []
+        flats, steps = Flats(self._me), []
         for whole, tensor in zip(outputs, inputs, strict=True):
             self._check.sizes("all_gather_into_tensor", whole, tensor)
             (mine,), (flat,) = flats.inputs(tensor), flats.outputs(whole)
@@ -169,14 +169,14 @@ class TuttiGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.BroadcastOptions()
         (tensor,) = self._check.only(tensors, "broadcast")
-        flats = Flats()
+        flats = Flats(self._me)
         (flat,) = flats.inout(tensor)
         return self._ask(flats, self._collectives.broadcast(flat, opts.rootRank), opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.GatherOptions()
         (tensor,) = self._check.only(inputs, "gather")
-        flats, everyones = Flats(), None
+        flats, everyones = Flats(self._me), None
         (mine,) = flats.inputs(tensor)
         if self.rank() == opts.rootRank:
             (tensors,) = self._check.only(outputs, "gather")
@@ -186,7 +186,7 @@ class TuttiGroup(dist.ProcessGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.ScatterOptions()
         (tensor,) = self._check.only(outputs, "scatter")
-        flats, parts = Flats(), None
+        flats, parts = Flats(self._me), None
         if self.rank() == opts.rootRank:
             (tensors,) = self._check.only(inputs, "scatter")
             parts = flats.inputs(*self._check.one_each(tensors, "scatter", like=tensor))
@@ -195,7 +195,7 @@ class TuttiGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, **given: Any) -> Operation:
         opts = opts or c10d.AllToAllOptions()
-        flats = Flats()
+        flats = Flats(self._me)
         sent = flats.inputs(*self._check.one_each(inputs, "all_to_all"))
         received = flats.outputs(*self._check.one_each(outputs, "all_to_all"))
         return self._ask(flats, self._collectives.all_to_all(received, sent), opts)
@@ -210,20 +210,20 @@ class TuttiGroup(dist.ProcessGroup):
         **given: Any,
     ) -> Operation:
         opts = opts or c10d.AllToAllOptions()
-        flats = Flats()
+        flats = Flats(self._me)
         (whole,), (room,) = flats.inputs(input), flats.outputs(output)
         sent = self._check.split(whole, input, input_splits, "input")
         received = self._check.split(room, output, output_splits, "output")
         return self._ask(flats, self._collectives.all_to_all(received, sent), opts)
 
     def barrier(self, opts: Any = None, **given: Any) -> Operation:
-        return self._ask(Flats(), self._collectives.barrier(), opts or c10d.BarrierOptions())
+        return self._ask(Flats(self._me), self._collectives.barrier(), opts or c10d.BarrierOptions())
 
     # Messages
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Operation:
         (tensor,) = self._check.only(tensors, "send")
-        flats = Flats()
+        flats = Flats(self._me)
         (flat,) = flats.inputs(tensor)
 
         def steps() -> Steps:
@@ -233,7 +233,7 @@ class TuttiGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Operation:
         (tensor,) = self._check.only(tensors, "recv")
-        flats = Flats()
+        flats = Flats(self._me)
         (flat,) = flats.outputs(tensor)
         operation = Operation(self._me, [tensor])
 
@@ -282,7 +282,7 @@ class TuttiGroup(dist.ProcessGroup):
         return operation
 
     def _reducible(self, tensor: Tensor, opts: Any) -> tuple[Flats, Operator]:
-        return Flats(), operator(opts.reduceOp, tensor.dtype, self._me)
+        return Flats(self._me), operator(opts.reduceOp, tensor.dtype, self._me)
 
 
 def _one_by_one(steps: list[Steps]) -> Steps:

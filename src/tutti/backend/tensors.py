@@ -13,7 +13,9 @@ class Flats:
     As with Gloo, what is written to them goes unnoticed by autograd.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, me: int) -> None:
+        """Of this rank, by its number in the whole world."""
+        self._me = me
         self.filled: list[Tensor] = []
         """Those that the operation writes to."""
         self._homes: list[tuple[Tensor, Tensor]] = []
@@ -45,7 +47,8 @@ class Flats:
     def _flat(self, tensor: Tensor, read: bool, written: bool) -> Tensor:
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"backend 'tutti' takes dense tensors, got one of layout {tensor.layout}; call to_dense()."
+                f"rank {self._me}: backend 'tutti' takes dense tensors, got one of layout {tensor.layout}; call "
+                "to_dense()."
             )
         data = tensor.data
         if data.is_complex():

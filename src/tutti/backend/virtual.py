@@ -29,16 +29,18 @@ class VirtualLane(Lane):
 
     def _follow(self, operation: Operation, start: Callable[[], Work]) -> None:
         work = start()
-        operation.follow(work.done, partial(_finish, operation, work), _expect)
+        operation.follow(work.done, partial(_finish, operation, work))
+        operation.expected = _expect
 
 
 def _finish(operation: Operation, work: Work) -> None:
+    failure = None
     try:
         work.wait()
     except Exception as error:
-        operation.conclude(error)
-    else:
-        operation.conclude()
+        failure = error
+    if (tell := operation.conclude(failure)) is not None:
+        tell()
 
 
 def _expect(operation: Operation) -> None:

@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,48 +28,53 @@ class Operation(dist.Work):
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._future: Future[list[Tensor]] | None = None
+        self._expired = False  # Whether that was told to wait no longer.
         self.source = -1
         """Of a message that was received."""
         self.patience_s = -1.0
         """How long to wait where no deadline is given; negative: for ever, as whoever does it has one."""
+        self.expected: Callable[[Operation], None] | None = None
+        """Called when somebody takes a future before it is over."""
         self._done: Callable[[], bool] | None = None
         self._finish: Callable[[], None] | None = None
-        self._expected: Callable[[Operation], None] | None = None
 
-    def follow(
-        self, done: Callable[[], bool], finish: Callable[[], None], expected: Callable[["Operation"], None]
-    ) -> None:
-        """Say how to see whether it can be ended, and how to end it, where nobody else does: in virtual time.
-
-        `expected` is called when somebody takes a future.
-        """
-        self._done, self._finish, self._expected = done, finish, expected
+    def follow(self, done: Callable[[], bool], finish: Callable[[], None]) -> None:
+        """Say how to see whether it can be ended, and how to end it, where nobody else does: in virtual time."""
+        self._done, self._finish = done, finish
 
     def finish(self) -> None:
         """See to it that it is over, if that is for whoever waits to do."""
         if not self._over and self._finish is not None:
             self._finish()
 
-    def conclude(self, error: Exception | None = None) -> None:
-        """It is over, for the first time it is said. From any thread."""
+    def conclude(self, error: Exception | None = None) -> Callable[[], None] | None:
+        """It is over, for the first time it is said. From any thread.
+
+        Returns what is left to do, if anything: to tell who took a future. That calls whatever they want called.
+        """
         with self._lock:
             if self._over:
-                return
+                return None
             self._error, self._over = error, True
             self._gate.release()
-            future = self._future  # One that is taken from now on finds that this is over, and is told there.
-        if future is not None:
-            self._tell(future)
+            if self._future is None or self._expired:  # One that is taken from now on is told there.
+                return None
+            return partial(self._tell, self._future)
+
+    def expire(self) -> Callable[[], None] | None:
+        """Whoever took a future has waited for long enough. As `conclude`; but the operation itself goes on."""
+        with self._lock:
+            if self._over or self._future is None:
+                return None
+            self._expired = True
+            return partial(_fail, self._future, self._overdue(self.patience_s))
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
         """Return when it is over; raise what went wrong, or `DeadlineExceeded` after `timeout`, or the group's own."""
         self.finish()
         seconds = timeout.total_seconds() if timeout > _NONE else self.patience_s
         if not self._over and not self._pass(seconds):
-            raise DeadlineExceeded(
-                f"rank {self._rank}: waited {seconds:g} s for an operation of torch.distributed. It goes on: wait "
-                "again, or give more: the timeout of wait, init_process_group or new_group."
-            )
+            raise self._overdue(seconds)
         if self._error is not None:
             raise self._error
         return True
@@ -113,15 +120,34 @@ class Operation(dist.Work):
                 new = False
         if new and over:
             self._tell(future)
-        elif new and self._expected is not None:
-            self._expected(self)
+        elif new and self.expected is not None:
+            self.expected(self)
         return future
 
-    def _tell(self, future: Any) -> None:
+    def _overdue(self, seconds: float) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"rank {self._rank}: waited {seconds:g} s for an operation of torch.distributed. It goes on: wait "
+            "again, or give more: the timeout of wait, init_process_group or new_group."
+        )
+
+    def _tell(self, future: Future[list[Tensor]]) -> None:
         if self._error is None:
             future.set_result(self._outputs)
         else:
-            future.set_exception(self._error)
+            _fail(future, self._error)
+
+
+def _fail(future: Any, error: Exception) -> None:
+    """Have those who wait for `future` raise a copy of `error` each.
+
+    A traceback has frames, which may well have the future, and torch keeps an error where no cycle is ever found.
+    """
+
+    def fail(kept: Exception) -> None:
+        raise copy(kept)
+
+    future._set_unwrap_func(fail)
+    future.set_result(copy(error))
 
 
 class Together(dist.Work):

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tutti.bench.rounds import Rounds, Ways
@@ -69,6 +68,8 @@ def _ddp(model: nn.Module, group: Any) -> nn.Module:
 
 def shard(model: nn.Module, group: Any) -> nn.Module:
     """The model under FSDP2: every layer that has parameters by itself, and the rest as one."""
+    from torch.distributed.fsdp import fully_shard  # Here: every command would wait for it otherwise.
+
     mesh = DeviceMesh.from_group(group, "cpu")
     for layer in layers(model):
         fully_shard(layer, mesh=mesh)

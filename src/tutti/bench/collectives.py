@@ -15,6 +15,7 @@ from tutti.collectives import (
     as_seen_by,
     choices,
     measure_links,
+    own_sums,
     run,
 )
 from tutti.launch import init
@@ -71,14 +72,15 @@ def _take(collective: Collective, tensor: torch.Tensor, transport: Transport) ->
 
 
 def _links(transport: Transport, link: Link) -> dict[str, Link]:
-    """The link as measured; but the transport's own messages have a latency of their own."""
+    """The link as measured; but the transport's own sums have a latency of their own."""
     links = dict.fromkeys(ALGORITHMS, link)
-    if isinstance(transport, AllReduces):
+    if own_sums(transport, "cpu") is not None:
         links["native"] = as_seen_by(ALGORITHMS["native"], transport.size, transport, link)
     return links
 
 
 def _predicted(name: str, num_bytes: int, transport: Transport, link: Link) -> float:
-    two_levels = name == "hierarchical" or (name == "native" and isinstance(transport, HostsTransport))
-    num_ranks = len(set(transport.hosts)) if two_levels else transport.size
-    return ALGORITHMS["hierarchical" if two_levels else name].cost(num_ranks, num_bytes, link)
+    two_levels = isinstance(transport, HostsTransport) and name in ("hierarchical", "native")
+    num_ranks = len(set(transport.hosts)) if two_levels or name == "hierarchical" else transport.size
+    by_messages = name == "native" and own_sums(transport, "cpu") is None  # Then it is the cheapest of those.
+    return ALGORITHMS["hierarchical" if two_levels or by_messages else name].cost(num_ranks, num_bytes, link)

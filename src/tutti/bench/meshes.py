@@ -103,8 +103,8 @@ def try_out(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
 
 def _tried(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
     transport = init().transport
-    meter.start(transport)
-    return _measured(recipe(model), numbers, VirtualClock(transport))
+    with meter.counting(transport):
+        return _measured(recipe(model), numbers, VirtualClock(transport))
 
 
 def _measured(found: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, Parts]:

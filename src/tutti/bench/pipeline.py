@@ -2,6 +2,7 @@
 
 import copy
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ SOLO = "one process"
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: an MLP of equal layers, each process on one core."""
+    """What to measure: an MLP of equal layers, each process on one core; or layers that take `steady_s` a sample."""
 
     schedules: Sequence[ScheduleName]
     microbatches: int
@@ -35,6 +36,7 @@ class Request:
     width: int = 256
     depth: int = 32
     batch: int = 4096
+    steady_s: float | None = None
 
 
 def measure(request: Request) -> dict[str, Any]:
@@ -43,6 +45,8 @@ def measure(request: Request) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = mlp(*[request.width] * (request.depth + 1))
+    if request.steady_s is not None:
+        model = nn.Sequential(*(_Steady(request.steady_s) for _ in range(request.depth)))
     batch = torch.randn(request.batch, request.width), torch.randn(request.batch, request.width)
     ways: dict[str, Callable[[], Any]] = {SOLO: _solo(model, batch, world)}
     lines: dict[str, tuple[Job, PipelineStep]] = {}
@@ -57,6 +61,38 @@ def measure(request: Request) -> dict[str, Any]:
         rows.append({"schedule": name, "seconds": seconds[name], **_bubbles(ways[name], pipeline, request.rounds)})
         job.finish()
     return {"workers": world.size, "microbatches": request.microbatches, "solo_s": seconds[SOLO], "rows": rows}
+
+
+class _Steady(nn.Module):
+    """A layer that takes so many seconds a sample forward, by the clock, and twice as many backward."""
+
+    def __init__(self, sample_s: float) -> None:
+        super().__init__()
+        self._sample_s = sample_s
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Spin.apply(x * self.scale, self._sample_s * len(x))
+        return out
+
+
+class _Spin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        _spin(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _spin(2 * ctx.seconds)
+        return grad, None
+
+
+def _spin(seconds: float) -> None:
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        pass
 
 
 def _solo(model: nn.Module, batch: tuple[Tensor, Tensor], world: World) -> Callable[[], Any]:

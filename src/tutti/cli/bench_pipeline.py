@@ -23,6 +23,14 @@ def pipeline(
     microbatches: Annotated[int, typer.Option(min=1, help="Into how many parts a batch is cut.")] = 16,
     width: Annotated[int, typer.Option(min=1, help="Of each of the model's layers.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 4096,
+    steady: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="MICROSECONDS",
+            help="Layers that take so long a sample, by the clock, and compute nothing: waiting is then Tutti's alone.",
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; the median counts.")] = 9,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw every schedule into this folder.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
@@ -37,7 +45,8 @@ def pipeline(
         plot.mkdir(parents=True, exist_ok=True)
     console = Console()
     with console.status(f"timing {len(names)} schedules on {workers} ranks"):
-        request = Request(names, microbatches, rounds, width=width, depth=16 * workers, batch=batch)
+        steady_s = None if steady is None else 1e-6 * steady
+        request = Request(names, microbatches, rounds, width, 16 * workers, batch, steady_s)
         result = launch(measure, request, workers=workers)[0]
     console.print(_table(result))
     write_json(json_file, result)

@@ -2,6 +2,7 @@
 
 from tutti.collectives.broadcast import broadcast_all
 from tutti.collectives.choose import Choice, as_seen_by, choices
+from tutti.collectives.clocks import clocks_ahead
 from tutti.collectives.collective import Collective
 from tutti.collectives.hierarchical import cheapest
 from tutti.collectives.links import Fit, LinkMeasurement, measure_links
@@ -36,6 +37,7 @@ __all__ = [
     "butterfly",
     "cheapest",
     "choices",
+    "clocks_ahead",
     "gather_json",
     "hierarchical",
     "mean",

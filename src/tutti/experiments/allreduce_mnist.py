@@ -68,9 +68,8 @@ def reproduce(setting: Setting) -> str:
     result: dict[str, Any] = {"machine": machine(), "plan": asdict(plan), "rate": setting.rate, "lab_missing": lacking}
     result["times"] = _all_times(plan, places, setting)
     result["collectives"] = _crossover(plan, setting) if lacking is None else None
-    setting.say("rounding")
-    result["rounding"] = under_mpi.run(measure_rounding, workers=plan.accuracy_workers)
-    result["accuracy"] = _all_accuracies(plan, setting)
+    setting.say(f"rounding, and training to the end with every algorithm, seeds {', '.join(map(str, plan.seeds))}")
+    result |= under_mpi.run(round_and_train, _tasks(plan, setting), workers=plan.accuracy_workers)
     (setting.folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
     return write_report(result, setting.folder)
 
@@ -93,14 +92,10 @@ def _crossover(plan: Plan, setting: Setting) -> dict[str, Any]:
         return dict(under_mpi.run(collectives_bench.measure, list(plan.sizes), 5, lab=hosts))
 
 
-def _all_accuracies(plan: Plan, setting: Setting) -> list[dict[str, Any]]:
-    rows = []
-    for seed in plan.seeds:
-        setting.say(f"training to the end with every algorithm, seed {seed} of {len(plan.seeds)}")
-        data = str(setting.data) if setting.data is not None else None
-        options = {"recipe": plan.accuracy_of, "epochs": plan.epochs, "seed": seed, "data": data}
-        rows += under_mpi.run(train_fully, options, workers=plan.accuracy_workers)
-    return rows
+def _tasks(plan: Plan, setting: Setting) -> list[dict[str, Any]]:
+    data = str(setting.data) if setting.data is not None else None
+    options = {"recipe": plan.accuracy_of, "epochs": plan.epochs, "data": data}
+    return [{**options, "seed": seed} for seed in plan.seeds]
 
 
 def time_steps(widths: list[int], rounds: int) -> list[dict[str, Any]]:
@@ -159,16 +154,23 @@ def _interleaved(steps: dict[str, Callable[[], None]], world: World, rounds: int
     return {name: statistics.median(values[1:]) for name, values in samples.items()}
 
 
-def train_fully(options: dict[str, Any]) -> list[dict[str, Any]]:
+def round_and_train(tasks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What takes no lab, in one start of the ranks."""
+    return {"rounding": measure_rounding(), "accuracy": train_fully(tasks)}
+
+
+def train_fully(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train a recipe to the end with every algorithm: test accuracy, and how far apart the parameters ended."""
-    rows, first = [], None
-    for name, world in _worlds()[1].items():
-        set_world(world)
-        outcome = train(Task(strategy=str(_strategy(name)), **options))
-        first = outcome.parameters if first is None else first
-        distance = float((outcome.parameters - first).norm() / first.norm())
-        row = {"algorithm": name, "seed": options["seed"], "accuracy": outcome.accuracy, "distance": distance}
-        rows.append({**row, "seconds": outcome.seconds})
+    rows, worlds = [], _worlds()[1]
+    for options in tasks:
+        first = None
+        for name, world in worlds.items():
+            set_world(world)
+            outcome = train(Task(strategy=str(_strategy(name)), **options))
+            first = outcome.parameters if first is None else first
+            distance = float((outcome.parameters - first).norm() / first.norm())
+            row = {"algorithm": name, "seed": options["seed"], "accuracy": outcome.accuracy, "distance": distance}
+            rows.append({**row, "seconds": outcome.seconds})
     return rows
 
 

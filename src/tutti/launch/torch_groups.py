@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -23,19 +24,38 @@ def open_group(options: Any) -> Opened:
     """Meet the other ranks of a group through its store, and choose how to talk to them."""
     rank, size = options.group_rank, options.group_size
     numbers = list(options.global_ranks_in_group) or list(range(size))
-    me = numbers[rank]
     world = current_world()
     along = None if world is None else _taken_along(world.transport)
-    if size == 1:
-        return Opened(AloneTransport(options.timeout), me, lambda: None)
-    if along is not None:
-        return Opened(along.channel(f"torch {options.group_id}", numbers), me, lambda: None)
+    with ExitStack() as stack:
+        if along is not None and along.cluster is not None:
+            stack.enter_context(meter.counting(along))
+        if size == 1:
+            transport: Transport = AloneTransport(options.timeout)
+        elif along is not None:
+            transport = along.channel(f"torch {options.group_id}", numbers)
+        else:
+            roster, address = _meet(options, numbers)
+            stack.callback(roster.leave)
+            transport = _connect(roster, address)
+        return Opened(transport, numbers[rank], stack.pop_all().close)
+
+
+def _meet(options: Any, numbers: list[int]) -> tuple[Roster, str]:
+    """Who the others are, and where to listen for them."""
     _generations[options.group_id] += 1
     store = PrefixStore(f"tutti/{_generations[options.group_id]}", options.store)
-    place = Place("torch.distributed", rank, size, 0, *_address(options.store))
+    place = Place("torch.distributed", options.group_rank, options.group_size, 0, *_address(options.store))
     roster = _in_the_world(meet(place, store, options.timeout), numbers)
-    transport: Transport = ProcessGroupTransport(roster, address=listen_address(place, roster))
-    return Opened(shared_where_possible(transport), me, roster.leave)
+    return roster, listen_address(place, roster)
+
+
+def _connect(roster: Roster, address: str) -> Transport:
+    transport = ProcessGroupTransport(roster, address=address)
+    try:
+        return shared_where_possible(transport)
+    except BaseException:
+        transport.close()
+        raise
 
 
 def _taken_along(transport: Transport) -> Transport | None:
@@ -43,7 +63,6 @@ def _taken_along(transport: Transport) -> Transport | None:
     while isinstance(transport, Added):
         transport = transport.inner
     if transport.cluster is not None:
-        meter.start(transport)
         return transport
     mpi = sys.modules.get("tutti.transports.mpi")
     return transport if mpi is not None and isinstance(transport, mpi.MpiTransport) else None

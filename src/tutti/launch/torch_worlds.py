@@ -11,12 +11,20 @@ import torch
 from torch.distributed import HashStore
 from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _python_dispatch
 
 from tutti.backend import meter
 from tutti.world import current_world
 
 _NAMES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
 """What torch remembers of its groups, beside which is the default and how many there are."""
+
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+"""Whether there is a mode, in any thread; not every version of torch has each."""
 
 _here = threading.local()
 
@@ -65,6 +73,7 @@ def torch_worlds() -> Iterator[None]:
     usual, handlers = type(world), dict(_rendezvous._rendezvous_handlers)
     store = HashStore()
     hook, excepthook = register_optimizer_step_pre_hook(meter.stepping), sys.excepthook
+    flags = {name: getattr(_python_dispatch, name) for name in _FLAGS if hasattr(_python_dispatch, name)}
     isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
     world.__class__ = _record_of_ranks()
     _rendezvous._rendezvous_handlers.update({name: _meeting(handlers[name], store) for name in handlers})
@@ -77,6 +86,15 @@ def torch_worlds() -> Iterator[None]:
         world.__class__ = usual
         hook.remove()
         sys.excepthook = excepthook  # torch has every rank add its number to what is printed there.
+        _restore(flags)
+
+
+def _restore(flags: dict[str, bool]) -> None:
+    """Have torch forget that a mode was on, or it would compile no more: it remembers that for all threads at once."""
+    for name, value in flags.items():
+        setattr(_python_dispatch, name, value)
+    with _python_dispatch.TorchDispatchMode():
+        pass  # What it knows in C++ follows.
 
 
 def enter() -> None:

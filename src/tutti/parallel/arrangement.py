@@ -19,12 +19,15 @@ from tutti.parallel.mesh import Axis, Mesh
 from tutti.parallel.pipeline.layers import Stage
 from tutti.parallel.pipeline.measure import LayerCost
 from tutti.parallel.pipeline.order import order
+from tutti.parallel.pipeline.plan import StagePlan
 from tutti.parallel.pipeline.stages import Stages
-from tutti.parallel.pipeline.step import Loss, PipelineStep, StagePlan
-from tutti.parallel.pipeline.wires import Wires
+from tutti.parallel.pipeline.step import Loss, PipelineStep
+from tutti.parallel.pipeline.wires import Wires, wires
+from tutti.parallel.same_batch import SameBatch
 from tutti.parallel.tensor.plan import TensorPlan, refuse_if_whole, tensor_plan
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
+from tutti.replica.gathered import gather_state
 from tutti.strategies import Auto, Strategy
 from tutti.transports import AloneTransport, Transport
 
@@ -43,11 +46,15 @@ class Arrangement:
         self.first = place["tensor"] == place["pipe"] == 0
         """Whether this rank is the first of those that have a replica together."""
         self._rows = {axis: _row(mesh, axis, transport) for axis in mesh.shape}
+        together = mesh.together(transport.rank)
+        self._together = transport.channel("replica", together) if len(together) > 1 else AloneTransport()
+        """Between the ranks that have a replica together."""
         self.data = self._rows["data"]
         """Between this rank and those that have the same part of the model."""
         self._device = next(model.parameters()).device
         self._exits = ExitStack()
         self._stages: Stages | None = None
+        self._wires: Wires | None = None
         self._splits: list[TensorSplit] = []
         try:
             self._arrange(optimizer, transport, example)
@@ -58,8 +65,7 @@ class Arrangement:
     def _arrange(self, optimizer: Optimizer, transport: Transport, example: Any) -> None:
         model, mesh = self.model, self.mesh
         if transport.cluster is not None:
-            meter.start(transport)
-            self._exits.callback(meter.stop)
+            self._exits.enter_context(meter.counting(transport))
         plan = tensor_plan(model, mesh.tensor, mesh.split)
         ways = {module: plan.way_of(name) for name, module in model.named_modules()}
         if mesh.pipe > 1:
@@ -67,11 +73,13 @@ class Arrangement:
         self.part = model if self._stages is None else nn.ModuleDict({str(it): each for it, each in self._mine.items()})
         """What this rank has: what strategies work on."""
         if mesh.tensor > 1:
-            from tutti.parallel.tensor.split import TensorSplit  # Costs a compiler's import.
+            from tutti.parallel.tensor.split import TensorSplit, implicit_replication  # Costs a compiler's import.
 
             group = self._exits.enter_context(process_group(self._rows["tensor"]))
             devices = self._exits.enter_context(device_mesh(group, self._device.type))
-            self._splits = [TensorSplit(each, ways, devices, optimizer) for each in self._mine.values()]
+            same = SameBatch(self._together) if mesh.pipe == 1 else None
+            self._splits = [TensorSplit(each, ways, devices, optimizer, same) for each in self._mine.values()]
+            self._exits.enter_context(implicit_replication())
             _draw_alike(group)
 
     @property
@@ -82,8 +90,8 @@ class Arrangement:
         """What takes a batch through all stages. Collective."""
         plan = self._stages.plan if self._stages is not None else self._one_stage()
         stages: dict[int, nn.Module] = self._mine if self._stages is not None else {0: Stage([("model", self.model)])}
-        row = self._rows["pipe"]
-        return PipelineStep(plan, stages, Wires(row, self._device), replica, loss)
+        self._wires = self._wires or wires(plan, self._rows["pipe"], self._device)
+        return PipelineStep(plan, stages, self._wires, replica, loss, SameBatch(self._together))
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
@@ -112,6 +120,28 @@ class Arrangement:
                 stack.enter_context(self._stages.whole())
             yield
 
+    def gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What the ranks that have a replica together have of their own, for one to save. Collective."""
+        return {"parts": gather_state(state, self._together), "of": self._parts}
+
+    def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of what `gathered` returned."""
+        parts, of = state.get("parts", [state]), state.get("of", "a model that is not split")
+        if not any(parts):
+            return {}
+        if of != self._parts:
+            raise ConfigError(
+                f"this state was saved of {of}, and this is {self._parts}. Use the same mesh, and Pipeline(cut=...), "
+                "or load the model and the optimiser alone, before distribute."
+            )
+        found: dict[str, Any] = parts[self._together.rank]
+        return found
+
+    @property
+    def _parts(self) -> str:
+        mesh, cut = self.mesh, "" if self._stages is None else f", cut {self._stages.cut}"
+        return f"tensor={mesh.tensor} x pipe={mesh.pipe}{cut}"
+
     def close(self) -> None:
         """Give every rank the whole model, and let it go. Collective."""
         for split in self._splits:
@@ -130,13 +160,13 @@ class Arrangement:
 
     def _leave(self) -> None:
         self._exits.close()
-        for row in self._rows.values():
+        for row in (*self._rows.values(), self._together):
             row.close()
 
     def _one_stage(self) -> StagePlan:
         number = self.mesh.pipeline.microbatches or 2
         free = LayerCost("model", 0.0, 0.0, 0, 0, ())
-        return StagePlan(order("gpipe", 1, 1, number), [()], [free], number)
+        return StagePlan(order("gpipe", 1, 1, number), [free], number)
 
 
 def mistakes_on_mesh(
@@ -191,7 +221,7 @@ def _refuse_uneven(model: nn.Module, plan: TensorPlan, strategy: Strategy) -> li
 
 def _row(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
     if mesh.shape[axis] == 1 and transport.cluster is None:
-        return AloneTransport(transport.timeout)
+        return AloneTransport(transport.timeout, transport.world_rank)
     return transport.channel(axis, mesh.along(axis, transport.rank))
 
 

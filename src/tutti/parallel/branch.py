@@ -52,7 +52,7 @@ class Branches(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if len(inputs) != len(self.branches):
             raise ConfigError(
-                f"rank {self._talk.rank}: {len(self.branches)} branches need an input each, got {len(inputs)}."
+                f"rank {self._talk.world_rank}: {len(self.branches)} branches need an input each, got {len(inputs)}."
             )
         if self._size == 1:
             return tuple(branch(x) for branch, x in zip(self.branches, inputs, strict=True))
@@ -96,7 +96,7 @@ class Branches(nn.Module):
 
     def refusal(self, number: int) -> ConfigError:
         return ConfigError(
-            f"rank {self._talk.rank}: branch {number} must make one floating-point tensor of at most {_MAX_DIMS} "
+            f"rank {self._talk.world_rank}: branch {number} must make one floating-point tensor of at most {_MAX_DIMS} "
             "dimensions. Wrap it in a module that returns what the rest of the model needs."
         )
 
@@ -212,4 +212,4 @@ def _check(branches: Sequence[nn.Module], transport: Transport) -> None:
                     "track_running_stats=False"
                 )
     if mistakes:
-        raise ConfigError(f"rank {transport.rank}: Branches: {'; '.join(mistakes)}.")
+        raise ConfigError(f"rank {transport.world_rank}: Branches: {'; '.join(mistakes)}.")

@@ -25,7 +25,7 @@ def process_group(transport: Transport) -> Iterator[dist.ProcessGroup]:
 
     It is not, and needs no, default group. When a rank is lost, what waits for it fails at once.
     """
-    group = group_over(Opened(transport.channel("group"), transport.rank, lambda: None))
+    group = group_over(Opened(transport.channel("group"), transport.world_rank, lambda: None))
     with registered(group):
         yield group
 

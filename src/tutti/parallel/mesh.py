@@ -68,6 +68,10 @@ class Mesh:
         place = self.place(rank)
         return [self._rank({**place, axis: number}) for number in range(self.shape[axis])]
 
+    def together(self, rank: int) -> list[int]:
+        """The ranks that have one replica together with `rank`, itself among them, in order."""
+        return [each for stage in self.along("pipe", rank) for each in self.along("tensor", stage)]
+
     def _rank(self, place: dict[Axis, int]) -> int:
         rank = 0
         for axis in AXES:

@@ -4,7 +4,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -139,10 +139,11 @@ class Pace:
         self._computed: set[str] = set()
         """Gradients whose time has passed in this backward pass: of factors, and then of what they are factors of."""
         self._handles: list[Any] = []
+        self._exits = ExitStack()
 
     def listen(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Follow what a model and its optimiser do, instead of counting the operators that run."""
-        meter.stop()
+        self._exits.enter_context(meter.otherwise())
         mine = ref(self)
 
         def stepping(*_: Any) -> None:
@@ -167,6 +168,7 @@ class Pace:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._exits.close()
 
     def meet(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find out what the model asks for, before its first pass."""

@@ -12,21 +12,22 @@ from tutti.transports.base import DEFAULT_TIMEOUT, Finished, Steps, Transport, W
 class AloneTransport(Transport):
     """One rank, no peers."""
 
-    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, world_rank: int = 0) -> None:
         self.rank, self.size, self.timeout, self.bytes_sent = 0, 1, timeout, 0
+        self.world_rank = world_rank
         self.hosts = ("here",)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        raise ConfigError(f"rank 0: there is no rank {dst} to send to in a world of one.")
+        raise ConfigError(f"rank {self.world_rank}: there is no rank {dst} to send to in a world of one.")
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
-        raise ConfigError(f"rank 0: there is no rank {src} to receive from in a world of one.")
+        raise ConfigError(f"rank {self.world_rank}: there is no rank {src} to receive from in a world of one.")
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return Finished()
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "AloneTransport":
-        return AloneTransport(self.timeout)
+        return AloneTransport(self.timeout, self.world_rank)
 
     def start(self, steps: Steps) -> Work:
         for work in steps:

@@ -82,6 +82,8 @@ class Transport(ABC):
 
     rank: int
     size: int
+    world_rank: int
+    """This rank's number among all, by which errors name it: a channel between some of them has ranks of its own."""
     hosts: tuple[str, ...]
     """The host of each rank, by rank: equal where ranks can share memory."""
     timeout: timedelta
@@ -159,6 +161,10 @@ class Added(Transport):
     """A transport that adds to another: messages, steps and time are those of `inner`."""
 
     inner: Transport
+
+    @property
+    def world_rank(self) -> int:  # type: ignore[override]
+        return self.inner.world_rank
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         return self.inner.isend(tensor, dst, tag)
@@ -265,6 +271,10 @@ class SharesAll(Protocol):
 
     def inboxes(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """A flat CPU tensor of each rank, all of them on every rank. Collective."""
+        ...
+
+    def give_up(self) -> None:
+        """This rank cannot go on: nobody should wait for it here."""
         ...
 
 

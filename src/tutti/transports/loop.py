@@ -4,7 +4,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -65,6 +65,12 @@ class _Task(Work):
             self.give_up(error)
         return moved
 
+    def fail(self, error: Exception) -> None:
+        """As `give_up`, but its steps hear why."""
+        with suppress(BaseException):
+            self._steps.throw(error)
+        self.give_up(error)
+
     def give_up(self, error: Exception) -> None:
         self._steps.close()
         self._error = error
@@ -94,6 +100,7 @@ class Loop:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._failure: Exception | None = None
 
     def add(self, steps: Steps, patiently: bool) -> Work:
         """Have `steps` taken from now on; those who wait for them have a deadline, or not if `patiently`."""
@@ -115,7 +122,7 @@ class Loop:
     def _enqueue(self, task: _Task) -> None:
         with self._lock:
             if self._closed:
-                raise ConfigError(f"{self._name}: this transport is closed.")
+                raise self._failure or ConfigError(f"{self._name}: this transport is closed.")
             self._new.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"{self._name}, beside", daemon=True)
@@ -136,17 +143,20 @@ class Loop:
 
     def _run(self) -> None:
         tasks: list[_Task] = []
-        end: Exception = RankLost(f"{self._name}: this transport was closed with work still to do.")
         try:
             with torch.no_grad():
                 while not self._closed:
                     self._go_on(tasks)
-        except Exception as error:  # Of the one who moves messages: whoever waits for some must hear of it.
-            end = error
+        except BaseException as error:  # Of the one who moves messages: whoever waits for some must hear of it.
+            stopped = RankLost(f"{self._name}: what moves messages here stopped: {error!r}.")
+            self._failure = error if isinstance(error, Exception) else stopped
         with self._lock:
             self._closed = True
         for task in [*tasks, *self._new]:
-            task.give_up(end)
+            if self._failure is not None:
+                task.fail(self._failure)
+            else:
+                task.give_up(RankLost(f"{self._name}: this transport was closed with work still to do."))
 
     def _go_on(self, tasks: list[_Task]) -> None:
         while self._new:

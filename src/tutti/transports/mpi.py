@@ -239,6 +239,7 @@ class MpiTransport(Transport):
             name: distinguishes this conversation from others on the same roster.
         """
         self.rank, self.size, self.hosts = roster.rank, roster.size, roster.hosts
+        self.world_rank = roster.me
         self.timeout, self.bytes_sent = roster.timeout, 0
         self.roster = roster
         self.rules = rules or Rules()

@@ -110,6 +110,7 @@ class ProcessGroupTransport(Transport):
             name: distinguishes the conversation from others on the same store.
         """
         self.rank, self.size, self.hosts = roster.rank, roster.size, roster.hosts
+        self.world_rank = roster.me
         self.timeout, self.bytes_sent = roster.timeout, 0
         self.roster = roster
         self.name = name

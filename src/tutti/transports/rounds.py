@@ -5,8 +5,6 @@ have; then it reads. It comes back to the same half two rounds later, when all h
 meeting of all ranks, or two if what they made of it is to be read as well.
 """
 
-import time
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,8 +16,6 @@ from tutti.transports.shared_memory import SharedMemoryTransport
 
 _HEAD, _ROW = 16, 32
 _SHOWN, _MADE, _READ, _ASKED, _ENTRY = 0, 8, 16, 24, 4
-
-_CHECK_S = 0.2
 
 Boxes = list[Tensor]
 """The bytes of every rank's box, by rank."""
@@ -105,24 +101,8 @@ class Rounds:
 
     def wait(self, slots: np.ndarray, value: int) -> None:
         """Wait until all slots hold `value`, for as long as those ranks live and the transport's timeout lasts."""
-        if self.flags.wait(slots, value, _CHECK_S):
-            return
-        roster = self._transport.roster
-        deadline = time.monotonic() + self._transport.timeout.total_seconds()
-        while not self.flags.wait(slots, value, _CHECK_S):
-            self._transport.check_open()
-            late = np.flatnonzero(self.flags.counters[slots] < value).tolist()
-            lost = {roster.peers[rank].rank: why for rank in late if (why := self._how_gone(rank)) is not None}
-            if lost and not self.flags.reached(slots, value):  # It may have gone after doing its part.
-                raise roster.loss(roster.gone() or lost)
-            if time.monotonic() > deadline:
-                names = ", ".join(str(roster.peers[rank].rank) for rank in late)
-                raise roster.overdue(f"rank {names} to take part in a collective operation")
-
-    def _how_gone(self, rank: int) -> str | None:
-        return self._transport.roster.how_gone(self._transport.roster.peers[rank]) or (
-            self._transport.inner.conversation.said_by(rank) if rank != self.rank else None
-        )
+        ranks = range(self.size)
+        self._transport.await_counters(self.flags, slots, value, ranks, "take part in a collective operation")
 
     def _mismatch(self, half: int) -> ReplicaMismatch:
         peers = self._transport.roster.peers

@@ -193,12 +193,12 @@ class SharedMemoryTransport(Added):
 
     def missing(self) -> dict[int, str]:
         """Ranks that will answer here no more, and how that is known."""
-        conversation = self.inner.conversation
-        found = {}
-        for rank, peer in enumerate(self.roster.peers):
-            if rank != self.rank and (why := self.roster.how_gone(peer) or conversation.said_by(rank)) is not None:
-                found[rank] = why
+        found = {rank: why for rank in range(self.size) if (why := self._how_gone(rank)) is not None}
         return found | dict.fromkeys(self._closed_ranks(), "it has closed this conversation")
+
+    def give_up(self) -> None:
+        """This rank cannot go on: nobody should wait for it here."""
+        self.inner.conversation.give_up()
 
     def check_open(self) -> None:
         """Raise if this conversation was closed, here, meanwhile."""
@@ -327,6 +327,27 @@ class SharedMemoryTransport(Added):
             elif time.monotonic() > deadline:
                 late = self._names(np.flatnonzero(self._flags.counters[slots] < value))
                 raise self.roster.overdue(f"rank {', '.join(map(str, late))} to take part in all-reduce {value - 1}")
+
+    def await_counters(self, flags: Flags, slots: np.ndarray, value: int, ranks: Sequence[int], deed: str) -> None:
+        """Wait until all `slots` hold `value`, as long as the `ranks` that write them live and the timeout lasts."""
+        if flags.wait(slots, value, _CHECK_SECONDS):
+            return
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not flags.wait(slots, value, _CHECK_SECONDS):
+            self.check_open()
+            late = [ranks[index] for index in np.flatnonzero(flags.counters[slots] < value).tolist()]
+            lost = {self.roster.peers[rank].rank: why for rank in late if (why := self._how_gone(rank)) is not None}
+            if lost and not flags.reached(slots, value):  # It may have gone after doing its part.
+                raise self.roster.loss(self.roster.gone() or lost)
+            if time.monotonic() > deadline:
+                names = ", ".join(str(self.roster.peers[rank].rank) for rank in late)
+                raise self.roster.overdue(f"rank {names} to {deed}")
+
+    def _how_gone(self, rank: int) -> str | None:
+        """How it is known that a rank will answer here no more, if it is."""
+        if rank == self.rank:
+            return None
+        return self.roster.how_gone(self.roster.peers[rank]) or self.inner.conversation.said_by(rank)
 
     def beat(self) -> None:
         """Tell those who wait for this rank that it goes on, slowly."""

@@ -11,18 +11,25 @@ Span = tuple[int, int]
 
 
 def balanced(
-    seconds: Sequence[float], num_stages: int, memory: Sequence[int] | None = None, limit_bytes: int | None = None
+    seconds: Sequence[float],
+    num_stages: int,
+    memory: Sequence[Sequence[int]] | None = None,
+    limit_bytes: int | None = None,
 ) -> list[Span] | None:
     """Consecutive layers for every stage, one or more each; None if no cut fits into memory.
 
     By dynamic programming over where the last stage begins: the best cut of all, in time O(stages x layers²).
+
+    Args:
+        memory: by stage, what each layer would take in it.
+        limit_bytes: what a stage may take.
     """
     num_layers = len(seconds)
     until = [0.0, *accumulate(seconds)]
-    bytes_until = [0, *accumulate(memory or [0] * num_layers)]
+    bytes_until = [[0, *accumulate(each)] for each in memory or [[0] * num_layers] * num_stages]
 
-    def cost(start: int, stop: int) -> float:
-        too_large = limit_bytes is not None and bytes_until[stop] - bytes_until[start] > limit_bytes
+    def cost(stage: int, start: int, stop: int) -> float:
+        too_large = limit_bytes is not None and bytes_until[stage][stop] - bytes_until[stage][start] > limit_bytes
         return float("inf") if too_large else until[stop] - until[start]
 
     best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
@@ -31,7 +38,7 @@ def balanced(
     for stage in range(1, num_stages + 1):
         for stop in range(stage, num_layers + 1):
             for start in range(stage - 1, stop):
-                slowest = max(best[stage - 1][start], cost(start, stop))
+                slowest = max(best[stage - 1][start], cost(stage - 1, start, stop))
                 if slowest < best[stage][stop]:
                     best[stage][stop], begins[stage][stop] = slowest, start
     if best[num_stages][num_layers] == float("inf"):
@@ -67,6 +74,28 @@ def check_fits(names: Sequence[str], num_stages: int, memory: Sequence[int], lim
     if large := [(name, size) for name, size in zip(names, memory, strict=True) if size > limit_bytes]:
         each = ", ".join(f"'{name}' {format_size(size)}" for name, size in large)
         raise ConfigError(
-            f"a stage may take {format_size(limit_bytes)}, and these layers alone need more: {each}. Allow more, use "
+            f"a rank may take {format_size(limit_bytes)}, and these layers alone need more: {each}. Allow more, use "
             "smaller microbatches, or split layers along tensor too."
         )
+
+
+def bytes_of_ranks(spans: Sequence[Span], memory: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """By rank, what its stages take; `memory` is by stage and layer, and stage s is on rank s modulo `num_ranks`."""
+    found = [0] * num_ranks
+    for stage, (start, stop) in enumerate(spans):
+        found[stage % num_ranks] += sum(memory[stage][start:stop])
+    return found
+
+
+def check_ranks(
+    spans: Sequence[Span], memory: Sequence[Sequence[int]], num_ranks: int, limit_bytes: int | None
+) -> None:
+    """Refuse a cut of which some rank's part does not fit."""
+    needed = bytes_of_ranks(spans, memory, num_ranks)
+    if limit_bytes is None or max(needed) <= limit_bytes:
+        return
+    large = ", ".join(f"{format_size(each)} on rank {rank}" for rank, each in enumerate(needed) if each > limit_bytes)
+    raise ConfigError(
+        f"a rank may take {format_size(limit_bytes)}, and this cut needs {large} of the pipeline. Cut otherwise, or "
+        "leave out the cut and have it found."
+    )

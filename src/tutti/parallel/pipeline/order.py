@@ -1,15 +1,24 @@
 """What each rank of a pipeline does, in order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tutti.errors import ConfigError
 from tutti.parallel.pipeline.settings import ScheduleName
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward; or backward in two halves: gradients of inputs, and those of weights."""
+
+
+class Parcel(NamedTuple):
+    """What a stage makes of one microbatch: activations, which the next takes, or gradients, for the one before."""
+
+    way: Literal["forward", "back"]
+    stage: int
+    microbatch: int
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,20 @@ class Action:
     stage: int
     microbatch: int
 
+    def takes(self, num_stages: int) -> Parcel | None:
+        """What it needs of another stage."""
+        if self.kind == "F":
+            return Parcel("forward", self.stage - 1, self.microbatch) if self.stage else None
+        if self.kind == "W" or self.stage + 1 == num_stages:
+            return None
+        return Parcel("back", self.stage + 1, self.microbatch)
+
+    def gives(self, num_stages: int) -> Parcel | None:
+        """What another stage needs of it."""
+        if self.kind == "F":
+            return Parcel("forward", self.stage, self.microbatch) if self.stage + 1 < num_stages else None
+        return Parcel("back", self.stage, self.microbatch) if self.kind != "W" and self.stage else None
+
     def needs(self, num_stages: int) -> "list[Action]":
         """What must be done before, on whatever rank; of a backward pass any half that gives its inputs' gradients."""
         if self.kind == "F":
@@ -28,6 +51,12 @@ class Action:
             return [Action("I", self.stage, self.microbatch)]
         own = Action("F", self.stage, self.microbatch)
         return [own, Action("B", self.stage + 1, self.microbatch)] if self.stage + 1 < num_stages else [own]
+
+
+def most_held(actions: Sequence[Action], stage: int) -> int:
+    """Of how many microbatches a stage keeps activations at a time."""
+    changes = [1 if action.kind == "F" else -1 for action in actions if action.stage == stage and action.kind != "I"]
+    return max(accumulate(changes), default=0)
 
 
 def order(schedule: ScheduleName, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[Action]]:

@@ -22,7 +22,8 @@ class Pipeline:
         microbatches: into how many parts a batch is cut; twice as many as there are ranks along `pipe` by default.
         stages_per_rank: by default 2 for "interleaved", 1 for the others.
         cut: how many layers each stage has, in order; found by timing them by default.
-        memory_bytes: what a rank has for its stages' parameters, gradients and activations.
+        memory_bytes: what a rank has for its stages' parameters, their gradients, and the outputs of layers of as many
+            microbatches as the schedule keeps; what the optimiser remembers comes on top.
     """
 
     schedule: ScheduleName = "1f1b"

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.cluster import format_size
 from tutti.collectives import gather_json, share_json
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.cut import Span, as_asked, balanced, check_fits
+from tutti.parallel.pipeline.cut import Span, as_asked, balanced, bytes_of_ranks, check_fits, check_ranks
 from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
 from tutti.parallel.pipeline.measure import LayerCost, measure
 from tutti.parallel.pipeline.microbatches import microbatches
-from tutti.parallel.pipeline.order import order
+from tutti.parallel.pipeline.order import most_held, order
+from tutti.parallel.pipeline.plan import StagePlan
 from tutti.parallel.pipeline.settings import Pipeline
-from tutti.parallel.pipeline.step import StagePlan
+from tutti.replica.gathered import gather_state
 from tutti.transports import Transport
 
 
@@ -38,30 +40,31 @@ class Stages:
         everyone: Transport,
         example: Any,
     ) -> None:
-        self._model, self._transport = model, transport
+        self._model, self._optimizer, self._transport = model, optimizer, transport
         num_microbatches = settings.microbatches or 2 * transport.size
         num_stages = transport.size * settings.num_stages_per_rank
         orders = order(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
         batch = microbatches(example, num_microbatches)[0]
         layers = _layers(model, batch, everyone)
         costs = _shared_costs(layers, batch, everyone)
-        spans = _spans(costs, settings, num_stages, num_microbatches)
+        held = [most_held(orders[stage % transport.size], stage) for stage in range(num_stages)]
+        spans = _spans(costs, settings, held, transport.size)
         stage_costs = [_sum(costs[start:stop]) for start, stop in spans]
-        self.plan = StagePlan(orders, [it.gives for it in stage_costs], stage_costs, num_microbatches)
+        self.plan = StagePlan(orders, stage_costs, num_microbatches)
         self.mine = {
             index: Stage(layers[start:stop])
             for index, (start, stop) in enumerate(spans)
             if index % transport.size == transport.rank
         }
+        self.cut = [stop - start for start, stop in spans]
+        """How many layers each stage has."""
         self._owners = _owners(model, layers, spans, transport.size)
         self._shapes = {tensor: tensor.shape for tensor in self._owners}
         self._hold()
-        for tensor in self._foreign():
-            optimizer.state.pop(tensor, None)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within it every rank has the whole model. Collective along `pipe`."""
+        """Within it every rank has the whole model and the optimiser's memory of it. Collective along `pipe`."""
         self.close()
         try:
             yield
@@ -70,13 +73,27 @@ class Stages:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Give every rank the whole model, and let it go. Collective along `pipe`."""
+        """Give every rank the whole model and the optimiser's memory, and let it go. Collective along `pipe`."""
         self.abandon()
+        self._gather_optimizer()
         for tensor in self._foreign():
             tensor.data = tensor.new_empty(self._shapes[tensor])
         for rank in range(self._transport.size):
             for tensor in [it for it, owner in self._owners.items() if owner == rank]:
                 self._hand_out(tensor, rank)
+
+    def _gather_optimizer(self) -> None:
+        memory = self._optimizer.state
+        mine = {
+            number: memory[tensor]
+            for number, (tensor, owner) in enumerate(self._owners.items())
+            if owner == self._transport.rank and tensor in memory
+        }
+        tensors = list(self._owners)
+        for rank, theirs in enumerate(gather_state(mine, self._transport)):
+            if rank != self._transport.rank:
+                for number, entries in theirs.items():
+                    memory[tensors[number]] = _beside(entries, tensors[number].device, self._shapes[tensors[number]])
 
     def abandon(self) -> None:
         """Let the model go as it is. Not collective. Idempotent."""
@@ -86,6 +103,7 @@ class Stages:
         for tensor in self._foreign():
             tensor.data = tensor.new_empty(0)
             tensor.grad = None
+            self._optimizer.state.pop(tensor, None)
         self._model.forward = _refuse_forward
 
     def _foreign(self) -> list[Tensor]:
@@ -135,22 +153,30 @@ def _cost(*values: Any) -> LayerCost:
     return replace(cost, gives=tuple((tuple(shape), dtype) for shape, dtype in cost.gives))
 
 
-def _spans(costs: list[LayerCost], settings: Pipeline, num_stages: int, num_microbatches: int) -> list[Span]:
-    names = [cost.name for cost in costs]
-    memory = [cost.memory_bytes(num_microbatches) for cost in costs]
-    check_fits(names, num_stages, memory, settings.memory_bytes)
+def _spans(costs: list[LayerCost], settings: Pipeline, held: list[int], num_ranks: int) -> list[Span]:
+    """Which layers each stage has; `held` is by stage, of how many microbatches it keeps activations."""
+    num_stages, limit_bytes = len(held), settings.memory_bytes
+    memory = [[cost.memory_bytes(each) for cost in costs] for each in held]
+    least = [min(each) for each in zip(*memory, strict=True)]
+    check_fits([cost.name for cost in costs], num_stages, least, limit_bytes)
     if settings.cut is not None:
-        return as_asked(settings.cut, num_stages, len(costs))
+        spans = as_asked(settings.cut, num_stages, len(costs))
+        check_ranks(spans, memory, num_ranks, limit_bytes)
+        return spans
     seconds = [cost.seconds for cost in costs]
     if not any(seconds):  # In virtual time, without a layer that multiplies.
         seconds = [1.0 + cost.parameter_bytes for cost in costs]
-    spans = balanced(seconds, num_stages, memory, settings.memory_bytes)
-    if spans is None:
+    best = balanced(seconds, num_stages, memory, limit_bytes)
+    if best is not None and limit_bytes is not None and max(bytes_of_ranks(best, memory, num_ranks)) > limit_bytes:
+        best = balanced(seconds, num_stages, memory, limit_bytes // (num_stages // num_ranks))  # Even shares do fit.
+    if best is None:
+        assert limit_bytes is not None
         raise ConfigError(
-            f"{len(costs)} layers that need {sum(memory)} bytes do not fit into {num_stages} stages of "
-            f"{settings.memory_bytes} each. Allow more memory, use more stages or smaller microbatches."
+            f"{len(costs)} layers that need {format_size(sum(least))} or more do not fit into {num_stages} stages on "
+            f"{num_ranks} ranks of {format_size(limit_bytes)} each. Allow more memory, use more ranks or smaller "
+            "microbatches."
         )
-    return spans
+    return best
 
 
 def _sum(costs: list[LayerCost]) -> LayerCost:
@@ -174,6 +200,14 @@ def _owners(model: nn.Module, layers: Layers, spans: list[Span], num_ranks: int)
     for tensor in [*model.parameters(), *model.buffers()]:
         found.setdefault(tensor, 0)
     return found
+
+
+def _beside(entries: dict[str, Any], device: torch.device, shape: torch.Size) -> dict[str, Any]:
+    """What an optimiser remembers of a parameter, where it is; counts of steps stay where they are."""
+    return {
+        key: value.to(device) if isinstance(value, Tensor) and value.shape == shape else value
+        for key, value in entries.items()
+    }
 
 
 def _refuse_forward(*_: Any, **__: Any) -> Any:

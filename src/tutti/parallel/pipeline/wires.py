@@ -1,75 +1,168 @@
 """What stages tell each other: activations forward, gradients back, and at the end the loss."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor
 
+from tutti.parallel.pipeline.order import Parcel
+from tutti.parallel.pipeline.plan import Shapes, StagePlan
 from tutti.transports import Transport, Work
-from tutti.transports.base import Steps
+from tutti.transports.base import SharesAll, SharesMemory, Steps
 
-Shapes = Sequence[tuple[tuple[int, ...], str]]
-"""Shape and dtype of each tensor that goes together."""
-
-
-AT_ONCE_BYTES = 2**20
+AT_ONCE_BYTES = 64 * 2**10
 """A message as small as this fits into the network's buffers: it needs nobody to move it along while ranks compute."""
 
+MOST_SHARED_BYTES = 2**30
+"""What may come to a rank through memory in two steps."""
 
-class Wires:
-    """Messages between the ranks along `pipe`, on their way while this rank computes."""
+Arriving = Callable[[], tuple[Tensor, ...]]
+"""Waits for tensors that are on their way here."""
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
+
+def wires(plan: StagePlan, transport: Transport, device: torch.device) -> "Wires":
+    """The quickest there are between the ranks along `pipe`. Collective."""
+    shared = isinstance(transport, SharesMemory) and isinstance(transport, SharesAll) and transport.cluster is None
+    if shared and device.type == "cpu" and 2 * _most_received(plan) <= MOST_SHARED_BYTES:
+        return InMemory(plan, transport)
+    return ByMessage(plan, transport, device)
+
+
+def _most_received(plan: StagePlan) -> int:
+    received = [0] * plan.num_ranks
+    for parcel in plan.parcels():
+        received[plan.receiver(parcel)] += num_bytes(plan.shapes(parcel))
+    return max(received)
+
+
+class Wires(ABC):
+    """Takes parcels between the ranks along `pipe` while they compute."""
+
+    def __init__(self, plan: StagePlan, transport: Transport) -> None:
         self.beneath = transport
         """For what is said between steps."""
         self.transport = transport.channel("wires")
-        self._large = transport.channel("large wires")
-        self._device = device
+        self._plan = plan
         self._sending: list[Work] = []
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> None:
-        """Start sending; the tensors stay as they are until `flush`."""
-        held = [it.detach().contiguous() for it in tensors]
-        self._sending = [work for work in self._sending if not work.done()]
-        if sum(it.nbytes for it in held) > AT_ONCE_BYTES:
-            self._sending.append(self._large.beside(_sends(self._large, held, dst, tag)))
-        else:
-            self._sending += _sends(self.transport, held, dst, tag)
+    def begin(self) -> None:
+        """A step begins. No rank begins the next but one before all have ended this."""
+        return None
 
-    def receive(self, shapes: Shapes, src: int, tag: int) -> "Arriving":
+    @abstractmethod
+    def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
+        """Start sending; the tensors stay as they are until `end`."""
+
+    @abstractmethod
+    def receive(self, parcel: Parcel) -> Arriving:
         """Start receiving."""
-        tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in shapes]
-        if sum(it.nbytes for it in tensors) > AT_ONCE_BYTES:
-            return Arriving(tuple(tensors), [self._large.beside(_receives(self._large, tensors, src, tag))])
-        return Arriving(tuple(tensors), list(_receives(self.transport, tensors, src, tag)))
 
-    def flush(self) -> None:
-        """Wait until all is sent."""
+    def end(self, loss: Tensor | None) -> Tensor:
+        """The step is done: wait until all is sent. The loss, which the last rank has, on all of them. Collective.
+
+        It has one when all other ranks have begun this step: so nobody who is here is a step ahead of anybody.
+        """
+        last = self._plan.num_ranks - 1
+        if loss is None:
+            loss = torch.empty((), dtype=torch.float64)
+            self.transport.irecv(loss, last).wait()
+        else:
+            self._sending += [self.transport.isend(loss, rank) for rank in range(last)]
         for work in self._sending:
             work.wait()
         self._sending.clear()
-
-    def from_last(self, value: Tensor | None, tag: int) -> Tensor:
-        """A number that the last rank has, on all of them. Collective."""
-        last = self.transport.size - 1
-        if value is not None:
-            for rank in range(last):
-                self.send([value], rank, tag)
-            return value
-        (got,) = self.receive([((), "float64")], last, tag).wait()
-        return got
+        return loss
 
 
-class Arriving:
-    """Tensors on their way here."""
+class ByMessage(Wires):
+    """Over any network; large messages are moved by a thread, because ranks that compute do not."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], works: list[Work]) -> None:
-        self._tensors, self._works = tensors, works
+    def __init__(self, plan: StagePlan, transport: Transport, device: torch.device) -> None:
+        super().__init__(plan, transport)
+        self._large = transport.channel("large wires")
+        self._device = device
+        tags = accumulate((len(plan.shapes(parcel)) for parcel in plan.parcels()), initial=1)
+        self._tags = dict(zip(plan.parcels(), tags, strict=False))
 
-    def wait(self) -> tuple[Tensor, ...]:
-        for work in self._works:
-            work.wait()
-        return self._tensors
+    def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
+        held = [it.detach().contiguous() for it in tensors]
+        self._sending = [work for work in self._sending if not work.done()]
+        self._sending += self._started(parcel, held, _sends, self._plan.receiver(parcel))
+
+    def receive(self, parcel: Parcel) -> Arriving:
+        shapes = self._plan.shapes(parcel)
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in shapes]
+        works = self._started(parcel, tensors, _receives, self._plan.sender(parcel))
+
+        def wait() -> tuple[Tensor, ...]:
+            for work in works:
+                work.wait()
+            return tuple(tensors)
+
+        return wait
+
+    def _started(
+        self,
+        parcel: Parcel,
+        tensors: list[Tensor],
+        steps: Callable[[Transport, list[Tensor], int, int], Steps],
+        peer: int,
+    ) -> list[Work]:
+        tag = self._tags[parcel]
+        if num_bytes(self._plan.shapes(parcel)) > AT_ONCE_BYTES:
+            return [self._large.beside(steps(self._large, tensors, peer, tag))]
+        return list(steps(self.transport, tensors, peer, tag))
+
+
+class InMemory(Wires):
+    """Between ranks of one host: who sends writes where the other reads."""
+
+    def __init__(self, plan: StagePlan, transport: Transport) -> None:
+        from tutti.transports.slots import Slots  # Costs a compiler's import.
+
+        super().__init__(plan, transport)
+        parcels = list(plan.parcels())
+        self._places = {parcel: place for place, parcel in enumerate(parcels)}
+        sizes = [(plan.receiver(parcel), num_bytes(plan.shapes(parcel))) for parcel in parcels]
+        self._slots = Slots(self.transport, sizes)  # type: ignore[arg-type]
+        self._turn = 0
+
+    def begin(self) -> None:
+        self._turn += 1
+
+    def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
+        for room, tensor in zip(self._rooms(parcel), tensors, strict=True):
+            room.copy_(tensor.detach())
+        self._slots.filled(self._places[parcel], self._turn)
+
+    def receive(self, parcel: Parcel) -> Arriving:
+        def wait() -> tuple[Tensor, ...]:
+            self._slots.wait(self._places[parcel], self._turn, self._plan.sender(parcel))
+            return tuple(self._rooms(parcel))
+
+        return wait
+
+    def _rooms(self, parcel: Parcel) -> Iterator[Tensor]:
+        """The tensors of a parcel, where they lie in this step."""
+        room = self._slots.room(self._places[parcel], self._turn)
+        start = 0
+        for shape, name in self._plan.shapes(parcel):
+            dtype = getattr(torch, name)
+            stop = start + prod(shape) * dtype.itemsize
+            yield room[start:stop].view(dtype).view(shape)
+            start = _aligned(stop)
+
+
+def num_bytes(shapes: Shapes) -> int:
+    """Of a parcel, each tensor of which begins where any number may."""
+    return sum(_aligned(prod(shape) * getattr(torch, dtype).itemsize) for shape, dtype in shapes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
 
 
 def _sends(transport: Transport, tensors: list[Tensor], dst: int, tag: int) -> Steps:

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tutti.errors import ConfigError, TuttiError
+from tutti.errors import ConfigError
 from tutti.parallel.groups import broadcast
+from tutti.parallel.same_batch import SameBatch
+from tutti.parallel.tensor.gathering import Gathering, is_about_pieces
 from tutti.parallel.tensor.layers import Undo, enter_mesh, leave_mesh, prepare, surround
 from tutti.parallel.tensor.pieces import Piece, pieces_of
 from tutti.parallel.tensor.rules import CONVOLUTIONS
@@ -28,8 +30,16 @@ class TensorSplit:
     whole model would.
     """
 
-    def __init__(self, model: nn.Module, ways: Mapping[nn.Module, Way], mesh: DeviceMesh, optimizer: Optimizer) -> None:
-        self._model, self._mesh, self._optimizer = model, mesh, optimizer
+    def __init__(
+        self,
+        model: nn.Module,
+        ways: Mapping[nn.Module, Way],
+        mesh: DeviceMesh,
+        optimizer: Optimizer,
+        same: SameBatch | None = None,
+    ) -> None:
+        """Split it. `same` compares what ranks give the model, unless somebody else has."""
+        self._model, self._mesh, self._optimizer, self._same = model, mesh, optimizer, same
         self._group: dist.ProcessGroup = mesh.get_group()
         self._ways: dict[str, Way] = {name: ways.get(it, "whole") for name, it in model.named_modules()}
         self._split = {name for name, way in self._ways.items() if way != "whole"}
@@ -42,6 +52,7 @@ class TensorSplit:
         self._held: list[tuple[nn.Module, str, nn.Parameter]] = []
         """Parameters that are DTensors within a forward pass."""
         self._undo: list[Undo] = []
+        self._gathering = Gathering(mesh, {module: name for name, module in model.named_modules()})
         self._change(self._own)
         self._hold()
 
@@ -60,16 +71,19 @@ class TensorSplit:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within it the model is whole, and computes by itself. Collective."""
-        mine = {parameter: parameter.data for parameter, piece in self._pieces.items() if piece.dim is not None}
+        """Within it the model is whole, as is the optimiser's memory, and computes by itself. Collective."""
+        memory = self._optimizer.state
+        split = [parameter for parameter, piece in self._pieces.items() if piece.dim is not None]
+        mine = [(it, it.data, it.grad, dict(memory[it]) if it in memory else None) for it in split]
         self._release()
-        for parameter, data in mine.items():
-            parameter.data = self._gathered(data, parameter)
+        self._change(self._gathered)
         try:
             yield
         finally:
-            for parameter, data in mine.items():
-                parameter.data = data
+            for parameter, data, grad, state in mine:
+                parameter.data, parameter.grad = data, grad
+                if state is not None:
+                    memory[parameter] = state
             self._hold()
 
     def _hold(self) -> None:
@@ -96,16 +110,15 @@ class TensorSplit:
         self._held.clear()
 
     def _forward_in_pieces(self, *args: Any, **kwargs: Any) -> Any:
-        # In backward too: whatever the model mixed in that is no DTensor is the same on every rank.
-        torch._C._set_dtensor_allow_implicit_replication(True)
+        if self._same is not None:
+            self._same((args, kwargs))
+        torch._C._set_dtensor_allow_implicit_replication(True)  # Another job of this thread may have ended meanwhile.
         try:
-            with self._as_dtensors():
+            with self._as_dtensors(), self._gathering:
                 args, kwargs = enter_mesh((args, kwargs), self._mesh)
                 return leave_mesh(self._forward(*args, **kwargs))
-        except TuttiError:
-            raise
         except (NotImplementedError, RuntimeError) as error:
-            if "shard" not in str(error).lower() and "DTensor" not in str(error):
+            if not is_about_pieces(error):
                 raise
             where = _innermost(self._model, error.__traceback__)
             raise ConfigError(
@@ -155,6 +168,17 @@ class TensorSplit:
         for rank, each in enumerate(found):
             broadcast(each, rank, self._group)
         return piece.whole(found)
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Within it, DTensor takes what a model mixes in that is none to be the same on every rank, in backward too."""
+    before = torch._C._get_dtensor_allow_implicit_replication()
+    torch._C._set_dtensor_allow_implicit_replication(True)
+    try:
+        yield
+    finally:
+        torch._C._set_dtensor_allow_implicit_replication(before)
 
 
 def _is_within(name: str, outer: str) -> bool:

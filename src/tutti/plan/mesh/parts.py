@@ -108,12 +108,12 @@ class Parts:
         if num_ranks == 1:
             yield []
             return
-        from tutti.parallel.tensor.split import TensorSplit  # Costs a compiler's import.
+        from tutti.parallel.tensor.split import TensorSplit, implicit_replication  # Costs a compiler's import.
 
         before = [(parameter, parameter.data) for parameter in stage.parameters()]
         device = next((parameter.device.type for parameter, _ in before), "cpu")
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-        with silent_mesh(num_ranks, device) as (mesh, said):
+        with silent_mesh(num_ranks, device) as (mesh, said), implicit_replication():
             split = TensorSplit(stage, ways, mesh, optimizer)
             try:
                 yield said

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from tutti.cluster import Cluster
 from tutti.parallel import Mesh
-from tutti.parallel.pipeline.order import Action
+from tutti.parallel.pipeline.order import Action, most_held
 from tutti.plan.cost import formula_of
 from tutti.plan.mesh.axes import place_along
 from tutti.plan.mesh.parts import Parts, StagePart
@@ -39,7 +39,7 @@ class RankStep:
         self._trial, self._share = trial, share
         self._times = share.samples / parts.num_samples
         self._gives = [self._times * each for each in part.gives]
-        self._ahead = _most_under_way(actions)
+        self._held = most_held(actions, actions[0].stage)
         # In proportion to what the profile took: it knows more of a step than layers alone, such as the loss.
         replica, whole = share.replica, parts.whole
         self._pace = _ratio(replica.forward_s, whole.forward_s), _ratio(replica.backward_s, whole.backward_s)
@@ -105,17 +105,8 @@ class RankStep:
         if mesh.tensor == mesh.pipe == 1:
             return self._share.replica.peak_bytes
         working = max(times * trial.kept_bytes, trial.most_bytes * max(1.0, times) - trial.gradient_bytes)
-        kept = (self._ahead - 1) * times * (trial.kept_bytes + trial.taken_bytes)
+        kept = (self._held - 1) * times * (trial.kept_bytes + trial.taken_bytes)
         return self.lasting_bytes + working + times * trial.taken_bytes + kept
-
-
-def _most_under_way(actions: Sequence[Action]) -> int:
-    """How many microbatches have gone forward and not back, at most."""
-    under_way = most = 0
-    for action in actions:
-        under_way += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, under_way)
-    return most
 
 
 def _ratio(known: float, tried: float) -> float:

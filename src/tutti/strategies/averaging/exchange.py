@@ -11,6 +11,7 @@ from tutti.collectives import native
 from tutti.errors import NonFiniteLoss
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Replica
+from tutti.replica.gathered import gather_state
 from tutti.replica.state import share_buffers
 from tutti.strategies.averaging import saved
 from tutti.strategies.averaging.cadence import cadence
@@ -218,7 +219,7 @@ class BlockExchange(Exchange):
             own.update(zip(names, mine, strict=True))
         optimizer = self.replica.optimizer.state_dict()
         entry = {"own": own, "weight": self._weight, "steps": self._steps, "optimizer": optimizer}
-        ranks = saved.gather(entry, self._wire)
+        ranks = gather_state(entry, self._wire)
         coded = None if self._coded is None else self._coded.state_dict()
         self._since_s = self._wire.now()
         return {

@@ -1,26 +1,9 @@
 """What every rank has of its own in the middle of a block, for all of them to save."""
 
-import json
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from tutti.collectives import all_gather, gather_json, parts, run
-from tutti.replica.state import pack, unpack
-from tutti.transports import Transport
-
-
-def gather(mine: Any, transport: Transport) -> list[Any]:
-    """Every rank's nest of containers, numbers and tensors, by rank, on all of them. Collective."""
-    data = _to_bytes(mine)
-    sizes = gather_json(data.numel(), transport)
-    rows = torch.zeros(max(sizes) * transport.size, dtype=torch.uint8, device="cpu")
-    places = parts(rows.numel(), transport.size)
-    rows[places[transport.rank]][: data.numel()] = data
-    run(all_gather.steps(rows, transport))
-    return [_from_bytes(rows[place][:size]) for place, size in zip(places, sizes, strict=True)]
 
 
 def mean(ranks: list[Any]) -> dict[str, Tensor]:
@@ -31,25 +14,3 @@ def mean(ranks: list[Any]) -> dict[str, Tensor]:
         name: torch.stack([share * each["own"][name] for share, each in zip(shares, ranks, strict=True)]).sum(0)
         for name in ranks[0]["own"]
     }
-
-
-def _to_bytes(value: Any) -> Tensor:
-    tensors: list[Tensor] = []
-    packed = pack(value, tensors)
-    kinds = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
-    head = json.dumps([packed, kinds]).encode()
-    raw = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    length = torch.tensor([len(head)], device="cpu").view(torch.uint8)
-    return torch.cat([length, torch.frombuffer(bytearray(head), dtype=torch.uint8), *raw])
-
-
-def _from_bytes(data: Tensor) -> Any:
-    length = int(data[:8].clone().view(torch.int64))
-    packed, kinds = json.loads(data[8 : 8 + length].numpy().tobytes())
-    tensors, start = [], 8 + length
-    for shape, name in kinds:
-        dtype = getattr(torch, name)
-        stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        tensors.append(data[start:stop].clone().view(dtype).view(shape))
-        start = stop
-    return unpack(packed, tensors)

@@ -46,6 +46,7 @@ class SimulatedTransport(Transport):
         self._numbers = tuple(range(len(stage.ranks))) if numbers is None else numbers
         self._talk = stage.conversation(name, self._numbers)
         self.rank, self.size = self._numbers.index(me.number), len(self._numbers)
+        self.world_rank = me.number
         self.hosts = tuple(stage.network.hosts[number].name for number in self._numbers)
         self.cluster = stage.network.cluster
         self.seed = f"{self.cluster.seed} {me.number} {name}"

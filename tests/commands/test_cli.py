@@ -18,7 +18,7 @@ from tutti.launch.lab import missing
 from tutti.recipes import RECIPES
 from tutti.strategies import AllReduce
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 TELL = str(SCRIPTS / "tell.py")
 
@@ -319,7 +319,7 @@ def test_bench_collectives(call: Call, tmp_path: Path) -> None:
 
 
 def test_reproduce_quickly(call: Call, tmp_path: Path) -> None:
-    ended = call("reproduce", "allreduce-mnist", "--quick", "--name", "again")
+    ended = call("reproduce", "allreduce-mnist", "--quick", "--rate", "1gbit", "--name", "again")
     assert ended.status == 0, ended.err
     folder = tmp_path / "runs" / "again"
     report = (folder / "report.md").read_text()

@@ -32,7 +32,7 @@ from tutti.errors import ConfigError, NonFiniteLoss, RankLost, TuttiError, Worke
 from tutti.launch.interpreter import main_of
 from tutti.launch.link import Link
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 NOTICE_S = 5.0
 """Within this time everyone must have noticed that a rank is gone."""

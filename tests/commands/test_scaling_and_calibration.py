@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import tutti.bench.fidelity
 from command import Call
 from tutti.cluster import Cluster
 from tutti.launch.lab import missing
@@ -91,8 +92,9 @@ def test_calibration_refuses(call: Call, words: list[str], says: str) -> None:
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
-def test_fidelity_quickly(call: Call, tmp_path: Path) -> None:
+def test_fidelity_quickly(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are the benchmark's business; the bits are not."""
+    monkeypatch.setattr(tutti.bench.fidelity, "HOSTS", 3)
     words = ["--models", "digits", "--strategies", "ring", "--rates", "1gbit", "--steps", "3"]
     ended = call("bench", "fidelity", *words, "--json", "rows.json")
     assert ended.status == 0, ended.err

@@ -15,7 +15,7 @@ from tutti.bench import under_mpi
 from tutti.launch.environment import read
 from tutti.launch.interpreter import main_of
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "train_a_little.py")
+SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_a_little.py")
 
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "40"}
 

@@ -11,6 +11,7 @@ from command import Call, assert_refused
 def test_a_table_and_pictures(call: Call, tmp_path: Path) -> None:
     """How fast it is, is the benchmark's business."""
     words = ["--schedules", "in-turn,gpipe", "--width", "8", "--batch", "32", "--microbatches", "4", "--rounds", "1"]
+    words += ["--steady", "20"]
     ended = call("bench", "pipeline", *words, "--json", "pipeline.json", "--plot", "pictures")
     assert ended.status == 0, ended.err
     for said in ("2 ranks, 4 microbatches", "one process", "in-turn", "gpipe", "20.0%", "drawn in pictures"):

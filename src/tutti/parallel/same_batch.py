@@ -1,0 +1,45 @@
+"""Whether ranks that have one replica together are given the same batch."""
+
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tutti.collectives import gather_json
+from tutti.errors import ConfigError
+from tutti.transports import Transport
+
+
+class SameBatch:
+    """Compares the first batch that ranks are given: whoever draws others does so from the start."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Compare between the ranks of `transport`, which have one replica together."""
+        self._transport = transport
+        self._compared = transport.size == 1
+
+    def __call__(self, batch: Any) -> None:
+        """Refuse, on all ranks, a batch that differs between them. Collective, the first time."""
+        if self._compared:
+            return
+        self._compared = True
+        mine = [self._transport.world_rank, *(_told(each) for each in tree_leaves(batch) if isinstance(each, Tensor))]
+        everyone = gather_json(mine, self._transport)
+        for other, *theirs in everyone:
+            if theirs != everyone[0][1:]:
+                raise ConfigError(
+                    f"rank {self._transport.world_rank}: ranks {everyone[0][0]} and {other} split one replica of the "
+                    "model, and were given different batches. Make tutti.shard after distribute, whose world is then "
+                    "that of replicas, and shuffle by the same seed."
+                )
+
+
+def _told(tensor: Tensor) -> list[Any]:
+    """A tensor in few words."""
+    kind = [str(tensor.dtype), list(tensor.shape)]
+    if tensor.is_meta:
+        return kind
+    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return [*kind, blake2b(values.numpy().data, digest_size=8).hexdigest()]
