@@ -35,13 +35,14 @@ def run(command: list[str], workers: int = 4) -> subprocess.CompletedProcess[str
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("transport", "checks"),
-    [("mpi", []), *((f"mpi:{name}", ["reductions"]) for name in ALLREDUCE_ALGORITHMS)],
+    ("transport", "checks", "workers"),
+    [("mpi", [], 4), *((f"mpi:{name}", ["reductions"], 3) for name in ALLREDUCE_ALGORITHMS)],
 )
-def test_the_contract_holds(transport: str, checks: list[str]) -> None:
-    ended = run([*main_of("mpi_suite"), transport, *checks])
+def test_the_contract_holds(transport: str, checks: list[str], workers: int) -> None:
+    """Four ranks get Open MPI's own choices; three are the odd number that some of its algorithms have to make even."""
+    ended = run([*main_of("mpi_suite"), transport, *checks], workers)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("0123")
+    assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("0123")[:workers]
 
 
 @needs_mpi

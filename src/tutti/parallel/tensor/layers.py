@@ -75,7 +75,18 @@ def enter_mesh(value: Any, mesh: DeviceMesh) -> Any:
 
 def leave_mesh(value: Any) -> Any:
     """The whole of each DTensor, on every rank."""
-    return tree_map_only(DTensor, lambda it: it.full_tensor(), value)
+    return tree_map_only(DTensor, _whole, value)
+
+
+def _whole(x: Any) -> Tensor:
+    (placement,) = x.placements
+    if not isinstance(placement, _StridedShard):
+        full: Tensor = x.full_tensor()
+        return full
+    # Heads, each rank's of all three together, which not every version of torch can gather.
+    parts = x.to_local().unflatten(placement.dim, (placement.split_factor, -1))
+    whole: Any = DTensor.from_local(parts, x.device_mesh, [Shard(placement.dim + 1)], run_check=False)
+    return _whole(whole).flatten(placement.dim, placement.dim + 1)
 
 
 def _by_channel(module: Any, way: Way, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
