@@ -30,6 +30,8 @@ def _table(plan: MeshPlan, total_samples: int) -> Table:
     """Every mesh, the one to use first."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"meshes, {total_samples} samples a step")
     table.caption = "tensor, waiting: sums between those who split layers, and for other stages"
+    if plan.memory_bytes is not None:
+        table.caption += "; * too large"
     for heading in ("data", "tensor", "pipe"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("step", "computing", "tensor", "waiting", "exposed", "memory"):
@@ -37,6 +39,6 @@ def _table(plan: MeshPlan, total_samples: int) -> Table:
     for each in plan.predictions:
         shape = (str(each.mesh.shape[axis]) for axis in ("data", "tensor", "pipe"))
         times = (each.step_s, each.computing_s, each.tensor_s, each.waiting_s, each.exposed_s)
-        too_large = "" if fits(each, plan.memory_bytes) else " too large"
+        too_large = "" if fits(each, plan.memory_bytes) else "*"
         table.add_row(*shape, *map(format_time, times), f"{format_size(round(each.memory_bytes))}{too_large}")
     return table
