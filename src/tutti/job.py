@@ -121,13 +121,16 @@ class Job:
         return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
 
     @contextmanager
-    def consensus(self) -> Iterator[nn.Module]:
-        """Within it, the model holds the parameters and buffers all ranks agree on, to evaluate or save. Collective."""
+    def consensus(self, *, optimizer: bool = True) -> Iterator[nn.Module]:
+        """Within it, the model holds the parameters and buffers all ranks agree on, to evaluate or save. Collective.
+
+        On a mesh it is whole then, and so is the optimiser's memory, unless `optimizer` is False: to evaluate, say.
+        """
         self._refuse_agreeing("a second job.consensus()")
         self._exchange.consensus()
         self._replica.agreeing = True
         try:
-            with nullcontext() if self._arrangement is None else self._arrangement.whole():
+            with nullcontext() if self._arrangement is None else self._arrangement.whole(optimizer):
                 yield self._model
         finally:
             self._replica.agreeing = False
@@ -204,6 +207,11 @@ class Job:
             )
         self._replica.steps = state["steps"]
         own = state["exchange"]
+        if self._arrangement is None and "parts" in own:
+            raise ConfigError(
+                f"this state was saved of {own['of']}, and this model is not split. Use the same mesh, or load "
+                "the model and the optimiser alone, before distribute."
+            )
         self._exchange.load_state_dict(own if self._arrangement is None else self._arrangement.own(own))
 
     def finish(self) -> None:

@@ -159,6 +159,43 @@ def test_messages_from_anyone_and_by_tag(kind: str) -> None:
 
 
 @everywhere
+def test_several_threads_wait_for_messages_whoever_of_them_moves_them(kind: str) -> None:
+    def work(group: Any) -> list[Any]:
+        if group.rank() == 1:
+            for tag in (2, 1, 1, 2):
+                group.send([torch.full((1,), float(tag))], 0, tag).wait()
+                group.recv([torch.empty(1)], 0).wait()
+            group.recv([torch.empty(1)], 0, 5).wait()
+            return []
+        found: dict[int, list[Any]] = {1: [], 2: []}
+
+        def receive(tag: int) -> None:
+            try:
+                for _ in range(3):  # The third never comes.
+                    tensor = torch.empty(1)
+                    group.recv([tensor], 1, tag).wait()
+                    group.send([tensor], 1).wait()
+                    found[tag].append(float(tensor))
+            except TuttiError as error:
+                found[tag].append(type(error))
+
+        threads = [threading.Thread(target=receive, args=(tag,)) for tag in found]
+        for thread in threads:
+            thread.start()
+        while [len(each) for each in found.values()] != [2, 2]:
+            threads[0].join(0.001)
+        group.send([torch.ones(1)], 1, 5).wait()
+        group.shutdown()
+        for thread in threads:
+            thread.join(20)
+        return [*found[1], *found[2]]
+
+    first = _all_well(on_ranks(GROUPS[kind], 2, work))[0]
+    assert [first[:2], first[3:5]] == [[1.0, 1.0], [2.0, 2.0]]
+    assert {first[2], first[5]} <= {RankLost, ConfigError}
+
+
+@everywhere
 def test_autograd_does_not_notice_what_is_received(kind: str) -> None:
     """As with Gloo: FSDP and pipelining receive into tensors that were saved for backward."""
 
@@ -385,7 +422,7 @@ def test_without_a_thread_to_be_had_the_caller_does_it(monkeypatch: pytest.Monke
 
 def test_when_nobody_moves_messages_any_more_all_of_them_fail() -> None:
     def work(group: Any) -> None:
-        def broken() -> None:
+        def broken(*_: Any) -> None:
             raise MemoryError("no more")
 
         if group.rank() == 0:

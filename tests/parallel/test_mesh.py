@@ -397,7 +397,7 @@ REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
         Mesh(pipe=2, pipeline=Pipeline(memory_bytes=800, cut=[2, 1])), SQUARE, X, r"this cut needs 832 B on rank 0"
     ),
     "a batch that does not divide": (PIPED, SQUARE, X[:6], r"a batch of 6 samples does not divide into 4 microbatches"),
-    "another batch that does not": (PIPED, SQUARE, X, r"a batch of 6 samples does not divide into 4 microbatches"),
+    "a batch unlike the example": (PIPED, SQUARE, X, r"rank .: a batch of 6 samples, and this pipeline takes 8"),
     "nothing to split": (Mesh(tensor=2), nn.LayerNorm(8), X, r"none of the model's layers can be split over 2 ranks"),
     "what pieces do not allow": (
         Mesh(tensor=2), Mixed(in_place=True), X, r"the model cannot be computed in pieces over 2 ranks"

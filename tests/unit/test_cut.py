@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.cut import as_asked, balanced, bytes_of_ranks, check_fits, check_ranks
+from tutti.parallel.pipeline.cut import as_asked, balanced, bytes_of_ranks, check_fits, check_ranks, within
 
 Times = st.lists(st.floats(0, 100), min_size=1, max_size=9)
 
@@ -39,7 +39,7 @@ def test_no_cut_is_better(seconds: list[float], num_stages: int) -> None:
 )
 def test_memory_is_respected(seconds: list[float], memory: list[list[int]], limit: int) -> None:
     memory = [each[: len(seconds)] for each in memory]
-    spans = balanced(seconds, 3, memory, limit)
+    spans = balanced(seconds, 3, memory, [limit] * 3)
     fitting = [cut for cut in _all_cuts(len(seconds), 3) if max(bytes_of_ranks(cut, memory, 3)) <= limit]
     if not fitting:
         assert spans is None
@@ -69,3 +69,15 @@ def test_what_ranks_take() -> None:
     check_ranks(spans, memory, 2, 70)
     with pytest.raises(ConfigError, match=r"a rank may take 65 B, and this cut needs 70 B on rank 0 of the pipeline"):
         check_ranks(spans, memory, 2, 65)
+
+
+@given(seconds=Times, sizes=st.lists(st.integers(1, 16), min_size=9, max_size=9), limit=st.integers(10, 60))
+def test_ranks_of_two_stages_have_room_for_both(seconds: list[float], sizes: list[int], limit: int) -> None:
+    memory = [sizes[: len(seconds)]] * 4
+    found = within(seconds, memory, 2, limit)
+    fitting = [cut for cut in _all_cuts(len(seconds), 4) if max(bytes_of_ranks(cut, memory, 2)) <= limit]
+    assert found is None or found in fitting
+
+
+def test_one_stage_of_a_rank_may_be_larger_than_the_other() -> None:
+    assert within([1.0] * 7, [[10, 12, 14, 6, 2, 16, 2]] * 4, 2, 34) is not None

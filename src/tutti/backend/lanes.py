@@ -15,6 +15,7 @@ from tutti.backend.work import Operation
 from tutti.errors import ConfigError, RankLost, TuttiError
 from tutti.transports.background import take
 from tutti.transports.base import Prompt, Steps, Transport, Work
+from tutti.transports.loop import Driven
 
 
 class Lane(ABC):
@@ -36,8 +37,8 @@ class Lane(ABC):
 class RealLane(Lane):
     """Collectives that the caller waits for are done by the caller, others by a thread that is made when it is needed.
 
-    Messages are moved by the thread of their own transport. Neither calls what somebody wants called then while there
-    is more for it to do: that may ask for more, and wait for it.
+    Messages are moved by who waits for one, or by the thread of their own transport. None of these calls what somebody
+    wants called then while there is more for it to do: that may ask for more, and wait for it.
     """
 
     def __init__(self, messages: Transport, me: int) -> None:
@@ -66,7 +67,9 @@ class RealLane(Lane):
 
     def message(self, operation: Operation, steps: Steps) -> None:
         operation.patience_s, operation.expected = self._patience_s, self._limit  # Its steps have no deadline.
-        self._send(self._told(operation, steps))
+        work = self._send(self._told(operation, steps))
+        if isinstance(work, Driven):
+            operation.drive = work.drive
         self._underway.add(operation)
 
     def close(self) -> None:

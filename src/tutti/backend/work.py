@@ -1,6 +1,7 @@
 """What a group hands back for something under way."""
 
 import threading
+import time
 from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
@@ -33,6 +34,8 @@ class Operation(dist.Work):
         """Of a message that was received."""
         self.patience_s = -1.0
         """How long to wait where no deadline is given; negative: for ever, as whoever does it has one."""
+        self.drive: Callable[[float], None] | None = None
+        """Lets who waits do, for so many seconds at most, what somebody else would do otherwise."""
         self.expected: Callable[[Operation], None] | None = None
         """Called when somebody takes a future before it is over."""
         self._done: Callable[[], bool] | None = None
@@ -73,7 +76,12 @@ class Operation(dist.Work):
         """Return when it is over; raise what went wrong, or `DeadlineExceeded` after `timeout`, or the group's own."""
         self.finish()
         seconds = timeout.total_seconds() if timeout > _NONE else self.patience_s
-        if not self._over and not self._pass(seconds):
+        left_s = seconds
+        if not self._over and self.drive is not None:
+            started_s = time.monotonic()
+            self.drive(seconds)
+            left_s = max(0.0, started_s + seconds - time.monotonic())
+        if not self._over and not self._pass(left_s):
             raise self._overdue(seconds)
         if self._error is not None:
             raise self._error

@@ -17,20 +17,20 @@ def clocks_ahead(transport: Transport) -> list[float]:
     if transport.cluster is not None or len(set(transport.hosts)) == 1:
         return [0.0] * transport.size
     found = [0.0] * transport.size
-    answer = torch.empty(1, dtype=torch.float64)
+    answer, ask = torch.empty(1, dtype=torch.float64, device="cpu"), torch.zeros(1, device="cpu")
     if transport.rank == 0:
         for rank in range(1, transport.size):
             asked = []
             for _ in range(_ASKS):
                 start_s = transport.now()
-                transport.isend(torch.zeros(1), rank).wait()
+                transport.isend(ask, rank).wait()
                 transport.irecv(answer, rank).wait()
                 stop_s = transport.now()
                 asked.append((stop_s - start_s, answer.item() - (start_s + stop_s) / 2))
             found[rank] = min(asked)[1]
     else:
         for _ in range(_ASKS):
-            transport.irecv(torch.zeros(1), 0).wait()
+            transport.irecv(ask, 0).wait()
             answer.fill_(transport.now())
             transport.isend(answer, 0).wait()
     shared: list[float] = share_json(found, transport)

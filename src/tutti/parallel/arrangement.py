@@ -47,7 +47,11 @@ class Arrangement:
         """Whether this rank is the first of those that have a replica together."""
         self._rows = {axis: _row(mesh, axis, transport) for axis in mesh.shape}
         together = mesh.together(transport.rank)
-        self._together = transport.channel("replica", together) if len(together) > 1 else AloneTransport()
+        self._together = (
+            transport.channel("replica", together)
+            if len(together) > 1
+            else AloneTransport(transport.timeout, transport.world_rank)
+        )
         """Between the ranks that have a replica together."""
         self.data = self._rows["data"]
         """Between this rank and those that have the same part of the model."""
@@ -111,18 +115,19 @@ class Arrangement:
         return norm
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within it every rank has the whole model. Collective."""
+    def whole(self, optimizer: bool) -> Iterator[None]:
+        """Within it every rank has the whole model, and if asked the `optimizer`'s memory. Collective."""
         with ExitStack() as stack:
             for split in self._splits:
-                stack.enter_context(split.whole())
+                stack.enter_context(split.whole(optimizer))
             if self._stages is not None:
-                stack.enter_context(self._stages.whole())
+                stack.enter_context(self._stages.whole(optimizer))
             yield
 
     def gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """What the ranks that have a replica together have of their own, for one to save. Collective."""
-        return {"parts": gather_state(state, self._together), "of": self._parts}
+        parts = gather_state(state, self._together)
+        return {"parts": parts, "of": self._parts} if len(parts) > 1 else state
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of what `gathered` returned."""

@@ -24,7 +24,6 @@ class SameBatch:
         """Refuse, on all ranks, a batch that differs between them. Collective, the first time."""
         if self._compared:
             return
-        self._compared = True
         mine = [self._transport.world_rank, *(_told(each) for each in tree_leaves(batch) if isinstance(each, Tensor))]
         everyone = gather_json(mine, self._transport)
         for other, *theirs in everyone:
@@ -34,6 +33,7 @@ class SameBatch:
                     "model, and were given different batches. Make tutti.shard after distribute, whose world is then "
                     "that of replicas, and shuffle by the same seed."
                 )
+        self._compared = True
 
 
 def _told(tensor: Tensor) -> list[Any]:

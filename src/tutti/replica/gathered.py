@@ -30,6 +30,7 @@ def _to_bytes(value: Any) -> Tensor:
     packed = pack(value, tensors)
     kinds = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
     head = json.dumps([packed, kinds]).encode()
+    tensors = [torch.zeros_like(each, device="cpu") if each.is_meta else each for each in tensors]
     raw = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     length = torch.tensor([len(head)], device="cpu").view(torch.uint8)
     return torch.cat([length, torch.frombuffer(bytearray(head), dtype=torch.uint8), *raw])

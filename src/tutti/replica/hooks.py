@@ -94,8 +94,8 @@ class HookedReplica(Replica):
 
     @torch.no_grad()
     def exchange_gathered(self) -> None:
-        """Exchange what backward passes within `no_sync` have left, as one more outside would."""
-        if self._heard != "gradients":
+        """Exchange what backward passes within `no_sync` have left, as one more here would."""
+        if self._heard != "gradients" or not self.syncing:
             return
         for slot in self.slots:
             slot.touched = slot.tensor.grad is not None

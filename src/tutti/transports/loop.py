@@ -10,6 +10,10 @@ import torch
 
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports.base import Steps, Work
+from tutti.transports.roster import WATCH_SECONDS
+
+_AWAY_SECONDS = 0.001
+"""What is asked for meanwhile, and not waited for, goes on so much later."""
 
 
 class Mover(ABC):
@@ -19,8 +23,8 @@ class Mover(ABC):
     """Held by who takes steps or moves messages, where others than the loop may."""
 
     @abstractmethod
-    def idle(self) -> None:
-        """Move what can be moved; return when something has, after a while, or when `wake` was called."""
+    def idle(self, seconds: float = WATCH_SECONDS) -> None:
+        """Move what can be moved; return when something has, after so long, or when `wake` was called."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -39,7 +43,15 @@ class Mover(ABC):
         """The error for who has waited for `what` as long as a wait may last."""
 
 
-class _Task(Work):
+class Driven(Work):
+    """Work that whoever waits for it may move along."""
+
+    @abstractmethod
+    def drive(self, seconds: float) -> None:
+        """Move it, and all else that is under way, until it is over or so long; or not, if somebody else does."""
+
+
+class _Task(Driven):
     """Steps that the loop takes."""
 
     def __init__(self, steps: Steps, loop: "Loop", patiently: bool) -> None:
@@ -76,6 +88,9 @@ class _Task(Work):
         self._error = error
         self._ended.set()
 
+    def drive(self, seconds: float) -> None:
+        self._loop.drive(self, seconds)
+
     def done(self) -> bool:
         return self._ended.is_set()
 
@@ -90,7 +105,11 @@ class _Task(Work):
 
 
 class Loop:
-    """Takes steps beside each other, in one thread that is made when it is needed."""
+    """Takes steps beside each other, in one thread that is made when it is needed.
+
+    A caller that waits may do so instead: nobody has to wake it then. While callers do so again and again, the thread
+    keeps away.
+    """
 
     def __init__(self, name: str, mover: Mover, patience_s: float) -> None:
         self.mover = mover
@@ -99,6 +118,10 @@ class Loop:
         self._new: deque[_Task] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._tasks: list[_Task] = []
+        self._turn = threading.Lock()  # Held by who goes on with tasks.
+        self._drivers = 0
+        self._num_drives = 0
         self._closed = False
         self._failure: Exception | None = None
 
@@ -109,7 +132,7 @@ class Loop:
         self.mover.wake()
         return task
 
-    def add_here(self, steps: Steps) -> Work:
+    def add_here(self, steps: Steps) -> Driven:
         """As `add`, patiently, but the caller takes the steps that need not wait: the mover has a guard."""
         task = _Task(steps, self, patiently=True)
         with self.mover.guard, torch.no_grad():
@@ -141,28 +164,61 @@ class Loop:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def drive(self, task: _Task, seconds: float) -> None:
+        """Take steps here until `task` is over, for so long at most; not if another caller does so already."""
+        deadline_s = time.monotonic() + seconds
+        with self._lock:
+            if self._drivers:
+                return
+            self._drivers, self._num_drives = 1, self._num_drives + 1
+        try:
+            if not self._turn.acquire(blocking=False):
+                self.mover.wake()  # The thread, which then lets go.
+                self._turn.acquire()
+            try:
+                with torch.no_grad():
+                    while not (task.done() or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
+                        self._go_on(min(left_s, WATCH_SECONDS))
+            except Exception as error:
+                self._failure = self._failure or error
+                self._closed = True  # The thread tells all of them.
+            finally:
+                self._turn.release()
+        finally:
+            self._drivers = 0
+
     def _run(self) -> None:
-        tasks: list[_Task] = []
         try:
             with torch.no_grad():
                 while not self._closed:
-                    self._go_on(tasks)
+                    with self._turn:
+                        while not (self._closed or self._drivers):
+                            self._go_on()
+                    self._keep_away()
         except BaseException as error:  # Of the one who moves messages: whoever waits for some must hear of it.
             stopped = RankLost(f"{self._name}: what moves messages here stopped: {error!r}.")
             self._failure = error if isinstance(error, Exception) else stopped
         with self._lock:
             self._closed = True
-        for task in [*tasks, *self._new]:
-            if self._failure is not None:
-                task.fail(self._failure)
-            else:
-                task.give_up(RankLost(f"{self._name}: this transport was closed with work still to do."))
+        with self._turn:
+            for task in [*self._tasks, *self._new]:
+                if self._failure is not None:
+                    task.fail(self._failure)
+                else:
+                    task.give_up(RankLost(f"{self._name}: this transport was closed with work still to do."))
 
-    def _go_on(self, tasks: list[_Task]) -> None:
+    def _keep_away(self) -> None:
+        """Until nobody has come to drive for a while."""
+        seen = -1
+        while not self._closed and (self._drivers or self._num_drives != seen):
+            seen = self._num_drives
+            time.sleep(_AWAY_SECONDS)
+
+    def _go_on(self, seconds: float = WATCH_SECONDS) -> None:
         while self._new:
-            tasks.append(self._new.popleft())
+            self._tasks.append(self._new.popleft())
         with self.mover.guard:
-            moved = [task.advance(self.mover) for task in tasks]
-        tasks[:] = [task for task in tasks if not task.done()]
+            moved = [task.advance(self.mover) for task in self._tasks]
+        self._tasks[:] = [task for task in self._tasks if not task.done()]
         if not any(moved) and not self._new and not self._closed:
-            self.mover.idle()
+            self.mover.idle(seconds)

@@ -193,8 +193,8 @@ class _Poller(Mover):
         self._looked_at = time.monotonic()
         self._lost: dict[int, str] = {}
 
-    def idle(self) -> None:
-        self._pause_s = min(2 * self._pause_s + 0.00001, _LONGEST_PAUSE_SECONDS)
+    def idle(self, seconds: float = WATCH_SECONDS) -> None:
+        self._pause_s = min(2 * self._pause_s + 0.00001, _LONGEST_PAUSE_SECONDS, seconds)
         if self._woken.wait(self._pause_s):
             self._woken.clear()
             self._pause_s = 0.0

@@ -18,7 +18,7 @@ from torch import Tensor
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports.background import Background
 from tutti.transports.base import ANY, Steps, Transport, Work
-from tutti.transports.loop import Loop
+from tutti.transports.loop import Driven, Loop
 from tutti.transports.roster import WATCH_SECONDS, Conversation, Roster
 from tutti.transports.sockets import Messenger, Receiving
 
@@ -168,7 +168,7 @@ class ProcessGroupTransport(Transport):
         self._messenger.serves = True
         return self._loop.add(steps, patiently)
 
-    def promptly(self, steps: Steps) -> Work:
+    def promptly(self, steps: Steps) -> Driven:
         """As `beside`, patiently; but the caller takes the steps that need not wait."""
         self._messenger.serves = True
         return self._loop.add_here(steps)

@@ -169,8 +169,8 @@ class Messenger(Mover):
                 raise self._overdue(work)
         self.on_progress()  # Many short waits may be long together.
 
-    def idle(self) -> None:
-        if not self._step(WATCH_SECONDS) or time.monotonic() > self._watched_at + WATCH_SECONDS:
+    def idle(self, seconds: float = WATCH_SECONDS) -> None:
+        if not self._step(seconds) or time.monotonic() > self._watched_at + WATCH_SECONDS:
             self._watched_at = time.monotonic()
             with self.guard:
                 self._watch_all()

@@ -1,7 +1,7 @@
 """Where to cut a sequence of layers, so that the slowest stage is as quick as it can be."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 
 from tutti.cluster import format_size
 from tutti.errors import ConfigError
@@ -14,7 +14,7 @@ def balanced(
     seconds: Sequence[float],
     num_stages: int,
     memory: Sequence[Sequence[int]] | None = None,
-    limit_bytes: int | None = None,
+    limits: Sequence[int] | None = None,
 ) -> list[Span] | None:
     """Consecutive layers for every stage, one or more each; None if no cut fits into memory.
 
@@ -22,14 +22,14 @@ def balanced(
 
     Args:
         memory: by stage, what each layer would take in it.
-        limit_bytes: what a stage may take.
+        limits: by stage, what it may take.
     """
     num_layers = len(seconds)
     until = [0.0, *accumulate(seconds)]
     bytes_until = [[0, *accumulate(each)] for each in memory or [[0] * num_layers] * num_stages]
 
     def cost(stage: int, start: int, stop: int) -> float:
-        too_large = limit_bytes is not None and bytes_until[stage][stop] - bytes_until[stage][start] > limit_bytes
+        too_large = limits is not None and bytes_until[stage][stop] - bytes_until[stage][start] > limits[stage]
         return float("inf") if too_large else until[stop] - until[start]
 
     best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
@@ -99,3 +99,24 @@ def check_ranks(
         f"a rank may take {format_size(limit_bytes)}, and this cut needs {large} of the pipeline. Cut otherwise, or "
         "leave out the cut and have it found."
     )
+
+
+def within(
+    seconds: Sequence[float], memory: Sequence[Sequence[int]], num_ranks: int, limit_bytes: int
+) -> list[Span] | None:
+    """As `balanced`, so that no rank's stages take more than `limit_bytes` together; None if none was found.
+
+    Where a rank has several stages, its memory is shared among them in all ways of eighths, alike on all ranks.
+    """
+    num_stages = len(memory)
+    best = balanced(seconds, num_stages, memory, [limit_bytes] * num_stages)
+    if best is None or max(bytes_of_ranks(best, memory, num_ranks)) <= limit_bytes:
+        return best
+    per_rank = num_stages // num_ranks
+    found = []
+    for cuts in combinations(range(1, 8), per_rank - 1):
+        shares = [limit_bytes * (stop - start) // 8 for start, stop in pairwise([0, *cuts, 8])]
+        spans = balanced(seconds, num_stages, memory, [shares[stage // num_ranks] for stage in range(num_stages)])
+        if spans is not None:
+            found.append((max(sum(seconds[start:stop]) for start, stop in spans), spans))
+    return min(found)[1] if found else None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.parallel.pipeline.layers import Layers
+from tutti.parallel.pipeline.work import guarded
 
 _ROUNDS = 5
 
@@ -77,7 +78,7 @@ class _Run:
         wanted = [it for it in [*layer.parameters(), *taken] if it.requires_grad]
         start_s = _at(now, taken)
         with torch.enable_grad():
-            out = layer(*taken)
+            out = layer(*guarded(layer, taken))
         middle_s = _at(now, taken)
         made = out if isinstance(out, tuple) else (out,)
         outputs = [it for it in made if it.requires_grad]

@@ -19,6 +19,8 @@ class StagePlan:
     costs: Sequence[LayerCost]
     """By stage."""
     num_microbatches: int
+    num_samples: int | None = None
+    """Of every batch; None where any will do."""
 
     @property
     def num_ranks(self) -> int:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from tutti.cluster import format_size
 from tutti.collectives import gather_json, share_json
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.cut import Span, as_asked, balanced, bytes_of_ranks, check_fits, check_ranks
+from tutti.parallel.pipeline.cut import Span, as_asked, balanced, check_fits, check_ranks, within
 from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
 from tutti.parallel.pipeline.measure import LayerCost, measure
 from tutti.parallel.pipeline.microbatches import microbatches
@@ -20,6 +20,7 @@ from tutti.parallel.pipeline.order import most_held, order
 from tutti.parallel.pipeline.plan import StagePlan
 from tutti.parallel.pipeline.settings import Pipeline
 from tutti.replica.gathered import gather_state
+from tutti.replica.samples import num_rows
 from tutti.transports import Transport
 
 
@@ -50,7 +51,7 @@ class Stages:
         held = [most_held(orders[stage % transport.size], stage) for stage in range(num_stages)]
         spans = _spans(costs, settings, held, transport.size)
         stage_costs = [_sum(costs[start:stop]) for start, stop in spans]
-        self.plan = StagePlan(orders, stage_costs, num_microbatches)
+        self.plan = StagePlan(orders, stage_costs, num_microbatches, num_rows(example))
         self.mine = {
             index: Stage(layers[start:stop])
             for index, (start, stop) in enumerate(spans)
@@ -58,25 +59,33 @@ class Stages:
         }
         self.cut = [stop - start for start, stop in spans]
         """How many layers each stage has."""
-        self._owners = _owners(model, layers, spans, transport.size)
+        users = _users(model, layers, spans, transport.size)
+        self._owners = {tensor: min(ranks) for tensor, ranks in users.items()}
+        """Who gives each parameter and buffer to the others: a buffer may be of several stages."""
+        self._others = [tensor for tensor, ranks in users.items() if transport.rank not in ranks]
+        """What this rank has no use for."""
         self._shapes = {tensor: tensor.shape for tensor in self._owners}
         self._hold()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within it every rank has the whole model and the optimiser's memory of it. Collective along `pipe`."""
-        self.close()
+    def whole(self, optimizer: bool) -> Iterator[None]:
+        """Within it every rank has the whole model, and if asked the `optimizer`'s memory. Collective along `pipe`."""
+        self._gather(optimizer)
         try:
             yield
         finally:
             self._hold()
 
-    @torch.no_grad()
     def close(self) -> None:
         """Give every rank the whole model and the optimiser's memory, and let it go. Collective along `pipe`."""
+        self._gather(optimizer=True)
+
+    @torch.no_grad()
+    def _gather(self, optimizer: bool) -> None:
         self.abandon()
-        self._gather_optimizer()
-        for tensor in self._foreign():
+        if optimizer:
+            self._gather_optimizer()
+        for tensor in self._others:
             tensor.data = tensor.new_empty(self._shapes[tensor])
         for rank in range(self._transport.size):
             for tensor in [it for it, owner in self._owners.items() if owner == rank]:
@@ -89,25 +98,22 @@ class Stages:
             for number, (tensor, owner) in enumerate(self._owners.items())
             if owner == self._transport.rank and tensor in memory
         }
-        tensors = list(self._owners)
+        tensors, devices = list(self._owners), _devices(mine)
         for rank, theirs in enumerate(gather_state(mine, self._transport)):
             if rank != self._transport.rank:
                 for number, entries in theirs.items():
-                    memory[tensors[number]] = _beside(entries, tensors[number].device, self._shapes[tensors[number]])
+                    memory[tensors[number]] = _beside(entries, tensors[number], self._shapes[tensors[number]], devices)
 
     def abandon(self) -> None:
         """Let the model go as it is. Not collective. Idempotent."""
         self._model.__dict__.pop("forward", None)
 
     def _hold(self) -> None:
-        for tensor in self._foreign():
+        for tensor in self._others:
             tensor.data = tensor.new_empty(0)
             tensor.grad = None
             self._optimizer.state.pop(tensor, None)
         self._model.forward = _refuse_forward
-
-    def _foreign(self) -> list[Tensor]:
-        return [tensor for tensor, owner in self._owners.items() if owner != self._transport.rank]
 
     def _hand_out(self, tensor: Tensor, root: int) -> None:
         if self._transport.rank == root:
@@ -166,17 +172,18 @@ def _spans(costs: list[LayerCost], settings: Pipeline, held: list[int], num_rank
     seconds = [cost.seconds for cost in costs]
     if not any(seconds):  # In virtual time, without a layer that multiplies.
         seconds = [1.0 + cost.parameter_bytes for cost in costs]
-    best = balanced(seconds, num_stages, memory, limit_bytes)
-    if best is not None and limit_bytes is not None and max(bytes_of_ranks(best, memory, num_ranks)) > limit_bytes:
-        best = balanced(seconds, num_stages, memory, limit_bytes // (num_stages // num_ranks))  # Even shares do fit.
-    if best is None:
-        assert limit_bytes is not None
+    if limit_bytes is None:
+        best = balanced(seconds, num_stages)
+        assert best is not None, "there are as many layers as stages"
+        return best
+    fitting = within(seconds, memory, num_ranks, limit_bytes)
+    if fitting is None:
         raise ConfigError(
             f"{len(costs)} layers that need {format_size(sum(least))} or more do not fit into {num_stages} stages on "
             f"{num_ranks} ranks of {format_size(limit_bytes)} each. Allow more memory, use more ranks or smaller "
-            "microbatches."
+            "microbatches, or say Pipeline(cut=...)."
         )
-    return best
+    return fitting
 
 
 def _sum(costs: list[LayerCost]) -> LayerCost:
@@ -191,22 +198,32 @@ def _sum(costs: list[LayerCost]) -> LayerCost:
     )
 
 
-def _owners(model: nn.Module, layers: Layers, spans: list[Span], num_ranks: int) -> dict[Tensor, int]:
-    """The rank along `pipe` that has each parameter and buffer; the first has those that no layer uses."""
-    found: dict[Tensor, int] = {}
+def _users(model: nn.Module, layers: Layers, spans: list[Span], num_ranks: int) -> dict[Tensor, set[int]]:
+    """The ranks along `pipe` that need each parameter and buffer; the first has those that no layer uses."""
+    found: dict[Tensor, set[int]] = {}
     for index, (start, stop) in enumerate(spans):
         for _, layer in layers[start:stop]:
-            found.update((tensor, index % num_ranks) for tensor in [*layer.parameters(), *layer.buffers()])
+            for tensor in [*layer.parameters(), *layer.buffers()]:
+                found.setdefault(tensor, set()).add(index % num_ranks)
     for tensor in [*model.parameters(), *model.buffers()]:
-        found.setdefault(tensor, 0)
+        found.setdefault(tensor, {0})
     return found
 
 
-def _beside(entries: dict[str, Any], device: torch.device, shape: torch.Size) -> dict[str, Any]:
-    """What an optimiser remembers of a parameter, where it is; counts of steps stay where they are."""
+def _devices(memory: dict[int, dict[str, Any]]) -> dict[str, torch.device]:
+    """Where an optimiser keeps what it remembers of this rank's parameters: some count steps on the CPU."""
+    return {key: it.device for entries in memory.values() for key, it in entries.items() if isinstance(it, Tensor)}
+
+
+def _beside(
+    entries: dict[str, Any], parameter: Tensor, shape: torch.Size, devices: dict[str, torch.device]
+) -> dict[str, Any]:
+    """What an optimiser remembers of a parameter of another rank, where this one's would be."""
     return {
-        key: value.to(device) if isinstance(value, Tensor) and value.shape == shape else value
-        for key, value in entries.items()
+        key: it.to(devices.get(key, parameter.device if it.shape == shape else it.device))
+        if isinstance(it, Tensor)
+        else it
+        for key, it in entries.items()
     }
 
 

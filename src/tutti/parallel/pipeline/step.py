@@ -15,6 +15,7 @@ from tutti.parallel.pipeline.timeline import Span, Timeline
 from tutti.parallel.pipeline.wires import Arriving, Wires
 from tutti.parallel.pipeline.work import StageWork, Tensors
 from tutti.replica import HookedReplica
+from tutti.replica.samples import num_rows
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -45,12 +46,16 @@ class PipelineStep:
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """The mean loss of the batch, on every rank; the parameters have their gradients. Collective."""
-        number = self.plan.num_microbatches
+        self._wires.check_whole()
         try:
-            batches = microbatches(inputs, number), microbatches(targets, number)
-        except ConfigError as error:
-            raise ConfigError(f"rank {self._wires.transport.world_rank}: {error}") from error
+            return self._stepped(inputs, targets)
+        except BaseException:
+            self._wires.break_off()
+            raise
+
+    def _stepped(self, inputs: Any, targets: Any) -> Tensor:
         self._same((inputs, targets))
+        batches = self._cut(inputs, self.plan.num_samples), self._cut(targets)
         losses: list[Tensor] = []
         self._spans = []
         actions = self.plan.orders[self._rank]
@@ -64,6 +69,18 @@ class PipelineStep:
         self._replica.contribution.forward((inputs,), {})
         self._replica.exchange_gathered()
         return loss
+
+    def _cut(self, batch: Any, wanted: int | None = None) -> list[Any]:
+        """Its microbatches; `wanted` is how many samples it must have, if that matters."""
+        try:
+            if wanted is not None and num_rows(batch) != wanted:
+                raise ConfigError(
+                    f"a batch of {num_rows(batch)} samples, and this pipeline takes {wanted}, as many as the example "
+                    "of distribute had. Use drop_last=True, or an example as large as your batches."
+                )
+            return microbatches(batch, self.plan.num_microbatches)
+        except ConfigError as error:
+            raise ConfigError(f"rank {self._wires.transport.world_rank}: {error}") from error
 
     def timeline(self) -> Timeline:
         """What all ranks did in the last step, by the first one's clock. Collective."""
@@ -85,7 +102,8 @@ class PipelineStep:
         if action.kind == "F":
             made = work.forward(number, taken)
             if self._is_last(action.stage):
-                loss = self._loss(made[0] if len(made) == 1 else made, batches[1][number]) / self.plan.num_microbatches
+                shown = _apart(made, taken)  # A loss may keep what it was given.
+                loss = self._mean_loss(shown, batches[1][number])
                 work.keep(number, loss)
                 losses.append(loss.detach())
         elif action.kind == "W":
@@ -96,6 +114,17 @@ class PipelineStep:
         self._spans.append(Span(self._rank, action.kind, action.stage, number, start_s, transport.now()))
         if (parcel := action.gives(self.plan.num_stages)) is not None:
             self._give(parcel, made)
+
+    def _mean_loss(self, shown: Tensors, target: Any) -> Tensor:
+        """A microbatch's part of the mean over the batch."""
+        loss = self._loss(shown[0] if len(shown) == 1 else shown, target)
+        if not isinstance(loss, Tensor) or loss.dim():
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ConfigError(
+                f"rank {self._wires.transport.world_rank}: the loss must be one number, the mean over samples, got "
+                f"{got}. Take its mean in the function that job.pipeline is given."
+            )
+        return loss / self.plan.num_microbatches
 
     def _ask_for(self, action: Action) -> None:
         """Have what an action needs from another rank on its way."""
@@ -118,3 +147,9 @@ class PipelineStep:
 
     def _is_last(self, stage: int) -> bool:
         return stage == self.plan.num_stages - 1
+
+
+def _apart(made: Tensors, taken: Tensors) -> Tensors:
+    """What a stage made; what is but another view of what it took, which will be written over, as a copy."""
+    places = {it.untyped_storage().data_ptr() for it in taken if isinstance(it, Tensor)}
+    return tuple(it.clone() if it.untyped_storage().data_ptr() in places else it for it in made)

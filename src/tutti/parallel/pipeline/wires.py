@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from tutti.errors import ConfigError
 from tutti.parallel.pipeline.order import Parcel
 from tutti.parallel.pipeline.plan import Shapes, StagePlan
 from tutti.transports import Transport, Work
@@ -41,16 +42,44 @@ def _most_received(plan: StagePlan) -> int:
 class Wires(ABC):
     """Takes parcels between the ranks along `pipe` while they compute."""
 
-    def __init__(self, plan: StagePlan, transport: Transport) -> None:
+    def __init__(self, plan: StagePlan, transport: Transport, device: torch.device) -> None:
         self.beneath = transport
         """For what is said between steps."""
         self.transport = transport.channel("wires")
         self._plan = plan
         self._sending: list[Work] = []
+        self._loss_device = "meta" if device.type == "meta" else "cpu"
+        self._broken = False
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a step that failed, here or elsewhere: what others have of it is not known."""
+        if self._broken:
+            raise ConfigError(
+                f"rank {self.transport.world_rank}: an earlier step of this pipeline failed, and ranks may have "
+                "different parts of it. End this job, and go on from a checkpoint."
+            )
+
+    def break_off(self) -> None:
+        """A step failed: whoever waits for this rank is told."""
+        self._broken = True
+        self.transport.close()
 
     def begin(self) -> None:
         """A step begins. No rank begins the next but one before all have ended this."""
         return None
+
+    def _as_planned(self, parcel: Parcel, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors as the receiver expects them: under autocast they may be of another dtype than the example's."""
+        shapes = self._plan.shapes(parcel)
+        got, wanted = [tuple(each.shape) for each in tensors], [shape for shape, _ in shapes]
+        if got != wanted:
+            raise ConfigError(
+                f"rank {self.transport.world_rank}: stage {parcel.stage} made tensors of shapes {got} of a microbatch, "
+                f"and {wanted} of the example that distribute was given. All batches must be of one shape, the "
+                "example's: pad them, or drop the last."
+            )
+        dtypes = [getattr(torch, name) for _, name in shapes]
+        return [each.detach().to(dtype) for each, dtype in zip(tensors, dtypes, strict=True)]
 
     @abstractmethod
     def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
@@ -67,9 +96,10 @@ class Wires(ABC):
         """
         last = self._plan.num_ranks - 1
         if loss is None:
-            loss = torch.empty((), dtype=torch.float64)
+            loss = torch.empty((), dtype=torch.float64, device=self._loss_device)
             self.transport.irecv(loss, last).wait()
         else:
+            loss = loss.to(self._loss_device)
             self._sending += [self.transport.isend(loss, rank) for rank in range(last)]
         for work in self._sending:
             work.wait()
@@ -81,14 +111,14 @@ class ByMessage(Wires):
     """Over any network; large messages are moved by a thread, because ranks that compute do not."""
 
     def __init__(self, plan: StagePlan, transport: Transport, device: torch.device) -> None:
-        super().__init__(plan, transport)
-        self._large = transport.channel("large wires")
+        super().__init__(plan, transport, device)
+        self._large = self.transport.channel("large")
         self._device = device
         tags = accumulate((len(plan.shapes(parcel)) for parcel in plan.parcels()), initial=1)
         self._tags = dict(zip(plan.parcels(), tags, strict=False))
 
     def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
-        held = [it.detach().contiguous() for it in tensors]
+        held = [it.contiguous() for it in self._as_planned(parcel, tensors)]
         self._sending = [work for work in self._sending if not work.done()]
         self._sending += self._started(parcel, held, _sends, self._plan.receiver(parcel))
 
@@ -121,9 +151,10 @@ class InMemory(Wires):
     """Between ranks of one host: who sends writes where the other reads."""
 
     def __init__(self, plan: StagePlan, transport: Transport) -> None:
+        """Open the memory. Collective."""
         from tutti.transports.slots import Slots  # Costs a compiler's import.
 
-        super().__init__(plan, transport)
+        super().__init__(plan, transport, torch.device("cpu"))
         parcels = list(plan.parcels())
         self._places = {parcel: place for place, parcel in enumerate(parcels)}
         sizes = [(plan.receiver(parcel), num_bytes(plan.shapes(parcel))) for parcel in parcels]
@@ -134,8 +165,8 @@ class InMemory(Wires):
         self._turn += 1
 
     def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
-        for room, tensor in zip(self._rooms(parcel), tensors, strict=True):
-            room.copy_(tensor.detach())
+        for room, tensor in zip(self._rooms(parcel), self._as_planned(parcel, tensors), strict=True):
+            room.copy_(tensor)
         self._slots.filled(self._places[parcel], self._turn)
 
     def receive(self, parcel: Parcel) -> Arriving:

@@ -20,7 +20,7 @@ class StageWork:
         """What the stage makes of `values`; call `keep` with what the backward pass is to start from."""
         if not self._first:
             values = tuple(value.detach().requires_grad_(value.is_floating_point()) for value in values)
-        made: Tensors = self._stage(*values)
+        made: Tensors = self._stage(*guarded(self._stage, values))
         self._kept[microbatch] = values, made
         return made
 
@@ -42,6 +42,8 @@ class StageWork:
             return ()
         from torch.distributed.pipelining._backward import stage_backward_input  # Costs seconds.
 
+        if gradients is not None:  # Parameters may keep them as their own.
+            gradients = tuple(each.clone() for each in gradients)
         outputs, wanted = _differentiable(made, gradients)
         _, self._later[microbatch] = stage_backward_input(outputs, wanted, list(taken), self._stage.parameters())
         return tuple(_gradient(value) for value in taken)
@@ -55,6 +57,14 @@ class StageWork:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
         stage_backward_weight(self._stage.parameters(), left)
+
+
+def guarded(module: nn.Module, values: Tensors) -> Tensors:
+    """What to give a module that may change what it takes in place, which is not allowed of what gradients are of."""
+    first = next(iter(module.children()), module)
+    if not any(getattr(each, "inplace", False) for each in first.modules()):
+        return values
+    return tuple(value.clone() if value.requires_grad else value for value in values)
 
 
 def _backward(made: Tensors, gradients: Tensors | None) -> None:

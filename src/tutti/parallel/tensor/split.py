@@ -70,13 +70,17 @@ class TensorSplit:
         return parameter in self._pieces and self._pieces[parameter].dim is not None
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within it the model is whole, as is the optimiser's memory, and computes by itself. Collective."""
+    def whole(self, optimizer: bool) -> Iterator[None]:
+        """Within it the model is whole, and if asked the `optimizer`'s memory, and computes by itself. Collective."""
         memory = self._optimizer.state
         split = [parameter for parameter, piece in self._pieces.items() if piece.dim is not None]
         mine = [(it, it.data, it.grad, dict(memory[it]) if it in memory else None) for it in split]
         self._release()
-        self._change(self._gathered)
+        if optimizer:
+            self._change(self._gathered)
+        else:
+            for parameter, data, *_ in mine:
+                parameter.data = self._gathered(data, parameter)
         try:
             yield
         finally:
