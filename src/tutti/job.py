@@ -288,6 +288,8 @@ def distribute(
     finished, and ends the program there, or the function that `tutti.launch` runs. On the others, the world is then
     that of the ranks that train: make `tutti.shard` after it.
     """
+    if not isinstance(mesh, Mesh | None):
+        raise ConfigError(f"mesh must be a tutti.Mesh(data=..., tensor=..., pipe=...), got {mesh!r}.")
     world = world or current_world()
     strategy = world.strategy or strategy or AllReduce()
     mistakes = _mistakes(model, optimizer, strategy)
@@ -337,6 +339,9 @@ def _started(
     job = Job(replica, exchange, strategy, trains, pace, arrangement)
     job._before = before
     setattr(model, _MARK, job)
+    for module in model.modules():
+        if isinstance(module, Branches):
+            module.distributed = True
     world.expendable(exchange.expendable)
     return job
 

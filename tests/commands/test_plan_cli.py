@@ -167,5 +167,23 @@ def test_meshes(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
     assert found["meshes"][0]["fits"]
 
 
-def test_no_memory(call: Call, tmp_path: Path) -> None:
-    assert_refused(call("plan", "digits", "--memory", "much"), "'much'", tmp_path)
+def test_no_mesh_fits(call: Call, profiled: list[int | None]) -> None:
+    ended = call("plan", "digits", "--workers", "2", "--memory", "1KiB")
+    assert ended.status == 0, ended.err
+    assert "Do not train this on 2 workers of 1 KiB" in ended.out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"), [("much", "'much'"), ("0", "--memory is what a worker has"), ("-1GiB", "")]
+)
+def test_no_memory(memory: str, said: str, call: Call, tmp_path: Path) -> None:
+    assert_refused(call("plan", "digits", "--memory", memory), said, tmp_path)
+
+
+REFUSED = {"models": ("nobody", "nobody"), "rates": ("fast", "fast"), "workers": ("16", "--workers goes up to 8")}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_meshes_that_are_not_compared(option: str, call: Call, tmp_path: Path) -> None:
+    value, said = REFUSED[option]
+    assert_refused(call("bench", "meshes", f"--{option}", value), said, tmp_path)

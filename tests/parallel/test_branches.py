@@ -136,18 +136,20 @@ def test_numbers_of_words_and_no_gradients() -> None:
         branches = Branches([words, nn.Linear(2, 1)], world.transport)
         with torch.no_grad():
             quietly = branches(torch.tensor([4, 1]), torch.ones(3, 2))
-        loudly = branches(torch.tensor([4, 1]), torch.ones(3, 2))
-        assert [x.requires_grad for x in (*quietly, *loudly)] == [False, False, True, True]
-        assert torch.equal(quietly[0], loudly[0])
-        loudly[0].square().sum().backward()
-        return [quietly[0], torch.zeros(6, 2) if words.weight.grad is None else words.weight.grad]
+        with distribute(branches, torch.optim.SGD(branches.parameters(), lr=0.1), world=world):
+            loudly = branches(torch.tensor([4, 1]), torch.ones(3, 2))
+            assert [x.requires_grad for x in (*quietly, *loudly)] == [False, False, True, True]
+            assert torch.equal(quietly[0], loudly[0])
+            (loudly[0].square().sum() + loudly[1].sum()).backward()
+            assert words.weight.grad is not None
+            return [quietly[0], words.weight.grad.clone()]
 
     results = run_ok(work, size=2, transport="shared_memory")
     rows = torch.tensor([[8.0, 9.0], [2.0, 3.0]])
-    assert all(torch.equal(result[0], rows) for result in results)
-    mean = (results[0][1] + results[1][1]) / 2  # As distribute would have it.
-    assert torch.equal(mean[[4, 1]], 2 * rows)
-    assert mean.sum() == 2 * rows.sum()
+    for outputs, gradient in results:
+        assert torch.equal(outputs, rows)
+        assert torch.equal(gradient[[4, 1]], 2 * rows)
+        assert gradient.sum() == 2 * rows.sum()
 
 
 def test_virtual_time_is_that_of_a_ranks_own_branches() -> None:
@@ -182,6 +184,19 @@ def test_what_cannot_be_is_refused() -> None:
         assert "'0' of branch 0 keeps running statistics" in str(result)
     for result in run_threads(refused, [], size=1, transport="process_group"):
         assert "one branch at least" in str(result)
+
+
+def test_what_would_train_wrongly_is_refused() -> None:
+    def work(world: World, which: str) -> None:
+        branches = Branches([nn.Linear(3, 3), nn.Linear(3, 3)], world.transport)
+        x = torch.ones(2, 3) + (world.rank if which == "batches" else 0)
+        sum(branches(x, x)).sum().backward()  # type: ignore[union-attr]
+
+    for which, message in {"batches": "were given different batches", "alone": "tutti.distribute the model"}.items():
+        for rank, error in enumerate(run_threads(work, which, size=2, transport="process_group")):
+            assert isinstance(error, ConfigError)
+            assert str(error).startswith(f"rank {rank}: ")
+            assert message in str(error)
 
 
 def test_a_wrong_output_is_told_to_all() -> None:

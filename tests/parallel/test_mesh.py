@@ -425,8 +425,18 @@ def test_refused_on_every_rank(mesh: Mesh, model: nn.Module, x: Tensor | None, m
             raise error
 
 
+def test_one_mesh_after_another() -> None:
+    problem = _perceptron()
+
+    def train(world: World) -> list[float]:
+        return [_on_mesh(world, problem, Mesh(tensor=2), AllReduce(), 1)[2] for _ in range(2)]
+
+    for first, second in run_ok(train, size=2, transport="process_group"):
+        assert first == second
+
+
 def test_axes_of_no_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"Mesh: pipe=-1, data=0; every axis needs 1 rank or more"):
+    with pytest.raises(ConfigError, match=r"Mesh: pipe=-1, data=0; every axis needs a whole number of ranks"):
         Mesh(data=0, pipe=-1)
 
 

@@ -75,7 +75,7 @@ def test_a_timeline() -> None:
 
 REFUSED = {
     "a schedule nobody knows": ({"schedule": "2f2b"}, r"schedule '2f2b' is not one of in-turn, gpipe"),
-    "no microbatch": ({"microbatches": 0}, r"microbatches must be 1 or more, got 0"),
+    "no microbatch": ({"microbatches": 0}, r"microbatches must be a whole number, 1 or more, got 0"),
     "an empty stage": ({"cut": [2, 0]}, r"every stage of the cut needs 1 layer or more, got \[2, 0\]"),
     "stages that cannot be": ({"stages_per_rank": 2}, r"'1f1b' has 1 stage per rank, got stages_per_rank=2"),
 }

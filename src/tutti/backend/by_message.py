@@ -13,7 +13,7 @@ from tutti.collectives.ring import in_chunks, pass_on
 from tutti.collectives.tree import broadcast
 from tutti.transports.base import Steps, Transport, Work
 
-_STRAIGHT_BYTES = 32 * 2**10
+STRAIGHT_BYTES = 32 * 2**10
 """What may come to a rank from all others at once: more would overrun the buffers of its link."""
 
 
@@ -133,7 +133,7 @@ class ByMessage(Collectives):
 
     def _straight(self, mine: Tensor) -> bool:
         """Whether what each rank sends to each is best sent at once."""
-        return (self._size - 1) * mine.nbytes <= _STRAIGHT_BYTES
+        return (self._size - 1) * mine.nbytes <= STRAIGHT_BYTES
 
     def _exchange(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
         """Everything to everyone at once."""

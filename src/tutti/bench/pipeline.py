@@ -51,13 +51,15 @@ def measure(request: Request) -> dict[str, Any]:
     ways: dict[str, Callable[[], Any]] = {SOLO: _solo(model, batch, world)}
     lines: dict[str, tuple[Job, PipelineStep]] = {}
     for schedule in request.schedules:
+        link.progress(doing=f"cutting the model for {schedule}")
         settings = Pipeline(schedule=schedule, microbatches=request.microbatches)
         ways[schedule], job, pipeline = _pipelined(model, batch, world, settings)
         lines[schedule] = job, pipeline
     rounds = Rounds(request.rounds, round_s=0.5, most_repeats=4, total_s=90)
-    seconds = rounds.medians(ways, world.transport, lambda text: link.progress(done=0, total=1, case=text))
+    seconds = rounds.medians(ways, world.transport, lambda text: link.progress(doing=text))
     rows = []
     for name, (job, pipeline) in lines.items():
+        link.progress(doing=f"waiting in {name}")
         rows.append({"schedule": name, "seconds": seconds[name], **_bubbles(ways[name], pipeline, request.rounds)})
         job.finish()
     return {"workers": world.size, "microbatches": request.microbatches, "solo_s": seconds[SOLO], "rows": rows}

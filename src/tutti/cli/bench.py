@@ -21,6 +21,7 @@ from tutti.bench import step as step_bench
 from tutti.bench import under_mpi
 from tutti.cli.backend import backend
 from tutti.cli.bench_auto import auto
+from tutti.cli.bench_meshes import meshes
 from tutti.cli.bench_pipeline import pipeline
 from tutti.cli.bench_plan import plan
 from tutti.cli.json_file import check_writable, write_json
@@ -48,6 +49,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; 
 app.command("worth")(worth)
 app.command("strategies")(strategies)
 app.command("plan")(plan)
+app.command("meshes")(meshes)
 app.command("auto")(auto)
 app.command("overlap")(overlap)
 app.command("backend")(backend)

@@ -44,10 +44,15 @@ def pipeline(
         pyplot()
         plot.mkdir(parents=True, exist_ok=True)
     console = Console()
-    with console.status(f"timing {len(names)} schedules on {workers} ranks"):
+    with console.status(f"starting {workers} ranks") as status:
+
+        def show(rank: int, values: dict[str, Any]) -> None:
+            if rank == 0:
+                status.update(f"timing {len(names)} schedules on {workers} ranks: {values['doing']}")
+
         steady_s = None if steady is None else 1e-6 * steady
         request = Request(names, microbatches, rounds, width, 16 * workers, batch, steady_s)
-        result = launch(measure, request, workers=workers)[0]
+        result = launch(measure, request, workers=workers, watch=show)[0]
     console.print(_table(result))
     write_json(json_file, result)
     if plot is not None:

@@ -18,11 +18,12 @@ from tutti.cli import mesh_plan, per_layer, target_accuracy
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.recipe_task import DataFolder, Epochs, Options, parse_options
 from tutti.cli.subject import find_subject
-from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time, parse_size
+from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
 from tutti.plan import Plan, Prediction, Profile, measure, plan
-from tutti.plan.mesh import plan_meshes
+from tutti.plan.measure.problem import Problem
+from tutti.plan.mesh import Parts, plan_meshes
 from tutti.plan.network import measure_network
 from tutti.plan.place import up_to
 from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
@@ -105,7 +106,7 @@ def planned(
     elif epochs is not None:
         raise ConfigError("--epochs is how long to train for --target-accuracy, which was not given.")
     batch = share_of(global_batch, workers) if batch is None and global_batch is not None else batch
-    limit = None if memory is None else parse_size(memory)
+    limit = mesh_plan.memory_limit(memory)
     console = Console()
     with console.status("measuring links") as status:
         cluster = _measured() if cluster_text == MEASURED else Cluster.load(cluster_text)
@@ -135,11 +136,10 @@ def planned(
         written["layers"] = per_layer.as_dicts(found, workers)
     if meshes or limit is not None:
         own = each_has(profile, workers, global_batch)
+        parts = _parts_of(subject, parse_options(option), batch, input_shape)
         total = global_batch or workers * own.num_samples
-        model = find_subject(subject, parse_options(option), 1, input_shape).model
-        arranged = plan_meshes(model, own, workers, cluster, total_samples=total, memory_bytes=limit)
-        console.print(mesh_plan.table_of(arranged, total))
-        console.print(arranged.reason, highlight=False)
+        arranged = plan_meshes(parts, own, workers, cluster, total_samples=total, memory_bytes=limit)
+        mesh_plan.show(arranged, total, console)
         written["meshes"] = arranged.as_dict()
     if target is not None:
         task = Task(
@@ -201,6 +201,13 @@ def profile_of(subject: str, options: dict[str, Any], batch: int | None, input_s
     """A step of what `subject` names, measured here."""
     found = find_subject(subject, options, batch, input_shape)
     return measure.profile(found.model, found.batch, loss=found.loss, optimizer=found.optimizer)
+
+
+def _parts_of(subject: str, options: dict[str, Any], batch: int | None, input_shape: str | None) -> Parts:
+    """What ranks of meshes would do of a step, tried out here."""
+    found = find_subject(subject, options, batch, input_shape)
+    args = Problem.of(found.model, found.batch, found.loss).args
+    return Parts(found.model, args if len(args) > 1 else args[0])
 
 
 def _simulated(profile: Profile, workers: int, cluster: Cluster, say: Any, strategy: Strategy) -> float:

@@ -8,11 +8,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tutti.errors import ConfigError
+from tutti.parallel.same_batch import SameBatch
 from tutti.transports import Transport
 from tutti.transports.frames import DTYPES
 
 _MAX_DIMS = 8
 _REFUSED = -1
+
+
+_REMEDY = (
+    "ranks of one group of branches are one worker. Leave out tutti.shard, or give it the world of groups (see "
+    "docs/branches.md), and give random data and shuffling a seed."
+)
 
 
 class Branches(nn.Module):
@@ -43,6 +50,9 @@ class Branches(nn.Module):
         self._talk = transport.channel("branches", members)
         self._place = transport.rank - members[0]
         self._size = size
+        self._same = SameBatch(self._talk, _REMEDY)
+        self.distributed = False
+        """Whether gradients are averaged over ranks, without which they would be wrong."""
 
     @property
     def mine(self) -> list[int]:
@@ -58,6 +68,7 @@ class Branches(nn.Module):
             return tuple(branch(x) for branch, x in zip(self.branches, inputs, strict=True))
         if any(x.is_meta for x in inputs):
             return self._counted(inputs)
+        self._same(inputs)
         entered = _Enter.apply(self, *inputs)
         outputs = {number: self.branches[number](entered[number]) for number in self.mine}
         ties = [x for x in entered if x.requires_grad]
@@ -93,6 +104,12 @@ class Branches(nn.Module):
     def size(self) -> int:
         """How many ranks have branches of one replica."""
         return self._size
+
+    def undistributed(self) -> ConfigError:
+        return ConfigError(
+            f"rank {self._talk.world_rank}: the gradients of Branches are right when they are averaged over ranks: "
+            "tutti.distribute the model that has them before you train it."
+        )
 
     def refusal(self, number: int) -> ConfigError:
         return ConfigError(
@@ -165,6 +182,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         branches: Branches = ctx.branches
+        if not branches.distributed:
+            raise branches.undistributed()
         return None, None, *([None] * ctx.num_ties), *(grads[number] * branches.size for number in branches.mine)
 
 

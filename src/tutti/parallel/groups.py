@@ -25,12 +25,19 @@ def process_group(transport: Transport) -> Iterator[dist.ProcessGroup]:
 
     It is not, and needs no, default group. When a rank is lost, what waits for it fails at once.
     """
-    group: Any = group_over(Opened(transport.channel("group"), transport.world_rank, lambda: None))
+    group = group_over(Opened(transport.channel("group"), transport.world_rank, lambda: None))
+    with registered(group):
+        yield group
+
+
+@contextmanager
+def registered(group: Any) -> Iterator[None]:
+    """Let torch find a group by its name; it is shut down in the end."""
     name: Any = f"tutti-{next(_numbers)}"
     group._set_group_name(name)
     c10d._register_process_group(name, group)
     try:
-        yield group
+        yield
     finally:
         c10d._unregister_process_group(name)
         group.shutdown()
@@ -51,6 +58,6 @@ def device_mesh(group: dist.ProcessGroup, device_type: str) -> Iterator["DeviceM
     mesh: Any = DeviceMesh(device_type, list(range(group.size())), _init_backend=False, _rank=group.rank())
     mesh._dim_group_names = [group.group_name]
     mesh._pg_registry = {group.group_name: group}
-    mesh._thread_id = next(_numbers)  # DTensor takes meshes that are equal to be one: no two of these are.
+    mesh._thread_id = next(_numbers)  # DTensor takes equal meshes for one, and groups of other ranks or jobs are not.
     yield mesh
     mesh._pg_registry.clear()  # DTensor remembers meshes for as long as the process lives: not their groups too.

@@ -37,7 +37,11 @@ class Mesh:
     def __post_init__(self) -> None:
         wrong = [f"{axis}={size!r}" for axis, size in self.shape.items() if not isinstance(size, int) or size < 1]
         if wrong:
-            raise ConfigError(f"Mesh: {', '.join(wrong)}; every axis needs 1 rank or more.")
+            raise ConfigError(f"Mesh: {', '.join(wrong)}; every axis needs a whole number of ranks, 1 or more.")
+        if not isinstance(self.split, Mapping):
+            raise ConfigError(f"Mesh: split={self.split!r}; it is by layer, such as {{'output': 'whole'}}.")
+        if not isinstance(self.pipeline, Pipeline):
+            raise ConfigError(f"Mesh: pipeline={self.pipeline!r}; it is a tutti.Pipeline(schedule=...).")
 
     @property
     def shape(self) -> dict[Axis, int]:

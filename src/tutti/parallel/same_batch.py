@@ -11,12 +11,15 @@ from tutti.collectives import gather_json
 from tutti.errors import ConfigError
 from tutti.transports import Transport
 
+MESH_REMEDY = "make tutti.shard after distribute, when the world is that of replicas, and seed what is random."
+
 
 class SameBatch:
     """Compares the first batch that ranks are given: whoever draws others does so from the start."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, remedy: str = MESH_REMEDY) -> None:
         """Compare between the ranks of `transport`, which have one replica together."""
+        self._remedy = remedy
         self._transport = transport
         self._compared = transport.size == 1
 
@@ -30,8 +33,8 @@ class SameBatch:
             if theirs != everyone[0][1:]:
                 raise ConfigError(
                     f"rank {self._transport.world_rank}: ranks {everyone[0][0]} and {other} split one replica of the "
-                    "model, and were given different batches. Make tutti.shard after distribute, whose world is then "
-                    "that of replicas, and shuffle by the same seed."
+                    "model, and were given different batches. Both must draw the same samples from the same data: "
+                    f"{self._remedy}"
                 )
         self._compared = True
 

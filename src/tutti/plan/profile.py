@@ -64,6 +64,8 @@ class Profile:
     """Of the optimiser, and whatever else a step takes; 0 without one."""
     peak_bytes: int
     """The most memory in use at once: parameters, gradients, optimiser state, activations."""
+    state_bytes: int = 0
+    """Of it, what the optimiser keeps from step to step."""
     overhead: Overhead = NOTHING
     """What exchanging takes of this worker besides, where that was measured."""
 

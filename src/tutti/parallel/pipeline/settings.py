@@ -38,11 +38,12 @@ class Pipeline:
             mistakes.append(f"schedule '{self.schedule}' is not one of {', '.join(SCHEDULES)}")
         for name in ("microbatches", "stages_per_rank", "memory_bytes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                mistakes.append(f"{name} must be 1 or more, got {value}")
-        if self.cut is not None and (not self.cut or min(self.cut) < 1):
-            mistakes.append(f"every stage of the cut needs 1 layer or more, got {list(self.cut)}")
-        if self.schedule in ("in-turn", "gpipe", "1f1b") and (self.stages_per_rank or 1) > 1:
+            if value is not None and (not isinstance(value, int) or value < 1):
+                mistakes.append(f"{name} must be a whole number, 1 or more, got {value!r}")
+        counts = () if self.cut is None else self.cut
+        if isinstance(counts, str) or not all(isinstance(each, int) and each > 0 for each in counts) or counts == []:
+            mistakes.append(f"every stage of the cut needs 1 layer or more, got {self.cut!r}")
+        if not mistakes and self.schedule in ("in-turn", "gpipe", "1f1b") and (self.stages_per_rank or 1) > 1:
             mistakes.append(
                 f"'{self.schedule}' has 1 stage per rank, got stages_per_rank={self.stages_per_rank}; 'interleaved' "
                 "has several"

@@ -3,6 +3,8 @@
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
@@ -26,7 +28,7 @@ def traced_layers(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
-    _refuse_structure(model, results)
+    _refuse_values(model, results)
     position = {node: index for index, node in enumerate([*values, *nodes])}
     position[output] = len(position)
     last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in position}
@@ -108,9 +110,13 @@ class _Operators(nn.Module):
 
 def _export(model: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
     try:
-        with _one_at_a_time, torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # They are about exporting, which nobody does with this.
-            return torch.export.export(model, args, strict=False).module()
+        with _one_at_a_time, torch.enable_grad(), warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")  # They, and what is printed, are about exporting, which nobody does here.
+            exported = torch.export.export(model, args, strict=False)
+            _refuse_structure(model, exported.call_spec.out_spec)
+            return exported.module()
+    except ConfigError:
+        raise
     except Exception as error:  # Whatever it is, it is about the model.
         raise ConfigError(
             f"the model cannot be traced, so no cut into stages can be found: {_line_of(error)}"
@@ -144,6 +150,16 @@ def _can_travel(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _refuse_structure(model: nn.Module, results: list[Any]) -> None:
+def _refuse_structure(model: nn.Module, spec: Any) -> None:
+    """Refuse what is neither a tensor nor a tuple of them: what the loss gets is what the model gives."""
+    if spec.is_leaf() or (spec.type is tuple and all(each.is_leaf() for each in spec.children())):
+        return
+    raise ConfigError(
+        f"{type(model).__name__} gives a {spec.type.__name__}, and a pipeline's last stage gives a tensor or a tuple "
+        "of tensors: have it return those."
+    )
+
+
+def _refuse_values(model: nn.Module, results: list[Any]) -> None:
     if not all(isinstance(each, fx.Node) for each in results):
         raise ConfigError(f"{type(model).__name__} gives something that is no tensor, which cannot leave a pipeline.")

@@ -1,7 +1,8 @@
 """A plan: which layer is split in which way, and why. Any plan computes the same; a good one talks little."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -60,7 +61,7 @@ def tensor_plan(model: nn.Module, num_ranks: int, split: Mapping[str, Way] | Non
         shape = next((tuple(p.shape) for p in module.parameters(recurse=False)), ())
         made.append(LayerSplit(name, type(module).__name__, shape, way, why))
     unknown = [key for key in split if not any(fnmatchcase(name, key) for name in layers)]
-    mistakes = [f"no layer with parameters is called '{key}'" for key in unknown]
+    mistakes = [f"no layer with parameters is called '{key}'{_meant(key, layers)}" for key in unknown]
     for index, layer in enumerate(made):
         wanted = [way for key, way in split.items() if fnmatchcase(layer.name, key)]
         if wanted:
@@ -82,3 +83,8 @@ def refuse_if_whole(plan: TensorPlan) -> list[str]:
 
 def _has_own_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
+
+
+def _meant(key: str, layers: Iterable[str]) -> str:
+    close = get_close_matches(key, layers, n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

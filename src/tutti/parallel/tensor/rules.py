@@ -23,7 +23,7 @@ def ways(model: nn.Module, num_ranks: int) -> dict[str, Verdict]:
         if isinstance(parent, nn.MultiheadAttention):
             found.update(_whole_attention(prefix, parent))
         children = [(f"{prefix}.{key}".lstrip("."), child) for key, child in parent.named_children()]
-        for name, verdict in [*_attention(parent, children, num_ranks), *_pairs(children, num_ranks)]:
+        for name, verdict in [*_attention(parent, children, num_ranks), *_pairs(parent, children, num_ranks)]:
             found.setdefault(name, verdict)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS)) and name not in found:
@@ -78,6 +78,8 @@ def _whole_attention(prefix: str, module: nn.MultiheadAttention) -> Iterator[tup
 def _alone(module: nn.Module, num_ranks: int) -> Verdict:
     way: Way = "vocabulary" if isinstance(module, nn.Embedding) else "outputs"
     why = "words over ranks, summed" if way == "vocabulary" else "outputs over ranks, gathered where needed"
+    if isinstance(module, nn.Linear) and module.out_features == 3 * module.in_features:
+        why += "; if they are queries, keys and values, split it by 'heads'"
     return _unless_refused(module, (way, why), num_ranks)
 
 
@@ -86,12 +88,17 @@ def _unless_refused(module: nn.Module, verdict: Verdict, num_ranks: int) -> Verd
     return ("whole", wrong) if wrong else verdict
 
 
-def _pairs(children: list[tuple[str, nn.Module]], num_ranks: int) -> Iterator[tuple[str, Verdict]]:
-    """Layers of one kind that follow each other, with nothing that has parameters between."""
+def _pairs(parent: nn.Module, children: list[tuple[str, nn.Module]], num_ranks: int) -> Iterator[tuple[str, Verdict]]:
+    """Layers of one kind that follow each other, with nothing that has parameters between.
+
+    That one takes what the other gives is sure in a sequence; elsewhere it shows in their widths, unless all are alike.
+    """
     weighty = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
     taken = ""
     for (first_name, first), (second_name, second) in pairwise(weighty):
         if first_name == taken or not _fits(first, second):
+            continue
+        if not isinstance(parent, nn.Sequential) and _alike(first, second):
             continue
         if refusal(first, "outputs", num_ranks) or refusal(second, "inputs", num_ranks):
             continue
@@ -106,6 +113,11 @@ def _fits(first: nn.Module, second: nn.Module) -> bool:
     if isinstance(first, CONVOLUTIONS) and isinstance(second, CONVOLUTIONS):
         return first.out_channels == second.in_channels
     return False
+
+
+def _alike(first: nn.Module, second: nn.Module) -> bool:
+    """Whether both take and give as much: queries and keys, say."""
+    return len({size for way in ("outputs", "inputs") for it in (first, second) for size in [_sizes(it)[way]]}) == 1
 
 
 def _attention(

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def most_bytes(compute: Callable[[], Any], there: Iterable[Tensor], device: torch.device) -> int:
     """In use at once while `compute` runs, besides what is `there`.
@@ -21,6 +23,22 @@ def most_bytes(compute: Callable[[], Any], there: Iterable[Tensor], device: torc
     with count:
         compute()
     return count.most
+
+
+def kept_bytes(compute: Callable[[], Any], there: Iterable[Tensor], device: torch.device) -> int:
+    """In use because of what `compute` has returned, besides what is `there`."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        kept = compute()
+        found = torch.cuda.memory_allocated(device) - before
+        del kept
+        return found
+    count = _Count(there)
+    with count:
+        kept = compute()
+    found = count.now
+    del kept
+    return found
 
 
 def _on_gpu(compute: Callable[[], Any], device: torch.device) -> int:
@@ -38,21 +56,23 @@ class _Count(TorchDispatchMode):
     def __init__(self, there: Iterable[Tensor]) -> None:
         super().__init__()
         self._known = set(_storages(there))
-        self._now = self.most = 0
+        self.now = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # Tensors made of others: what is done with those comes here again.
         returned = func(*args, **(kwargs or {}))
         for place, storage in _storages(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)).items():
             if place not in self._known:
                 self._known.add(place)
-                self._now += storage.nbytes()
+                self.now += storage.nbytes()
                 weakref.finalize(storage, self._gone, place, storage.nbytes()).atexit = False
-        self.most = max(self.most, self._now)
+        self.most = max(self.most, self.now)
         return returned
 
     def _gone(self, place: int, num_bytes: int) -> None:
         self._known.discard(place)
-        self._now -= num_bytes
+        self.now -= num_bytes
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

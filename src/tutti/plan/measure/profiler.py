@@ -21,7 +21,13 @@ from tutti.plan.profile import Gradient, LayerProfile, Profile
 
 
 def profile(
-    model: nn.Module, batch: Any, *, loss: Loss | None = None, optimizer: Optimizer | None = None, repeats: int = 20
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    repeats: int = 20,
+    clock: Clock | None = None,
 ) -> Profile:
     """Measure a training step of `model` on this machine, layer by layer, in a second or two.
 
@@ -29,14 +35,14 @@ def profile(
     gets beside the model's output; without a loss, backward begins with the mean of every output. `optimizer` is
     measured too, if given.
 
-    Times are medians of up to `repeats` passes, and of three at least. The model is measured in the mode it is in,
-    train or eval, on the device it is on; it and the optimiser are left as they were. Profile it before
-    `distribute`, after which backward passes are exchanged.
+    Times are medians of up to `repeats` passes, and of three at least, by the device's clock or by `clock`. The model
+    is measured in the mode it is in, train or eval, on the device it is on; it and the optimiser are left as they were.
+    Profile it before `distribute`, after which backward passes are exchanged.
     """
     if repeats < 1:
         raise ConfigError(f"profile needs 1 repeat or more, got {repeats}.")
     problem = Problem.of(model, batch, loss)
-    clock = clock_of(problem.device)
+    clock = clock or clock_of(problem.device)
     with untouched(model, problem.device):
         layers = examine(problem)
         forward_s, backward_s, shares = _passes(problem, layers, clock, repeats)
@@ -54,6 +60,7 @@ def profile(
         backward_s=backward_s,
         step_s=stepping.seconds,
         peak_bytes=standing + max(passing_bytes, gradient_bytes + stepping.passing_bytes),
+        state_bytes=stepping.state_bytes,
     )
 
 

@@ -2,5 +2,6 @@
 
 from tutti.plan.mesh.choose import MeshPlan, plan_meshes
 from tutti.plan.mesh.cost import MeshPrediction, price_mesh
+from tutti.plan.mesh.parts import Parts
 
-__all__ = ["MeshPlan", "MeshPrediction", "plan_meshes", "price_mesh"]
+__all__ = ["MeshPlan", "MeshPrediction", "Parts", "plan_meshes", "price_mesh"]

@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from tutti.cluster import Cluster, format_size, format_time
 from tutti.errors import ConfigError
 from tutti.parallel import Mesh
-from tutti.parallel.tensor.plan import TensorPlan, refuse_if_whole, tensor_plan
 from tutti.plan.mesh.cost import MeshPrediction, price_mesh
+from tutti.plan.mesh.parts import Parts
 from tutti.plan.place import up_to
 from tutti.plan.profile import Profile
 
@@ -41,7 +39,7 @@ class MeshPlan:
 
 
 def plan_meshes(
-    model: nn.Module,
+    parts: Parts,
     profile: Profile,
     workers: int,
     cluster: Cluster,
@@ -52,6 +50,7 @@ def plan_meshes(
     """Price every mesh of so many workers for a step over `total_samples`, the profile's of each worker by default.
 
     Args:
+        parts: the model on an example of what it takes: `Parts(model, x)`.
         memory_bytes: what a rank has; what needs more is not chosen.
     """
     if workers < 1:
@@ -64,7 +63,7 @@ def plan_meshes(
     found, refused = [], {}
     for mesh in meshes(workers):
         try:
-            found.append(price_mesh(mesh, profile, _split(model, mesh.tensor), cluster, total))
+            found.append(price_mesh(mesh, parts, profile, cluster, total))
         except ConfigError as error:
             refused[in_words(mesh)] = str(error)
     if not found:
@@ -95,13 +94,6 @@ def in_words(mesh: Mesh) -> str:
     return " x ".join(axes) or "one worker"
 
 
-def _split(model: nn.Module, num_ranks: int) -> TensorPlan:
-    plan = tensor_plan(model, num_ranks)
-    if num_ranks > 1 and (mistakes := refuse_if_whole(plan)):
-        raise ConfigError(mistakes[0])
-    return plan
-
-
 def _order(prediction: MeshPrediction, memory_bytes: int | None) -> tuple[bool, float]:
     right = fits(prediction, memory_bytes)
     return not right, prediction.step_s if right else prediction.memory_bytes
@@ -111,8 +103,9 @@ def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
     best = ordered[0]
     if memory_bytes is not None and not fits(best, memory_bytes):
         return (
-            f"None fits into {format_size(memory_bytes)}: {in_words(best.mesh)} needs least, "
-            f"{format_size(round(best.memory_bytes))}. Use more workers, smaller batches, or more memory."
+            f"Do not train this on {best.mesh.size} workers of {format_size(memory_bytes)}: no mesh of them fits. "
+            f"{in_words(best.mesh)} needs least, {format_size(round(best.memory_bytes))} each. Use more workers, "
+            "smaller batches, or more memory."
         )
     replicas = next((each for each in ordered if each.mesh.data == each.mesh.size), None)
     spent = f"a step takes {format_time(best.step_s)}"
