@@ -51,7 +51,7 @@ class Gathering(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if not _has_pieces((args, kwargs)) or in_place(func, args, kwargs) or not is_about_pieces(error):
+            if isinstance(error, TuttiError) or not _has_pieces((args, kwargs)) or in_place(func, args, kwargs):
                 raise
             self._say(getattr(func, "__name__", str(func)), str(error).splitlines()[0])
         return self._whole(func, args, kwargs)
