@@ -83,7 +83,7 @@ class Mixed(nn.Module):
         made: Tensor = self.layer(x).unflatten(-1, (3, 2)).sum(1)
         if self.in_place:
             made = self.layer(x)
-            made[:, 2:5] = 0
+            made[:, 2:5].zero_()
         return made
 
 
@@ -193,8 +193,9 @@ MODELS: dict[str, Callable[[], Problem]] = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_layers_of_every_kind_in_pieces(make: Callable[[], Problem]) -> None:
+def test_layers_of_every_kind_in_pieces(make: Callable[[], Problem], caplog: pytest.LogCaptureFixture) -> None:
     _assert_as_alone(make(), Mesh(tensor=2), steps=5)
+    assert ("gathers what" in caplog.text) == (make in (MODELS["what pieces do not allow"],))
 
 
 def test_a_traced_model_in_stages_and_pieces() -> None:
@@ -688,3 +689,68 @@ def test_optimisers_that_look_at_whole_parameters(
     for error in run_threads(_with_optimizer, mesh, make, size=2, transport="process_group"):
         with pytest.raises(ConfigError, match=message):
             raise error
+
+
+def _set(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, 1:4] = 0
+    return x
+
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum": lambda it: it.cumsum(-1),
+    "cummax": lambda it: it.cummax(-1).values,
+    "a loss": lambda it: F.mse_loss(it, torch.zeros_like(it)),
+    "any": lambda it: it * (it > 0.5).any(-1, keepdim=True),
+    "flatten": lambda it: it.flatten(),
+    "group norm": lambda it: F.group_norm(it, 1),
+    "prelu": lambda it: F.prelu(it, torch.tensor(0.2, dtype=it.dtype)),
+    "relu6": F.relu6,
+    "quantile": lambda it: it.quantile(0.3, dim=-1),
+    "convolution": lambda it: F.conv1d(it[:, None], torch.ones(2, 1, 2, dtype=it.dtype)),
+    "item": lambda it: it / it.detach().abs().sum().item(),
+    "branch": lambda it: it * 2 if it.sum() > 0 else it * 3,
+    "text": lambda it: it * float(f"{it.detach().sum():.3f}"),
+    "part of a sum": lambda it: it.mean(-1) @ torch.ones(8, 3, dtype=it.dtype),
+    "set": _set,
+    "in place": lambda it: (it * 1).view(2, 4, -1).mul_(2).triu_(),
+}
+
+
+class Operator(nn.Module):
+    """An operator on the uneven pieces of a layer, and a layer that has buffers only."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 5), nn.BatchNorm1d(5, affine=False)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OPERATORS[self.name](self.norm(self.layer(x)) + self.layer(x))
+
+
+def _with_gradients(model: Any, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    made = model(x)
+    (made * torch.arange(made.numel(), dtype=made.dtype).view(made.shape).sin()).sum().backward()
+    assert x.grad is not None
+    return [made.detach(), x.grad, model.norm.running_mean.clone(), model.layer.weight.grad]
+
+
+def test_operators_on_pieces_are_those_of_one_process() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    models = [Operator(name).double() for name in OPERATORS]
+    wanted = [_with_gradients(copy.deepcopy(it), x) for it in models]
+
+    def compute(world: World) -> list[list[Tensor]]:
+        found = []
+        for model in copy.deepcopy(models):
+            with distribute(model, SGD(model.parameters(), lr=0.1), world=world, mesh=Mesh(tensor=2)):
+                found.append(_with_gradients(model, x))
+        return found
+
+    for rank, everything in enumerate(run_ok(compute, size=2, transport="process_group")):
+        for name, found, want in zip(OPERATORS, everything, wanted, strict=True):
+            for one, other in zip(found, [*want[:3], want[3].tensor_split(2)[rank]], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda it, name=name: f"{name}: {it}")

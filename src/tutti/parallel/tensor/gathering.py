@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tutti.errors import TuttiError
 from tutti.parallel.tensor.layers import enter_mesh, leave_mesh
-from tutti.parallel.tensor.operators import READS, in_place, needs_whole
+from tutti.parallel.tensor.operators import READS, in_place, is_spread, needs_whole
 
 _log = logging.getLogger("tutti")
 
@@ -40,8 +40,9 @@ class Gathering(TorchFunctionMode):
             _refuse_lost(name, kwargs.get("out", args[0] if args else None))
         if name in ("dropout", "dropout_") and isinstance(args[0] if args else kwargs.get("input"), DTensor):
             return self._drop(func, args, kwargs)
-        if needs_whole(name, kwargs) and _has_pieces((args, kwargs)):
-            if name not in READS and _are_spread((args, kwargs)):
+        taken = tree_leaves((args, kwargs))
+        if needs_whole(name, taken, kwargs) or (changes and _is_written_elsewhere(args, kwargs, taken)):
+            if name not in READS and any(map(is_spread, taken)):
                 self._say(name, "it needs all of it")
             return self._changed_whole(func, args, kwargs) if changes else self._whole(func, args, kwargs)
         return self._tried(func, args, kwargs)
@@ -61,11 +62,15 @@ class Gathering(TorchFunctionMode):
         return enter_mesh(func(*args, **kwargs), self._mesh)
 
     def _changed_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs.get("out") is not None or not args:
-            raise RuntimeError(f"'{func.__name__}' with out=... needs all of a DTensor.")
-        args, target = leave_mesh(args), args[0]
+        """With the changes of the whole put back into the pieces."""
+        target = kwargs.get("out", args[0] if args else None)
+        if not isinstance(target, DTensor):
+            return self._whole(func, args, kwargs)
+        if "out" in kwargs or isinstance(target.placements[0], Partial):
+            raise RuntimeError(f"'{func.__name__}' changes all of a DTensor that is spread over ranks.")
+        args, kwargs = leave_mesh((args, kwargs))
         whole = args[0].clone()
-        func(whole, *args[1:], **leave_mesh(kwargs))
+        func(whole, *args[1:], **kwargs)
         return target.copy_(enter_mesh(whole, self._mesh))
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -113,8 +118,10 @@ def _has_pieces(value: Any) -> bool:
     return any(isinstance(each, DTensor) for each in tree_leaves(value))
 
 
-def _are_spread(value: Any) -> bool:
-    return any(isinstance(each, DTensor) and not each.placements[0].is_replicate() for each in tree_leaves(value))
+def _is_written_elsewhere(args: Any, kwargs: Any, taken: list[Any]) -> bool:
+    """Whether what is changed is a plain tensor, a buffer say, by something that is not."""
+    target = kwargs.get("out", args[0] if args else None)
+    return not isinstance(target, DTensor) and any(map(is_spread, taken))
 
 
 def _refuse_lost(name: str, x: Any) -> None:

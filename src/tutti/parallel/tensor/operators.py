@@ -1,6 +1,11 @@
-"""Operators that DTensor takes on, but of which it makes something else than one process would, or has no backward."""
+"""Which operators DTensor computes in pieces as one process would. All others are computed on the whole.
+
+These were tried, forward and backward, on even and uneven pieces: that DTensor takes an operator on does not mean that.
+"""
 
 from typing import Any
+
+from torch.distributed.tensor import DTensor, Partial
 
 READS = frozenset({
     "item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__bool__", "__int__", "__float__", "__complex__",
@@ -15,15 +20,43 @@ _DRAWS = frozenset({
     "multi_head_attention_forward", "multinomial", "native_dropout", "normal", "poisson", "rand_like", "randint_like",
     "randn_like", "random", "rrelu", "uniform",
 })  # fmt: skip
-"""Random operators: ranks draw alike as long as all draw as many numbers. Plain dropout needs no messages."""
+"""Random operators, which draw by the whole also where all have the whole: so ranks stay in step."""
 
-_UNLIKE = frozenset({"cummax", "cummin", "cumprod", "cumsum", "logcumsumexp"})
-"""Computed in pieces without regard to the others."""
+_ABOUT = frozenset({
+    "__get__", "__set__", "__len__", "__hash__", "__repr__", "_has_compatible_shallow_copy_type", "_is_view", "dim",
+    "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel",
+    "register_hook", "requires_grad_", "retain_grad", "size", "stride", "type_as",
+})  # fmt: skip
+"""About a tensor, not its numbers."""
 
-_NO_BACKWARD = frozenset({"group_norm", "instance_norm", "prelu"})
-"""Computed in pieces, until gradients are wanted."""
+_EACH = frozenset({
+    "abs", "absolute", "add", "addcdiv", "addcmul", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or", "bool",
+    "ceil", "clamp", "clamp_max", "clamp_min", "clone", "contiguous", "copy", "cos", "cosh", "cpu", "cuda", "detach",
+    "div", "divide", "double", "elu", "celu", "selu", "empty_like", "eq", "erf", "erfc", "exp", "exp2", "expm1",
+    "fill", "float", "floor", "full_like", "ge", "gelu", "greater", "gt", "half", "int", "isfinite", "isinf", "isnan",
+    "le", "leaky_relu", "lerp", "log", "log10", "log1p", "log2", "logical_and", "logical_not", "logical_or", "long",
+    "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "multiply", "ne", "neg", "negative", "ones_like", "pow",
+    "reciprocal", "relu", "round", "rsqrt", "rsub", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "softsign",
+    "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "to", "true_divide", "trunc", "where", "zero",
+    "zeros_like",
+    "__add__", "__and__", "__div__", "__eq__", "__ge__", "__gt__", "__iadd__", "__iand__", "__imul__", "__invert__",
+    "__ior__", "__isub__", "__itruediv__", "__le__", "__lt__", "__mul__", "__ne__", "__neg__", "__or__", "__pow__",
+    "__radd__", "__rdiv__", "__rmul__", "__rpow__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__",
+})  # fmt: skip
+"""Of each number by itself: in pieces of any kind."""
 
-_WHOLE = _DRAWS | _UNLIKE | _NO_BACKWARD
+_PIECES = frozenset({
+    "addmm", "baddbmm", "bmm", "einsum", "embedding", "layer_norm", "linear", "log_softmax", "matmul", "mm", "rms_norm",
+    "softmax", "sum", "__matmul__", "__rmatmul__",
+})  # fmt: skip
+"""Of pieces that may differ in size, but not of parts of sums. Products with vectors have no backward."""
+
+_EVEN_PIECES = frozenset({
+    "__getitem__", "adaptive_avg_pool2d", "avg_pool2d", "cat", "chunk", "expand", "expand_as", "flatten", "max_pool2d",
+    "mean", "movedim", "narrow", "permute", "reshape", "reshape_as", "scaled_dot_product_attention", "select", "split",
+    "squeeze", "stack", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+})  # fmt: skip
+"""Of pieces that are equal in size."""
 
 _CHANGES = frozenset({
     f"__{name}__"
@@ -34,11 +67,30 @@ _CHANGES = frozenset({
 })  # fmt: skip
 
 
-def needs_whole(name: str, kwargs: dict[str, Any]) -> bool:
+def needs_whole(name: str, taken: list[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operator is to be computed on the whole of what it takes."""
-    if name == "scaled_dot_product_attention":
-        return bool(kwargs.get("dropout_p"))
-    return name in READS or name.removesuffix("_") in _WHOLE
+    if name in _ABOUT:
+        return False
+    pieces = [each for each in taken if isinstance(each, DTensor)]
+    bare = name if name.startswith("__") else name.removesuffix("_")
+    if bare in READS or bare in _DRAWS or (name == "scaled_dot_product_attention" and kwargs.get("dropout_p")):
+        return bool(pieces)
+    if bare in _EACH:
+        return False
+    if bare in _PIECES:
+        vectors = "matmul" in bare and any(each.dim() < 2 for each in pieces)
+        return vectors or any(isinstance(each.placements[0], Partial) for each in pieces)
+    return bool(pieces) if bare not in _EVEN_PIECES else not all(_is_even(each) for each in pieces)
+
+
+def is_spread(x: Any) -> bool:
+    """Whether no rank has all of it."""
+    return isinstance(x, DTensor) and not x.placements[0].is_replicate()
+
+
+def _is_even(x: DTensor) -> bool:
+    dim = getattr(x.placements[0], "dim", None)
+    return not is_spread(x) or (dim is not None and x.shape[dim] % x.device_mesh.size() == 0)
 
 
 def in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -46,14 +98,12 @@ def in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name in _CHANGES
-    return name.endswith("_") or kwargs.get("out") is not None or bool(argument(func, "inplace", args, kwargs))
+    return name.endswith("_") or kwargs.get("out") is not None or _is_asked(func, "inplace", args, kwargs)
 
 
-def argument(func: Any, name: str, args: Any, kwargs: dict[str, Any], default: Any = None) -> Any:
-    """What a function written in Python is given as `name`."""
-    if name in kwargs:
-        return kwargs[name]
+def _is_asked(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function written in Python is given `name`."""
     code = getattr(func, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
     place = names.index(name) if name in names else len(args)
-    return args[place] if place < len(args) else default
+    return bool(args[place] if place < len(args) else kwargs.get(name))
