@@ -298,7 +298,7 @@ def distribute(
     if isinstance(strategy, Strategy):
         mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:
-        mistakes += mistakes_on_mesh(model, mesh, strategy, world.size, example)
+        mistakes += mistakes_on_mesh(model, optimizer, mesh, strategy, world.size, example)
     check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
     take_from_rank_0(model, optimizer, world.transport)
     before, arrangement = world, None

@@ -598,3 +598,93 @@ def test_what_would_let_whole_layers_differ_is_refused() -> None:
     for strategy in (coded, ParameterServer(Async())):
         for message in run_ok(_refused, strategy, model, size=4, transport="process_group"):
             assert "would let copies of layers that are whole on every rank differ (2)" in message
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    return loss.item()
+
+
+def test_jobs_of_one_thread_after_and_beside_each_other() -> None:
+    problem = _problem(lambda: mlp(8, 5, 8), (BATCH, 8))
+
+    def train(world: World) -> list[float]:
+        found = []
+        for number in (1, 2):
+            model, x, y = copy.deepcopy(problem)
+            others = [copy.deepcopy(model) for _ in range(number)]
+            jobs = [distribute(it, SGD(it.parameters(), lr=0.1), world=world, mesh=Mesh(tensor=2)) for it in others]
+            found += [_loss(it, x, y) for it in others]
+            for job in jobs:
+                job.finish()
+        return found
+
+    wanted = _loss(*copy.deepcopy(problem))
+    for found in run_ok(train, size=2, transport="process_group"):
+        assert found == pytest.approx([wanted] * 3, rel=1e-9)
+
+
+class Drawing(nn.Module):
+    """Draws on layers that are split, unevenly, and on whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 5), nn.Linear(5, 8), nn.Linear(8, 7)
+        self.dropout, self.norm = nn.Dropout(0.5), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout(self.first(x)) + torch.randn_like(self.first(x))
+        hidden = hidden * torch.empty_like(hidden).bernoulli_(0.7) + F.rrelu(hidden, training=True)
+        hidden = self.dropout(self.norm(self.dropout(self.second(hidden))))
+        return F.gumbel_softmax(self.last(hidden)) + F.dropout(self.last(hidden) + 1, 0.2, True, True)
+
+
+def _drawn(model: nn.Module, x: Tensor, y: Tensor, mesh: Mesh | None) -> list[float]:
+    torch.manual_seed(5)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    job = distribute(model, optimizer, world=init(), mesh=mesh) if mesh else None
+    found = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        found.append(_loss(model, x, y))
+        optimizer.step()
+    if job is not None:
+        job.finish()
+    return found
+
+
+def test_what_is_drawn_in_pieces_is_what_one_process_draws() -> None:
+    """In virtual time, where every rank has numbers of its own."""
+    problem = _problem(Drawing, (4, 8))
+    wanted = _drawn(*copy.deepcopy(problem), None)
+    for found in simulate(lambda: _drawn(*copy.deepcopy(problem), Mesh(tensor=2)), workers=2).results:
+        assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def _with_optimizer(world: World, mesh: Mesh, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    model = copy.deepcopy(SQUARE)
+    distribute(model, make(model), world=world, mesh=mesh, example=X)
+
+
+def _factored(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["rows"] = torch.zeros(parameter.shape[0] + 1)
+    return optimizer
+
+
+REFUSED_OPTIMIZERS: list[tuple[Mesh, Callable[[nn.Module], torch.optim.Optimizer], str]] = [
+    (Mesh(tensor=2), lambda it: torch.optim.Adafactor(it.parameters()), r"Adafactor looks at .* tensor=2: use SGD"),
+    (PIPED, lambda it: torch.optim.LBFGS(it.parameters()), r"LBFGS looks at .* with pipe=2: use SGD"),
+    (Mesh(tensor=2), _factored, r"SGD remembers 'rows' of shape \(9,\) for parameter '0.weight'"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "make", "message"), REFUSED_OPTIMIZERS, ids=["tensor", "pipe", "odd memory"])
+def test_optimisers_that_look_at_whole_parameters(
+    mesh: Mesh, make: Callable[[nn.Module], torch.optim.Optimizer], message: str
+) -> None:
+    for error in run_threads(_with_optimizer, mesh, make, size=2, transport="process_group"):
+        with pytest.raises(ConfigError, match=message):
+            raise error

@@ -34,6 +34,11 @@ from tutti.transports import AloneTransport, Transport
 if TYPE_CHECKING:
     from tutti.parallel.tensor.split import TensorSplit
 
+_TOGETHER: dict[str, tuple[Axis, ...]] = {
+    "Adafactor": ("tensor",), "LBFGS": ("tensor", "pipe"), "Muon": ("tensor",), "SparseAdam": ("tensor",)
+}  # fmt: skip
+"""Of torch's optimisers, those that do not take each number by itself, and along which axes they would have to."""
+
 
 class Arrangement:
     """Splits `model` as the mesh says, which starts equal on all ranks. Collective."""
@@ -84,7 +89,7 @@ class Arrangement:
             same = SameBatch(self._together) if mesh.pipe == 1 else None
             self._splits = [TensorSplit(each, ways, devices, optimizer, same) for each in self._mine.values()]
             self._exits.enter_context(implicit_replication())
-            _draw_alike(group)
+            _draw_alike(group, self._device)
 
     @property
     def _mine(self) -> dict[int, nn.Module]:
@@ -175,10 +180,10 @@ class Arrangement:
 
 
 def mistakes_on_mesh(
-    model: nn.Module, mesh: Mesh, strategy: Strategy, num_ranks: int, example: Any = None
+    model: nn.Module, optimizer: Optimizer, mesh: Mesh, strategy: Strategy, num_ranks: int, example: Any = None
 ) -> list[str]:
     """What is wrong with splitting `model` so, as far as is seen without doing it."""
-    found = mesh.mistakes(num_ranks)
+    found = [*mesh.mistakes(num_ranks), *_refuse_optimizer(optimizer, mesh)]
     if mesh.tensor * mesh.pipe > 1 and any(isinstance(module, Branches) for module in model.modules()):
         found.append("Branches are for ranks that have the whole model: use them without tensor and pipe.")
     if isinstance(strategy, Auto) and mesh.tensor * mesh.pipe > 1:
@@ -199,6 +204,19 @@ def mistakes_on_mesh(
         if mesh.data > 1:
             found += _refuse_uneven(model, plan, strategy)
     return found
+
+
+def _refuse_optimizer(optimizer: Optimizer, mesh: Mesh) -> list[str]:
+    """Those that look at more of a parameter, or of all of them, than each of its numbers by itself."""
+    kind = next((it.__name__ for it in type(optimizer).__mro__ if it.__module__.startswith("torch.optim")), "")
+    over = [axis for axis in ("tensor", "pipe") if mesh.shape[axis] > 1 and axis in _TOGETHER.get(kind, ())]
+    if not over:
+        return []
+    return [
+        f"{type(optimizer).__name__} looks at parameters as wholes, and a rank has parts of them with "
+        f"{' and '.join(f'{axis}={mesh.shape[axis]}' for axis in over)}: use SGD, Adam, AdamW or another that takes "
+        f"each number by itself, or do without {' and '.join(over)}."
+    ]
 
 
 def _refuse_uneven(model: nn.Module, plan: TensorPlan, strategy: Strategy) -> list[str]:
@@ -230,9 +248,13 @@ def _row(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
     return transport.channel(axis, mesh.along(axis, transport.rank))
 
 
-def _draw_alike(group: Any) -> None:
-    """Have the ranks along `tensor` draw the same numbers, for dropout, say: DTensor sees to that on GPUs only."""
+def _draw_alike(group: Any, device: torch.device) -> None:
+    """Have the ranks along `tensor` draw the same numbers, for dropout, say."""
     warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support on cpu")
     state = torch.get_rng_state()
     broadcast(state, 0, group)
     torch.set_rng_state(state)
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device)
+        broadcast(state, 0, group)
+        torch.cuda.set_rng_state(state, device)

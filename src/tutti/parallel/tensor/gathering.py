@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tutti.errors import TuttiError
 from tutti.parallel.tensor.layers import enter_mesh, leave_mesh
+from tutti.parallel.tensor.operators import READS, in_place, needs_whole
 
 _log = logging.getLogger("tutti")
 
@@ -20,7 +22,8 @@ _log = logging.getLogger("tutti")
 class Gathering(TorchFunctionMode):
     """Within it, what an operator takes is gathered if there is no other way: that costs messages, and not the result.
 
-    Which operators these are depends on the version of torch. One that changes a tensor in place must find it as it is.
+    Which operators these are depends on the version of torch. One that changes a tensor in place must find it as it is,
+    unless it is known to need the whole. Random ones draw what one process would.
     """
 
     def __init__(self, mesh: DeviceMesh, names: Mapping[nn.Module, str]) -> None:
@@ -31,15 +34,48 @@ class Gathering(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        changes = in_place(func, args, kwargs)
+        if changes:
+            _refuse_lost(name, kwargs.get("out", args[0] if args else None))
+        if name in ("dropout", "dropout_") and isinstance(args[0] if args else kwargs.get("input"), DTensor):
+            return self._drop(func, args, kwargs)
+        if needs_whole(name, kwargs) and _has_pieces((args, kwargs)):
+            if name not in READS and _are_spread((args, kwargs)):
+                self._say(name, "it needs all of it")
+            return self._changed_whole(func, args, kwargs) if changes else self._whole(func, args, kwargs)
+        return self._tried(func, args, kwargs)
+
+    def _tried(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """In pieces if that goes."""
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            pieces = any(isinstance(each, DTensor) for each in tree_leaves((args, kwargs)))
-            if not pieces or _in_place(func, kwargs) or not is_about_pieces(error):
+            if isinstance(error, TuttiError) or not _has_pieces((args, kwargs)) or in_place(func, args, kwargs):
                 raise
             self._say(getattr(func, "__name__", str(func)), str(error).splitlines()[0])
+        return self._whole(func, args, kwargs)
+
+    def _whole(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = leave_mesh((args, kwargs))
         return enter_mesh(func(*args, **kwargs), self._mesh)
+
+    def _changed_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("out") is not None or not args:
+            raise RuntimeError(f"'{func.__name__}' with out=... needs all of a DTensor.")
+        args, target = leave_mesh(args), args[0]
+        whole = args[0].clone()
+        func(whole, *args[1:], **leave_mesh(kwargs))
+        return target.copy_(enter_mesh(whole, self._mesh))
+
+    def _drop(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Every rank draws for the whole, as one process would, and takes its part: no messages."""
+        x, p, training, changes = _dropout(func, *args, **kwargs)
+        if not training or not p:
+            return x
+        ones = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
+        kept = enter_mesh(torch.dropout(ones, p, True), self._mesh)
+        return self._tried(torch.Tensor.mul_ if changes else torch.mul, (x, kept), {})
 
     def _say(self, operator: str, why: str) -> None:
         where = self._where()
@@ -67,6 +103,24 @@ def is_about_pieces(error: Exception) -> bool:
     return not isinstance(error, TuttiError) and ("shard" in str(error).lower() or "DTensor" in str(error))
 
 
-def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return name.endswith("_") or name == "__setitem__" or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+def _dropout(
+    func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> tuple[Any, float, bool, bool]:
+    return input, p, training and train, inplace or func.__name__.endswith("_")
+
+
+def _has_pieces(value: Any) -> bool:
+    return any(isinstance(each, DTensor) for each in tree_leaves(value))
+
+
+def _are_spread(value: Any) -> bool:
+    return any(isinstance(each, DTensor) and not each.placements[0].is_replicate() for each in tree_leaves(value))
+
+
+def _refuse_lost(name: str, x: Any) -> None:
+    """What is a part of another tensor for one process, and was moved here: changes would not get there."""
+    if not isinstance(x, DTensor) or not x._is_view() or not isinstance(base := x._base, DTensor):
+        return
+    mine, theirs = x._local_tensor.untyped_storage(), base._local_tensor.untyped_storage()
+    if mine.data_ptr() != theirs.data_ptr():
+        raise RuntimeError(f"'{name}' changes in place a part of a DTensor that is spread over ranks.")

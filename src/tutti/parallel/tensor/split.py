@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +50,7 @@ class TensorSplit:
             for key, parameter in module.named_parameters(recurse=False):
                 self._pieces.setdefault(parameter, pieces_of(module, self._ways[name])[key])
                 self._shapes[parameter] = parameter.shape, parameter.stride()
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._held: list[tuple[nn.Module, str, nn.Parameter]] = []
         """Parameters that are DTensors within a forward pass."""
         self._undo: list[Undo] = []
@@ -100,7 +102,7 @@ class TensorSplit:
             if any(_is_within(it, name) for it in self._split):
                 if self._ways[name] != "heads" and not isinstance(module, CONVOLUTIONS):
                     self._held += [(module, *each) for each in module.named_parameters(recurse=False)]
-            elif next(module.parameters(), None) is not None:
+            elif next(chain(module.parameters(), module.buffers()), None) is not None:
                 surrounded.append(name)
                 self._undo.append(surround(module, self._mesh))
         self._forward = self._model.forward
@@ -151,15 +153,26 @@ class TensorSplit:
 
     def _change(self, change: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
         """Change every parameter that is split, and what the optimiser remembers of it."""
-        for parameter, piece in self._pieces.items():
-            if piece.dim is None:
-                continue
+        split = [parameter for parameter, piece in self._pieces.items() if piece.dim is not None]
+        for parameter in split:
+            self._refuse_odd_memory(parameter)
+        for parameter in split:
             state = self._optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     state[key] = change(value, parameter)
             parameter.data = change(parameter.data, parameter)
             parameter.grad = None
+
+    def _refuse_odd_memory(self, parameter: nn.Parameter) -> None:
+        for key, value in self._optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape != parameter.shape and value.numel() != 1:
+                raise ConfigError(
+                    f"rank {self._group.rank()} along tensor: {type(self._optimizer).__name__} remembers '{key}' of "
+                    f"shape {tuple(value.shape)} for parameter '{self._names[parameter]}', of which this rank has "
+                    f"{tuple(parameter.shape)}: how to split it is not known. Keep the layer whole, "
+                    'Mesh(split={"name": "whole"}), or use an optimiser that takes each number by itself.'
+                )
 
     def _own(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
         return self._pieces[parameter].of(whole, self._group.rank(), self._group.size())
