@@ -74,13 +74,13 @@ class Tied(nn.Module):
 class Mixed(nn.Module):
     """Takes the outputs of a layer apart in a way that pieces do not allow."""
 
-    def __init__(self, in_place: bool = False) -> None:
+    def __init__(self, in_place: bool = False, width: int = 6) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 6)
+        self.layer = nn.Linear(8, width)
         self.in_place = in_place
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x).unflatten(-1, (3, 2)).sum(1)
+        made: Tensor = self.layer(x).unflatten(-1, (3, -1)).sum(1)
         if self.in_place:
             made = self.layer(x)
             made[:, 2:5].zero_()
@@ -403,6 +403,9 @@ REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
     "what pieces do not allow": (
         Mesh(tensor=2), Mixed(in_place=True), X, r"the model cannot be computed in pieces over 2 ranks"
     ),
+    "nor uneven ones": (
+        Mesh(tensor=2), nn.Sequential(Mixed(True, 9)), X, r"layer '0' \(Mixed\) cannot be computed in pieces over 2 ranks"
+    ),
     "an example that does not fit": (PIPED, SQUARE, torch.randn(8, 7), r"could not be run one after the other on the"),
 }  # fmt: skip
 
@@ -713,7 +716,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "text": lambda it: it * float(f"{it.detach().sum():.3f}"),
     "part of a sum": lambda it: it.mean(-1) @ torch.ones(8, 3, dtype=it.dtype),
     "set": _set,
-    "in place": lambda it: (it * 1).view(2, 4, -1).mul_(2).triu_(),
+    "in place": lambda it: (it * 1).mul_(2).triu_(),
 }
 
 

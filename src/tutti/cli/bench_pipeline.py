@@ -92,7 +92,11 @@ def _draw(result: dict[str, Any], folder: Path) -> None:
         plot_timelines(both, f"{name}, {result['microbatches']} microbatches", folder / f"{name}.png")
     with_one = next((name for name in ("gpipe", "1f1b") if name in by_name), None)
     if "in-turn" in by_name and with_one is not None:
-        pair = {"with pipeline": with_one, "without": "in-turn"}
+        pair = {f"with pipeline ({with_one})": with_one, "without": "in-turn"}
         for kind, where in (("spans", "real"), ("clock_spans", "clock")):
             panels = {label: timeline_of(by_name[name][kind], result) for label, name in pair.items()}
-            plot_timelines(panels, f"with and without pipeline ({where})", folder / f"with-and-without-{where}.png")
+            plot_timelines(
+                panels,
+                f"with and without pipeline, {result['microbatches']} microbatches ({where})",
+                folder / f"with-and-without-{where}.png",
+            )

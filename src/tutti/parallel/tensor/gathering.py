@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.overrides import TorchFunctionMode
@@ -59,7 +59,13 @@ class Gathering(TorchFunctionMode):
 
     def _whole(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = leave_mesh((args, kwargs))
-        return enter_mesh(func(*args, **kwargs), self._mesh)
+        made = func(*args, **kwargs)
+        result = enter_mesh(made, self._mesh)
+        taken = {_memory(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        for plain, given in zip(tree_leaves(made), tree_leaves(result), strict=True):
+            if isinstance(plain, Tensor) and plain._is_view() and _memory(plain) in taken:
+                given._is_part = True
+        return result
 
     def _changed_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With the changes of the whole put back into the pieces."""
@@ -80,7 +86,7 @@ class Gathering(TorchFunctionMode):
             return x
         ones = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
         kept = enter_mesh(torch.dropout(ones, p, True), self._mesh)
-        return self._tried(torch.Tensor.mul_ if changes else torch.mul, (x, kept), {})
+        return self._tried(Tensor.mul_ if changes else torch.mul, (x, kept), {})
 
     def _say(self, operator: str, why: str) -> None:
         where = self._where()
@@ -126,8 +132,13 @@ def _is_written_elsewhere(args: Any, kwargs: Any, taken: list[Any]) -> bool:
 
 def _refuse_lost(name: str, x: Any) -> None:
     """What is a part of another tensor for one process, and was moved here: changes would not get there."""
-    if not isinstance(x, DTensor) or not x._is_view() or not isinstance(base := x._base, DTensor):
+    if not isinstance(x, DTensor):
         return
-    mine, theirs = x._local_tensor.untyped_storage(), base._local_tensor.untyped_storage()
-    if mine.data_ptr() != theirs.data_ptr():
+    base = x._base if x._is_view() else None
+    moved = isinstance(base, DTensor) and _memory(x._local_tensor) != _memory(base._local_tensor)
+    if moved or hasattr(x, "_is_part") or hasattr(base, "_is_part"):
         raise RuntimeError(f"'{name}' changes in place a part of a DTensor that is spread over ranks.")
+
+
+def _memory(x: Tensor) -> int:
+    return 0 if x.is_sparse else x.untyped_storage().data_ptr()
