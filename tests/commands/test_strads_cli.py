@@ -40,7 +40,7 @@ def run_example(example: str, workers: int, *args: Any) -> tuple[list[Any], dict
     body, launched, last = example.partition("results = tutti.launch(")
     assert launched, example
     names: dict[str, Any] = {"__name__": "example"}
-    exec(body, names)
+    exec(body.removesuffix('if __name__ == "__main__":\n    '), names)
     return tutti.simulate(names[last.split(",")[0]], *args, workers=workers).results, names
 
 
