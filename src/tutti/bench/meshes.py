@@ -19,11 +19,11 @@ from tutti.launch.lab import Lab
 from tutti.launch.simulate import simulate
 from tutti.parallel import Mesh
 from tutti.plan import Profile, measure
-from tutti.plan.measure.clock import Clock, Moment
+from tutti.plan.auto.watch import TransportClock
+from tutti.plan.measure.clock import Clock
 from tutti.plan.mesh import MeshPlan, MeshPrediction, Parts, plan_meshes
 from tutti.plan.mesh.choose import in_words, meshes
 from tutti.recipes import Recipe, recipe
-from tutti.transports import Transport
 
 MODELS = ("mnist-mlp", "char-gpt", "cifar-quick")
 RATES = ("100mbit", "1gbit", "10gbit")
@@ -80,22 +80,6 @@ class Case:
         return {"rows": [row.as_dict() for row in self.rows], **named, "times": self.times}
 
 
-class VirtualClock(Clock):
-    """Of a simulated rank."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def now(self) -> Moment:
-        return self._transport.now()
-
-    def seconds(self, earlier: Moment, later: Moment) -> float:
-        return float(later - earlier)
-
-    def settle(self) -> None:
-        pass
-
-
 def try_out(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
     """What the planner goes by, in virtual time: a step of a model, and all that ranks of meshes would do of it."""
     return simulate(_tried, model, numbers, workers=1, cluster=Cluster(compute=_COMPUTE)).results[0]
@@ -104,7 +88,7 @@ def try_out(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
 def _tried(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
     transport = init().transport
     with meter.counting(transport):
-        return _measured(recipe(model), numbers, VirtualClock(transport))
+        return _measured(recipe(model), numbers, TransportClock(transport))
 
 
 def _measured(found: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, Parts]:
