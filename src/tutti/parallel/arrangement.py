@@ -35,9 +35,12 @@ if TYPE_CHECKING:
     from tutti.parallel.tensor.split import TensorSplit
 
 _TOGETHER: dict[str, tuple[Axis, ...]] = {
-    "Adafactor": ("tensor",), "LBFGS": ("tensor", "pipe"), "Muon": ("tensor",), "SparseAdam": ("tensor",)
-}  # fmt: skip
-"""Of torch's optimisers, those that do not take each number by itself, and along which axes they would have to."""
+    **dict.fromkeys(
+        ("Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam"), ("tensor",)
+    ),
+    "LBFGS": ("tensor", "pipe"),
+}
+"""Optimisers, torch's and others', that do not take each number by itself, and along which axes they would have to."""
 
 
 class Arrangement:
@@ -208,8 +211,8 @@ def mistakes_on_mesh(
 
 def _refuse_optimizer(optimizer: Optimizer, mesh: Mesh) -> list[str]:
     """Those that look at more of a parameter, or of all of them, than each of its numbers by itself."""
-    kind = next((it.__name__ for it in type(optimizer).__mro__ if it.__module__.startswith("torch.optim")), "")
-    over = [axis for axis in ("tensor", "pipe") if mesh.shape[axis] > 1 and axis in _TOGETHER.get(kind, ())]
+    kind = next((it.__name__ for it in type(optimizer).__mro__ if it.__name__ in _TOGETHER), "")
+    over = [axis for axis in _TOGETHER.get(kind, ()) if mesh.shape[axis] > 1]
     if not over:
         return []
     return [

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tutti.errors import TuttiError
 from tutti.parallel.tensor.layers import enter_mesh, leave_mesh
-from tutti.parallel.tensor.operators import READS, in_place, is_spread, needs_whole
+from tutti.parallel.tensor.operators import ABOUT, READS, in_place, is_spread, needs_whole
 
 _log = logging.getLogger("tutti")
 
@@ -35,6 +35,8 @@ class Gathering(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
+        if name in ABOUT:
+            return func(*args, **kwargs)
         changes = in_place(func, args, kwargs)
         if changes:
             _refuse_lost(name, kwargs.get("out", args[0] if args else None))

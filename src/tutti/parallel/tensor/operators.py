@@ -22,10 +22,10 @@ _DRAWS = frozenset({
 })  # fmt: skip
 """Random operators, which draw by the whole also where all have the whole: so ranks stay in step."""
 
-_ABOUT = frozenset({
+ABOUT = frozenset({
     "__get__", "__set__", "__len__", "__hash__", "__repr__", "_has_compatible_shallow_copy_type", "_is_view", "dim",
     "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel",
-    "register_hook", "requires_grad_", "retain_grad", "size", "stride", "type_as",
+    "register_hook", "requires_grad_", "retain_grad", "size", "stride",
 })  # fmt: skip
 """About a tensor, not its numbers."""
 
@@ -37,8 +37,8 @@ _EACH = frozenset({
     "le", "leaky_relu", "lerp", "log", "log10", "log1p", "log2", "logical_and", "logical_not", "logical_or", "long",
     "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "multiply", "ne", "neg", "negative", "ones_like", "pow",
     "reciprocal", "relu", "round", "rsqrt", "rsub", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "softsign",
-    "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "to", "true_divide", "trunc", "where", "zero",
-    "zeros_like",
+    "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "to", "true_divide", "trunc", "type_as", "where",
+    "zero", "zeros_like",
     "__add__", "__and__", "__div__", "__eq__", "__ge__", "__gt__", "__iadd__", "__iand__", "__imul__", "__invert__",
     "__ior__", "__isub__", "__itruediv__", "__le__", "__lt__", "__mul__", "__ne__", "__neg__", "__or__", "__pow__",
     "__radd__", "__rdiv__", "__rmul__", "__rpow__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__",
@@ -69,8 +69,6 @@ _CHANGES = frozenset({
 
 def needs_whole(name: str, taken: list[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operator is to be computed on the whole of what it takes."""
-    if name in _ABOUT:
-        return False
     pieces = [each for each in taken if isinstance(each, DTensor)]
     bare = name if name.startswith("__") else name.removesuffix("_")
     if bare in READS or bare in _DRAWS or (name == "scaled_dot_product_attention" and kwargs.get("dropout_p")):
