@@ -640,6 +640,7 @@ class Drawing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout(self.first(x)) + torch.randn_like(self.first(x))
         hidden = hidden * torch.empty_like(hidden).bernoulli_(0.7) + F.rrelu(hidden, training=True)
+        hidden = hidden + F.scaled_dot_product_attention(*[hidden[None]] * 3, None, 0.3)[0]
         hidden = self.dropout(self.norm(self.dropout(self.second(hidden))))
         return F.gumbel_softmax(self.last(hidden)) + F.dropout(self.last(hidden) + 1, 0.2, True, True)
 

@@ -42,9 +42,8 @@ class Gathering(TorchFunctionMode):
             _refuse_lost(name, kwargs.get("out", args[0] if args else None))
         if name in ("dropout", "dropout_") and isinstance(args[0] if args else kwargs.get("input"), DTensor):
             return self._drop(func, args, kwargs)
-        taken = tree_leaves((args, kwargs))
-        if needs_whole(name, taken, kwargs) or (changes and _is_written_elsewhere(args, kwargs, taken)):
-            if name not in READS and any(map(is_spread, taken)):
+        if needs_whole(name, args, kwargs) or (changes and _is_written_elsewhere(args, kwargs)):
+            if name not in READS and any(map(is_spread, tree_leaves((args, kwargs)))):
                 self._say(name, "it needs all of it")
             return self._changed_whole(func, args, kwargs) if changes else self._whole(func, args, kwargs)
         return self._tried(func, args, kwargs)
@@ -126,10 +125,10 @@ def _has_pieces(value: Any) -> bool:
     return any(isinstance(each, DTensor) for each in tree_leaves(value))
 
 
-def _is_written_elsewhere(args: Any, kwargs: Any, taken: list[Any]) -> bool:
+def _is_written_elsewhere(args: Any, kwargs: Any) -> bool:
     """Whether what is changed is a plain tensor, a buffer say, by something that is not."""
     target = kwargs.get("out", args[0] if args else None)
-    return not isinstance(target, DTensor) and any(map(is_spread, taken))
+    return not isinstance(target, DTensor) and any(map(is_spread, tree_leaves((args, kwargs))))
 
 
 def _refuse_lost(name: str, x: Any) -> None:

@@ -6,6 +6,7 @@ These were tried, forward and backward, on even and uneven pieces: that DTensor 
 from typing import Any
 
 from torch.distributed.tensor import DTensor, Partial
+from torch.utils._pytree import tree_leaves
 
 READS = frozenset({
     "item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__bool__", "__int__", "__float__", "__complex__",
@@ -67,11 +68,12 @@ _CHANGES = frozenset({
 })  # fmt: skip
 
 
-def needs_whole(name: str, taken: list[Any], kwargs: dict[str, Any]) -> bool:
+def needs_whole(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operator is to be computed on the whole of what it takes."""
-    pieces = [each for each in taken if isinstance(each, DTensor)]
+    pieces = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
     bare = name if name.startswith("__") else name.removesuffix("_")
-    if bare in READS or bare in _DRAWS or (name == "scaled_dot_product_attention" and kwargs.get("dropout_p")):
+    drops = name == "scaled_dot_product_attention" and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0)
+    if bare in READS or bare in _DRAWS or drops:
         return bool(pieces)
     if bare in _EACH:
         return False
