@@ -195,7 +195,8 @@ MODELS: dict[str, Callable[[], Problem]] = {
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_layers_of_every_kind_in_pieces(make: Callable[[], Problem], caplog: pytest.LogCaptureFixture) -> None:
     _assert_as_alone(make(), Mesh(tensor=2), steps=5)
-    assert ("gathers what" in caplog.text) == (make in (MODELS["what pieces do not allow"],))
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):  # Earlier ones gather more.
+        assert ("gathers what" in caplog.text) == (make is MODELS["what pieces do not allow"])
 
 
 def test_a_traced_model_in_stages_and_pieces() -> None:
