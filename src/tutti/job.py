@@ -207,12 +207,16 @@ class Job:
             )
         self._replica.steps = state["steps"]
         own = state["exchange"]
-        if self._arrangement is None and "parts" in own:
+        if self._arrangement is not None:
+            own = self._arrangement.own(own)
+        elif not any(own.get("parts", [own])):
+            own = {}
+        elif "parts" in own:
             raise ConfigError(
                 f"this state was saved of {own['of']}, and this model is not split. Use the same mesh, or load "
                 "the model and the optimiser alone, before distribute."
             )
-        self._exchange.load_state_dict(own if self._arrangement is None else self._arrangement.own(own))
+        self._exchange.load_state_dict(own)
 
     def finish(self) -> None:
         """Complete what is under way, agree on the model and let it go. Collective. Idempotent."""

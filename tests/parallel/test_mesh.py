@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -759,3 +760,29 @@ def test_operators_on_pieces_are_those_of_one_process() -> None:
         for name, found, want in zip(OPERATORS, everything, wanted, strict=True):
             for one, other in zip(found, [*want[:3], want[3].tensor_split(2)[rank]], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda it, name=name: f"{name}: {it}")
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["nothing of its own", "what a codec left out"])
+def test_what_a_job_has_of_its_own_goes_where_it_fits(coded: bool) -> None:
+    """From no mesh to one that splits nothing and back; to a split model only if there is nothing to lose."""
+    strategy = AllReduce(codec=ErrorFeedback(TopK(0.3)), exact_below=0) if coded else AllReduce()
+    problem = _perceptron()
+
+    def state_of(world: World, mesh: Mesh | None, state: Any) -> Any:
+        model, x, y = copy.deepcopy(problem)
+        optimizer = SGD(model.parameters(), lr=0.05)
+        with distribute(model, optimizer, strategy, world=world, mesh=mesh, example=x) as job:
+            if state is not None:
+                job.load_state_dict(state)
+            if mesh is None or mesh.pipe == 1:
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+            return job.state_dict()
+
+    shapes = (None, Mesh(data=2), Mesh(pipe=2, pipeline=Pipeline(cut=[3, 4])))
+    states = [run_ok(state_of, mesh, None, size=2, transport="process_group")[0] for mesh in shapes]
+    for saved, loaded in product(range(3), range(3)):
+        results = run_threads(state_of, shapes[loaded], states[saved], size=2, transport="process_group")
+        refused = coded and saved < 2 and loaded == 2
+        for result in results:
+            assert isinstance(result, ConfigError) == refused, (saved, loaded, result)

@@ -42,6 +42,8 @@ _TOGETHER: dict[str, tuple[Axis, ...]] = {
 }
 """Optimisers, torch's and others', that do not take each number by itself, and along which axes they would have to."""
 
+_PARTS = "tensor={tensor} x pipe={pipe}"
+
 
 class Arrangement:
     """Splits `model` as the mesh says, which starts equal on all ranks. Collective."""
@@ -139,7 +141,7 @@ class Arrangement:
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of what `gathered` returned."""
-        parts, of = state.get("parts", [state]), state.get("of", "a model that is not split")
+        parts, of = state.get("parts", [state]), state.get("of", _PARTS.format(tensor=1, pipe=1))
         if not any(parts):
             return {}
         if of != self._parts:
@@ -152,8 +154,8 @@ class Arrangement:
 
     @property
     def _parts(self) -> str:
-        mesh, cut = self.mesh, "" if self._stages is None else f", cut {self._stages.cut}"
-        return f"tensor={mesh.tensor} x pipe={mesh.pipe}{cut}"
+        cut = "" if self._stages is None else f", cut {self._stages.cut}"
+        return _PARTS.format(tensor=self.mesh.tensor, pipe=self.mesh.pipe) + cut
 
     def close(self) -> None:
         """Give every rank the whole model, and let it go. Collective."""
