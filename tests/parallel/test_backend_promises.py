@@ -492,3 +492,18 @@ def test_a_host_that_is_lost_wakes_the_others_on_every_rank(call: Callable[[Any,
     first, second, *_ = _all_well(on_ranks(GROUPS["hosts"], 4, work))
     assert "rank 0: rank" in first
     assert "rank 1: rank" in second
+
+
+@pytest.mark.parametrize("call", [CALLS["all-reduce"], CALLS["all-gather"], CALLS["barrier"]])
+def test_who_cannot_go_on_says_so_on_its_host_and_to_others(call: Callable[[Any, Tensor], Any]) -> None:
+    """One rank of the first host has left; nobody else leaves before all have heard of it."""
+    heard = threading.Barrier(3)
+
+    def work(group: Any) -> None:
+        if group.rank() == 1:
+            return
+        with pytest.raises(RankLost):
+            call(group, torch.ones(100_000)).wait()
+        heard.wait(15)
+
+    _all_well(on_ranks(GROUPS["hosts"], 4, work))

@@ -132,7 +132,7 @@ def _layers(model: nn.Module, batch: Any, everyone: Transport) -> Layers:
         check_apart(layers)
     except ConfigError as error:
         mistake = str(error)
-    mistakes = gather_json(mistake, everyone) if everyone.size > 1 else [mistake]
+    mistakes = gather_json(mistake, everyone)
     if any(mistakes):
         rank = next(rank for rank, each in enumerate(mistakes) if each)
         raise ConfigError(mistakes[0] if len(set(mistakes)) == 1 else f"rank {rank}: {mistakes[rank]}")
@@ -147,7 +147,7 @@ def _shared_costs(layers: Layers, batch: Any, everyone: Transport) -> list[Layer
             found = [[*vars(cost).values()] for cost in measure(layers, batch, everyone.now)]
         except Exception as error:  # Whatever it is: the other ranks are waiting.
             found = f"the layers could not be run one after the other on the example: {error}"
-    found = share_json(found, everyone) if everyone.size > 1 else found
+    found = share_json(found, everyone)
     if isinstance(found, str):
         raise ConfigError(found)
     return [_cost(*each) for each in found]

@@ -86,7 +86,7 @@ class PipelineStep:
         """What all ranks did in the last step, by the first one's clock. Collective."""
         mine = [[it.kind, it.stage, it.microbatch, it.start_s, it.stop_s] for it in self._spans]
         ahead = clocks_ahead(self._wires.beneath)
-        everyone = gather_json(mine, self._wires.beneath) if self.plan.num_ranks > 1 else [mine]
+        everyone = gather_json(mine, self._wires.beneath)
         spans = [
             Span(rank, kind, stage, microbatch, start_s - ahead[rank], stop_s - ahead[rank])
             for rank, several in enumerate(everyone)
