@@ -10,10 +10,10 @@ import torch
 from torch.distributed import HashStore
 
 import tutti
-import tutti.transports.shared_memory  # Compiled here, not inside a test's deadline.
+import tutti.transports.shared_memory.transport  # Compiled here, not inside a test's deadline.
 from tutti.cluster import Cluster, Link
 from tutti.launch.rendezvous import connect
-from tutti.launch.simulate import simulate
+from tutti.simulation.runs.simulate import simulate
 from tutti.transports import AloneTransport, Peer, Roster
 from tutti.world import World
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-import tutti.transports.shared_memory  # noqa: F401  Compiled here, not inside a test's deadline.
+import tutti.transports.shared_memory.transport  # noqa: F401  Compiled here, not inside a test's deadline.
 from tutti.backend import Opened, group_over
 from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster
 from tutti.transports.hosts import shared_where_possible

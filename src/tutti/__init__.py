@@ -2,17 +2,17 @@
 
 from tutti import backend
 from tutti.cluster import Cluster, Link
+from tutti.data.shard import shard
 from tutti.errors import TuttiError
 from tutti.job import Job, distribute, measure_link, sync_batchnorm
 from tutti.launch import init, launch
-from tutti.launch.lab import lab
-from tutti.launch.simulate import Simulation, simulate
+from tutti.launch.lab.lab import lab
 from tutti.launch.torch_groups import open_group
 from tutti.parallel import Mesh, Pipeline, tensor_plan
 from tutti.parallel.branch import Branches
 from tutti.plan import Profile
-from tutti.plan.measure import profile
-from tutti.shard import shard
+from tutti.plan.profile import profile
+from tutti.simulation.runs.simulate import Simulation, simulate
 from tutti.strategies import (
     BSP,
     SSP,

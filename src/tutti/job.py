@@ -19,8 +19,8 @@ from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.plan.auto import AutoExchange
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
-from tutti.replica.pace import Pace
 from tutti.replica.state import check_alike, take_from_rank_0
+from tutti.simulation.compute_clock import ComputeClock
 from tutti.strategies import AllReduce, Auto, Exchange, Strategy
 from tutti.strategies.base import Planned
 from tutti.transports import Transport, suited
@@ -66,13 +66,13 @@ class Job:
         exchange: Exchange,
         strategy: Strategy,
         world: World,
-        pace: Pace | None = None,
+        compute_clock: ComputeClock | None = None,
         arrangement: Arrangement | None = None,
     ) -> None:
         self.strategy = strategy
         self.world = world
         """The ranks that train: all of them, but for servers; on a mesh, those along `data`."""
-        self._pace = pace
+        self._compute_clock = compute_clock
         self._arrangement = arrangement
         self._model = replica.model if arrangement is None else arrangement.model
         self._replica = replica
@@ -240,8 +240,8 @@ class Job:
         self._finished = True
         self._exchange.close()
         self._replica.detach()
-        if self._pace is not None:
-            self._pace.detach()
+        if self._compute_clock is not None:
+            self._compute_clock.detach()
         self._exchange.transport.close()
         if self._arrangement is not None:
             self._arrangement.abandon()
@@ -285,12 +285,12 @@ def distribute(
         strategy: how replicas stay together, `AllReduce()` by default; `tutti run --strategy` overrules it.
         world: where to run; the one `tutti.init` made by default.
         mesh: how ranks split the model too; `strategy` is then between those that have the same part of it, and the
-            world afterwards is theirs: make `tutti.shard` after it.
+            world afterwards is theirs: make `tutti.data.shard` after it.
         example: with a pipeline, one batch of what the model takes.
 
     On a rank that only serves (`ParameterServer(servers=...)`) this does not return: it serves until the others have
     finished, and ends the program there, or the function that `tutti.launch` runs. On the others, the world is then
-    that of the ranks that train: make `tutti.shard` after it.
+    that of the ranks that train: make `tutti.data.shard` after it.
     """
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh must be a tutti.Mesh(data=..., tensor=..., pipe=...), got {mesh!r}.")
@@ -335,12 +335,12 @@ def _started(
         channel.close()
         raise SystemExit(0)
     trains = _without(world, strategy.num_serving)
-    pace = Pace(channel) if channel.cluster is not None and arrangement is None else None
-    if pace is not None:
-        pace.listen(model, optimizer)
-        replica.pace = pace
+    compute_clock = ComputeClock(channel) if channel.cluster is not None and arrangement is None else None
+    if compute_clock is not None:
+        compute_clock.listen(model, optimizer)
+        replica.compute_clock = compute_clock
     exchange = attach(strategy, replica, channel)
-    job = Job(replica, exchange, strategy, trains, pace, arrangement)
+    job = Job(replica, exchange, strategy, trains, compute_clock, arrangement)
     job._before = before
     setattr(model, _MARK, job)
     for module in model.modules():

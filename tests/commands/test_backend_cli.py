@@ -8,7 +8,7 @@ import pytest
 from command import Call, assert_refused
 from tutti.bench.backend import OPERATIONS, WAYS
 from tutti.bench.backend_fidelity import Fidelity
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))

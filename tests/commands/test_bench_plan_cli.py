@@ -7,7 +7,7 @@ import pytest
 
 import tutti.bench.plan
 from command import Call, assert_refused
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))

@@ -14,7 +14,7 @@ from command import Call, assert_refused, stop_in_the_middle
 from tutti.bench import under_mpi
 from tutti.cli import app
 from tutti.collectives import ALGORITHMS
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 from tutti.recipes import RECIPES
 from tutti.strategies import AllReduce
 

@@ -9,7 +9,7 @@ import pytest
 from command import Call, assert_refused
 from tutti.bench.worth import GAIN, Worth
 from tutti.codecs import CODECS
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 
 REFUSED = {
     "a codec nobody knows": (["train", "digits", "--strategy", "ring+onbit"], r"unknown codec 'onbit'.*'onebit'"),

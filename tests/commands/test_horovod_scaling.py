@@ -11,7 +11,7 @@ import tutti.bench.fidelity
 from command import Call
 from tutti.experiments.horovod_report import write_report
 from tutti.experiments.horovod_scaling import QUICK, WAYS
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 
 
 def test_reproduce_quickly(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

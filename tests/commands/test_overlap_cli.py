@@ -7,7 +7,7 @@ import pytest
 
 from command import Call, assert_refused
 from tutti.bench.overlap import Worth
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))

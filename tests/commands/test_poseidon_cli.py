@@ -10,7 +10,7 @@ from command import Call
 from tutti.experiments.poseidon import QUICK, WAYS, compute
 from tutti.experiments.poseidon_traffic import RULES, factors, formula_bytes, parameters, shapes, solved, widths
 from tutti.experiments.poseidon_verdict import AWARE, PLAIN, PRICED, WAIT_FREE, speed_up, step_seconds
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 
 
 def test_reproduce_quickly(call: Call, tmp_path: Path) -> None:

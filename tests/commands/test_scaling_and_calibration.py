@@ -8,7 +8,7 @@ import pytest
 import tutti.bench.fidelity
 from command import Call
 from tutti.cluster import Cluster
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 
 
 def test_scaling(call: Call, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from command import Call, stop_in_the_middle
 from tutti.cluster import PRESETS, Cluster
-from tutti.launch.simulate import simulate
 from tutti.recipes.training import Outcome, Task, train
+from tutti.simulation.runs.simulate import simulate
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 

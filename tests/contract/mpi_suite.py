@@ -16,8 +16,8 @@ from torch import Tensor
 
 import tutti
 from tutti.codecs import ErrorFeedback, LowRank, OneBit, TopK
-from tutti.codecs.sums import PAUSE, Party, way_of
 from tutti.collectives import recursive_doubling, run
+from tutti.collectives.compressed import PAUSE, Party, way_of
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports import ANY, AllReduces, Roster, Transport
 from tutti.transports.base import Steps, Work
@@ -271,7 +271,7 @@ def peers_that_do_not_exist(link: Transport) -> None:
 def a_rank_that_does_not_answer_is_waited_for_no_longer_than_asked(link: Transport) -> None:
     from mpi4py import MPI
 
-    from tutti.transports.mpi import MpiTransport
+    from tutti.transports.mpi.transport import MpiTransport
 
     assert isinstance(link, MpiTransport)
     roster = link.roster
@@ -324,7 +324,7 @@ def up_to_pause(steps: Steps) -> Steps:
 
 
 def the_algorithm_has_a_name(link: Transport) -> None:
-    from tutti.transports.mpi import MpiTransport
+    from tutti.transports.mpi.transport import MpiTransport
 
     assert isinstance(link, MpiTransport)
     wanted = link.rules.algorithm

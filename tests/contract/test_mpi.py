@@ -13,7 +13,7 @@ from tutti.errors import ConfigError
 from tutti.launch.interpreter import main_of
 from tutti.launch.mpi import rules_in
 from tutti.launch.mpirun import available, mpirun
-from tutti.transports.mpi_algorithms import ALLREDUCE_ALGORITHMS, Rules, fixed_choice
+from tutti.transports.mpi.algorithms import ALLREDUCE_ALGORITHMS, Rules, fixed_choice
 
 FOLDER = Path(__file__).parent
 

@@ -20,11 +20,11 @@ import tutti
 from command import Call
 from tutti.collectives import native
 from tutti.errors import ConfigError, WorkerFailed
-from tutti.launch import claims, namespaces
-from tutti.launch.claims import Claim
 from tutti.launch.interpreter import main_of
-from tutti.launch.lab import LabSpec, address, missing
-from tutti.launch.link import Link
+from tutti.launch.lab import namespaces, ownership
+from tutti.launch.lab.lab import LabSpec, address, missing
+from tutti.launch.lab.ownership import Claim
+from tutti.launch.supervisor_pipe import Link
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -183,11 +183,11 @@ def owner(name: str) -> Iterator[subprocess.Popen[str]]:
         process.kill()
         process.wait(20)
         process.stdout.close()
-        claims.clear()
+        ownership.clear()
 
 
 def claim_of(name: str) -> Claim | None:
-    return next((claim for claim in claims.found() if claim.name == name), None)
+    return next((claim for claim in ownership.found() if claim.name == name), None)
 
 
 def test_what_a_killed_owner_left_is_cleared_by_the_next() -> None:
@@ -375,7 +375,7 @@ def test_killing_the_owner_ends_its_commands() -> None:
         process.kill()
         process.wait(20)
         process.stdout.close()
-        claims.clear()
+        ownership.clear()
 
 
 def test_a_spec_makes_the_lab_it_says() -> None:

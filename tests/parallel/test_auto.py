@@ -15,14 +15,14 @@ from tutti.cluster import Cluster, Compute, Link, format_time
 from tutti.cluster.link import parse_time
 from tutti.errors import ConfigError
 from tutti.job import Job, Metrics, distribute
-from tutti.launch.simulate import simulate
 from tutti.plan.auto import exchange as auto
 from tutti.plan.auto.watch import Watch, layers_in
-from tutti.plan.measure.clock import Clock
+from tutti.plan.profile.clock import Clock
 from tutti.replica import HookedReplica
 from tutti.replica.samples import Draws
+from tutti.simulation.network import Network
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import AllReduce, Auto, Strategy, parse
-from tutti.transports.simulated import Network
 from tutti.world import World
 
 _one_at_a_time = Lock()

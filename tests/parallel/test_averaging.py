@@ -17,7 +17,7 @@ from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import ErrorFeedback, OneBit, TopK
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job import Job, distribute
-from tutti.launch.simulate import simulate
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import AllReduce, Averaging, BlockMomentum, DiLoCo, Strategy, parse
 from tutti.world import World
 
@@ -351,7 +351,7 @@ def test_auto_keeps_communication_to_its_share(overlap: bool) -> None:
         strategy = Averaging("auto", share=share, overlap=overlap)
         job = distribute(model, optimizer, strategy, world=tutti.init())
         for step in range(400):
-            if step == 100:  # By then it has found its pace.
+            if step == 100:  # By then it has found its compute_clock.
                 before = job.metrics
             step_on(model, optimizer, batch(tutti.world().rank, step))
         after, length = job.metrics, job._exchange._cadence.length  # type: ignore[attr-defined]

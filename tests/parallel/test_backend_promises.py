@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_groups import GROUPS, on_ranks
 from tutti.backend import Opened, group_over
-from tutti.backend.lanes import RealLane
+from tutti.backend.operation_queue import RealLane
 from tutti.backend.work import Operation
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, TuttiError
 from tutti.transports import AloneTransport
@@ -455,7 +455,7 @@ def test_a_group_that_cannot_be_made_leaves_nothing_open(kind: str, monkeypatch:
         return SimpleNamespace(shutdown=lambda: None)
 
     monkeypatch.setattr("torch_groups.group_over", note)
-    monkeypatch.setattr("tutti.backend.in_memory.InMemory", broken)
+    monkeypatch.setattr("tutti.backend.shared_memory_collectives.InMemory", broken)
     monkeypatch.setattr("tutti.backend.ByMessage", broken)
     on_ranks(make, 2, lambda _: None)
     for each in opened:

@@ -13,8 +13,8 @@ from support import run_ok, run_threads
 from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError
 from tutti.job import distribute
-from tutti.launch.simulate import simulate
 from tutti.parallel.branch import Branches
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import AllReduce, Averaging
 from tutti.world import World
 

@@ -18,7 +18,7 @@ from tutti.cluster import Cluster, Compute, Jitter, Link, Pauses
 from tutti.events import APPLY, READ, Event
 from tutti.strategies import BSP, SSP, Async, ParameterServer, SoftSync, StalenessAware
 from tutti.strategies.parameter_server import Consistency
-from tutti.strategies.parameter_server.server import Server
+from tutti.strategies.parameter_server.messages.server import Server
 
 STRAGGLER = Cluster(link=Link("1gbit", "50us"), compute=Compute(sample_s=1e-3), slow={1: 5.0})
 

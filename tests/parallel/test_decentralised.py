@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import tutti
 from support import run_ok, run_threads
-from tutti.bench.scaling import Case, scaling
 from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import ErrorFeedback, OneBit, TopK
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job import Job, distribute
+from tutti.simulation.runs.scaling import Case, scaling
 from tutti.strategies import Gossip, Graph, PeerUpdates, Strategy, parse
 from tutti.strategies.decentralised.graphs import sized
 from tutti.strategies.decentralised.wire import Head, Kind

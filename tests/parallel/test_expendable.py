@@ -16,7 +16,7 @@ from test_launch import runs
 
 import tutti
 from tutti.errors import WorkerFailed
-from tutti.launch.link import VARIABLE, Inbox, Link
+from tutti.launch.supervisor_pipe import VARIABLE, Inbox, Link
 
 GO_ON = "the others go on without it"
 

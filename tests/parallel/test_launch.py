@@ -30,7 +30,7 @@ import tutti
 from support import TRANSPORTS
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost, TuttiError, WorkerFailed
 from tutti.launch.interpreter import main_of
-from tutti.launch.link import Link
+from tutti.launch.supervisor_pipe import Link
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -643,7 +643,7 @@ def meets() -> None:
 
 
 def waits_for_nobody(folder: str) -> None:
-    importlib.import_module("tutti.transports.shared_memory")
+    importlib.import_module("tutti.transports.shared_memory.transport")
     rank, other = int(os.environ["RANK"]), 1 - int(os.environ["RANK"])
     Path(folder, str(rank)).touch()
     while not Path(folder, str(other)).exists():  # The time allowed is short: both must have imported all.

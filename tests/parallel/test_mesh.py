@@ -19,11 +19,11 @@ from tutti.codecs import Cast, ErrorFeedback, TopK
 from tutti.errors import ConfigError, RankLost
 from tutti.job import distribute, sync_batchnorm
 from tutti.launch import init
-from tutti.launch.simulate import simulate
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline import wires
 from tutti.parallel.pipeline.settings import SCHEDULES
 from tutti.recipes.models import CharGPT, CifarQuick, mlp
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import AllReduce, Async, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
 from tutti.world import World, current_world, set_world
 

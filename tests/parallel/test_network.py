@@ -6,8 +6,8 @@ import pytest
 
 import tutti
 from tutti.cluster import Cluster, Host, Link
-from tutti.launch.simulate import simulate
 from tutti.plan.network import measure_network
+from tutti.simulation.runs.simulate import simulate
 
 
 def measured(size: int, cluster: Cluster) -> tuple[Link, float]:

@@ -23,7 +23,7 @@ from tutti.events import READ
 from tutti.job import Job, distribute
 from tutti.strategies import BSP, SSP, AllReduce, Async, ParameterServer, SoftSync, StalenessAware, parse
 from tutti.strategies.parameter_server import Consistency
-from tutti.strategies.parameter_server.wire import HEAD, NOTHING, PAYLOAD, Head, Kind
+from tutti.strategies.parameter_server.messages.wire import HEAD, NOTHING, PAYLOAD, Head, Kind
 from tutti.world import World
 
 BY_MESSAGES = ("simulated", "process_group", "hosts")

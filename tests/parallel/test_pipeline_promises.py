@@ -13,8 +13,8 @@ from support import run_ok, run_threads
 from tutti.errors import ConfigError, RankLost
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.simulate import simulate
 from tutti.parallel import Mesh, Pipeline
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import AllReduce
 from tutti.world import World
 

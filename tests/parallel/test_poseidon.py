@@ -17,7 +17,7 @@ from support import run_ok, run_threads
 from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError, NonFiniteLoss, PacketError
 from tutti.job import Job, distribute
-from tutti.launch.simulate import simulate
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import BSP, SSP, AllReduce, ParameterServer, Poseidon, Strategy, parse
 from tutti.strategies.parameter_server.factored import pack, unpack
 from tutti.strategies.parameter_server.pieces import Piece, Share

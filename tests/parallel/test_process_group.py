@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 from support import run_threads
 from tutti.errors import RankLost
 from tutti.transports import Peer, ProcessGroupTransport, Roster
-from tutti.transports.process_group import GroupWork
-from tutti.transports.roster import wait_for_keys
+from tutti.transports.membership import wait_for_keys
+from tutti.transports.sockets.transport import GroupWork
 from tutti.world import World
 
 _IN_TIME_S = 10

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from support import TRANSPORTS, run_ok
+from tutti.data.shard import shard
 from tutti.job import distribute, sync_batchnorm
-from tutti.shard import shard
 from tutti.strategies import AllReduce
 from tutti.world import World
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tutti.launch.simulate import simulate
 from tutti.recipes.training import Outcome, Task, train
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import parse
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import tutti
-from tutti.bench.scaling import Case, scaling
 from tutti.cluster import Cluster, Compute, Link
-from tutti.replica.pace import Pace, Workload
-from tutti.replica.rehearsal import Rehearsal
+from tutti.simulation.compute_clock import ComputeClock, Workload
+from tutti.simulation.dry_replica import Rehearsal
+from tutti.simulation.runs.scaling import Case, scaling
 from tutti.strategies import Strategy, parse
 
 CLUSTER = Cluster(
@@ -51,7 +51,7 @@ def by_sizes(strategy: Strategy) -> tuple[list[float], int]:
         model = small()
         workload = Workload.of(model, (torch.empty(ROWS, 3, 8, 8),), {})
     transport = world.transport.channel("job")
-    replica = Rehearsal(model, torch.optim.SGD(model.parameters(), lr=0.01), Pace(transport, workload))
+    replica = Rehearsal(model, torch.optim.SGD(model.parameters(), lr=0.01), ComputeClock(transport, workload))
     exchange = strategy.attach(replica, transport)
     start_s, sent, times = world.transport.now(), exchange.transport.bytes_sent, []
     for _ in range(STEPS):

@@ -10,7 +10,6 @@ from support import run_ok, run_threads
 from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError, RankLost, ReplicaMismatch
 from tutti.launch import init
-from tutti.launch.simulate import simulate
 from tutti.parallel.scheduler import (
     Dynamic,
     Factorisation,
@@ -23,6 +22,7 @@ from tutti.parallel.scheduler import (
     Solution,
     solve,
 )
+from tutti.simulation.runs.simulate import simulate
 from tutti.transports import AloneTransport
 from tutti.world import World
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import tutti
-from tutti.bench.calibrate import train_steps
 from tutti.cluster import Cluster, Compute, Jitter, Link
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, WorkerFailed
-from tutti.launch.simulate import Simulation
+from tutti.simulation.runs.calibrate import train_steps
+from tutti.simulation.runs.simulate import Simulation
 from tutti.transports.base import Steps, Transport
 
 SECOND = Compute(sample_s="1s")

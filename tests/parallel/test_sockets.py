@@ -14,7 +14,7 @@ from tutti.collectives import native
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
 from tutti.transports import ANY, ProcessGroupTransport
 from tutti.transports.base import Steps, Work
-from tutti.transports.frames import CODES, HEADER
+from tutti.transports.sockets.frames import CODES, HEADER
 from tutti.world import World
 
 LARGE = 2_000_000
@@ -385,6 +385,6 @@ def test_a_host_that_nothing_answers_from(monkeypatch: pytest.MonkeyPatch) -> No
         assert over.wait(30)
 
     over = threading.Event()
-    monkeypatch.setattr("tutti.transports.sockets.socket.create_connection", unanswered)
+    monkeypatch.setattr("tutti.transports.sockets.messenger.socket.create_connection", unanswered)
     results = run_threads(work, size=2, transport="process_group", timeout=timedelta(seconds=1))
     assert results == [None, None]

@@ -6,12 +6,12 @@ from math import inf
 import pytest
 
 from profiles import lab_perceptron, perceptron
-from tutti.bench.rehearse import rehearse
 from tutti.cluster import Cluster, Host, Jitter, Link, Tier
 from tutti.errors import ConfigError
 from tutti.plan import Overhead, price
 from tutti.plan.coding import SPEEDS, Speed
 from tutti.plan.loads import loads_of, with_batch
+from tutti.simulation.runs.dry_run import rehearse
 from tutti.strategies import AllReduce, Exchange, Strategy, parse
 
 EVEN = Cluster(link=Link("1gbit", "50us"))

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from tutti.transports.flags import Flags, spins_for
+from tutti.transports.shared_memory.flags import Flags, spins_for
 
 
 def flags(num_spins: int) -> Flags:

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from tutti.errors import ConfigError
-from tutti.launch import claims, namespaces
-from tutti.launch.claims import Claim
-from tutti.launch.lab import LabSpec, lab, shaping
+from tutti.launch.lab import namespaces, ownership
+from tutti.launch.lab.lab import LabSpec, lab, shaping
+from tutti.launch.lab.ownership import Claim
 
 
 def test_whole_text() -> None:
@@ -104,7 +104,7 @@ def test_names_say_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = Claim.mine("a-1-2"), Claim("b", 2**22 + 1, 7)
     there = ["tutti-host0", "else", mine.host(10), mine.switch, mine.host(9), other.host(0), "tutti-b-x-1-host0"]
     monkeypatch.setattr(namespaces, "names", lambda: there)
-    assert claims.found() == [mine, other]
+    assert ownership.found() == [mine, other]
     assert mine.namespaces() == [mine.host(9), mine.host(10), mine.switch]
     assert mine.alive
     assert not other.alive

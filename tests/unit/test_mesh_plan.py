@@ -8,22 +8,23 @@ import torch
 from torch import nn
 
 from profiles import perceptron
-from tutti.backend import meter
 from tutti.bench import meshes as bench
 from tutti.cluster import Cluster, Link
 from tutti.errors import ConfigError
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.simulate import simulate
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline.order import order
-from tutti.plan import measure, price
+from tutti.plan import price
 from tutti.plan.mesh import MeshPrediction, Parts, plan_meshes, price_mesh
 from tutti.plan.mesh.axes import place_along
 from tutti.plan.mesh.choose import meshes
+from tutti.plan.mesh.dry_run import Said
 from tutti.plan.mesh.play import Clockwork, StageTime
-from tutti.plan.mesh.silent import Said
+from tutti.plan.profile import profile as profile_model
 from tutti.recipes.models import mlp
+from tutti.simulation import operator_clock
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import AllReduce
 
 SIZES = (512, 512, 512, 512, 512)
@@ -42,7 +43,7 @@ def parts() -> Parts:
     def tried() -> Parts:
         transport = init().transport
         found = Parts(model(), X, transport.now)
-        with meter.counting(transport):
+        with operator_clock.counting(transport):
             for mesh in meshes(4):
                 found.stages(mesh.tensor, mesh.pipe)
         return found
@@ -125,7 +126,7 @@ def test_memory_is_what_ranks_hold(mesh: Mesh, parts: Parts) -> None:
 
     whole = model()
     momentum = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
-    profile = measure.profile(whole, X, optimizer=momentum, repeats=1)
+    profile = profile_model(whole, X, optimizer=momentum, repeats=1)
     found = price_mesh(mesh, parts, profile, FREE, 64)
     assert found.lasting_bytes == max(simulate(train, workers=mesh.size).results)
     assert found.memory_bytes > found.lasting_bytes

@@ -17,7 +17,7 @@ from tutti.replica.buckets import Memory, Slot, kind_of
 from tutti.replica.buckets import cut as cut_buckets
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.pieces import Piece, cut
-from tutti.strategies.parameter_server.stepping import (
+from tutti.strategies.parameter_server.shard_optimizer import (
     ELEMENTWISE,
     Options,
     Stepper,

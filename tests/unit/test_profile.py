@@ -15,8 +15,8 @@ import tutti
 from support import run_ok
 from tutti.errors import ConfigError
 from tutti.plan import LayerProfile, Profile
-from tutti.plan.measure import timeline
-from tutti.plan.measure.clock import WallClock
+from tutti.plan.profile import timeline
+from tutti.plan.profile.clock import WallClock
 
 
 class Time:

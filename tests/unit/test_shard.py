@@ -25,8 +25,8 @@ from torch.utils.data import (
 
 import tutti
 from support import TRANSPORTS, run_ok
+from tutti.data.shard import deal
 from tutti.errors import ConfigError
-from tutti.shard import deal
 from tutti.transports import AloneTransport
 from tutti.world import World
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.errors import ConfigError
-from tutti.plan.work_depth import NOTHING, OPERATORS, Operator, WorkDepth, operator
+from tutti.plan.profile.work_depth import NOTHING, OPERATORS, Operator, WorkDepth, operator
 
 
 def of(module: nn.Module, *inputs: torch.Tensor) -> Operator:

@@ -11,12 +11,12 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from tutti.backend.by_hosts import ByHosts
-from tutti.backend.by_message import ByMessage
 from tutti.backend.collectives import Collectives
 from tutti.backend.group import TuttiGroup
-from tutti.backend.lanes import Lane, RealLane
-from tutti.backend.virtual import VirtualLane
+from tutti.backend.message_collectives import ByMessage
+from tutti.backend.operation_queue import Lane, RealLane
+from tutti.backend.two_level_collectives import ByHosts
+from tutti.backend.virtual_time import VirtualLane
 from tutti.transports import HostsTransport
 from tutti.transports.base import SharesAll, SharesMemory, Transport
 from tutti.transports.hosts import hosts_are_shared
@@ -85,7 +85,7 @@ def _conversations(transport: Transport) -> tuple[Collectives, Transport]:
     if isinstance(transport, HostsTransport):
         return ByHosts(transport), transport.inner.channel("messages")
     if isinstance(transport, SharesMemory) and isinstance(transport, SharesAll):
-        from tutti.backend.in_memory import InMemory  # Costs a compiler's import.
+        from tutti.backend.shared_memory_collectives import InMemory  # Costs a compiler's import.
 
         return InMemory(transport), transport.inner.channel("messages")  # type: ignore[arg-type]
     return ByMessage(transport), transport.channel("messages")

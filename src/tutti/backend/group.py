@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from tutti.backend.check import Check
 from tutti.backend.collectives import Collectives
-from tutti.backend.lanes import Lane
+from tutti.backend.operation_queue import Lane
 from tutti.backend.operators import Operator, operator
 from tutti.backend.tensors import Flats
+from tutti.backend.validate import Check
 from tutti.backend.work import Operation, Together
 from tutti.transports.base import ANY, Steps, Transport, Work
 

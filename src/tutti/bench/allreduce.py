@@ -9,7 +9,7 @@ import torch
 from tutti.bench.under_mpi import communicator
 from tutti.errors import ConfigError
 from tutti.launch import init
-from tutti.launch.link import Link
+from tutti.launch.supervisor_pipe import Link
 from tutti.transports import AllReduces, SharesMemory
 from tutti.world import World
 

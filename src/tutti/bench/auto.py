@@ -11,7 +11,7 @@ from tutti.bench.step import ddp, make_case, solo, stepper, torch_group
 from tutti.collectives import gather_json
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.link import Link
+from tutti.launch.supervisor_pipe import Link
 from tutti.strategies import AllReduce, Auto
 from tutti.strategies.base import Planned
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tutti.bench.rounds import Rounds, Ways
 from tutti.bench.step import Case, make_case, stepper, torch_group
 from tutti.launch import init
-from tutti.launch.link import Link
+from tutti.launch.supervisor_pipe import Link
 
 BACKENDS = ("gloo", "tutti")
 SIZES, LAB_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20), (4, 4 * 2**10, 256 * 2**10)

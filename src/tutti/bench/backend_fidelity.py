@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.bench.backend import BACKENDS, WAYS, shard
-from tutti.bench.calibrate import batch_size_of
 from tutti.cluster import Cluster, Compute
 from tutti.collectives import gather_json, recursive_doubling, run
 from tutti.launch import init, launch
-from tutti.launch.lab import Lab
-from tutti.launch.simulate import simulate
+from tutti.launch.lab.lab import Lab
 from tutti.plan.network import cluster_with, measure_network
 from tutti.recipes import recipe
+from tutti.simulation.runs.calibrate import batch_size_of
+from tutti.simulation.runs.simulate import simulate
 from tutti.world import World, world
 
 _WARM_UP = 3

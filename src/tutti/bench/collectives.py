@@ -19,7 +19,7 @@ from tutti.collectives import (
     run,
 )
 from tutti.launch import init
-from tutti.launch.link import Link as Reporter
+from tutti.launch.supervisor_pipe import Link as Reporter
 from tutti.transports import AllReduces, HostsTransport, SharesMemory, Transport
 
 _ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tutti.bench.calibrate import cluster_of, measure_training, train_steps
 from tutti.errors import UnknownName
 from tutti.launch import init, launch
-from tutti.launch.lab import Lab, LabSpec
-from tutti.launch.link import Link
-from tutti.launch.simulate import simulate
+from tutti.launch.lab.lab import Lab, LabSpec
+from tutti.launch.supervisor_pipe import Link
 from tutti.plan.network import measure_network
 from tutti.recipes import recipe
+from tutti.simulation.runs.calibrate import cluster_of, measure_training, train_steps
+from tutti.simulation.runs.simulate import simulate
 
 MODELS = ("mnist-mlp", "cifar-quick", "char-gpt")
 STRATEGIES = {"ring": 1, "tree": 1, "butterfly": 1, "hierarchical": 2}

@@ -8,22 +8,23 @@ from typing import Any
 
 import torch
 
-from tutti.backend import meter
-from tutti.bench.calibrate import measure_network
 from tutti.bench.rounds import Rounds
 from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError
 from tutti.job import Job, distribute
 from tutti.launch import init, launch
-from tutti.launch.lab import Lab
-from tutti.launch.simulate import simulate
+from tutti.launch.lab.lab import Lab
 from tutti.parallel import Mesh
-from tutti.plan import Profile, measure
+from tutti.plan import Profile
 from tutti.plan.auto.watch import TransportClock
-from tutti.plan.measure.clock import Clock
 from tutti.plan.mesh import MeshPlan, MeshPrediction, Parts, plan_meshes
 from tutti.plan.mesh.choose import in_words, meshes
+from tutti.plan.profile import profile as profile_model
+from tutti.plan.profile.clock import Clock
 from tutti.recipes import Recipe, recipe
+from tutti.simulation import operator_clock
+from tutti.simulation.runs.calibrate import measure_network
+from tutti.simulation.runs.simulate import simulate
 
 MODELS = ("mnist-mlp", "char-gpt", "cifar-quick")
 RATES = ("100mbit", "1gbit", "10gbit")
@@ -87,14 +88,14 @@ def try_out(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
 
 def _tried(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
     transport = init().transport
-    with meter.counting(transport):
+    with operator_clock.counting(transport):
         return _measured(recipe(model), numbers, TransportClock(transport))
 
 
 def _measured(found: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, Parts]:
     torch.manual_seed(0)
     model, batch = found.model(), found.example(SAMPLES)
-    profile = measure.profile(model, batch, loss=found.loss, optimizer=_optimizer(model), clock=clock, repeats=5)
+    profile = profile_model(model, batch, loss=found.loss, optimizer=_optimizer(model), clock=clock, repeats=5)
     parts = Parts(model, batch[0]) if clock is None else Parts(model, batch[0], clock.now)
     for mesh in (mesh for number in numbers for mesh in meshes(number)):
         with suppress(ConfigError):  # The planner says so too.

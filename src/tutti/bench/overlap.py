@@ -8,7 +8,7 @@ from tutti.bench.reference import Measured, measure_place
 from tutti.bench.strategies import Request
 from tutti.cluster import Cluster, Link
 from tutti.launch import init, launch
-from tutti.launch.lab import Lab
+from tutti.launch.lab.lab import Lab
 from tutti.plan import price
 from tutti.plan.loads import slowed
 from tutti.strategies import parse

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from tutti.bench.rounds import Rounds
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.link import Link
+from tutti.launch.supervisor_pipe import Link
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline.settings import ScheduleName
 from tutti.parallel.pipeline.step import PipelineStep

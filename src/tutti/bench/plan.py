@@ -12,8 +12,8 @@ from tutti.bench.strategies import Request
 from tutti.cluster import Cluster, Link
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
-from tutti.launch.lab import Lab, LabSpec
-from tutti.launch.link import Link as Reporter
+from tutti.launch.lab.lab import Lab, LabSpec
+from tutti.launch.supervisor_pipe import Link as Reporter
 from tutti.plan import Overhead, price
 from tutti.plan.cost import formula_of
 from tutti.strategies import parse

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.bench.calibrate import measure_network
 from tutti.bench.step import Case, make_case, solo
 from tutti.cluster import Cluster, Link
 from tutti.collectives import gather_json, recursive_doubling, ring, run
-from tutti.plan import Overhead, Profile, measure, price
+from tutti.plan import Overhead, Profile, price
 from tutti.plan.loads import loads_of, slowed
+from tutti.plan.profile import profile as profile_model
+from tutti.simulation.runs.calibrate import measure_network
 from tutti.strategies import AllReduce, parse
 from tutti.transports import Transport
 from tutti.transports.base import Steps
@@ -167,7 +168,7 @@ def _mean_s(call: Callable[[], Any]) -> float:
 def _profile(case: Case, transport: Transport) -> Profile:
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.001)
     _together(transport)
-    return measure.profile(case.model, case.batch, loss=case.loss, optimizer=optimizer)
+    return profile_model(case.model, case.batch, loss=case.loss, optimizer=optimizer)
 
 
 def _together(transport: Transport) -> None:

@@ -18,7 +18,7 @@ from tutti.collectives import gather_json
 from tutti.errors import UnknownName
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.link import Link
+from tutti.launch.supervisor_pipe import Link
 from tutti.recipes import RECIPES, recipe
 from tutti.recipes.models import mlp
 from tutti.transports import HostsTransport

@@ -16,7 +16,7 @@ from tutti.bench.rounds import Rounds, Ways
 from tutti.bench.step import Case, ddp, make_case, solo, stepper, torch_group
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.link import Link
+from tutti.launch.supervisor_pipe import Link
 from tutti.strategies import parse
 from tutti.world import World
 

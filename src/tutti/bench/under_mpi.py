@@ -14,9 +14,9 @@ from typing import Any
 from tutti.errors import WorkerFailed
 from tutti.launch import command, launch
 from tutti.launch.interpreter import main_of
-from tutti.launch.lab import Lab, address
-from tutti.launch.link import Watcher
+from tutti.launch.lab.lab import Lab, address
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
+from tutti.launch.supervisor_pipe import Watcher
 
 _GRACE_S = 10.0
 

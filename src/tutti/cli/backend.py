@@ -15,7 +15,7 @@ from tutti.cli.place import check_one_place, lab_if_any, numbers_of_workers
 from tutti.cluster import format_size
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import launch
-from tutti.launch.lab import Lab, LabSpec
+from tutti.launch.lab.lab import Lab, LabSpec
 from tutti.recipes import recipe
 
 

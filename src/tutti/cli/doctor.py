@@ -21,7 +21,7 @@ from tutti.collectives import LinkMeasurement
 from tutti.errors import ConfigError
 from tutti.job import measure_link
 from tutti.launch import init, launch
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 from tutti.launch.mpirun import available as mpi_available
 
 

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from tutti.cluster import format_rate
 from tutti.errors import ConfigError
-from tutti.launch import claims, namespaces
-from tutti.launch.lab import lab as make_lab
+from tutti.launch.lab import namespaces, ownership
+from tutti.launch.lab.lab import lab as make_lab
 from tutti.launch.local import run_command
 
 app = typer.Typer(
@@ -51,7 +51,7 @@ def run(
 def list_labs() -> None:
     """Show the labs on this machine, who owns them, and their hosts' rates."""
     _check_possible()
-    labs = claims.found()
+    labs = ownership.found()
     if not labs:
         print("There are no labs on this machine.")
         return
@@ -69,7 +69,7 @@ def list_labs() -> None:
 def clear() -> None:
     """Remove what labs of dead processes left behind, and nothing else. Every new lab does so too."""
     _check_possible()
-    cleared = claims.clear()
+    cleared = ownership.clear()
     for claim in cleared:
         print(f"removed lab '{claim.name}' of process {claim.pid}, which has ended")
     if not cleared:

@@ -12,7 +12,7 @@ from tutti.bench.overlap import Worth, worth
 from tutti.bench.step import CASES
 from tutti.cli.json_file import check_writable, write_json
 from tutti.errors import ConfigError, UnknownName
-from tutti.launch.lab import Lab, LabSpec
+from tutti.launch.lab.lab import Lab, LabSpec
 
 
 def overlap(

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from tutti.errors import ConfigError
-from tutti.launch.lab import Lab, LabSpec
+from tutti.launch.lab.lab import Lab, LabSpec
 
 
 def lab_if_any(text: str | None) -> AbstractContextManager[Lab | None]:

@@ -12,8 +12,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench.reach import reach
-from tutti.bench.rehearse import rehearse
 from tutti.cli import mesh_plan, per_layer, target_accuracy
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.recipe_task import DataFolder, Epochs, Options, parse_options
@@ -21,14 +19,17 @@ from tutti.cli.subject import find_subject
 from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
-from tutti.plan import Plan, Prediction, Profile, measure, plan
-from tutti.plan.measure.problem import Problem
+from tutti.plan import Plan, Prediction, Profile, plan
 from tutti.plan.mesh import Parts, plan_meshes
 from tutti.plan.network import measure_network
 from tutti.plan.place import up_to
+from tutti.plan.profile import profile as profile_model
+from tutti.plan.profile.problem import Problem
 from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
 from tutti.recipes import RECIPES, recipe
 from tutti.recipes.training import GlobalBatches, Task
+from tutti.simulation.runs.dry_run import rehearse
+from tutti.simulation.runs.time_to_accuracy import reach
 from tutti.strategies import Strategy
 
 MEASURED = "measured"
@@ -200,7 +201,7 @@ def _sharing_here(measure: Callable[[], Profile]) -> Profiles:
 def profile_of(subject: str, options: dict[str, Any], batch: int | None, input_shape: str | None) -> Profile:
     """A step of what `subject` names, measured here."""
     found = find_subject(subject, options, batch, input_shape)
-    return measure.profile(found.model, found.batch, loss=found.loss, optimizer=found.optimizer)
+    return profile_model(found.model, found.batch, loss=found.loss, optimizer=found.optimizer)
 
 
 def _parts_of(subject: str, options: dict[str, Any], batch: int | None, input_shape: str | None) -> Parts:

@@ -19,7 +19,7 @@ from tutti.cli.subject import BatchSize, InputShape, Subject, SubjectText, find_
 from tutti.cluster import format_size, format_time
 from tutti.errors import ConfigError
 from tutti.plan import LayerProfile, Profile
-from tutti.plan.measure import profile as measured
+from tutti.plan.profile import profile as measured
 
 
 def profile(

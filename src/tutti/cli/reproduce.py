@@ -11,7 +11,7 @@ from rich.console import Console
 from tutti.cli.run_folder import new_folder
 from tutti.errors import UnknownName
 from tutti.experiments import EXPERIMENTS, Setting
-from tutti.launch.lab import LabSpec
+from tutti.launch.lab.lab import LabSpec
 from tutti.report.plots import check_plot
 
 

@@ -15,7 +15,7 @@ from tutti.cli.place import check_one_place, described, lab_if_any
 from tutti.cluster import format_size
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import launch
-from tutti.launch.lab import LabSpec
+from tutti.launch.lab.lab import LabSpec
 from tutti.strategies import STRATEGIES, parse
 
 WAYS = "native,ps:bsp,ps:ssp=3,ps:async,ps:async,locks,ps:bsp,servers=1"

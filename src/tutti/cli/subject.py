@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tutti.errors import ConfigError, UnknownName
-from tutti.plan.measure.problem import Loss
+from tutti.plan.profile.problem import Loss
 from tutti.recipes import RECIPES, recipe
 from tutti.replica.samples import num_rows
 

@@ -5,8 +5,8 @@ from math import inf, isnan
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tutti.bench.reach import Reach
 from tutti.cluster import format_time
+from tutti.simulation.runs.time_to_accuracy import Reach
 
 
 def table_of(reaches: list[Reach], target: float) -> Table:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs.base import Codec, Packet, Places, Rounds, State, flat_float32, flat_view, give_back
-from tutti.codecs.kernels.thin import multiply, orthogonalize
+from tutti.codecs.kernels.orthogonal import multiply, orthogonalize
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.runs import Runs
 from tutti.errors import ConfigError

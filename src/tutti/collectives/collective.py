@@ -12,7 +12,7 @@ from tutti.collectives.doubling import recursive_doubling
 from tutti.collectives.steps import run
 from tutti.errors import ReplicaMismatch
 from tutti.transports.base import Steps, Transport
-from tutti.transports.frames import DTYPES
+from tutti.transports.sockets.frames import DTYPES
 
 
 @dataclass(frozen=True)

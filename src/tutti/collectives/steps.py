@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError
+from tutti.simulation.sizes import Extent
 from tutti.transports.base import Steps, Transport
-from tutti.transports.extent import Extent
 
 FlatSteps = Callable[[Tensor, Transport], Steps]
 

@@ -22,8 +22,8 @@ from tutti.experiments.fourie_report import write_report
 from tutti.experiments.setting import Setting, machine
 from tutti.job import distribute
 from tutti.launch import init, mpi
-from tutti.launch.lab import lab as make_lab
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import lab as make_lab
+from tutti.launch.lab.lab import missing
 from tutti.recipes import recipe
 from tutti.recipes.training import Task, train
 from tutti.strategies import AllReduce

@@ -20,15 +20,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tutti.cluster import Cluster, Compute, Link
+from tutti.data.shard import ShardedLoader
 from tutti.experiments.block_report import write_report
 from tutti.experiments.setting import Setting, machine
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.simulate import simulate
 from tutti.recipes import MapDataset, Recipe, collate, recipe
 from tutti.recipes.models import mlp
 from tutti.recipes.training import GlobalBatches
-from tutti.shard import ShardedLoader
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import parse
 from tutti.world import World
 

@@ -20,8 +20,8 @@ from tutti.experiments.samples import accuracy_of, endless, some
 from tutti.experiments.setting import Setting, machine
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.simulate import Simulation, simulate
 from tutti.recipes import recipe
+from tutti.simulation.runs.simulate import Simulation, simulate
 from tutti.strategies import ParameterServer, parse
 
 STEP_S = 0.040

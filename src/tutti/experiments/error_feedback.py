@@ -13,7 +13,7 @@ from tutti.errors import NonFiniteLoss
 from tutti.experiments.feedback_report import bare, write_report
 from tutti.experiments.setting import Setting, machine
 from tutti.launch import init, launch
-from tutti.launch.link import Link
+from tutti.launch.supervisor_pipe import Link
 from tutti.recipes import recipe
 from tutti.recipes.training import Task, train
 

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tutti.bench.fidelity import compare
-from tutti.bench.scaling import Case, scaling
 from tutti.cluster import Cluster
 from tutti.experiments.horovod_report import write_report
 from tutti.experiments.setting import Setting, machine
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 from tutti.recipes.step_times import k80
+from tutti.simulation.runs.scaling import Case, scaling
 from tutti.strategies import parse
 
 

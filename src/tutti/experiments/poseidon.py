@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.bench.scaling import IMAGE, Case, scaling
 from tutti.cluster import Cluster, Compute, Link, Pauses
 from tutti.experiments import poseidon_lab, poseidon_traffic
 from tutti.experiments.poseidon_report import write_report
 from tutti.experiments.setting import Setting, machine
-from tutti.launch.lab import missing
+from tutti.launch.lab.lab import missing
 from tutti.recipes.models import AlexNet, CifarQuick, GoogLeNet
 from tutti.recipes.step_times import k20
-from tutti.replica.pace import Workload
+from tutti.simulation.compute_clock import Workload
+from tutti.simulation.runs.scaling import IMAGE, Case, scaling
 from tutti.strategies import Poseidon, Strategy, parse
 
 LATENCY = "20us"

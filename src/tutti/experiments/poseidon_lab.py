@@ -13,7 +13,7 @@ from tutti.bench.step import Case, solo, stepper
 from tutti.experiments.poseidon_traffic import widths
 from tutti.job import distribute
 from tutti.launch import init, launch
-from tutti.launch.lab import lab
+from tutti.launch.lab.lab import lab
 from tutti.recipes.models import CifarQuick, GoogLeNet, mlp
 from tutti.strategies import parse
 

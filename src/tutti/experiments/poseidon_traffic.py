@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.bench.scaling import Case, scaling
 from tutti.cluster import Cluster
 from tutti.recipes.models import VGG16, AlexNet, mlp
+from tutti.simulation.runs.scaling import Case, scaling
 from tutti.strategies import Poseidon
 from tutti.strategies.poseidon.rule import METHODS, Method, Shape, published, published_floats, sent_bytes
 

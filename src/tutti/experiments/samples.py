@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tutti.data.shard import shard
 from tutti.job import Job
 from tutti.recipes import ArrayDataset, Recipe, collate, recipe
-from tutti.shard import shard
 
 
 @cache

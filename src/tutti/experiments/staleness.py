@@ -18,8 +18,8 @@ from tutti.experiments.setting import Setting, machine
 from tutti.experiments.staleness_report import write_report
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.simulate import simulate
 from tutti.recipes import recipe
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import ParameterServer, parse
 
 STEP_S = 0.040

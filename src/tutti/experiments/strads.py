@@ -17,8 +17,8 @@ from tutti.experiments.setting import Setting, machine
 from tutti.experiments.strads_problems import LassoSize, MatrixSize
 from tutti.experiments.strads_report import write_report
 from tutti.launch import init, launch
-from tutti.launch.simulate import simulate
 from tutti.parallel.scheduler import Dynamic, Order, Random, RoundRobin, Scheduler, solve
+from tutti.simulation.runs.simulate import simulate
 
 LINK = Link("1gbit", "50us")
 FLOPS = 1e10

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tutti.errors import EnvironmentConflict
-from tutti.transports.process_group import LOOPBACK
+from tutti.transports.sockets.transport import LOOPBACK
 
 
 @dataclass(frozen=True)

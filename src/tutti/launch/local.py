@@ -15,11 +15,12 @@ from multiprocessing import spawn
 from typing import IO, Any
 
 from tutti.errors import ConfigError, WorkerFailed
-from tutti.launch import command, indoors
+from tutti.launch import command
 from tutti.launch.interpreter import main_of
-from tutti.launch.lab import Lab
-from tutti.launch.link import IMPORTING, PARENT, VARIABLE, Inbox, Watcher
-from tutti.launch.placement import Placement, here
+from tutti.launch.lab.lab import Lab
+from tutti.launch.lab.placement import Placement, here
+from tutti.launch.supervisor_pipe import IMPORTING, PARENT, VARIABLE, Inbox, Watcher
+from tutti.simulation import guard
 
 _GRACE_S = 2.0
 """How long peers of a failed worker get to notice and say so, and stopped ones to end by themselves."""
@@ -45,18 +46,18 @@ def launch(
         workers: 2 by default; in a lab, as many as it has places for, and no other number.
         timeout: how long a worker waits for the others before it gives up.
         transport: as for `tutti.init`.
-        watch: called with a rank and what it reported by `tutti.launch.link.Link.progress`.
+        watch: called with a rank and what it reported by `tutti.launch.supervisor_pipe.Link.progress`.
         lab: run them on its hosts, from `tutti.lab(...)`.
 
     Raises `WorkerFailed` for the first worker that failed, after all others have stopped. One that
-    said it is expendable (`tutti.launch.link.Link.expendable`) may fail: its result is None and the
+    said it is expendable (`tutti.launch.supervisor_pipe.Link.expendable`) may fail: its result is None and the
     others go on, but if all such are lost, that is a failure too. In a worker that is still
     importing the script that called it, it returns an empty list at once, so that script needs no
     `if __name__ == "__main__"`.
     """
     if IMPORTING in os.environ:
         return []
-    indoors.refuse("tutti.launch")
+    guard.refuse("tutti.launch")
     if VARIABLE in os.environ:
         raise ConfigError(
             "launch was called inside a worker: workers cannot start workers. A script that calls launch is started "

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from tutti.errors import ConfigError, EnvironmentConflict
 from tutti.launch.environment import Place
-from tutti.transports.mpi_algorithms import ALLREDUCE_ALGORITHMS, Rules
-from tutti.transports.roster import Roster
+from tutti.transports.membership import Roster
+from tutti.transports.mpi.algorithms import ALLREDUCE_ALGORITHMS, Rules
 
 if TYPE_CHECKING:
-    from tutti.transports.mpi import MpiTransport
+    from tutti.transports.mpi.transport import MpiTransport
 
 _RULES = "OMPI_MCA_coll_tuned_use_dynamic_rules"
 _ALGORITHM = "OMPI_MCA_coll_tuned_allreduce_algorithm"
@@ -77,7 +77,7 @@ def connect(roster: Roster) -> "MpiTransport":
     """A transport over MPI to everyone in `roster`, that is to all of MPI's world. Collective."""
     from mpi4py import MPI
 
-    from tutti.transports.mpi import MpiTransport
+    from tutti.transports.mpi.transport import MpiTransport
 
     link = MpiTransport(roster, MPI.COMM_WORLD.Dup(), rules=rules_in(os.environ))
     _end_together(link)

@@ -18,14 +18,15 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
-from tutti.launch import indoors, mpi
+from tutti.launch import mpi
 from tutti.launch.environment import LOOPBACK, Place, read
-from tutti.launch.link import HOST, Link
+from tutti.launch.supervisor_pipe import HOST, Link
+from tutti.simulation import guard
 from tutti.strategies import parse
 from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT
 from tutti.transports.hosts import levelled
-from tutti.transports.roster import wait_for_keys
+from tutti.transports.membership import wait_for_keys
 from tutti.world import World, current_world, set_world
 
 _generations = count()
@@ -52,7 +53,7 @@ def init(*, timeout: timedelta | None = None, transport: str | None = None) -> W
     """
     if (world := current_world()) is not None:
         return world
-    indoors.refuse("tutti.init after the world was closed")
+    guard.refuse("tutti.init after the world was closed")
     timeout = timeout or _timeout_from(os.environ.get("TUTTI_TIMEOUT"))
     kind = transport or os.environ.get("TUTTI_TRANSPORT", "auto")
     if mpi.is_mpi(kind):
@@ -85,7 +86,7 @@ def connect(roster: Roster, address: str = LOOPBACK, kind: str = "auto") -> Tran
     """A transport to everyone in `roster`. Collective."""
     transport = ProcessGroupTransport(roster, address=address)
     if kind == "shared_memory":
-        from tutti.transports.shared_memory import SharedMemoryTransport  # Costs a compiler's import.
+        from tutti.transports.shared_memory.transport import SharedMemoryTransport  # Costs a compiler's import.
 
         return SharedMemoryTransport(transport)
     if kind == "auto":

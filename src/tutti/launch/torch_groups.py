@@ -8,9 +8,10 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from tutti.backend import Opened, meter
+from tutti.backend import Opened
 from tutti.launch.environment import Place
 from tutti.launch.rendezvous import listen_address, meet
+from tutti.simulation import operator_clock
 from tutti.transports import AloneTransport, ProcessGroupTransport, Roster, Transport
 from tutti.transports.base import Added
 from tutti.transports.hosts import shared_where_possible
@@ -28,7 +29,7 @@ def open_group(options: Any) -> Opened:
     along = None if world is None else _taken_along(world.transport)
     with ExitStack() as stack:
         if along is not None and along.cluster is not None:
-            stack.enter_context(meter.counting(along))
+            stack.enter_context(operator_clock.counting(along))
         if size == 1:
             transport: Transport = AloneTransport(options.timeout)
         elif along is not None:
@@ -64,7 +65,7 @@ def _taken_along(transport: Transport) -> Transport | None:
         transport = transport.inner
     if transport.cluster is not None:
         return transport
-    mpi = sys.modules.get("tutti.transports.mpi")
+    mpi = sys.modules.get("tutti.transports.mpi.transport")
     return transport if mpi is not None and isinstance(transport, mpi.MpiTransport) else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tutti.errors import NonFiniteLoss, RankLost
 from tutti.launch.command import die_with
-from tutti.launch.link import IMPORTING, PARENT, Failure, Link
+from tutti.launch.supervisor_pipe import IMPORTING, PARENT, Failure, Link
 
 _STARTERS = ("launch/worker.py", "launch/simulate.py", "simulated/rank.py")
 """Files whose frames come first in a traceback: how the user's code was started."""

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.backend import meter
 from tutti.codecs import Cast
 from tutti.collectives import native, run
 from tutti.errors import ConfigError
@@ -28,6 +27,7 @@ from tutti.parallel.tensor.plan import TensorPlan, refuse_if_whole, tensor_plan
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.gathered import gather_state
+from tutti.simulation import operator_clock
 from tutti.strategies import Auto, Strategy
 from tutti.transports import AloneTransport, Transport
 
@@ -79,7 +79,7 @@ class Arrangement:
     def _arrange(self, optimizer: Optimizer, transport: Transport, example: Any) -> None:
         model, mesh = self.model, self.mesh
         if transport.cluster is not None:
-            self._exits.enter_context(meter.counting(transport))
+            self._exits.enter_context(operator_clock.counting(transport))
         plan = tensor_plan(model, mesh.tensor, mesh.split)
         ways = {module: plan.way_of(name) for name, module in model.named_modules()}
         if mesh.pipe > 1:

@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tutti.errors import ConfigError
 from tutti.parallel.same_batch import SameBatch
 from tutti.transports import Transport
-from tutti.transports.frames import DTYPES
+from tutti.transports.sockets.frames import DTYPES
 
 _MAX_DIMS = 8
 _REFUSED = -1
 
 
 _REMEDY = (
-    "ranks of one group of branches are one worker. Leave out tutti.shard, or give it the world of groups (see "
+    "ranks of one group of branches are one worker. Leave out tutti.data.shard, or give it the world of groups (see "
     "docs/branches.md), and give random data and shuffling a seed."
 )
 
@@ -32,7 +32,7 @@ class Branches(nn.Module):
 
     The first branch is the first rank's, and so on, round after round if branches are more than ranks. Where ranks are
     more than branches, each group of as many ranks as branches has a replica of its own, and other data: `group`
-    and `num_groups` say which, for `tutti.shard`. In a group all ranks are given the same inputs.
+    and `num_groups` say which, for `tutti.data.shard`. In a group all ranks are given the same inputs.
 
     Args:
         branches: modules that make one tensor of one tensor each.

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from tutti.errors import ConfigError
 from tutti.parallel.pipeline.settings import Pipeline
-from tutti.parallel.tensor.ways import Way
+from tutti.parallel.tensor.splits import Way
 
 Axis = Literal["pipe", "data", "tensor"]
 

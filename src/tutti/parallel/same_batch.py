@@ -11,7 +11,7 @@ from tutti.collectives import gather_json
 from tutti.errors import ConfigError
 from tutti.transports import Transport
 
-MESH_REMEDY = "make tutti.shard after distribute, when the world is that of replicas, and seed what is random."
+MESH_REMEDY = "make tutti.data.shard after distribute, when the world is that of replicas, and seed what is random."
 
 
 class SameBatch:

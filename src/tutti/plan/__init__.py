@@ -3,6 +3,6 @@
 from tutti.plan.choose import Plan, plan
 from tutti.plan.cost import PRICES, Prediction, price
 from tutti.plan.overhead import Overhead
-from tutti.plan.profile import Gradient, LayerProfile, Profile
+from tutti.plan.profile.record import Gradient, LayerProfile, Profile
 
 __all__ = ["PRICES", "Gradient", "LayerProfile", "Overhead", "Plan", "Prediction", "Profile", "plan", "price"]

@@ -5,7 +5,7 @@ from math import ceil, inf
 from tutti.cluster import parse_time
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.plan.sums import coded_sum, exact_sum
 from tutti.plan.toll import Toll
 from tutti.strategies.averaging.strategy import Blocks

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tutti.codecs import Cast, Codec, ErrorFeedback, LowRank, OneBit, Quantize, TopK
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.strategies import (
     BSP,
     SSP,

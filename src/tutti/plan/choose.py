@@ -12,7 +12,7 @@ from tutti.plan.candidates import exact, lossy
 from tutti.plan.cost import Prediction, Simulated, price
 from tutti.plan.loads import slowed
 from tutti.plan.place import quickest, up_to
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.plan.reason import has_codec, in_words, sums_with_and_without
 from tutti.plan.scaling import Profiles, each_has, pays_up_to, priced
 from tutti.strategies import AllReduce, ParameterServer, Poseidon, Strategy

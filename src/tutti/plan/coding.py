@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from tutti.codecs import Codec, ErrorFeedback
-from tutti.codecs.sums.messages import aligned
+from tutti.collectives.compressed.messages import aligned
 from tutti.plan.loads import Load
 
 

@@ -12,7 +12,7 @@ from tutti.plan.loads import slowed
 from tutti.plan.peers import gossip, peer_updates
 from tutti.plan.place import Place
 from tutti.plan.poseidon import poseidon
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.plan.servers import parameter_server
 from tutti.plan.toll import Toll
 from tutti.strategies import (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tutti.collectives import recursive_doubling
 from tutti.plan.loads import Load, exposed, loads_of
 from tutti.plan.place import Place
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.plan.sums import Sum, coded_sum, exact_sum
 from tutti.plan.toll import Toll
 from tutti.strategies import AllReduce

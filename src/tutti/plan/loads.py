@@ -9,7 +9,7 @@ import torch
 
 from tutti.codecs.base import Places
 from tutti.codecs.runs import Runs
-from tutti.plan.profile import Gradient, LayerProfile, Profile
+from tutti.plan.profile.record import Gradient, LayerProfile, Profile
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
 from tutti.transports import AloneTransport
 

@@ -5,7 +5,7 @@ from math import ceil
 from tutti.plan.coding import coding_seconds, message_bytes
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.plan.toll import Toll
 from tutti.strategies import Gossip, PeerUpdates
 from tutti.strategies.decentralised.graphs import Exponential, Matchings, sized

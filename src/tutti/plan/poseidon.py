@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tutti.plan.gradients import weights_known
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.plan.sums import exact_sum
 from tutti.plan.toll import Toll
 from tutti.strategies import Poseidon

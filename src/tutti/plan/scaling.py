@@ -10,7 +10,7 @@ from tutti.plan.candidates import exact, lossy
 from tutti.plan.cost import Prediction, price
 from tutti.plan.loads import slowed, with_batch
 from tutti.plan.place import up_to
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.strategies import AllReduce, Strategy
 
 Profiles = Callable[[int], Profile]

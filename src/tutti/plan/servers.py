@@ -8,7 +8,7 @@ from tutti.codecs import Codec
 from tutti.plan.coding import coding_seconds, message_bytes
 from tutti.plan.loads import Load, exposed, loads_of
 from tutti.plan.place import Place
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.plan.toll import Toll
 from tutti.strategies import ParameterServer
 

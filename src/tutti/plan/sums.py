@@ -6,9 +6,9 @@ from typing import NamedTuple, cast
 from tutti.cluster import Link
 from tutti.codecs import Codec, Linear
 from tutti.codecs.packet import HEADER
-from tutti.codecs.sums import GatheredSum, SumInRounds, way_of
-from tutti.codecs.sums.messages import aligned
 from tutti.collectives import ALGORITHMS, butterfly, recursive_doubling, ring
+from tutti.collectives.compressed import GatheredSum, SumInRounds, way_of
+from tutti.collectives.compressed.messages import aligned
 from tutti.collectives.hierarchical import TYPICAL_LINK
 from tutti.plan.coding import coding_seconds
 from tutti.plan.loads import Load

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from tutti.collectives import native
+from tutti.data.shard import ShardedLoader, shard
 from tutti.errors import ConfigError
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.link import Link
+from tutti.launch.supervisor_pipe import Link
 from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
-from tutti.shard import ShardedLoader, shard
 from tutti.strategies import parse
 from tutti.strategies.base import Planned
 from tutti.world import World

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError
+from tutti.simulation.sizes import Extent
 from tutti.transports import SharesMemory, Transport
-from tutti.transports.extent import Extent
 
 _LINE_BYTES = 64
 """Tensors start on cache lines, so that vector loads are whole and ranks never share a line."""

@@ -15,7 +15,7 @@ from tutti.collectives import share_json
 from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
 from tutti.replica.factors import Catcher, FactoredLayer, Pair
-from tutti.replica.left_behind import LeftBehind
+from tutti.replica.owned_hooks import LeftBehind
 from tutti.replica.replica import Heard, Listener, Replica
 from tutti.replica.samples import Contribution, Draws
 
@@ -228,8 +228,8 @@ class HookedReplica(Replica):
         if layer.beside:
             self._caught_beside(layer, pair)
             return
-        if self.pace is not None:
-            self.pace.gradient(layer.slot.name)
+        if self.compute_clock is not None:
+            self.compute_clock.gradient(layer.slot.name)
         if self.on_caught is not None:
             self.on_caught(layer.slot.name)
         with self._lock:

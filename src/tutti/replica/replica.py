@@ -11,7 +11,6 @@ from tutti.errors import ConfigError
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
 from tutti.replica.factors import FactoredLayer
-from tutti.replica.pace import Pace
 from tutti.transports import Transport
 
 Heard = Literal["steps", "samples", "gradients"]
@@ -26,6 +25,23 @@ class Listener(Protocol):
     def backward_done(self) -> None: ...
     def before_step(self) -> None: ...
     def after_step(self) -> None: ...
+
+
+class GradientClock(Protocol):
+    """The modelled compute time of a replica in virtual time, as far as replicas and exchanges use it."""
+
+    @property
+    def speed(self) -> float:
+        """Floating-point operations a second."""
+        ...
+
+    def gradient(self, name: str) -> None:
+        """Let the time pass that the gradient of parameter `name` takes."""
+        ...
+
+    def operations(self, number: float) -> None:
+        """Let the time pass that so many floating-point operations take."""
+        ...
 
 
 class Replica(ABC):
@@ -48,8 +64,8 @@ class Replica(ABC):
         self.left_out: frozenset[str] = frozenset()
         """Parameters that are not exchanged for the time being, and have no gradient after backward."""
         self.steps = 0
-        self.pace: Pace | None = None
-        """Of its computing, in virtual time."""
+        self.compute_clock: GradientClock | None = None
+        """Models how long it computes, in virtual time; None where time passes by itself."""
         self._memories: dict[Kind, Memory] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from tutti.cluster import Cluster, format_time
 from tutti.events import Strip
-from tutti.launch.simulate import Simulation
 from tutti.report.plots import pyplot
+from tutti.simulation.runs.simulate import Simulation
 
 USES = ("computing", "communicating", "waiting")
 """What a rank does with its time, in the order of a `Strip`'s kinds."""

@@ -11,7 +11,7 @@ from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.state import share_buffers
 from tutti.strategies.base import Exchange, Strategy
-from tutti.strategies.coded import CodedMean
+from tutti.strategies.compressed_means import CodedMean
 from tutti.strategies.converged import Converged
 from tutti.strategies.means import CountedMean, DirectMean, Mean, SteppedMean
 from tutti.transports import Averages, HostsTransport, SharesMemory, Transport, Work

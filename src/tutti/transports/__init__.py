@@ -1,6 +1,5 @@
 """Moving tensors between ranks."""
 
-from tutti.transports.alone import AloneTransport
 from tutti.transports.base import (
     ANY,
     AllReduces,
@@ -13,8 +12,9 @@ from tutti.transports.base import (
     suited,
 )
 from tutti.transports.hosts import HostsTransport
-from tutti.transports.process_group import ProcessGroupTransport
-from tutti.transports.roster import Peer, Roster
+from tutti.transports.membership import Peer, Roster
+from tutti.transports.single_rank import AloneTransport
+from tutti.transports.sockets.transport import ProcessGroupTransport
 
 __all__ = [
     "ANY",

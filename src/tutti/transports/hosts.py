@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.transports.base import Added, Beats, CanShare, SharesMemory, Transport
-from tutti.transports.process_group import ProcessGroupTransport
+from tutti.transports.sockets.transport import ProcessGroupTransport
 
 
 def shared_where_possible(transport: Transport) -> Transport:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tutti.bench.calibrate import cluster_of, measure
 from tutti.cli.place import check_one_place, described, lab_if_any
 from tutti.cluster import Cluster
 from tutti.errors import ConfigError
 from tutti.launch import launch
 from tutti.recipes import recipe
+from tutti.simulation.runs.calibrate import cluster_of, measure
 
 
 def calibrate(recipe_name: str, path: Path, workers: int | None, lab: str | None) -> Cluster:

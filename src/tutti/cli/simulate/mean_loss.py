@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from statistics import fmean
 from typing import Any, Self
 
-from tutti.launch.link import Watcher
+from tutti.launch.supervisor_pipe import Watcher
 
 _HELD = 20
 

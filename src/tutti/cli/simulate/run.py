@@ -32,12 +32,12 @@ from tutti.cli.simulate.place import ClusterText, JitterSpread, Slow, cluster_of
 from tutti.cli.simulate.table import table, traffic
 from tutti.cluster import Cluster, format_time
 from tutti.errors import ConfigError
-from tutti.launch.simulate import Simulation, simulate
 from tutti.recipes import RECIPES, Recipe
 from tutti.recipes.training import Task
 from tutti.recipes.training import train as train_worker
 from tutti.report.plots import pyplot
 from tutti.report.simulation import plot_progress, plot_utilisation
+from tutti.simulation.runs.simulate import Simulation, simulate
 from tutti.strategies import parse
 
 

@@ -9,8 +9,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench.scaling import Case, Row
-from tutti.bench.scaling import scaling as simulate_scaling
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import numbers_of_workers
 from tutti.cli.simulate.place import ClusterText
@@ -21,6 +19,8 @@ from tutti.recipes.models import LARGE
 from tutti.recipes.speeds import IMAGES_PER_S, seconds_per_sample
 from tutti.report.plots import check_plot, label
 from tutti.report.scaling import plot_scaling
+from tutti.simulation.runs.scaling import Case, Row
+from tutti.simulation.runs.scaling import scaling as simulate_scaling
 from tutti.strategies import AllReduce, Strategy, parse
 
 STRATEGY = "ring:bucket_bytes=67108864"

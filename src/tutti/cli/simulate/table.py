@@ -7,7 +7,7 @@ from rich.table import Table
 
 from tutti.cli.board import in_bytes, planned
 from tutti.cluster import format_time
-from tutti.launch.simulate import Simulation
+from tutti.simulation.runs.simulate import Simulation
 
 _BUSIEST = 4
 

@@ -152,7 +152,7 @@ class InMemory(Wires):
 
     def __init__(self, plan: StagePlan, transport: Transport) -> None:
         """Open the memory. Collective."""
-        from tutti.transports.slots import Slots  # Costs a compiler's import.
+        from tutti.transports.shared_memory.slots import Slots  # Costs a compiler's import.
 
         super().__init__(plan, transport, torch.device("cpu"))
         parcels = list(plan.parcels())

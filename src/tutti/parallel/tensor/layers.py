@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map_only
 
 from tutti.parallel.tensor.rules import CONVOLUTIONS
-from tutti.parallel.tensor.ways import Way
+from tutti.parallel.tensor.splits import Way
 
 _aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tutti.parallel.tensor.rules import CONVOLUTIONS
-from tutti.parallel.tensor.ways import Way
+from tutti.parallel.tensor.splits import Way
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from tutti.errors import ConfigError
 from tutti.parallel.tensor import rules
-from tutti.parallel.tensor.ways import WAYS, Way
+from tutti.parallel.tensor.splits import WAYS, Way
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from tutti.parallel.tensor.ways import WAYS, Way
+from tutti.parallel.tensor.splits import WAYS, Way
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

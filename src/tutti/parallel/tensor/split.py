@@ -20,7 +20,7 @@ from tutti.parallel.tensor.gathering import Gathering, is_about_pieces
 from tutti.parallel.tensor.layers import Undo, enter_mesh, leave_mesh, prepare, surround
 from tutti.parallel.tensor.pieces import Piece, pieces_of
 from tutti.parallel.tensor.rules import CONVOLUTIONS
-from tutti.parallel.tensor.ways import Way
+from tutti.parallel.tensor.splits import Way
 
 
 class TensorSplit:

@@ -19,10 +19,10 @@ from tutti.plan.choose import choose
 from tutti.plan.cost import Prediction, price
 from tutti.plan.network import cluster_with, measure_network
 from tutti.plan.poseidon import poseidon
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
-from tutti.replica.left_behind import LeftBehind
+from tutti.replica.owned_hooks import LeftBehind
 from tutti.strategies import AllReduce, Auto, Exchange, Poseidon, Strategy, parse
 from tutti.strategies.averaging.strategy import Blocks
 from tutti.strategies.base import Planned
@@ -212,8 +212,8 @@ class AutoExchange(Exchange):
 
     def _speed(self, seen: dict[str, Any]) -> float:
         """Operations a second of rank 0, on all."""
-        if self.replica.pace is not None:
-            return self.replica.pace.speed
+        if self.replica.compute_clock is not None:
+            return self.replica.compute_clock.speed
         sizes = {slot.name: slot.tensor for slot in self.replica.slots}
         shapes = [Shape(name, len(sizes[name]), sizes[name].shape[1], rows) for name, rows in seen["rows"].items()]
         first = self.transport.rank == 0

@@ -9,11 +9,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from tutti.plan.measure.clock import Clock, Moment, clock_of
-from tutti.plan.profile import Gradient, LayerProfile, Profile
+from tutti.plan.profile.clock import Clock, Moment, clock_of
+from tutti.plan.profile.record import Gradient, LayerProfile, Profile
 from tutti.replica import HookedReplica, Replica
 from tutti.replica.factors import factorable
-from tutti.replica.left_behind import LeftBehind
+from tutti.replica.owned_hooks import LeftBehind
 from tutti.replica.samples import num_rows
 from tutti.transports import Transport
 

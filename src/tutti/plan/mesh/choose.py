@@ -10,7 +10,7 @@ from tutti.parallel import Mesh
 from tutti.plan.mesh.cost import MeshPrediction, price_mesh
 from tutti.plan.mesh.parts import Parts
 from tutti.plan.place import up_to
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 
 GAIN = 1.05
 """By how much splitting the model must be faster than replicas that fit."""

@@ -13,7 +13,7 @@ from tutti.plan.mesh.parts import Parts
 from tutti.plan.mesh.play import Clockwork
 from tutti.plan.mesh.rank import RankStep, Share
 from tutti.plan.place import Place
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.strategies import AllReduce, Strategy
 
 _PLAYED = ("in-turn", "gpipe", "1f1b")

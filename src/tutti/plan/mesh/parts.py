@@ -16,7 +16,7 @@ from tutti.parallel.pipeline.cut import balanced, check_fits
 from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
 from tutti.parallel.pipeline.measure import LayerCost, measure
 from tutti.parallel.tensor.plan import refuse_if_whole, tensor_plan
-from tutti.plan.mesh.silent import Said, silent_mesh
+from tutti.plan.mesh.dry_run import Said, silent_mesh
 from tutti.plan.mesh.trial import Clock, Trial, try_out
 from tutti.replica.samples import num_rows
 

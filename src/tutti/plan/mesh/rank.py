@@ -8,10 +8,10 @@ from tutti.parallel import Mesh
 from tutti.parallel.pipeline.order import Action, most_held
 from tutti.plan.cost import formula_of
 from tutti.plan.mesh.axes import place_along
+from tutti.plan.mesh.communication import talking_s
 from tutti.plan.mesh.parts import Parts, StagePart
 from tutti.plan.mesh.play import StageTime
-from tutti.plan.mesh.talk import talking_s
-from tutti.plan.profile import Profile
+from tutti.plan.profile.record import Profile
 from tutti.strategies import Strategy
 
 

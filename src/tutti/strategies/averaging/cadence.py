@@ -4,7 +4,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 
-from tutti.strategies.averaging.roll import Roll
+from tutti.strategies.averaging.block_status import Roll
 
 Every = int | str
 """Steps in a block, "2s" for blocks of that much time, "auto", or "end" for one block that is the whole run."""

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tutti.codecs.sums import PAUSE
 from tutti.collectives import native
+from tutti.collectives.compressed import PAUSE
 from tutti.errors import NonFiniteLoss
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Replica
 from tutti.replica.gathered import gather_state
 from tutti.replica.state import share_buffers
-from tutti.strategies.averaging import saved
+from tutti.strategies.averaging import saved_state as saved
+from tutti.strategies.averaging.block_status import Entry, Intent, Roll, RollCall, refuse_different
 from tutti.strategies.averaging.cadence import cadence
 from tutti.strategies.averaging.optimizer_state import StateMean, reset
 from tutti.strategies.averaging.outer import Outer, Stretch
-from tutti.strategies.averaging.roll import Entry, Intent, Roll, RollCall, refuse_different
 from tutti.strategies.base import Exchange
-from tutti.strategies.coded import CodedMean
+from tutti.strategies.compressed_means import CodedMean
 from tutti.strategies.means import SteppedMean, when_filled
 from tutti.transports import HostsTransport, SharesMemory, Transport, Work
 from tutti.transports.base import Steps

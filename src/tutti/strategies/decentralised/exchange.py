@@ -8,9 +8,9 @@ from torch import Tensor
 from tutti.events import EXCHANGE, PULL, Event
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange
-from tutti.strategies.decentralised.company import Company
-from tutti.strategies.decentralised.images import Images
-from tutti.strategies.decentralised.meetings import Meetings, Outcome, Purpose
+from tutti.strategies.decentralised.averaging_rounds import Meetings, Outcome, Purpose
+from tutti.strategies.decentralised.flat_model import Images
+from tutti.strategies.decentralised.peer_group import Company
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import SharesMemory, Transport
 from tutti.transports.base import Steps

@@ -10,7 +10,7 @@ from tutti.errors import PacketError
 from tutti.replica import Replica
 from tutti.strategies.decentralised.exchange import PeerExchange
 from tutti.strategies.decentralised.graphs import sized
-from tutti.strategies.decentralised.routes import both_ways
+from tutti.strategies.decentralised.routing import both_ways
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import Transport
 from tutti.transports.base import Steps

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tutti.errors import PacketError
 from tutti.replica import Replica
+from tutti.strategies.decentralised.averaging_rounds import Outcome, Purpose
 from tutti.strategies.decentralised.exchange import PeerExchange
 from tutti.strategies.decentralised.graphs import Graph, ring, sized
-from tutti.strategies.decentralised.meetings import Outcome, Purpose
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import Transport
 from tutti.transports.base import Steps

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from tutti.codecs import Codec
 from tutti.codecs.runs import Runs
-from tutti.codecs.sums.messages import aligned, join, split
+from tutti.collectives.compressed.messages import aligned, join, split
 from tutti.errors import PacketError
 from tutti.replica import Bucket
-from tutti.strategies.decentralised.images import Images
+from tutti.strategies.decentralised.flat_model import Images
 
 
 class Packets:

@@ -10,7 +10,7 @@ from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.decentralised.gossip_async import AsyncGossip
 from tutti.strategies.decentralised.gossip_sync import SyncGossip
 from tutti.strategies.decentralised.graphs import NAMED, Graph, mistakes_of, read_graph, sized
-from tutti.strategies.decentralised.peers import PeerUpdatesExchange
+from tutti.strategies.decentralised.peer_updates import PeerUpdatesExchange
 from tutti.transports import Transport
 
 _WAYS = ("all", "ring", "torus", "exponential")

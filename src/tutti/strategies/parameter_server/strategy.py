@@ -10,7 +10,6 @@ from tutti.codecs import Codec, print_codec
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange, Strategy
-from tutti.strategies.parameter_server.by_message import MessageWorker, prepare
 from tutti.strategies.parameter_server.consistency import (
     BSP,
     SSP,
@@ -19,8 +18,9 @@ from tutti.strategies.parameter_server.consistency import (
     SoftSync,
     StalenessAware,
 )
-from tutti.strategies.parameter_server.server import Server
-from tutti.strategies.parameter_server.stepping import refusal
+from tutti.strategies.parameter_server.messages.server import Server
+from tutti.strategies.parameter_server.messages.worker import MessageWorker, prepare
+from tutti.strategies.parameter_server.shard_optimizer import refusal
 from tutti.transports import SharesAll, Transport
 from tutti.transports.base import Steps
 
@@ -127,8 +127,10 @@ class ParameterServer(Strategy):
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if isinstance(transport, SharesAll) and self.servers == "colocated" and self.codec is None:
-            from tutti.strategies.parameter_server.hogwild import HogwildWorker  # They cost a compiler's import.
-            from tutti.strategies.parameter_server.in_memory import InMemoryWorker
+            from tutti.strategies.parameter_server.shared_memory.hogwild import (
+                HogwildWorker,  # They cost a compiler's import.
+            )
+            from tutti.strategies.parameter_server.shared_memory.worker import InMemoryWorker
 
             return (InMemoryWorker if self.consistency.locks else HogwildWorker)(replica, transport, self)  # type: ignore[arg-type]
         return MessageWorker(replica, transport, self)

@@ -11,8 +11,8 @@ from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
 from tutti.strategies.base import Exchange
-from tutti.strategies.parameter_server.modules import Modules
-from tutti.strategies.parameter_server.stepping import Options, refuse_closure
+from tutti.strategies.parameter_server.module_waits import Modules
+from tutti.strategies.parameter_server.shard_optimizer import Options, refuse_closure
 from tutti.transports import Transport
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ class PoseidonExchange(Exchange):
         self._choice = choices(transport) if strategy.rule == "priced" else None
         link = None if self._choice is None else self._choice.link
         self._buckets = AllReduceExchange(replica, transport, strategy.in_full(link))
-        self._factors = FactorSums(transport.channel("factors"), replica.pace)
+        self._factors = FactorSums(transport.channel("factors"), replica.compute_clock)
         self._watched: list[FactoredLayer] | None = replica.watch_factors()
         self._held: list[Bucket | FactoredLayer] = []
         self.decisions: list[Decision] = []
@@ -122,8 +122,8 @@ class PoseidonExchange(Exchange):
 
     def _speed(self, shapes: list[Shape]) -> float:
         """Operations a second, where they decide: rank 0's hold for all."""
-        if self.replica.pace is not None:
-            return self.replica.pace.speed
+        if self.replica.compute_clock is not None:
+            return self.replica.compute_clock.speed
         if self._strategy.rule != "priced" or self.transport.rank != 0:
             return 1e11
         return product_speed(shapes, self.replica.slots[0].tensor.device, self.transport)

@@ -11,12 +11,12 @@ from tutti.collectives import parts, recursive_doubling, ring
 from tutti.collectives.mean import weigh
 from tutti.errors import ConfigError, WeightRefused
 from tutti.replica import FactoredLayer
-from tutti.replica.pace import Pace
+from tutti.replica.replica import GradientClock
+from tutti.simulation.sizes import Extent
 from tutti.strategies.means import when_filled
 from tutti.strategies.poseidon.rule import Method
 from tutti.transports import Transport, Work
 from tutti.transports.base import Finished, Steps
-from tutti.transports.extent import Extent
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NO_DTYPE = -1
@@ -85,9 +85,9 @@ class FactorSums:
     factors do not hold, of earlier passes or of another use of the weight, is found at the end and summed in full.
     """
 
-    def __init__(self, transport: Transport, pace: Pace | None) -> None:
+    def __init__(self, transport: Transport, compute_clock: GradientClock | None) -> None:
         self._wire = transport
-        self._pace = pace
+        self._compute_clock = compute_clock
         self._others = [(transport.rank + step) % transport.size for step in range(1, transport.size)]
         self._methods: dict[str, Method] = {}
         self._weight = 1.0
@@ -127,8 +127,8 @@ class FactorSums:
         known = self._wire.beside(recursive_doubling.steps(more, self._wire))
         for gathering in self._under_way:  # Others are on their way meanwhile.
             gathering.done.wait()
-            if self._pace is not None:
-                self._pace.operations(self._operations(gathering))
+            if self._compute_clock is not None:
+                self._compute_clock.operations(self._operations(gathering))
             self._multiply(gathering)
         known.wait()
         partial = frozenset(layer.slot.name for layer, any_has in zip(layers, more, strict=True) if any_has)

@@ -1,0 +1,180 @@
+"""Collective operations between ranks of one host, in memory that all of them see."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tutti.backend.collectives import Collectives, Run, own_runs, whole_runs
+from tutti.backend.message_collectives import ByMessage
+from tutti.backend.operators import Operator
+from tutti.collectives import gloo_order
+from tutti.collectives.steps import parts as even_parts
+from tutti.transports.base import Steps
+from tutti.transports.shared_memory.reduction import KERNELS, Kernel
+from tutti.transports.shared_memory.rounds import Rounds
+from tutti.transports.shared_memory.transport import SharedMemoryTransport
+
+_ROOM_BYTES = 4 * 2**20
+_SHARED_BYTES = 64 * 2**10
+"""From here on ranks share the work of a sum; below, each makes all of it, which saves a meeting."""
+
+_NAMES = (
+    "all-reduce", "reduce", "reduce-scatter", "reduce-scatter of parts", "all-gather", "broadcast", "gather", "scatter",
+    "barrier",
+)  # fmt: skip
+
+
+class InMemory(Collectives):
+    """Every rank copies what it has to where all can read it, and what it needs from there."""
+
+    def __init__(self, transport: SharedMemoryTransport) -> None:
+        """Open the memory. Collective."""
+        self._rounds = Rounds(transport, _ROOM_BYTES, _NAMES)
+        self._by_message = ByMessage(transport.inner)
+        self._rank, self._size = transport.rank, transport.size
+        self._ones = np.ones(self._size)
+        self._orders = [np.array(gloo_order.order(block, self._size)) for block in range(self._size)]
+
+    def all_reduce(self, flat: Tensor, operator: Operator) -> Steps:
+        if self._size > 2 and flat.nbytes > _SHARED_BYTES:
+            return self._all_reduce_shared(flat, operator)
+        return self._reduce_whole("all-reduce", flat, operator, here=True)
+
+    def _all_reduce_shared(self, flat: Tensor, operator: Operator) -> Steps:
+        rounds, rank = self._rounds, self._rank
+        cut = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
+        for start, piece in self._pieces(flat):
+            yield rounds.begin()
+            boxes = rounds.boxes(flat.dtype)
+            boxes[rank][: len(piece)].copy_(piece)
+            yield rounds.shown("all-reduce", flat.numel(), flat.dtype)
+            shares = even_parts(len(piece), self._size)
+            mine = shares[rank]
+            self._fold(boxes[rank], 0, operator, _runs(cut, start + mine.start, start + mine.stop, start))
+            yield rounds.made()
+            for box, share in zip(boxes, shares, strict=True):
+                piece[share].copy_(box[share])
+            rounds.end()
+
+    def reduce(self, flat: Tensor, operator: Operator, root: int) -> Steps:
+        return self._reduce_whole("reduce", flat, operator, here=self._rank == root)
+
+    def _reduce_whole(self, name: str, flat: Tensor, operator: Operator, here: bool) -> Steps:
+        rounds = self._rounds
+        cut = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
+        for start, piece in self._pieces(flat):
+            yield rounds.begin()
+            rounds.boxes(flat.dtype)[self._rank][: len(piece)].copy_(piece)
+            yield rounds.shown(name, flat.numel(), flat.dtype)
+            if here:
+                self._fold(piece, 0, operator, _runs(cut, start, start + len(piece), start))
+            rounds.end()
+
+    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: Operator) -> Steps:
+        numel = mine.numel()
+        parts = [flat[rank * numel : (rank + 1) * numel] for rank in range(self._size)]
+        return self._reduce_own("reduce-scatter", mine, parts, operator, own_runs(flat, numel, self._rank, self._size))
+
+    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: Operator) -> Steps:
+        return self._reduce_own("reduce-scatter of parts", mine, parts, operator, whole_runs(mine, self._size))
+
+    def _reduce_own(self, name: str, mine: Tensor, parts: list[Tensor], operator: Operator, runs: list[Run]) -> Steps:
+        rounds, width = self._rounds, self._rounds.room // mine.itemsize // self._size
+        for start, piece in self._pieces(mine, width):
+            yield rounds.begin()
+            box = rounds.boxes(mine.dtype)[self._rank]
+            for rank, part in enumerate(parts):
+                box[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
+            yield rounds.shown(name, mine.numel(), mine.dtype)
+            at = self._rank * width
+            here = [
+                (block, max(first, start) - start + at, min(last, start + len(piece)) - start + at)
+                for block, first, last in runs
+                if first < start + len(piece) and last > start
+            ]
+            self._fold(piece, at, operator, here)
+            rounds.end()
+
+    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
+        return self._gather("all-gather", everyones, mine)
+
+    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Steps:
+        return self._gather("gather", everyones, mine)
+
+    def _gather(self, name: str, everyones: list[Tensor] | None, mine: Tensor) -> Steps:
+        rounds = self._rounds
+        for start, piece in self._pieces(mine):
+            yield rounds.begin()
+            boxes = rounds.boxes(mine.dtype)
+            boxes[self._rank][: len(piece)].copy_(piece)
+            yield rounds.shown(name, mine.numel(), mine.dtype)
+            for box, out in zip(boxes, everyones or [], strict=False):
+                out[start : start + len(piece)].copy_(box[: len(piece)])
+            rounds.end()
+
+    def broadcast(self, flat: Tensor, root: int) -> Steps:
+        rounds = self._rounds
+        for _, piece in self._pieces(flat):
+            yield rounds.begin()
+            box = rounds.boxes(flat.dtype)[root]
+            if self._rank == root:
+                box[: len(piece)].copy_(piece)
+            yield rounds.shown("broadcast", flat.numel(), flat.dtype)
+            if self._rank != root:
+                piece.copy_(box[: len(piece)])
+            rounds.end()
+
+    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Steps:
+        rounds, width = self._rounds, self._rounds.room // mine.itemsize // self._size
+        for start, piece in self._pieces(mine, width):
+            yield rounds.begin()
+            box = rounds.boxes(mine.dtype)[root]
+            for rank, part in enumerate(parts or []):
+                box[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
+            yield rounds.shown("scatter", mine.numel(), mine.dtype)
+            piece.copy_(box[self._rank * width :][: len(piece)])
+            rounds.end()
+
+    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
+        return self._by_message.all_to_all(received, sent)
+
+    def barrier(self) -> Steps:
+        yield self._rounds.begin()
+        yield self._rounds.shown("barrier", 0, torch.uint8)
+        self._rounds.end()
+
+    def _pieces(self, flat: Tensor, width: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """What fits into a round, at most `width` elements, one after the other; an empty one if there is nothing."""
+        width = width or self._rounds.room // flat.itemsize
+        if flat.numel() <= width:
+            yield 0, flat
+            return
+        for start in range(0, flat.numel(), width):
+            yield start, flat[start : start + width]
+
+    def _fold(self, out: Tensor, at: int, operator: Operator, runs: list[Run]) -> None:
+        """Combine what all have in their boxes, in Gloo's order; `out` begins at element `at` of the boxes."""
+        kernel = KERNELS.get(out.dtype) if operator.name in ("SUM", "AVG") else None
+        if kernel is not None:
+            self._add(kernel, out, at, runs)
+            return
+        boxes = self._rounds.boxes(out.dtype)
+        for block, start, stop in runs:
+            first, *others = self._orders[block].tolist()
+            result = boxes[first][start:stop].clone()
+            for rank in others:
+                operator.make(boxes[rank][start:stop], result, result)
+            out[start - at : stop - at].copy_(result)
+
+    def _add(self, kernel: Kernel, out: Tensor, at: int, runs: list[Run]) -> None:
+        target = np.array([out.data_ptr() - at * out.itemsize])
+        addresses = self._rounds.addresses[self._rounds.number % 2]
+        for block, start, stop in runs:
+            kernel(addresses[self._orders[block]], target, start, stop, self._ones, 1.0)
+
+
+def _runs(cut: list[slice], start: int, stop: int, origin: int) -> list[Run]:
+    """Runs of one block each between two elements of a tensor, counted from `origin`."""
+    return [(block, first - origin, last - origin) for block, first, last in gloo_order.runs(cut, start, stop)]

@@ -1,0 +1,68 @@
+"""The sum of sparse packets: everyone gets them all."""
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.base import Codec, Places, State
+from tutti.collectives.compressed.base import PAUSE, CodedSum, Party
+from tutti.collectives.compressed.messages import aligned, join, room, split
+from tutti.transports import Transport
+from tutti.transports.base import Steps, Work
+
+_LENGTHS, _PACKETS = 1, 2
+"""Their tags: lengths of the next sum, and what is summed exactly, may be asked for before the packets of this one."""
+
+
+class GatheredSum(CodedSum):
+    """Every rank sends its packet to all others, and adds up all packets in the order of ranks."""
+
+    num_pauses = 1
+
+    def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
+        super().__init__(codec, places, numel, party)
+        self._state = self._start(numel, party.seed * party.size + party.rank, slice(None))
+
+    def states(self) -> list[State]:
+        return [self._state]
+
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
+        mine = self.party.rank
+        others = [(mine + step) % self.party.size for step in range(1, self.party.size)]
+        message = self._message(values, exact)
+        length = torch.tensor([message.numel()], device="cpu")
+        sending: list[Work] = []
+        for dst in others:  # The length goes ahead: nobody can know it.
+            sending += [transport.isend(length, dst, _LENGTHS), transport.isend(message, dst, _PACKETS)]
+        lengths = {src: torch.zeros(1, dtype=torch.int64, device="cpu") for src in others}
+        asked = {src: transport.irecv(lengths[src], src, _LENGTHS) for src in reversed(others)}
+        yield PAUSE
+        arriving = {}
+        for src in reversed(others):
+            yield asked[src]
+            there = room(int(lengths[src]), values)
+            arriving[src] = there, transport.irecv(there, src, _PACKETS)
+        messages = {mine: message}
+        for src in reversed(others):
+            messages[src], work = arriving[src]
+            yield work
+        self._add_up([messages[rank] for rank in range(self.party.size)], values, exact)
+        yield from sending
+
+    def _message(self, values: Tensor, exact: Tensor) -> Tensor:
+        if values.is_meta:
+            return room(aligned(exact.nbytes) + self.codec.packet_bytes(self.numel), values)
+        packet, self._state = self.codec.encode(values, self._state)
+        return join(packet, exact)
+
+    def _add_up(self, messages: list[Tensor], values: Tensor, exact: Tensor) -> None:
+        if values.is_meta:
+            return
+        pieces = [split(message, exact) for message in messages]
+        values.zero_()
+        for number, (packet, numbers) in enumerate(pieces):
+            self.codec.decode(packet, values, add=True, scale=1 / self.party.divisor)
+            if number:
+                exact.add_(numbers)
+            else:
+                exact.copy_(numbers)
+        exact.div_(self.party.divisor)

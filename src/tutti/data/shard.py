@@ -1,0 +1,267 @@
+"""`shard`: this rank's part of the data, every sample exactly once per epoch over all ranks."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from tutti.collectives import share_json
+from tutti.errors import ConfigError
+from tutti.replica import Draws
+from tutti.replica.samples import num_rows
+from tutti.world import World
+from tutti.world import world as current_world
+
+Batch = list[int]
+
+
+def shard(
+    data: Dataset[Any] | DataLoader[Any] | Iterable[Any], *, seed: int = 0, world: World | None = None
+) -> "ShardedLoader | ShardedDataset | ShardedIterable":
+    """This rank's part of `data`, to iterate over once per epoch. Make it once: it counts the epochs.
+
+    Args:
+        data: a DataLoader, whose batch size, workers, collation and pinning are kept (the batch size is
+            per rank); a map-style dataset, whose samples come one by one, reshuffled every epoch; or any
+            other iterable, whose items are dealt out in turn. Each must be the same on every rank.
+        seed: of the shuffle; each epoch has an order of its own.
+        world: the one `tutti.init` made by default.
+    """
+    world = world or current_world()
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        return ShardedLoader(data, seed, world)
+    map_style = hasattr(data, "__getitem__") and isinstance(data, Sized)
+    if map_style and not isinstance(data, DataLoader | IterableDataset):
+        return ShardedDataset(data, seed, world)
+    if not isinstance(data, Iterable):
+        raise ConfigError(f"shard needs a dataset, a DataLoader or an iterable, got a {type(data).__name__}.")
+    return ShardedIterable(data, world)
+
+
+def deal(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]]:
+    """Give each rank a batch of every step, and all ranks the same number of steps, none of them empty.
+
+    Each run of `num_ranks` batches is one step. Batches that are left over at the end are pooled and
+    split evenly; where they are too few for every rank, they join the step before.
+    """
+    whole = len(batches) // num_ranks * num_ranks
+    steps = [list(batches[start : start + num_ranks]) for start in range(0, whole, num_ranks)]
+    pool = [index for batch in batches[whole:] for index in batch]
+    if pool and len(pool) < num_ranks and steps:
+        pool = [index for batch in steps.pop() for index in batch] + pool
+    if pool:
+        _refuse_too_few(len(pool), num_ranks)
+        steps.append(_split(pool, num_ranks))
+    return [[step[rank] for step in steps] for rank in range(num_ranks)]
+
+
+def _split(pool: Batch, num_parts: int) -> list[Batch]:
+    size, extra = divmod(len(pool), num_parts)
+    starts = [part * size + min(part, extra) for part in range(num_parts + 1)]
+    return [pool[start:stop] for start, stop in pairwise(starts)]
+
+
+def _shuffled(num_samples: int, seed: int, epoch: int) -> Batch:
+    generator = torch.Generator("cpu").manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_samples, generator=generator, device="cpu").tolist()
+
+
+def _refuse_empty(num_samples: int) -> None:
+    if num_samples == 0:
+        raise ConfigError("shard: the data is empty (length 0). Look at its path, its filter or its split.")
+
+
+def _refuse_servers(world: World) -> None:
+    """Data that was dealt to servers as well would be lost."""
+    if (trained := world.draws.num_dealt_to) not in (None, world.size):
+        raise ConfigError(
+            f"shard: this deals to all {world.size} ranks, of which {trained} train and the others serve. Call "
+            "tutti.data.shard after tutti.distribute, or with world=job.world."
+        )
+
+
+def _refuse_too_few(num_samples: int, num_ranks: int) -> None:
+    if num_samples < num_ranks:
+        raise ConfigError(
+            f"shard: {num_samples} samples cannot be dealt to {num_ranks} ranks: each needs at least one. "
+            "Use fewer workers, or more data."
+        )
+
+
+class _OwnBatches:
+    """A batch sampler that gives this rank's batches and remembers how large each is."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.batches: list[Batch] = []
+        self._num_batches = num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+
+class ShardedLoader:
+    """A DataLoader's batches, dealt out to ranks."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, world: World) -> None:
+        if loader.batch_sampler is None:
+            raise ConfigError("shard: a DataLoader with batch_size=None cannot be dealt out; give it a batch_size.")
+        _refuse_empty(len(loader.dataset))  # type: ignore[arg-type]
+        _refuse_empty(len(loader))
+        self._world = world
+        self._seed = seed
+        self._source = loader
+        self._epoch = 0
+        self._own = _OwnBatches(self._num_steps())
+        self._loader = _rebuilt(loader, self._own)
+
+    def __iter__(self) -> Iterator[Any]:
+        _refuse_servers(self._world)
+        self._own.batches = self._deal(self._epoch_batches())
+        self._epoch += 1
+        sizes = [len(batch) for batch in self._own.batches]
+        return _counted(iter(self._loader), iter(sizes), self._world.draws)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch, as after loading a checkpoint."""
+        self._epoch = epoch
+
+    def _deal(self, batches: Sequence[Batch]) -> list[Batch]:
+        if getattr(self._source.batch_sampler, "drop_last", False):  # All batches the same: none joined, none split.
+            batches = batches[: len(batches) // self._world.size * self._world.size]
+            _refuse_empty(len(batches))
+        return deal(batches, self._world.size)[self._world.rank]
+
+    def _num_steps(self) -> int:
+        """Exact where batches are made from a sampler; from a batch sampler of the user's, the most there can be."""
+        if self._source.batch_size is not None:
+            return len(self._deal(self._batched(list(range(len(self._source.sampler))))))  # type: ignore[arg-type]
+        return -(-len(self._source) // self._world.size)
+
+    def _epoch_batches(self) -> Sequence[Batch]:
+        """All ranks' batches of this epoch, the same list on every rank."""
+        num_samples = len(self._source.dataset)  # type: ignore[arg-type]
+        if _is_plain(self._source, SequentialSampler):
+            return self._batched(list(range(num_samples)))
+        if _is_plain(self._source, RandomSampler):
+            return self._batched(_shuffled(num_samples, self._seed, self._epoch))
+        assert self._source.batch_sampler is not None
+        if getattr(self._source.batch_sampler, "alike", False):
+            return list(self._source.batch_sampler)
+        # A sampler of the user's own may draw from any generator: rank 0's draw holds for all.
+        drawn = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None
+        return share_json(drawn, self._world.transport)
+
+    def _batched(self, order: Batch) -> Sequence[Batch]:
+        assert self._source.batch_size is not None
+        return list(BatchSampler(order, self._source.batch_size, self._source.drop_last))
+
+
+def _is_plain(loader: DataLoader[Any], kind: type) -> bool:
+    """Whether the loader goes through its whole dataset with a sampler of torch's own, so that its order is known."""
+    sampler = loader.sampler
+    if (
+        loader.batch_size is None
+        or type(sampler) is not kind
+        or getattr(sampler, "data_source", None) is not loader.dataset
+    ):
+        return False
+    return not isinstance(sampler, RandomSampler) or not (sampler.replacement or sampler._num_samples)
+
+
+def _rebuilt(loader: DataLoader[Any], batches: _OwnBatches) -> DataLoader[Any]:
+    """The same loader over other batches."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+    )
+
+
+def _counted(items: Iterator[Any], sizes: Iterator[int], draws: Draws) -> Iterator[Any]:
+    for item, size in zip(items, sizes, strict=True):
+        draws.drew(size)
+        yield item
+
+
+class ShardedDataset:
+    """A map-style dataset's samples, dealt out to ranks one by one, in a new order every epoch."""
+
+    def __init__(self, dataset: Any, seed: int, world: World) -> None:
+        _refuse_empty(len(dataset))
+        _refuse_too_few(len(dataset), world.size)
+        self._dataset = dataset
+        self._seed = seed
+        self._world = world
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        _refuse_servers(self._world)
+        order = _shuffled(len(self._dataset), self._seed, self._epoch)
+        self._epoch += 1
+        return _in_turn(enumerate(order), self._world, self._dataset.__getitem__)
+
+    def __len__(self) -> int:
+        own = len(range(self._world.rank, len(self._dataset), self._world.size))
+        return -(-len(self._dataset) // self._world.size) if self._world.draws.in_training else own
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch, as after loading a checkpoint."""
+        self._epoch = epoch
+
+
+class ShardedIterable:
+    """An iterable's items, dealt out to ranks in turn. Every rank reads all of it and keeps its own."""
+
+    def __init__(self, items: Iterable[Any], world: World) -> None:
+        if isinstance(items, Sized) and not isinstance(items, DataLoader):
+            _refuse_empty(len(items))
+        self._items = items
+        self._world = world
+
+    def __iter__(self) -> Iterator[Any]:
+        _refuse_servers(self._world)
+        return _in_turn(enumerate(self._items), self._world, lambda item: item)
+
+
+def _in_turn(items: Iterator[tuple[int, Any]], world: World, get: Callable[[Any], Any]) -> Iterator[Any]:
+    """Every `size`-th item, from this rank's on.
+
+    Where the items do not divide by the ranks, some ranks run out one item early. In training, a rank
+    that runs out gets its last item once more with weight 0: it contributes nothing and stays in step.
+    """
+    number, mine = -1, []
+    for number, item in items:
+        if number % world.size == world.rank:
+            mine = [get(item)]
+            world.draws.drew(num_rows(mine))
+            yield mine[0]
+    _refuse_empty(number + 1)
+    _refuse_too_few(number + 1, world.size)
+    left_over = (number + 1) % world.size
+    if mine and left_over and world.rank >= left_over and world.draws.in_training:
+        world.draws.drew(0)
+        yield mine[0]

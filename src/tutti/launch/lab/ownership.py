@@ -1,0 +1,114 @@
+"""Who owns which lab: the names of its namespaces say so, and nothing else has to be kept."""
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.errors import ConfigError, DeadlineExceeded
+from tutti.launch.lab import namespaces
+from tutti.transports.membership import start_time
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""What a lab may be called."""
+
+_NAMESPACE = re.compile(rf"tutti-({NAME})-(\d+)-(\d+)-(switch|host\d+)")
+
+_LOCK = Path("/run/tutti-lab.lock")
+_LOCK_S = 30.0
+
+
+@dataclass(frozen=True, order=True)
+class Claim:
+    """A lab's name, and the process that made it."""
+
+    name: str
+    pid: int
+    started: int
+    """When that process started, in ticks since boot: process numbers are used again."""
+
+    @classmethod
+    def mine(cls, name: str) -> "Claim":
+        return cls(name, os.getpid(), start_time(os.getpid()))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner still runs."""
+        return start_time(self.pid) == self.started
+
+    @property
+    def switch(self) -> str:
+        return self._namespace("switch")
+
+    def host(self, number: int) -> str:
+        """The namespace of a host."""
+        return self._namespace(f"host{number}")
+
+    def namespaces(self) -> list[str]:
+        """Those that exist, the switch last."""
+        mine = [name for name in namespaces.names() if _owner(name) == self]
+        return sorted(mine, key=lambda name: (name == self.switch, len(name), name))
+
+    def owner(self) -> str:
+        """The owner in words."""
+        try:
+            command = Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            command = ""
+        return f"process {self.pid} ({command.strip() or 'ended'})"
+
+    def _namespace(self, part: str) -> str:
+        return f"tutti-{self.name}-{self.pid}-{self.started}-{part}"
+
+
+def found() -> list[Claim]:
+    """All labs of which anything is there."""
+    return sorted({claim for name in namespaces.names() if (claim := _owner(name)) is not None})
+
+
+def clear() -> list[Claim]:
+    """Remove what labs of dead owners left, and only that; returns whose it was."""
+    dead = [claim for claim in found() if not claim.alive]
+    for claim in dead:
+        namespaces.remove(claim.namespaces())
+    return dead
+
+
+@contextmanager
+def claiming(name: str) -> Iterator[Claim]:
+    """This process's claim to a name, refused if a living lab has it. No other lab starts meanwhile."""
+    with _one_at_a_time():
+        clear()
+        for other in found():
+            if other.name == name:
+                raise ConfigError(
+                    f"a lab named '{name}' exists already; {other.owner()} owns it. Choose another name, or end that "
+                    "process first."
+                )
+        yield Claim.mine(name)
+
+
+def _owner(namespace: str) -> Claim | None:
+    match = _NAMESPACE.fullmatch(namespace)
+    return None if match is None else Claim(match[1], int(match[2]), int(match[3]))
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    deadline = time.monotonic() + _LOCK_S
+    with _LOCK.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"another lab has been starting for {_LOCK_S:g} s; see who holds {_LOCK}."
+                    ) from None
+                time.sleep(0.01)
+        yield

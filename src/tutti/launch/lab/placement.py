@@ -1,0 +1,82 @@
+"""Where workers run and where they meet: this machine as it is, or hosts of a lab."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.distributed import TCPStore
+
+from tutti.errors import ConfigError
+from tutti.launch.environment import LOOPBACK
+from tutti.launch.lab import namespaces
+from tutti.launch.supervisor_pipe import HOST
+
+
+@dataclass(frozen=True)
+class Host:
+    """A place for workers: a network namespace, or without one this machine itself."""
+
+    name: str | None = None
+    namespace: str | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks on hosts, in blocks: the first `ranks_per_host` on the first host, and so on."""
+
+    hosts: tuple[Host, ...]
+    ranks_per_host: int
+    meeting: Host = field(default_factory=Host)
+    """Where the store is."""
+    address: str = LOOPBACK
+    """The store's, as every host reaches it."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that all workers need there."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ConfigError(f"workers must be 1 or more, got {self.num_workers}.")
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.hosts) * self.ranks_per_host
+
+    def prefix(self, rank: int) -> list[str]:
+        """What goes before a command to run it on the host of `rank`."""
+        namespace = self._host(rank).namespace
+        return [] if namespace is None else namespaces.prefix(namespace)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Who `rank` is, in torchrun's words."""
+        name = self._host(rank).name
+        return {
+            **self.variables,
+            **({} if name is None else {HOST: name}),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.num_workers),
+            "LOCAL_RANK": str(rank % self.ranks_per_host),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
+            "MASTER_ADDR": self.address,
+        }
+
+    def serve_store(self) -> TCPStore:
+        """Run the store through which workers meet: no worker's death takes it away. On `address` only."""
+        if self.meeting.namespace is None:
+            return _store(self.address)
+        return namespaces.inside(self.meeting.namespace, lambda: _store(self.address))
+
+    def _host(self, rank: int) -> Host:
+        return self.hosts[rank // self.ranks_per_host]
+
+
+def here(workers: int) -> Placement:
+    """All ranks on this machine."""
+    return Placement((Host(),), workers)
+
+
+def _store(address: str) -> TCPStore:
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen(4096)
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,5 +1,0 @@
-"""Time and memory of a model's training step, layer by layer, with the model left as it was."""
-
-from tutti.plan.measure.profiler import profile
-
-__all__ = ["profile"]

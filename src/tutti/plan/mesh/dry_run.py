@@ -1,0 +1,111 @@
+"""One of several ranks by itself: what it says to the others, who are not there, is written down."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from tutti.backend.collectives import Collectives
+from tutti.backend.group import TuttiGroup
+from tutti.backend.operation_queue import Lane
+from tutti.backend.operators import Operator
+from tutti.backend.work import Operation
+from tutti.parallel.groups import device_mesh, registered
+from tutti.transports import AloneTransport
+from tutti.transports.base import Steps
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+
+
+@dataclass(frozen=True)
+class Said:
+    """Something that all ranks do together."""
+
+    kind: Kind
+    num_bytes: float
+    """Of what is reduced, handed out or exchanged; of a rank's own part where parts are gathered or scattered."""
+
+
+class Silence(Collectives):
+    """Nobody answers: this rank takes its own data for theirs."""
+
+    def __init__(self) -> None:
+        self.said: list[Said] = []
+
+    def all_reduce(self, flat: Tensor, operator: Operator) -> Steps:
+        return self._note("all_reduce", flat)
+
+    def reduce(self, flat: Tensor, operator: Operator, root: int) -> Steps:
+        return self._note("all_reduce", flat)
+
+    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: Operator) -> Steps:
+        mine.copy_(flat[: mine.numel()])
+        return self._note("reduce_scatter", mine)
+
+    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: Operator) -> Steps:
+        mine.copy_(parts[0])
+        return self._note("reduce_scatter", mine)
+
+    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
+        for room in everyones:
+            room.copy_(mine)
+        return self._note("all_gather", mine)
+
+    def broadcast(self, flat: Tensor, root: int) -> Steps:
+        return self._note("broadcast", flat)
+
+    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Steps:
+        return self.all_gather(everyones or [], mine)
+
+    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Steps:
+        return self._note("all_gather", mine)
+
+    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
+        for room, data in zip(received, sent, strict=True):
+            room.copy_(data.new_zeros(room.shape))
+        return self._note("all_to_all", *sent)
+
+    def barrier(self) -> Steps:
+        return self._note("all_reduce", torch.empty(0))
+
+    def _note(self, kind: Kind, *tensors: Tensor) -> Steps:
+        self.said.append(Said(kind, sum(tensor.nbytes for tensor in tensors)))
+        yield from ()
+
+
+class _First(AloneTransport):
+    """The first of so many ranks; the others are not there."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.size = num_ranks
+
+
+class _AtOnce(Lane):
+    """There is nothing to wait for."""
+
+    def collective(self, operation: Operation, steps: Steps, here: bool) -> None:
+        for _ in steps:
+            pass
+        operation.conclude()
+
+    def message(self, operation: Operation, steps: Steps) -> None:
+        self.collective(operation, steps, True)
+
+    def close(self) -> None:
+        return None
+
+
+@contextmanager
+def silent_mesh(num_ranks: int, device_type: str) -> Iterator[tuple["DeviceMesh", list[Said]]]:
+    """The row of so many ranks as the first of them sees it; what it says comes to the list."""
+    silence = Silence()
+    group = TuttiGroup(silence, _AtOnce(), _First(num_ranks), 0, lambda: None)
+    with registered(group), device_mesh(group, device_type) as mesh:
+        yield mesh, silence.said

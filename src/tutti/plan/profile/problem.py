@@ -1,0 +1,105 @@
+"""What a pass forward and backward computes: a model, what it is given, and what it is judged by."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from tutti.errors import ConfigError
+from tutti.replica.owned_hooks import LeftBehind
+from tutti.replica.samples import num_rows
+
+Loss = Callable[[Any, Any], Tensor]
+"""From a model's output and the target to a number."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model with a batch."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    target: Any
+    loss: Loss | None
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Any, loss: Loss | None) -> "Problem":
+        """Tell arguments and target apart; refuse what cannot be trained."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"profile takes a model, which is an nn.Module, got {type(model).__name__}.")
+        args, target = _split(model, batch, loss)
+        return cls(model, args, target, loss, _check(model, args))
+
+    @property
+    def num_samples(self) -> int:
+        return num_rows(self.args)
+
+    def output(self) -> Any:
+        """What the model returns for the batch."""
+        return self.model(*self.args)
+
+    def judge(self, output: Any) -> Tensor:
+        """The loss."""
+        return _mean(output) if self.loss is None else self.loss(output, self.target)
+
+    def forward(self) -> Tensor:
+        """Both."""
+        return self.judge(self.output())
+
+
+def _split(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[tuple[Any, ...], Any]:
+    """The model's arguments, and the target, or None.
+
+    The last of several is the target if there is a loss to give it to, or if the model can do without that one.
+    """
+    parts = tuple(batch) if type(batch) in (tuple, list) else (batch,)
+    if not parts:
+        raise ConfigError("profile takes a batch: an input, (input, target) or several inputs, got an empty one.")
+    if len(parts) == 1 or (loss is None and len(parts) - _num_needed(model, len(parts)) != 1):
+        return parts, None
+    return parts[:-1], parts[-1]
+
+
+def _num_needed(model: nn.Module, given: int) -> int:
+    """How many of so many arguments the model does not work without."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return given
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return max(1, sum(each.kind in positional and each.default is each.empty for each in parameters))
+
+
+def _check(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
+    """Where the model is; raise if it is nowhere, in several places, or has nothing to learn from so little."""
+    if hasattr(model, "_orig_mod") or any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
+        raise ConfigError("layers of a compiled model cannot be told apart. Profile it before torch.compile or script.")
+    if any(isinstance(hook, LeftBehind) for hook in model._forward_pre_hooks.values()):
+        raise ConfigError("backward passes of a distributed model are exchanged. Profile it before distribute.")
+    parameters = list(model.parameters())
+    if any(map(is_lazy, parameters)):
+        raise ConfigError("the model's lazy layers have no sizes yet. Give it a batch once, then profile it.")
+    if not any(p.requires_grad for p in parameters):
+        raise ConfigError("no parameter of the model is trained: one at least must have requires_grad.")
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1 or parameters[0].device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"profile takes a model on one device, cpu or cuda; this one is on {', '.join(devices)}.")
+    if num_rows(args) == 0:
+        raise ConfigError("profile takes a batch of one sample or more, got one without any.")
+    return parameters[0].device
+
+
+def _mean(output: Any) -> Tensor:
+    """The means of all that backward can begin with, added up."""
+    tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not tensors:
+        raise ConfigError(
+            f"the model returned a {type(output).__name__} in which nothing needs a gradient. Give profile a loss."
+        )
+    means = [t.mean() if t.is_floating_point() else torch.view_as_real(t).mean() for t in tensors]
+    return torch.stack([mean.float() for mean in means]).sum()

@@ -1,0 +1,211 @@
+"""`simulate`: the same training in virtual time."""
+
+import ctypes
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from tutti.cluster import Cluster, Host, format_time
+from tutti.errors import ConfigError, Deadlock, NoLink, WorkerFailed
+from tutti.events import EventLog, Strip
+from tutti.simulation import guard
+from tutti.simulation.runs import torch_worlds
+from tutti.launch.supervisor_pipe import Watcher, telling
+from tutti.launch.worker import describe
+from tutti.transports.base import DEFAULT_TIMEOUT
+from tutti.transports.hosts import levelled
+from tutti.simulation.engine import Engine
+from tutti.simulation.network import Network
+from tutti.simulation.rank import Rank
+from tutti.simulation.transport import SimulatedTransport, Stage
+from tutti.world import World, set_world
+
+_M_MMAP_THRESHOLD = -3
+"""Of mallopt(3)."""
+
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """What one simulated rank did with its time. The three add up to when it ended."""
+
+    busy_s: float
+    """Computing."""
+    communicating_s: float
+    """Waiting, while messages to or from it travelled."""
+    waiting_s: float
+    """Waiting for others to come that far."""
+    strip: Strip
+    """The same, over the course of time."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one network card or switch carried, in one direction."""
+
+    num_bytes: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came of a simulated run."""
+
+    results: list[Any]
+    """What the function returned, by rank."""
+    seconds: float
+    """Of virtual time, until the last rank ended."""
+    ranks: list[RankTime]
+    links: dict[str, Traffic]
+    """By name: "host3 out" is what host 3 sent to the network."""
+    events: list[EventLog]
+    """The newest of each rank."""
+    num_messages: int
+    lost: dict[int, float]
+    """Ranks that died as the cluster says, and when."""
+
+
+def simulate(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int,
+    cluster: Cluster | None = None,
+    timeout: timedelta | None = None,
+    watch: Watcher | None = None,
+    pulse: Callable[[float, int], None] | None = None,
+) -> Simulation:
+    """Run `function(*args)` on `workers` simulated ranks of `cluster`: real gradients, modelled time.
+
+    The function is what `tutti.launch` would run; it calls `tutti.init()` itself. Ranks are threads of this process and
+    only one runs at a time, so from the same seeds the result is the same every time, to the bit. All get the very same
+    arguments: they should not change them.
+
+    Args:
+        cluster: hosts, links and speeds; `tutti.Cluster()` by default.
+        timeout: how long, in virtual time, a rank waits for the others before it gives up; 5 minutes by default.
+        watch: called with a rank and what it reported, as for `tutti.launch`.
+        pulse: called now and then with the virtual seconds and messages so far.
+
+    Raises `WorkerFailed` for the first rank that failed, and `Deadlock` if all wait for each other.
+    """
+    if not isinstance(cluster := cluster or Cluster(), Cluster):
+        raise ConfigError(
+            f"cluster must be an object such as tutti.Cluster(link=tutti.Link('1gbit', '50us')), got {cluster!r}. "
+            "tutti.Cluster.load reads presets and files."
+        )
+    guard.refuse("tutti.simulate")
+    _return_memory()
+    hosts = cluster.place(workers)
+    if not _one_at_a_time.acquire(blocking=False):
+        raise ConfigError("another simulation runs in this process, and the two would share its random numbers. Wait.")
+    try:
+        return _simulate(
+            partial(function, *args), cluster, hosts, DEFAULT_TIMEOUT if timeout is None else timeout, watch, pulse
+        )
+    finally:
+        _one_at_a_time.release()
+
+
+def _simulate(
+    function: Callable[[], Any],
+    cluster: Cluster,
+    hosts: Sequence[Host],
+    timeout: timedelta,
+    watch: Watcher | None,
+    pulse: Callable[[float, int], None] | None,
+) -> Simulation:
+    guard.watch()
+    ranks: list[Rank] = []
+    engine = Engine(None if pulse is None else lambda now: pulse(now, sum(rank.num_messages for rank in ranks)))
+    for number, host in enumerate(hosts):
+        ranks.append(Rank(engine, number, host, cluster, timeout))
+    network = Network(cluster, hosts)
+    stage = Stage(ranks, network)
+    num_threads = torch.get_num_threads()
+    try:
+        for rank in ranks:
+            rank.start(partial(_live, stage, rank, watch, function))
+        with torch.no_grad(), _rare_collections(), torch_worlds.torch_worlds():
+            engine.run(ranks)
+    except Deadlock:
+        _raise_first_failure(ranks, knocked_on=False)  # Who failed by itself is why the others wait.
+        raise
+    finally:
+        engine.stop(ranks)
+        torch.set_num_threads(num_threads)  # Part of it is the whole process's.
+    _raise_first_failure(ranks)
+    return _simulation(ranks, network)
+
+
+def _live(stage: Stage, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
+    """A simulated rank's whole life, in its own thread."""
+    guard.enter()
+    torch_worlds.enter()
+    # As many threads as a launch of so many workers here would give each, so that sums agree. Each thread has its own.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(stage.ranks)))
+    transport = levelled(SimulatedTransport(stage, rank))
+    local = [host.name for host in stage.network.hosts[: rank.number]].count(rank.host.name)
+    set_world(World(rank.number, len(stage.ranks), local, rank.host.name, transport))
+    telling(_ignore if watch is None else partial(watch, rank.number))
+    return function()  # Whoever still waits for this rank then hears how it ended.
+
+
+def _ignore(values: dict[str, Any]) -> None:
+    """What a rank reports when nobody watches."""
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Messages come and go by the million and leave no cycles: to look for some so often would only cost time."""
+    before = gc.get_threshold()
+    if before[0]:  # Zero is off.
+        gc.set_threshold(max(before[0], 100_000), 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@cache
+def _return_memory() -> None:
+    """Have glibc give freed tensors back at once: otherwise each thread's share of what is free grows to megabytes."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
+
+
+def _raise_first_failure(ranks: list[Rank], knocked_on: bool = True) -> None:
+    """Raise for the first rank that failed by itself; or, if asked to, only because another was gone."""
+    failed = [(rank, describe(rank.error)) for rank in ranks if rank.error is not None]
+    failed = [(rank, failure) for rank, failure in failed if knocked_on or not failure.knock_on]
+    if not failed:
+        return
+    rank, failure = min(failed, key=lambda pair: (pair[1].knock_on, pair[0].clock, pair[0].number))
+    if isinstance(rank.error, KeyboardInterrupt | NoLink):
+        raise rank.error
+    dead = [rank for rank in ranks if rank.died]
+    if failure.knock_on and dead:
+        reason = f"died at {format_time(dead[0].clock)}, as the cluster says, and rank {rank.number} {failure.reason}"
+        raise WorkerFailed(dead[0].number, reason) from rank.error
+    raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.error
+
+
+def _simulation(ranks: list[Rank], network: Network) -> Simulation:
+    sheets = [rank.timesheet for rank in ranks]
+    return Simulation(
+        results=[rank.result for rank in ranks],
+        seconds=max(rank.clock for rank in ranks),
+        ranks=[RankTime(each.busy_s, each.communicating_s, each.waiting_s, each.strip) for each in sheets],
+        links={pipe.name: Traffic(pipe.num_bytes, pipe.busy_s) for pipe in network.pipes},
+        events=[each.events for each in sheets],
+        num_messages=sum(rank.num_messages for rank in ranks),
+        lost={rank.number: rank.clock for rank in ranks if rank.died},
+    )

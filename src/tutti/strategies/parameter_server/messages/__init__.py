@@ -1,0 +1,1 @@
+"""Parameter servers over messages: workers push gradients to servers and pull parameters."""

@@ -1,0 +1,1 @@
+"""Open MPI as a transport. Importing `tutti.transports.mpi.transport` starts MPI."""

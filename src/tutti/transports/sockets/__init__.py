@@ -1,0 +1,1 @@
+"""TCP sockets: tagged messages between ranks of different hosts."""
