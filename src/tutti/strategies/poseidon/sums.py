@@ -183,7 +183,7 @@ class FactorSums:
             yield from self._all_to_all([block], tag + 3)
 
     def _all_to_all(self, parts: list[SizeOnlyTensor], tag: int) -> list[Work]:
-        messages = [(number, cast(Tensor, extent)) for number, extent in enumerate(extents)]
+        messages = [(number, cast(Tensor, part)) for number, part in enumerate(parts)]
         sending = [self._wire.isend(one, peer, tag + number) for number, one in messages for peer in self._others]
         coming = [self._wire.irecv(one, peer, tag + number) for number, one in messages for peer in self._others]
         return coming + sending
