@@ -23,7 +23,7 @@ from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
 from tutti.strategies import AllReduce, Auto, Exchange, Strategy
 from tutti.strategies.base import Planned
-from tutti.transports import Transport, suited
+from tutti.transports import Transport, for_devices
 from tutti.world import World, set_world
 from tutti.world import current_world as current_world_if_any
 from tutti.world import world as current_world
@@ -328,7 +328,7 @@ def _started(
 ) -> Job:
     """Start exchanging between the ranks of `world`; `before` is what it was. Collective."""
     replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.draws)
-    transport = suited(world.transport, replica.device_types)
+    transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
     if world.rank >= world.size - strategy.num_serving:
         strategy.serve(replica, channel)

@@ -21,7 +21,7 @@ from tutti.simulation.runs.scaling import Case, scaling
 from tutti.strategies import Gossip, Graph, PeerUpdates, Strategy, parse
 from tutti.strategies.decentralised.graphs import sized
 from tutti.strategies.decentralised.wire import Head, Kind
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 from tutti.world import World
 
 TRANSPORTS = ("simulated", "process_group", "shared_memory", "hosts")
@@ -525,11 +525,11 @@ def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> N
         if world.rank == 0:
             nonsense = torch.zeros(8, dtype=torch.uint8)
 
-            def speak() -> Steps:
+            def speak() -> Operation:
                 exchange.company.tell_all(Head(kind, 6, world.rank, 6, nonsense.nbytes), nonsense)
                 yield from ()
 
-            exchange._wire.beside(speak()).wait()
+            exchange._wire.spawn(speak()).wait()
         go(job, model, optimizer, range(5, 10))
         job.finish()
         return flat(model)
