@@ -327,7 +327,7 @@ def _started(
     arrangement: Arrangement | None,
 ) -> Job:
     """Start exchanging between the ranks of `world`; `before` is what it was. Collective."""
-    replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.draws)
+    replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.sample_counts)
     transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
     if world.rank >= world.size - strategy.num_serving:
@@ -365,7 +365,7 @@ def _without(world: World, num_servers: int) -> World:
         return world
     size = world.size - num_servers
     trains = replace(world, size=size, transport=world.transport.channel("workers", range(size)), leave=world.close)
-    world.draws.num_dealt_to = size
+    world.sample_counts.num_training_ranks = size
     if world is current_world_if_any():
         set_world(trains)
     return trains
@@ -393,7 +393,7 @@ def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module
     also where ranks have different numbers of samples. Collective.
     """
     world = world or current_world()
-    return synced(model, world.transport, world.draws)
+    return synced(model, world.transport, world.sample_counts)
 
 
 def measure_link(*, world: World | None = None) -> LinkMeasurement:

@@ -17,7 +17,7 @@ from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import ErrorFeedback, OneBit, TopK
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job import Job, distribute
-from tutti.simulation.runs.scaling import Case, scaling
+from tutti.simulation.runs.scaling import ScalingCase, scaling
 from tutti.strategies import Gossip, Graph, PeerUpdates, Strategy, parse
 from tutti.strategies.decentralised.graphs import sized
 from tutti.strategies.decentralised.wire import Head, Kind
@@ -505,7 +505,7 @@ def test_the_spectral_gap_is_reported() -> None:
 def test_sizes_alone_can_be_rehearsed(text: str) -> None:
     def bytes_of(workers: int) -> float:
         cluster = Cluster(link=Link("1tbit", "50us"))  # Which carries all that is sent within a step.
-        case = Case(model="alexnet", cluster=cluster, strategy=parse(text), batch_size=8, steps=3)
+        case = ScalingCase(model="alexnet", cluster=cluster, strategy=parse(text), batch_size=8, steps=3)
         (row,) = scaling(case, [workers])
         return row.bytes_per_worker
 

@@ -271,7 +271,7 @@ def test_closed_channels_are_forgotten() -> None:
             link.channel("short").close()
         link.elapse(1.0)
         settle(link)
-        return len(link._me.conversations)  # type: ignore[attr-defined]
+        return len(link._me.channels)  # type: ignore[attr-defined]
 
     assert by_rank(work, work).results == [1, 1]
 

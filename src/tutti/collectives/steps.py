@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError
-from tutti.simulation.sizes import Extent
+from tutti.simulation.sizes import SizeOnlyTensor
 from tutti.transports.base import Operation, Transport
 
 FlatSteps = Callable[[Tensor, Transport], Operation]
@@ -24,7 +24,7 @@ def on_flat(steps: FlatSteps) -> FlatSteps:
     def wrapped(tensor: Tensor, transport: Transport) -> Operation:
         data = tensor.detach()
         if data.is_meta:
-            return steps(Extent.of(data), transport)  # type: ignore[arg-type]
+            return steps(SizeOnlyTensor.like(data), transport)  # type: ignore[arg-type]
         if data.is_cuda or not data.is_contiguous():
             return moved(data, transport)
         return steps(data.view(-1), transport)
@@ -39,7 +39,7 @@ def on_flat(steps: FlatSteps) -> FlatSteps:
 
 def room_like(tensor: Tensor) -> Tensor:
     """Somewhere to receive what is as large as `tensor`."""
-    return tensor if tensor.__class__ is Extent else torch.empty_like(tensor)
+    return tensor if tensor.__class__ is SizeOnlyTensor else torch.empty_like(tensor)
 
 
 def parts(numel: int, num_parts: int) -> list[slice]:

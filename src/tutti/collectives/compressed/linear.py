@@ -8,7 +8,7 @@ from torch import Tensor
 from tutti.codecs.base import Codec, Linear, Places, State
 from tutti.collectives import cheapest
 from tutti.collectives.compressed.base import CodedSum, Party
-from tutti.simulation.sizes import Extent
+from tutti.simulation.sizes import SizeOnlyTensor
 from tutti.transports import Transport
 from tutti.transports.base import Operation
 
@@ -28,7 +28,7 @@ class SumInRounds(CodedSum):
         if values.is_meta:
             sizes = linear.round_sizes(self.places)
             for size in [sizes[0] + exact.numel(), *sizes[1:]]:
-                yield from self._mean(cast(Tensor, Extent(size, torch.float32, 4)), transport)
+                yield from self._mean(cast(Tensor, SizeOnlyTensor(size, torch.float32, 4)), transport)
             return
         with_first = exact.dtype == torch.float32  # In one sum, to wait once.
         if not with_first:

@@ -24,7 +24,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 
 @dataclass(frozen=True)
-class Said:
+class TracedCollective:
     """Something that all ranks do together."""
 
     kind: Kind
@@ -32,11 +32,11 @@ class Said:
     """Of what is reduced, handed out or exchanged; of a rank's own part where parts are gathered or scattered."""
 
 
-class Silence(Collectives):
+class TracingCollectives(Collectives):
     """Nobody answers: this rank takes its own data for theirs."""
 
     def __init__(self) -> None:
-        self.said: list[Said] = []
+        self.trace: list[TracedCollective] = []
 
     def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         return self._note("all_reduce", flat)
@@ -75,7 +75,7 @@ class Silence(Collectives):
         return self._note("all_reduce", torch.empty(0))
 
     def _note(self, kind: Kind, *tensors: Tensor) -> Operation:
-        self.said.append(Said(kind, sum(tensor.nbytes for tensor in tensors)))
+        self.trace.append(TracedCollective(kind, sum(tensor.nbytes for tensor in tensors)))
         yield from ()
 
 
@@ -103,9 +103,9 @@ class _AtOnce(OperationQueue):
 
 
 @contextmanager
-def silent_mesh(num_ranks: int, device_type: str) -> Iterator[tuple["DeviceMesh", list[Said]]]:
+def traced_mesh(num_ranks: int, device_type: str) -> Iterator[tuple["DeviceMesh", list[TracedCollective]]]:
     """The row of so many ranks as the first of them sees it; what it says comes to the list."""
-    silence = Silence()
-    group = TuttiGroup(silence, _AtOnce(), _First(num_ranks), 0, lambda: None)
+    collectives = TracingCollectives()
+    group = TuttiGroup(collectives, _AtOnce(), _First(num_ranks), 0, lambda: None)
     with registered(group), device_mesh(group, device_type) as mesh:
-        yield mesh, silence.said
+        yield mesh, collectives.trace

@@ -12,7 +12,7 @@ from tutti.collectives.mean import weigh
 from tutti.errors import ConfigError, WeightRefused
 from tutti.replica import FactoredLayer
 from tutti.replica.replica import GradientClock
-from tutti.simulation.sizes import Extent
+from tutti.simulation.sizes import SizeOnlyTensor
 from tutti.strategies.means import when_filled
 from tutti.strategies.poseidon.rule import Method
 from tutti.transports import Transport, Work
@@ -174,14 +174,16 @@ class FactorSums:
         tensor, size = layer.slot.tensor, self._wire.size
         split = self._methods[layer.slot.name] == "owners"
         own_outputs = -(-layer.num_out // size) if split else layer.num_out
-        factors = [Extent(layer.rows * width, tensor.dtype, tensor.itemsize) for width in (own_outputs, layer.num_in)]
-        yield from self._all_to_all([Extent(len(_Head._fields), torch.float64, 8), *factors], tag)
+        factors = [
+            SizeOnlyTensor(layer.rows * width, tensor.dtype, tensor.itemsize) for width in (own_outputs, layer.num_in)
+        ]
+        yield from self._all_to_all([SizeOnlyTensor(len(_Head._fields), torch.float64, 8), *factors], tag)
         if split:
-            block = Extent(own_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
+            block = SizeOnlyTensor(own_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
             yield from self._all_to_all([block], tag + 3)
 
-    def _all_to_all(self, extents: list[Extent], tag: int) -> list[Work]:
-        messages = [(number, cast(Tensor, extent)) for number, extent in enumerate(extents)]
+    def _all_to_all(self, parts: list[SizeOnlyTensor], tag: int) -> list[Work]:
+        messages = [(number, cast(Tensor, part)) for number, part in enumerate(parts)]
         sending = [self._wire.isend(one, peer, tag + number) for number, one in messages for peer in self._others]
         coming = [self._wire.irecv(one, peer, tag + number) for number, one in messages for peer in self._others]
         return coming + sending
