@@ -11,7 +11,7 @@ from tutti.bench.step import ddp, make_case, solo, stepper, torch_group
 from tutti.collectives import all_gather_json
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.strategies import AllReduce, Auto
 from tutti.strategies.base import Planned
 
@@ -43,7 +43,7 @@ class Beside:
 
 def measure(model: str, rounds: int) -> Beside:
     """Train until Auto has settled, and then time its steps and others' in turns, on this rank and its peers."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     case = make_case(model, world.size)
     chooses, plain = copy.deepcopy(case.model), copy.deepcopy(case.model)

@@ -19,8 +19,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch import mpi
-from tutti.launch.environment import LOOPBACK, Place, read
-from tutti.launch.supervisor_pipe import HOST, Link
+from tutti.launch.environment import LOOPBACK, RankEnvironment, read
+from tutti.launch.supervisor_pipe import HOST, SupervisorPipe
 from tutti.simulation import guard
 from tutti.strategies import parse
 from tutti.transports import Membership, Peer, SingleRankTransport, SocketTransport, Transport
@@ -75,7 +75,9 @@ def init(*, timeout: timedelta | None = None, transport: str | None = None) -> W
             link = connect(membership, listen_address(place, membership), kind)
         me = membership.peers[membership.rank]
         who = (membership.rank, membership.size, place.local_rank, me.host)
-        world = World(*who, link, generation=generation, leave=membership.leave, expendable=Link().expendable)
+        world = World(
+            *who, link, generation=generation, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss
+        )
         _say_goodbye(world)
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
@@ -94,7 +96,7 @@ def connect(membership: Membership, address: str = LOOPBACK, kind: str = "auto")
     return transport
 
 
-def meet(place: Place, store: Store, timeout: timedelta) -> Membership:
+def meet(place: RankEnvironment, store: Store, timeout: timedelta) -> Membership:
     """Wait until every rank has come, and learn who they are."""
     rank, size = place.rank, place.size
     keys = [f"peer/{other}" for other in range(size)]
@@ -118,7 +120,7 @@ def meet(place: Place, store: Store, timeout: timedelta) -> Membership:
         ) from error
 
 
-def _never_came(place: Place, missing: list[int], timeout: timedelta) -> DeadlineExceeded:
+def _never_came(place: RankEnvironment, missing: list[int], timeout: timedelta) -> DeadlineExceeded:
     return DeadlineExceeded(
         f"rank {place.rank}: after {timeout.total_seconds():g} s {place.size - len(missing)} of {place.size} ranks are "
         f"here; missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they reach "
@@ -143,7 +145,7 @@ def _say_goodbye(world: World) -> None:
 
 
 @cache  # A second world of this process meets in the same store.
-def _open_store(place: Place, timeout: timedelta) -> Store:
+def _open_store(place: RankEnvironment, timeout: timedelta) -> Store:
     assert place.address is not None
     assert place.port is not None
     serve = place.rank == 0 and not place.hosted
@@ -181,7 +183,7 @@ def _listener(address: str, port: int) -> int:
     return listener.detach()
 
 
-def listen_address(place: Place, membership: Membership) -> str:
+def listen_address(place: RankEnvironment, membership: Membership) -> str:
     """Where this rank's own sockets listen: loopback on one host, else the address that faces rank 0."""
     if membership.one_host:
         return LOOPBACK

@@ -109,7 +109,7 @@ class Exchange(ABC):
         return self.transport.rank == 0
 
     @property
-    def expendable(self) -> bool:
+    def tolerates_loss(self) -> bool:
         """Whether the other ranks go on when this one is lost."""
         return False
 
