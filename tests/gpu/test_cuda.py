@@ -9,14 +9,14 @@ from torch.distributed import HashStore
 
 import tutti
 from tutti.codecs import Cast, Codec, ErrorFeedback, LowRank, OneBit, Quantize, RandomK, Threshold, TopK
-from tutti.transports import Peer, ProcessGroupTransport, Roster
+from tutti.transports import Membership, Peer, SocketTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 def reduce_by_nccl() -> tuple[bool, bool, list[float]]:
-    roster = Roster(0, [Peer.me(0, "host", "host")], HashStore(), timedelta(seconds=30))
-    with ProcessGroupTransport(roster) as transport:
+    membership = Membership(0, [Peer.me(0, "host", "host")], HashStore(), timedelta(seconds=30))
+    with SocketTransport(membership) as transport:
         tensor = torch.ones(5, device="cuda")
         transport.all_reduce(tensor).wait()
         return transport._own_gpu is True, transport._nccl is not None, tensor.tolist()

@@ -16,7 +16,7 @@ from tutti.codecs import Cast, Chain, Codec, ErrorFeedback, LowRank, OneBit, Qua
 from tutti.errors import ConfigError
 from tutti.job import Job, distribute
 from tutti.simulation.compute_clock import ComputeClock, Workload
-from tutti.simulation.dry_replica import Rehearsal
+from tutti.simulation.dry_replica import DryRunReplica
 from tutti.strategies import AllReduce, parse
 from tutti.world import World
 
@@ -422,7 +422,7 @@ def test_by_sizes_alone_it_sends_about_as_much(codec: str, hosts: int | None) ->
             model = net_without_values()
             workload = Workload.of(model, (torch.empty(8, 40),), {})
         transport = tutti.init().transport.channel("job")
-        replica = Rehearsal(model, torch.optim.SGD(model.parameters(), lr=0.1), ComputeClock(transport, workload))
+        replica = DryRunReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), ComputeClock(transport, workload))
         exchange = strategy.attach(replica, transport)
         before = exchange.transport.bytes_sent
         for _ in range(8):

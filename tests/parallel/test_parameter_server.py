@@ -528,7 +528,7 @@ def say(exchange: Any, head: Tensor, payload: Tensor | None = None) -> None:
             sending.append(exchange._wire.isend(payload, server, PAYLOAD))
         yield from sending
 
-    exchange._wire.beside(steps()).wait()
+    exchange._wire.spawn(steps()).wait()
 
 
 def garbage(size: int) -> Tensor:

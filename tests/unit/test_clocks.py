@@ -4,11 +4,11 @@ import pytest
 
 from support import run_ok
 from tutti.collectives import clocks_ahead
-from tutti.transports.base import Added, Transport
+from tutti.transports.base import Transport, TransportWrapper
 from tutti.world import World
 
 
-class Elsewhere(Added):
+class Elsewhere(TransportWrapper):
     """A rank on a host of its own, whose clock is an hour ahead of the one before."""
 
     def __init__(self, inner: Transport) -> None:

@@ -11,7 +11,7 @@ from tutti.errors import ConfigError
 from tutti.plan import Overhead, price
 from tutti.plan.coding import SPEEDS, Speed
 from tutti.plan.loads import loads_of, with_batch
-from tutti.simulation.runs.dry_run import rehearse
+from tutti.simulation.runs.dry_run import dry_run
 from tutti.strategies import AllReduce, Exchange, Strategy, parse
 
 EVEN = Cluster(link=Link("1gbit", "50us"))
@@ -68,7 +68,7 @@ def test_what_was_measured_in_the_lab(rate: str, computing_ms: float, strategy: 
 def test_all_reduce_is_what_the_simulator_says(algorithm: str, workers: int, link: Link) -> None:
     profile, cluster = lab_perceptron(0.02), Cluster(link=link)
     found = price(AllReduce(algorithm), profile, workers, cluster)  # type: ignore[arg-type]
-    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, cluster), rel=0.03)
+    assert found.step_s == pytest.approx(dry_run(found.strategy, profile, workers, cluster), rel=0.03)
     assert not found.simulated
 
 
@@ -78,7 +78,7 @@ def test_so_it_is_of_a_model_that_is_all_latency(algorithm: str, workers: int) -
     profile = perceptron(64, 64, 10, computing_s=3e-4)
     found = price(AllReduce(algorithm), profile, workers, EVEN)  # type: ignore[arg-type]
     assert found.exposed_s > found.computing_s
-    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, EVEN), rel=0.03)
+    assert found.step_s == pytest.approx(dry_run(found.strategy, profile, workers, EVEN), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_others_are_about_what_the_simulator_says(
         monkeypatch.setitem(SPEEDS, name, Speed(inf, inf))
     profile, cluster = lab_perceptron(0.02), Cluster(link=Link(rate, "50us"))
     found = price(parse(strategy), profile, workers, cluster)
-    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, cluster), rel=within)
+    assert found.step_s == pytest.approx(dry_run(found.strategy, profile, workers, cluster), rel=within)
 
 
 CODED = {  # `tutti bench worth`, docs/benchmarks.md: rate, milliseconds without exchange, milliseconds a step.
@@ -336,7 +336,7 @@ def test_a_simulation_of_two_levels_is_near_the_formula() -> None:
     """Two ranks on each of two hosts: what a formula says is at least the right size."""
     cluster, profile = Cluster(link=Link("1gbit", "50us"), ranks_per_host=2), lab_perceptron(0.02)
     found = price(parse("native"), profile, 4, cluster)
-    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, 4, cluster), rel=0.1)
+    assert found.step_s == pytest.approx(dry_run(found.strategy, profile, 4, cluster), rel=0.1)
 
 
 def test_a_strategy_that_nobody_has_priced() -> None:

@@ -26,7 +26,7 @@ from tutti.strategies.parameter_server.shard_optimizer import (
     refuse_closure,
     whole_states,
 )
-from tutti.transports import AloneTransport
+from tutti.transports import SingleRankTransport
 
 shapes = st.lists(
     st.one_of(
@@ -49,7 +49,7 @@ def buckets_of(
     kinds: dict[Any, list[Slot]] = {}
     for slot in [*own, *kept]:
         kinds.setdefault(kind_of(slot.tensor), []).append(slot)
-    memories = {kind: Memory(slots, AloneTransport(), False, exact_below) for kind, slots in kinds.items()}
+    memories = {kind: Memory(slots, SingleRankTransport(), False, exact_below) for kind, slots in kinds.items()}
     return cut_buckets((own, kept), memories, max_bytes)
 
 

@@ -72,7 +72,7 @@ def _simulated(model: str, way: str, steps: int, workers: int, cluster: Cluster)
 def _in_lab(model: str, steps: int) -> dict[str, Any]:
     """On one rank: how fast it computes while all do, and steps and parameters on both backends."""
     here = init()
-    store = here.transport.roster.store  # type: ignore[attr-defined]
+    store = here.transport.membership.store  # type: ignore[attr-defined]
     found: dict[str, Any] = {"network": measure_network(here.transport), **_measure_computing(model, here, store)}
 
     def trained(way: str, backend: str) -> tuple[float, str]:

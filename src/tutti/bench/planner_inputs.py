@@ -19,7 +19,7 @@ from tutti.plan.profile import profile as profile_model
 from tutti.simulation.runs.calibrate import measure_network
 from tutti.strategies import AllReduce, parse
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 REFERENCE_CODEC = "topk:0.0001"
 """It says next to nothing, so that what its steps take is not the link."""
@@ -153,7 +153,7 @@ def _crowding(case: BenchmarkModel, link: Link, transport: Transport) -> float:
     return statistics.fmean(gather_json(min(1.0, max(0.0, lost)), transport))
 
 
-def _rings(tensor: Tensor, number: int, transport: Transport) -> Steps:
+def _rings(tensor: Tensor, number: int, transport: Transport) -> Operation:
     for _ in range(number):
         yield from ring.steps(tensor, transport)
 

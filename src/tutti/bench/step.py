@@ -100,8 +100,8 @@ def measure(cases: list[str], rounds: int) -> list[dict[str, Any]]:
 def torch_group(world: World) -> Iterator[None]:
     """torch's default group, for DDP, between the same processes."""
     transport = world.transport.inner if isinstance(world.transport, HostsTransport) else world.transport
-    roster = getattr(transport, "roster", None)
-    store = dist.PrefixStore("ddp", roster.store) if roster is not None else dist.HashStore()
+    membership = getattr(transport, "membership", None)
+    store = dist.PrefixStore("ddp", membership.store) if membership is not None else dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     try:
         yield

@@ -7,7 +7,7 @@ from tutti.collectives.collective import Collective, compare
 from tutti.collectives.doubling import recursive_doubling
 from tutti.collectives.steps import run
 from tutti.errors import ConfigError, WeightRefused
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Operation, Transport
 
 
 def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: float = 1.0) -> None:
@@ -35,7 +35,7 @@ def own_weight(weight: float, transport: Transport) -> Tensor:
     return weights
 
 
-def share_weights(weights: Tensor, transport: Transport) -> Steps:
+def share_weights(weights: Tensor, transport: Transport) -> Operation:
     """Fill in what `own_weight` left open."""
     yield from recursive_doubling(weights, transport)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tutti.cluster import Cluster
 from tutti.recipes.models import VGG16, AlexNet, mlp
-from tutti.simulation.runs.scaling import Case, scaling
+from tutti.simulation.runs.scaling import ScalingCase, scaling
 from tutti.strategies import Poseidon
 from tutti.strategies.poseidon.rule import METHODS, Method, Shape, published, published_floats, sent_bytes
 
@@ -106,7 +106,7 @@ def counted(num_workers: int, num_rows: int, cluster: Cluster, narrower: int = 1
     given, *_ = shape = widths(narrower)
     rows = []
     for rule in RULES:
-        case = Case(
+        case = ScalingCase(
             model=partial(mlp, *shape),
             sample=(given,),
             cluster=cluster,

@@ -11,7 +11,7 @@ from tutti.codecs.base import Places
 from tutti.codecs.runs import Runs
 from tutti.plan.profile.record import Gradient, LayerProfile, Profile
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
-from tutti.transports import AloneTransport
+from tutti.transports import SingleRankTransport
 
 _DTYPES = {2: torch.float16, 8: torch.float64}
 """By bytes of an element: dtypes of one size travel alike. Anything else is float32."""
@@ -40,7 +40,7 @@ def loads_of(profile: Profile, bucket_bytes: int, exact_below: int = 0) -> tuple
     kinds: dict[Kind, list[Slot]] = {}
     for slot in slots:
         kinds.setdefault(kind_of(slot.tensor), []).append(slot)
-    alone = AloneTransport()
+    alone = SingleRankTransport()
     memories = {kind: Memory(alike, alone, True, exact_below) for kind, alike in kinds.items()}
     ready = {gradient.name: gradient.ready_s for gradient in profile.gradients}
     return tuple(_load(bucket, ready) for bucket in cut((slots, []), memories, bucket_bytes))

@@ -15,7 +15,7 @@ from tutti.strategies.compressed_means import CodedMean
 from tutti.strategies.converged import Converged
 from tutti.strategies.means import CountedMean, DirectMean, Mean, SteppedMean
 from tutti.transports import Averages, HostsTransport, SharesMemory, Transport, Work
-from tutti.transports.base import Finished
+from tutti.transports.base import CompletedWork
 from tutti.transports.hosts import hosts_are_shared
 
 Algorithm = Literal[
@@ -99,7 +99,7 @@ class AllReduceExchange(Exchange):
             transport = transport.inner  # What is encoded travels in messages.
         self._mean = _mean_over(replica, transport, strategy, codec)
         self._owed: dict[str, Any] = {}  # Alone: what ranks before it had left out, kept for those that come.
-        self._weights_known: Work = Finished()
+        self._weights_known: Work = CompletedWork()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []
         self._converged: Converged | None = None

@@ -17,7 +17,7 @@ from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
 from tutti.strategies.means import announced, when_filled
 from tutti.transports import HostsTransport, Transport, Work
-from tutti.transports.base import Finished, Steps
+from tutti.transports.base import CompletedWork, Operation
 
 
 class CodedMean:
@@ -42,7 +42,7 @@ class CodedMean:
 
     def begin(self, weight: float) -> Work:
         self._weights = announced(weight, self._transport)
-        return Finished()
+        return CompletedWork()
 
     def start(self, bucket: Bucket) -> Work:
         """Take the first steps of this bucket, and the next of those before it: links are busy while ranks wait."""
@@ -64,12 +64,12 @@ class CodedMean:
     def finish(self, bucket: Bucket) -> None:
         return None
 
-    def steps(self, bucket: Bucket, weights: Tensor) -> Steps:
+    def steps(self, bucket: Bucket, weights: Tensor) -> Operation:
         """What `start` has taken, for ranks of these weights; they pause where others may be taken first."""
         self._follow_buckets()
         return self._steps(bucket, weights)
 
-    def _steps(self, bucket: Bucket, weights: Tensor) -> Steps:
+    def _steps(self, bucket: Bucket, weights: Tensor) -> Operation:
         flat, size = bucket.flat, self._transport.size
         weigh(flat, weights, self._transport.rank)
         if not bucket.values.numel():
@@ -85,7 +85,7 @@ class CodedMean:
         if self._within is not None:
             yield from hand_out(flat, self._within)
 
-    def _coded(self, bucket: Bucket, across: Transport) -> Steps:
+    def _coded(self, bucket: Bucket, across: Transport) -> Operation:
         values = wide = bucket.values
         if not values.is_meta:
             self._mark_what_is_owed(bucket)
@@ -200,7 +200,7 @@ class CodedMean:
 class _Opened(Work):
     """Steps that are taken in parts, from pause to pause; done when all parts are."""
 
-    def __init__(self, steps: Steps, num_pauses: int) -> None:
+    def __init__(self, steps: Operation, num_pauses: int) -> None:
         self._steps = steps
         self._parts: list[Work] = []
         self.parts_left = num_pauses + 1
@@ -210,7 +210,7 @@ class _Opened(Work):
         self.parts_left -= 1
         self._parts.append(transport.start(self._up_to_pause() if self.parts_left else self._steps))
 
-    def _up_to_pause(self) -> Steps:
+    def _up_to_pause(self) -> Operation:
         for work in self._steps:
             if work is PAUSE:
                 return

@@ -10,7 +10,7 @@ from tutti.collectives import Collective
 from tutti.collectives.mean import own_weight, share_weights, weigh
 from tutti.replica import Bucket
 from tutti.transports import Averages, Transport, Work
-from tutti.transports.base import Finished, Steps
+from tutti.transports.base import CompletedWork, Operation
 
 
 class Mean(Protocol):
@@ -39,7 +39,7 @@ class DirectMean:
 
     def begin(self, weight: float) -> Work:
         self._weight = weight
-        return Finished()
+        return CompletedWork()
 
     def start(self, bucket: Bucket) -> Work:
         return self._transport.average(bucket.flat, self._weight)
@@ -82,7 +82,7 @@ class SteppedMean:
 
     def begin(self, weight: float) -> Work:
         self._weights = announced(weight, self._transport)
-        return Finished()
+        return CompletedWork()
 
     def start(self, bucket: Bucket) -> Work:
         return self._transport.start(when_filled(bucket.flat, self.steps(bucket, self._weights)))
@@ -93,11 +93,11 @@ class SteppedMean:
     def finish(self, bucket: Bucket) -> None:
         return None
 
-    def steps(self, bucket: Bucket, weights: Tensor) -> Steps:
+    def steps(self, bucket: Bucket, weights: Tensor) -> Operation:
         """What `start` has taken, for ranks of these weights."""
         yield from self.of_flat(bucket.flat, weights)
 
-    def of_flat(self, flat: Tensor, weights: Tensor) -> Steps:
+    def of_flat(self, flat: Tensor, weights: Tensor) -> Operation:
         """The same for any flat tensor."""
         weigh(flat, weights, self._transport.rank)
         yield from self._choose(flat.nbytes).steps(flat, self._transport)
@@ -111,14 +111,14 @@ def announced(weight: float, transport: Transport) -> Tensor:
     return weights
 
 
-def when_filled(tensor: Tensor, steps: Steps) -> Steps:
+def when_filled(tensor: Tensor, steps: Operation) -> Operation:
     """The same steps, for another thread than the one that fills `tensor`: on a GPU each waits for the other."""
     if not tensor.is_cuda:
         return steps
     filled = torch.cuda.Event()
     filled.record()
 
-    def waiting() -> Steps:
+    def waiting() -> Operation:
         filled.synchronize()
         yield from steps
         torch.cuda.synchronize(tensor.device)

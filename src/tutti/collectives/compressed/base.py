@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tutti.codecs.base import CPU, Codec, Places, State
 from tutti.transports import Transport
-from tutti.transports.base import Finished, Steps, Work
+from tutti.transports.base import CompletedWork, Operation, Work
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Party:
     """Of what is drawn: another for every tensor."""
 
 
-PAUSE: Work = Finished()
+PAUSE: Work = CompletedWork()
 """Yielded where steps have sent something and would only wait: others may be taken before they go on."""
 
 
@@ -48,7 +48,7 @@ class CodedSum(ABC):
     """How often its steps pause, on every rank."""
 
     @abstractmethod
-    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
         """Replace flat `values` by about their sum over ranks, divided, and flat `exact` by precisely that.
 
         `values` are float32, or have sizes alone.

@@ -7,7 +7,7 @@ from tutti.codecs.base import Codec, Places, State
 from tutti.collectives.compressed.base import PAUSE, CodedSum, Party
 from tutti.collectives.compressed.messages import aligned, join, room, split
 from tutti.transports import Transport
-from tutti.transports.base import Steps, Work
+from tutti.transports.base import Operation, Work
 
 _LENGTHS, _PACKETS = 1, 2
 """Their tags: lengths of the next sum, and what is summed exactly, may be asked for before the packets of this one."""
@@ -25,7 +25,7 @@ class GatheredSum(CodedSum):
     def states(self) -> list[State]:
         return [self._state]
 
-    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
         mine = self.party.rank
         others = [(mine + step) % self.party.size for step in range(1, self.party.size)]
         message = self._message(values, exact)

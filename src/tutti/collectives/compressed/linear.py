@@ -8,9 +8,9 @@ from torch import Tensor
 from tutti.codecs.base import Codec, Linear, Places, State
 from tutti.collectives import cheapest
 from tutti.collectives.compressed.base import CodedSum, Party
-from tutti.simulation.sizes import Extent
+from tutti.simulation.sizes import SizeOnlyTensor
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
 class SumInRounds(CodedSum):
@@ -23,12 +23,12 @@ class SumInRounds(CodedSum):
     def states(self) -> list[State]:
         return [self._state]
 
-    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
         linear = cast(Linear, self.codec)
         if values.is_meta:
             sizes = linear.round_sizes(self.places)
             for size in [sizes[0] + exact.numel(), *sizes[1:]]:
-                yield from self._mean(cast(Tensor, Extent(size, torch.float32, 4)), transport)
+                yield from self._mean(cast(Tensor, SizeOnlyTensor(size, torch.float32, 4)), transport)
             return
         with_first = exact.dtype == torch.float32  # In one sum, to wait once.
         if not with_first:
@@ -49,7 +49,7 @@ class SumInRounds(CodedSum):
             else:
                 yield from self._mean(summands, transport)
 
-    def _mean(self, summands: Tensor, transport: Transport) -> Steps:
+    def _mean(self, summands: Tensor, transport: Transport) -> Operation:
         """Every round is divided: what is linear comes out divided once, and a basis has no length."""
         yield from cheapest(transport.size, summands.nbytes)(summands, transport)
         summands.div_(self.party.divisor)

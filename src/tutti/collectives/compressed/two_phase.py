@@ -9,7 +9,7 @@ from tutti.collectives import parts
 from tutti.collectives.compressed.base import PAUSE, CodedSum, Party
 from tutti.collectives.compressed.messages import aligned, join, room, split
 from tutti.transports import Transport
-from tutti.transports.base import Steps, Work
+from tutti.transports.base import Operation, Work
 
 _PIECES, _SUMS = 1, 2
 """Tags of the two phases: those of several sums overlap."""
@@ -37,7 +37,7 @@ class TwoPhaseSum(CodedSum):
     def states(self) -> list[State]:
         return self._states
 
-    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
         exacts = [exact[part] for part in parts(exact.numel(), self.party.size)]
         mine = self.party.rank
         others = [(mine + step) % self.party.size for step in range(1, self.party.size)]

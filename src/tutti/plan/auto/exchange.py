@@ -22,7 +22,7 @@ from tutti.plan.poseidon import poseidon
 from tutti.plan.profile.record import Profile
 from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
-from tutti.replica.owned_hooks import LeftBehind
+from tutti.replica.owned_hooks import OwnedHook
 from tutti.strategies import AllReduce, Auto, Exchange, Poseidon, Strategy, parse
 from tutti.strategies.averaging.strategy import Blocks
 from tutti.strategies.base import Planned
@@ -292,7 +292,7 @@ def _in_words(found: Prediction, cluster: Cluster, alone_s: float) -> str:
     )
 
 
-class _Before(LeftBehind):
+class _Before(OwnedHook):
     """Tells an exchange that a forward pass begins in which its model trains."""
 
     def __init__(self, exchange: AutoExchange) -> None:

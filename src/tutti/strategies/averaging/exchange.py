@@ -22,7 +22,7 @@ from tutti.strategies.base import Exchange
 from tutti.strategies.compressed_means import CodedMean
 from tutti.strategies.means import SteppedMean, when_filled
 from tutti.transports import HostsTransport, SharesMemory, Transport, Work
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.averaging.strategy import Blocks
@@ -113,12 +113,12 @@ class BlockExchange(Exchange):
         self._roll, called = self._calls.start(Entry(intent, self._weight, step_s, self._exchange_s, states))
         self._under_way = self._start(self._exchange(self._roll, called))
 
-    def _start(self, steps: Steps) -> Work:
+    def _start(self, steps: Operation) -> Work:
         for flat in {bucket.flat.device: bucket.flat for bucket in self.replica.buckets}.values():
             steps = when_filled(flat, steps)
         return self._wire.start(steps)
 
-    def _exchange(self, roll: Roll, called: Work) -> Steps:
+    def _exchange(self, roll: Roll, called: Work) -> Operation:
         start_s = self._wire.now()
         yield called
         if roll.refused or Intent.BLOCK not in roll.intents:
@@ -252,7 +252,7 @@ class BlockExchange(Exchange):
         self._since_s = self._wire.now()
 
 
-def in_turns(many: Iterable[Steps]) -> Steps:
+def in_turns(many: Iterable[Operation]) -> Operation:
     """All of these steps, each up to where they pause, in turn: links are busy while ranks wait."""
     going = list(many)
     while going:
@@ -263,7 +263,7 @@ def in_turns(many: Iterable[Steps]) -> Steps:
         going = left
 
 
-def _up_to_pause(steps: Steps) -> Generator[Work, None, bool]:
+def _up_to_pause(steps: Operation) -> Generator[Work, None, bool]:
     """Whether there are more."""
     for work in steps:
         if work is PAUSE:

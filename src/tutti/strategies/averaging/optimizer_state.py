@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from tutti.replica import Replica
 from tutti.strategies.means import SteppedMean
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
 def reset(optimizer: Optimizer) -> None:
@@ -34,7 +34,7 @@ class StateMean:
         self._flat = torch.cat([tensor.reshape(-1).double() for tensor in self._tensors] or [self._flat.double()])
         return crc32(json.dumps([(name, list(tensor.shape)) for name, tensor in found]).encode())
 
-    def steps(self, weights: Tensor) -> Steps:
+    def steps(self, weights: Tensor) -> Operation:
         yield from self._mean.of_flat(self._flat, weights)
 
     def unpack(self) -> None:

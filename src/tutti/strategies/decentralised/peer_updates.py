@@ -14,7 +14,7 @@ from tutti.strategies.decentralised.packets import Packets
 from tutti.strategies.decentralised.routing import Routes
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.decentralised.strategies import PeerUpdates
@@ -87,7 +87,7 @@ class PeerUpdatesExchange(PeerExchange):
                 part.mul_(share)
         return change
 
-    def _publish(self, message: Tensor) -> Steps:
+    def _publish(self, message: Tensor) -> Operation:
         self._staleness[len(self._inbox)] += 1
         self._open = True
         self._apply_all()
@@ -178,7 +178,7 @@ class PeerUpdatesExchange(PeerExchange):
 
     # Meetings
 
-    def _before_meeting(self) -> Steps:
+    def _before_meeting(self) -> Operation:
         self._open = True
         self._apply_all()
         if self.company.any_lost:
@@ -199,7 +199,7 @@ class PeerUpdatesExchange(PeerExchange):
         self._away = True
         self._wait(self._go())
 
-    def _go(self) -> Steps:
+    def _go(self) -> Operation:
         self._open = True  # What comes is applied all the same, so that nobody waits.
         self._apply_all()
         self.company.tell_all(Head(Kind.AWAY))
@@ -210,7 +210,7 @@ class PeerUpdatesExchange(PeerExchange):
         self._wait(self._come_back())
         self.images.write(self.base)
 
-    def _come_back(self) -> Steps:
+    def _come_back(self) -> Operation:
         self._open = False
         self._apply_all()
         for peer in sorted(self.company.others):
