@@ -17,7 +17,7 @@ from torch import Tensor
 import tutti
 from tutti.codecs import ErrorFeedback, LowRank, OneBit, TopK
 from tutti.collectives import recursive_doubling, run
-from tutti.collectives.compressed import PAUSE, Party, way_of
+from tutti.collectives.compressed import STAGE_BOUNDARY, ReductionContext, compressed_sum_for
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports import ANY, AllReduces, Membership, Transport
 from tutti.transports.base import Operation, Work
@@ -298,13 +298,13 @@ def a_rank_that_does_not_answer_is_waited_for_no_longer_than_asked(link: Transpo
 def packets_are_summed(link: Transport) -> None:
     """Sums of every kind, several under way at once, as a strategy with a codec has them."""
     for codec in (OneBit(), TopK(0.1), LowRank(1)):
-        places = ((0, (20, 50)),)
-        party = Party(link.rank, link.size, divisor=link.size)
-        coded = [way_of(codec)(ErrorFeedback(codec), places, 1000, party) for _ in range(3)]
+        layout = ((0, (20, 50)),)
+        context = ReductionContext(link.rank, link.size, divisor=link.size)
+        compressed = [compressed_sum_for(codec)(ErrorFeedback(codec), layout, 1000, context) for _ in range(3)]
         tensors = [values(1000, torch.float32, link.rank) + number for number in range(3)]
         exacts = [torch.full((5,), float(link.rank)) for _ in range(3)]
-        opened = [each.steps(*pair, link) for each, *pair in zip(coded, tensors, exacts, strict=True)]
-        parts = [[up_to_pause(steps) for steps in opened] for _ in range(way_of(codec).num_pauses)]
+        opened = [each.steps(*pair, link) for each, *pair in zip(compressed, tensors, exacts, strict=True)]
+        parts = [[up_to_pause(steps) for steps in opened] for _ in range(compressed_sum_for(codec).num_boundaries)]
         for part in [steps for row in [*parts, opened] for steps in row]:
             link.start(part).wait()
         mean = (link.size - 1) / 2
@@ -318,7 +318,7 @@ def packets_are_summed(link: Transport) -> None:
 
 def up_to_pause(steps: Operation) -> Operation:
     for work in steps:
-        if work is PAUSE:
+        if work is STAGE_BOUNDARY:
             return
         yield work
 

@@ -93,7 +93,7 @@ def test_scaler_clipping_and_compile() -> None:
     assert results[0][1] == 1
 
 
-def train_coded(codec: Codec) -> list[torch.Tensor]:
+def train_compressed(codec: Codec) -> list[torch.Tensor]:
     world = tutti.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 100)).cuda()
@@ -117,8 +117,8 @@ def train_coded(codec: Codec) -> list[torch.Tensor]:
     [OneBit(), Cast("fp8"), Quantize(4), TopK(0.05), TopK(0.05, momentum=0.5), Threshold(), RandomK(), LowRank(2)],
     ids=str,
 )
-def test_coded_gradients_on_a_gpu(codec: Codec) -> None:
-    one, other = tutti.launch(train_coded, codec, workers=2)
+def test_compressed_gradients_on_a_gpu(codec: Codec) -> None:
+    one, other = tutti.launch(train_compressed, codec, workers=2)
     for mine, theirs in zip(one, other, strict=True):
         assert mine.isfinite().all()
         assert torch.equal(mine, theirs)

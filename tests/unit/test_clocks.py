@@ -3,7 +3,7 @@
 import pytest
 
 from support import run_ok
-from tutti.collectives import clocks_ahead
+from tutti.collectives import clock_offsets
 from tutti.transports.base import Transport, TransportWrapper
 from tutti.world import World
 
@@ -27,7 +27,7 @@ class Elsewhere(TransportWrapper):
 
 
 def _ahead(world: World, apart: bool) -> list[float]:
-    return clocks_ahead(Elsewhere(world.transport) if apart else world.transport)
+    return clock_offsets(Elsewhere(world.transport) if apart else world.transport)
 
 
 def test_each_host_has_a_clock_of_its_own() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tutti.bench.step import BenchmarkModel, make_benchmark_model, solo
 from tutti.cluster import Cluster, Link
-from tutti.collectives import gather_json, recursive_doubling, ring, run
+from tutti.collectives import all_gather_json, recursive_doubling, ring, run
 from tutti.plan import Overhead, Profile, price
 from tutti.plan.loads import loads_of, slowed
 from tutti.plan.profile import profile as profile_model
@@ -150,7 +150,7 @@ def _crowding(case: BenchmarkModel, link: Link, transport: Transport) -> float:
     work.wait()
     both_s, parts = transport.now() - start_s, (num_rings * ring_s, num_steps * step_s)
     lost = (both_s - max(parts)) / min(parts)
-    return statistics.fmean(gather_json(min(1.0, max(0.0, lost)), transport))
+    return statistics.fmean(all_gather_json(min(1.0, max(0.0, lost)), transport))
 
 
 def _rings(tensor: Tensor, number: int, transport: Transport) -> Operation:
@@ -179,4 +179,4 @@ def _together(transport: Transport) -> None:
 
 
 def _slowest(seconds: float, transport: Transport) -> float:
-    return max(gather_json(seconds, transport))
+    return max(all_gather_json(seconds, transport))

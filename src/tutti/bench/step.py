@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tutti.bench.under_mpi import communicator
-from tutti.collectives import gather_json
+from tutti.collectives import all_gather_json
 from tutti.errors import UnknownName
 from tutti.job import distribute
 from tutti.launch import init
@@ -143,7 +143,7 @@ def _interleaved(ways: dict[str, Callable[[], Any]], world: World, rounds: int) 
 
 
 def _slowest(seconds: float, world: World) -> float:
-    return max(gather_json(seconds, world.transport))
+    return max(all_gather_json(seconds, world.transport))
 
 
 def stepper(

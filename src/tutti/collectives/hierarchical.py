@@ -30,7 +30,7 @@ def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK
     if across is not None:
         yield from cheapest(across.size, tensor.nbytes, link)(tensor, across)
     if within is not None and within is not transport:
-        yield from hand_out(tensor, within)
+        yield from broadcast_within(tensor, within)
 
 
 def hierarchical_cost(num_hosts: int, num_bytes: float, link: Link) -> float:
@@ -54,7 +54,7 @@ def sum_within(tensor: Tensor, within: Transport) -> Operation:
         yield from on_flat(butterfly)(tensor, within)
 
 
-def hand_out(tensor: Tensor, within: Transport) -> Operation:
+def broadcast_within(tensor: Tensor, within: Transport) -> Operation:
     """Give the ranks of a host what its first has."""
     if isinstance(within, Broadcasts):
         yield within.broadcast(tensor)

@@ -15,13 +15,13 @@ def native(tensor: Tensor, transport: Transport) -> Operation:
     """Sum over ranks, in place, in whatever way the transport does best: by messages, if it has nothing better."""
     if isinstance(transport, HostsTransport):
         yield from hierarchical(tensor, transport)
-    elif (all_reduce := own_sums(transport, tensor.device.type)) is not None:
+    elif (all_reduce := native_all_reduce(transport, tensor.device.type)) is not None:
         yield all_reduce(tensor)
     else:
         yield from cheapest(transport.size, tensor.nbytes)(tensor, transport)
 
 
-def own_sums(transport: Transport, device_type: str) -> Callable[[Tensor], Work] | None:
+def native_all_reduce(transport: Transport, device_type: str) -> Callable[[Tensor], Work] | None:
     """What a transport sums tensors of such devices with, if it is better than messages.
 
     Gloo is not: it is no faster, and a sum of its that has begun cannot be interrupted.

@@ -49,11 +49,11 @@ def parts(numel: int, num_parts: int) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def own_part(tensor: Tensor, transport: Transport) -> Tensor:
+def local_part(tensor: Tensor, transport: Transport) -> Tensor:
     """The part of a flat tensor that is this rank's in `reduce_scatter` and `all_gather`."""
     if tensor.dim() != 1:
         raise ConfigError(
-            f"rank {transport.rank}: own_part needs one dimension, got {tuple(tensor.shape)}; use tensor.view(-1)."
+            f"rank {transport.rank}: local_part needs one dimension, got {tuple(tensor.shape)}; use tensor.view(-1)."
         )
     return tensor[parts(tensor.numel(), transport.size)[transport.rank]]
 

@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 
-from tutti.codecs.base import Places
-from tutti.codecs.runs import Runs
+from tutti.codecs.base import TensorLayout
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.plan.profile.record import Gradient, LayerProfile, Profile
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
 from tutti.transports import SingleRankTransport
@@ -28,9 +28,9 @@ class Load:
     """Elements that may be said in a lossy way."""
     exact_bytes: int
     """Of the rest: small gradients, and marks."""
-    places: Places
+    layout: TensorLayout
     """Where in the lossy part each gradient begins, and its shape."""
-    runs: Runs
+    groups: ScaleGroups
 
 
 @lru_cache(maxsize=64)
@@ -103,7 +103,7 @@ def stand_in(gradient: Gradient) -> torch.Tensor:
 
 def _load(bucket: Bucket, ready: dict[str, float]) -> Load:
     numel = bucket.values.numel()
-    places = tuple(
+    layout = tuple(
         (start, tuple(slot.tensor.shape))
         for start, slot in zip(bucket.starts, bucket.slots, strict=True)
         if start < numel
@@ -113,6 +113,6 @@ def _load(bucket: Bucket, ready: dict[str, float]) -> Load:
         num_bytes=bucket.flat.nbytes,
         numel=numel,
         exact_bytes=bucket.exact.nbytes,
-        places=places,
-        runs=Runs.within(places, numel),
+        layout=layout,
+        groups=ScaleGroups.from_layout(layout, numel),
     )

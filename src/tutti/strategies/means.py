@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.collectives import Collective
-from tutti.collectives.mean import own_weight, share_weights, weigh
+from tutti.collectives.mean import local_weights, share_weights, weigh
 from tutti.replica import Bucket
 from tutti.transports import Averages, Transport, Work
 from tutti.transports.base import CompletedWork, Operation
@@ -31,7 +31,7 @@ class Mean(Protocol):
         ...
 
 
-class DirectMean:
+class TransportMean:
     """The transport weighs by itself."""
 
     def __init__(self, transport: Averages) -> None:
@@ -51,7 +51,7 @@ class DirectMean:
         return None
 
 
-class CountedMean:
+class NativeSumMean:
     """The transport sums: ranks tell each other their weights first, while backward goes on."""
 
     def __init__(self, transport: Transport, all_reduce: Callable[[Tensor], Work]) -> None:
@@ -59,7 +59,7 @@ class CountedMean:
         self._all_reduce = all_reduce
 
     def begin(self, weight: float) -> Work:
-        self._weights = own_weight(weight, self._transport)
+        self._weights = local_weights(weight, self._transport)
         return self._all_reduce(self._weights)
 
     def start(self, bucket: Bucket) -> Work:
@@ -73,7 +73,7 @@ class CountedMean:
         bucket.flat.div_(self._transport.size)
 
 
-class SteppedMean:
+class CollectiveMean:
     """A collective sums, step by step, beside backward: the weights first, then bucket after bucket."""
 
     def __init__(self, transport: Transport, choose: Callable[[int], Collective]) -> None:
@@ -81,7 +81,7 @@ class SteppedMean:
         self._choose = choose
 
     def begin(self, weight: float) -> Work:
-        self._weights = announced(weight, self._transport)
+        self._weights = start_sharing_weights(weight, self._transport)
         return CompletedWork()
 
     def start(self, bucket: Bucket) -> Work:
@@ -104,9 +104,9 @@ class SteppedMean:
         flat.div_(self._transport.size)
 
 
-def announced(weight: float, transport: Transport) -> Tensor:
+def start_sharing_weights(weight: float, transport: Transport) -> Tensor:
     """The weights of all ranks, for steps that are started after this: those are taken in order, and need not wait."""
-    weights = own_weight(weight, transport)
+    weights = local_weights(weight, transport)
     transport.start(share_weights(weights, transport))
     return weights
 

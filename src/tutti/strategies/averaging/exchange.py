@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.collectives import native
-from tutti.collectives.compressed import PAUSE
+from tutti.collectives.compressed import STAGE_BOUNDARY
 from tutti.errors import NonFiniteLoss
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Replica
@@ -19,8 +19,8 @@ from tutti.strategies.averaging.cadence import cadence
 from tutti.strategies.averaging.optimizer_state import StateMean, reset
 from tutti.strategies.averaging.outer import Outer, Stretch
 from tutti.strategies.base import Exchange
-from tutti.strategies.compressed_means import CodedMean
-from tutti.strategies.means import SteppedMean, when_filled
+from tutti.strategies.compressed_means import CompressedMean
+from tutti.strategies.means import CollectiveMean, when_filled
 from tutti.transports import HostsTransport, SharesMemory, Transport, Work
 from tutti.transports.base import Operation
 
@@ -47,8 +47,8 @@ class BlockExchange(Exchange):
         self._strategy = strategy
         replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
         replica.arrange([slot.name for slot in replica.slots])
-        self._exactly = SteppedMean(transport, lambda num_bytes: native)
-        self._coded = None if codec is None else CodedMean(replica, transport, codec, "native")
+        self._exactly = CollectiveMean(transport, lambda num_bytes: native)
+        self._compressed = None if codec is None else CompressedMean(replica, transport, codec, "native")
         buckets = [] if replica.sizes_only else replica.buckets
         self._stretches = [Stretch(bucket, outer, strategy.overlap) for bucket in buckets]
         self._cadence = cadence(strategy.every, strategy.share, strategy.overlap)
@@ -123,7 +123,7 @@ class BlockExchange(Exchange):
         yield called
         if roll.refused or Intent.BLOCK not in roll.intents:
             return
-        mean = self._coded or self._exactly
+        mean = self._compressed or self._exactly
         yield from in_turns(mean.steps(bucket, roll.weights) for bucket in self.replica.buckets)
         if self._states is not None and roll.states_alike:
             yield from self._states.steps(roll.weights)
@@ -220,7 +220,7 @@ class BlockExchange(Exchange):
         optimizer = self.replica.optimizer.state_dict()
         entry = {"own": own, "weight": self._weight, "steps": self._steps, "optimizer": optimizer}
         ranks = gather_state(entry, self._wire)
-        coded = None if self._coded is None else self._coded.state_dict()
+        compressed = None if self._compressed is None else self._compressed.state_dict()
         self._since_s = self._wire.now()
         return {
             "start": start,
@@ -228,7 +228,7 @@ class BlockExchange(Exchange):
             "ranks": ranks,
             "block": self._cadence.length,
             "blocks": self._blocks,
-            "coded": coded,
+            "coded": compressed,
         }
 
     @torch.no_grad()
@@ -247,8 +247,8 @@ class BlockExchange(Exchange):
             stretch.load(*([part[name] for name in names if name in part] for part in parts))
         self._cadence.length, self._blocks = state["block"], state["blocks"]
         self.replica.optimizer.load_state_dict(mine["optimizer"])
-        if self._coded is not None and state["coded"]:
-            self._coded.load_state_dict(state["coded"])
+        if self._compressed is not None and state["coded"]:
+            self._compressed.load_state_dict(state["coded"])
         self._since_s = self._wire.now()
 
 
@@ -266,7 +266,7 @@ def in_turns(many: Iterable[Operation]) -> Operation:
 def _up_to_pause(steps: Operation) -> Generator[Work, None, bool]:
     """Whether there are more."""
     for work in steps:
-        if work is PAUSE:
+        if work is STAGE_BOUNDARY:
             return True
         yield work
     return False

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.replica import Replica
-from tutti.strategies.means import SteppedMean
+from tutti.strategies.means import CollectiveMean
 from tutti.transports.base import Operation
 
 
@@ -21,7 +21,7 @@ def reset(optimizer: Optimizer) -> None:
 class StateMean:
     """Averages what optimisers remember of each element, where all of them remember the same things."""
 
-    def __init__(self, replica: Replica, mean: SteppedMean) -> None:
+    def __init__(self, replica: Replica, mean: CollectiveMean) -> None:
         self._replica = replica
         self._mean = mean
         self._tensors: list[Tensor] = []

@@ -42,8 +42,8 @@ class PeerUpdatesExchange(PeerExchange):
     """
 
     def __init__(self, replica: Replica, transport: Transport, strategy: "PeerUpdates") -> None:
-        coded = strategy.codec is not None
-        super().__init__(replica, transport, "peers", strategy.exact_below if coded else 0)
+        compressed = strategy.codec is not None
+        super().__init__(replica, transport, "peers", strategy.exact_below if compressed else 0)
         self._inbox_size = strategy.inbox
         self._packets = Packets(self.images, strategy.codec, self._me)
         self._routes = Routes(strategy.graph, transport.size)

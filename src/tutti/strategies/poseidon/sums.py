@@ -24,7 +24,7 @@ _TAGS = 4
 """Of a layer's messages: what comes, factors of outputs, factors of inputs, rows of the sum."""
 
 
-class _Head(NamedTuple):
+class _FactorHeader(NamedTuple):
     """What a rank says of its factors before it sends them."""
 
     rows: int
@@ -40,7 +40,7 @@ class _Gathering:
     outputs: Tensor = field(default_factory=lambda: torch.empty(0))
     """Factors of this rank, and later of all, by rank."""
     inputs: Tensor = field(default_factory=lambda: torch.empty(0))
-    heads: list[_Head] = field(default_factory=list)
+    heads: list[_FactorHeader] = field(default_factory=list)
     """Of all ranks."""
     done: Work = field(default_factory=CompletedWork)
 
@@ -167,7 +167,7 @@ class FactorSums:
         self._wire.spawn(ring.steps(tensor, self._wire)).wait()
         return tensor.div_(self._wire.size)
 
-    # Steps
+    # Operation
 
     def _sized(self, layer: FactoredLayer, tag: int) -> Operation:
         """The same messages, without values: of as many rows on every rank."""
@@ -177,13 +177,13 @@ class FactorSums:
         factors = [
             SizeOnlyTensor(layer.rows * width, tensor.dtype, tensor.itemsize) for width in (own_outputs, layer.num_in)
         ]
-        yield from self._all_to_all([SizeOnlyTensor(len(_Head._fields), torch.float64, 8), *factors], tag)
+        yield from self._all_to_all([SizeOnlyTensor(len(_FactorHeader._fields), torch.float64, 8), *factors], tag)
         if split:
             block = SizeOnlyTensor(own_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
             yield from self._all_to_all([block], tag + 3)
 
-    def _all_to_all(self, parts: list[SizeOnlyTensor], tag: int) -> list[Work]:
-        messages = [(number, cast(Tensor, part)) for number, part in enumerate(parts)]
+    def _all_to_all(self, extents: list[SizeOnlyTensor], tag: int) -> list[Work]:
+        messages = [(number, cast(Tensor, extent)) for number, extent in enumerate(extents)]
         sending = [self._wire.isend(one, peer, tag + number) for number, one in messages for peer in self._others]
         coming = [self._wire.irecv(one, peer, tag + number) for number, one in messages for peer in self._others]
         return coming + sending
@@ -223,17 +223,17 @@ class FactorSums:
     def _introduce(self, gathering: _Gathering, tag: int) -> list[Work]:
         """Say what this rank will send."""
         rows = len(gathering.outputs)
-        own = _Head(rows, _DTYPES.index(gathering.outputs.dtype) if rows else _NO_DTYPE, self._weight)
+        own = _FactorHeader(rows, _DTYPES.index(gathering.outputs.dtype) if rows else _NO_DTYPE, self._weight)
         gathering.heads = [own] * self._wire.size  # Until others' are heard.
         head = torch.tensor(own, dtype=torch.float64, device="cpu")
         return [self._wire.isend(head, peer, tag) for peer in self._others]
 
     def _hear(self, gathering: _Gathering, tag: int) -> Operation:
         """Learn what others will send."""
-        heard = torch.empty(self._wire.size, len(_Head._fields), dtype=torch.float64, device="cpu")
+        heard = torch.empty(self._wire.size, len(_FactorHeader._fields), dtype=torch.float64, device="cpu")
         heard[self._wire.rank] = torch.tensor(gathering.heads[self._wire.rank], dtype=torch.float64)
         yield from [self._wire.irecv(heard[peer], peer, tag) for peer in self._others]
-        gathering.heads = [_Head(int(rows), int(dtype), weight) for rows, dtype, weight in heard.tolist()]
+        gathering.heads = [_FactorHeader(int(rows), int(dtype), weight) for rows, dtype, weight in heard.tolist()]
         if len(kinds := gathering.dtypes) > 1:
             names = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
             raise ConfigError(

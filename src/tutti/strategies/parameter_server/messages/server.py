@@ -62,9 +62,9 @@ class Setting:
 
     def most_bytes(self, piece: Piece) -> int:
         """That a worker may send of a piece."""
-        if self.codec is None or piece.runs is None:
+        if self.codec is None or piece.groups is None:
             return piece.num_bytes
-        return 2 * self.codec.packet_bytes(piece.numel, piece.runs) + piece.num_bytes
+        return 2 * self.codec.packet_bytes(piece.numel, piece.groups) + piece.num_bytes
 
 
 @dataclass
@@ -252,13 +252,13 @@ class Server:
             found = served.pool.take().view(values.dtype)
             unpack(payload, piece, self._shapes[piece.number], found)
             return found
-        if codec is None or piece.runs is None:
+        if codec is None or piece.groups is None:
             if payload.numel() != piece.num_bytes:
                 raise PacketError(f"an update of {payload.numel()} bytes, wanted {piece.num_bytes}")
             return payload.view(values.dtype)
         found = served.pool.take().view(values.dtype)  # Given back when it has been added.
         wide = found if found.dtype == torch.float32 else torch.empty(piece.numel, dtype=torch.float32, device="cpu")
-        codec.decode(payload, wide, runs=piece.runs)
+        codec.decode(payload, wide, groups=piece.groups)
         return found if wide is found else found.copy_(wide)
 
     def _leave_clocks(self, worker: int) -> None:

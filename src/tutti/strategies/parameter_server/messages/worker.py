@@ -97,7 +97,7 @@ class MessageWorker(Worker):
         server = self._setting.servers[piece.server]
         own = self._server if server == self._me else None
         pool = own.pool(piece.number) if own is not None else Pool(piece.num_bytes, bucket.flat)
-        lossy = codec is not None and piece.runs is not None and not replica.sizes_only
+        lossy = codec is not None and piece.groups is not None and not replica.sizes_only
         state = codec.start(piece.numel, seed=self._me * 65_537 + piece.number) if lossy and codec is not None else {}
         held = _Held(piece, server, pool, state)
         if not replica.sizes_only:
@@ -181,11 +181,11 @@ class MessageWorker(Worker):
     def _payload(self, held: _Held, bucket: Bucket) -> Tensor:
         """This worker's own copy: the bucket's memory is the user's, who may change it at once."""
         piece, codec = held.piece, self._setting.codec
-        if codec is not None and piece.runs is not None:
+        if codec is not None and piece.groups is not None:
             if self.replica.sizes_only:
-                return Pool(codec.packet_bytes(piece.numel, piece.runs), bucket.flat).take()
+                return Pool(codec.packet_bytes(piece.numel, piece.groups), bucket.flat).take()
             values = bucket.flat[piece.part].to("cpu", torch.float32)
-            packet, held.state = codec.encode(values, held.state, runs=piece.runs)
+            packet, held.state = codec.encode(values, held.state, groups=piece.groups)
             return packet
         if self._setting.factors and (packed := self._in_factors(piece, bucket)) is not None:
             return packed
@@ -443,11 +443,11 @@ def prepare(replica: Replica, transport: Transport, strategy: "ParameterServer")
     plain = transport.inner if isinstance(transport, SharesMemory) else transport  # All of it travels in messages.
     wire = plain.channel("servers")
     workers, servers = strategy.roles(transport.size)
-    coded = strategy.codec is not None
-    replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if coded else 0)
+    compressed = strategy.codec is not None
+    replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if compressed else 0)
     replica.arrange([slot.name for slot in replica.slots])
     whole = keeps_whole(replica.optimizer) or not all(is_dense(slot.tensor) for slot in replica.slots)
-    pieces = cut(replica.buckets, len(servers), whole, coded)
+    pieces = cut(replica.buckets, len(servers), whole, compressed)
     num_marks = max((len(piece.shares) for piece in pieces), default=0)
     heads = Heads(len(Options(replica.optimizer)), num_marks)
     setting = Setting(

@@ -82,7 +82,7 @@ class InMemoryWorker(Worker):
         self._pieces: list[Piece] = []
         for bucket in buckets:
             most = 1 if together else max(1, min(self._size, bucket.flat.nbytes // _WORTH_SHARING_BYTES))
-            self._pieces += cut([bucket], most, whole, coded=False, first=len(self._pieces))
+            self._pieces += cut([bucket], most, whole, compressed=False, first=len(self._pieces))
         self._of_bucket = [[p for p in self._pieces if p.bucket == bucket.index] for bucket in buckets]
 
     def _lay_out(self, transport: "SharedMemoryTransport") -> None:
