@@ -60,7 +60,7 @@ def strategies(
     results: list[dict[str, Any]] = []
     for num_serving, alike in by_serving.items():
         for group in [tuple(alike)] if not num_serving else [(way,) for way in alike]:
-            request = bench.Request(model, group, rounds, slow, None if num_serving else peers, batch)
+            request = bench.StrategyBenchmark(model, group, rounds, slow, None if num_serving else peers, batch)
             results.append(_timed(request, workers or 2, lab, num_serving, console))
     where = described(workers or 2, None) if lab is None else f"lab {lab}"
     console.print(_table(results, f"{model}, {where}"))
@@ -91,7 +91,9 @@ def split_strategies(text: str) -> list[str]:
     return found
 
 
-def _timed(request: bench.Request, workers: int, lab: str | None, num_serving: int, console: Console) -> dict[str, Any]:
+def _timed(
+    request: bench.StrategyBenchmark, workers: int, lab: str | None, num_serving: int, console: Console
+) -> dict[str, Any]:
     if lab is not None and num_serving:
         spec = LabSpec.parse(lab)
         if spec.ranks_per_host > 1 or len(set(spec.rates)) > 1:

@@ -30,7 +30,7 @@ _REPORT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TrainingConfig:
     """What to train and how; the same on every worker."""
 
     recipe: str
@@ -51,7 +51,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """How a run went, on one rank. Only one knows the accuracy, where ranks do not go in lockstep."""
 
     loss: float
@@ -104,7 +104,7 @@ class GlobalBatches(Sampler[list[int]]):
         return (len(self._cuts) + 1) * self.num_parts
 
 
-def train(task: Task) -> Outcome:
+def train(task: TrainingConfig) -> TrainingResult:
     """Train on this rank, together with the others, reporting as it goes."""
     world = init()
     made = recipe(task.recipe, **task.options)
@@ -143,7 +143,7 @@ def train(task: Task) -> Outcome:
         accuracy = evaluate(made, model, _whole(splits.test), None, task.double) if leads else float("nan")
         if leads:
             progress.epoch(loss, accuracy)
-    return Outcome(
+    return TrainingResult(
         loss=float(loss.detach()),
         accuracy=accuracy,
         target=made.target,
