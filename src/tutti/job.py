@@ -22,7 +22,7 @@ from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
 from tutti.strategies import AllReduce, Auto, Exchange, Strategy
-from tutti.transports import Transport, suited
+from tutti.transports import Transport, for_devices
 from tutti.world import World, set_world
 from tutti.world import current_world as current_world_if_any
 from tutti.world import world as current_world
@@ -323,8 +323,8 @@ def _started(
     arrangement: Arrangement | None,
 ) -> Job:
     """Start exchanging between the ranks of `world`; `before` is what it was. Collective."""
-    replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.draws)
-    transport = suited(world.transport, replica.device_types)
+    replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.sample_counts)
+    transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
     if world.rank >= world.size - strategy.num_dedicated_servers:
         strategy.serve(replica, channel)
@@ -361,7 +361,7 @@ def _without(world: World, num_servers: int) -> World:
         return world
     size = world.size - num_servers
     trains = replace(world, size=size, transport=world.transport.channel("workers", range(size)), leave=world.close)
-    world.draws.num_dealt_to = size
+    world.sample_counts.num_training_ranks = size
     if world is current_world_if_any():
         set_world(trains)
     return trains
@@ -389,7 +389,7 @@ def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module
     also where ranks have different numbers of samples. Collective.
     """
     world = world or current_world()
-    return synced(model, world.transport, world.draws)
+    return synced(model, world.transport, world.sample_counts)
 
 
 def measure_link(*, world: World | None = None) -> LinkMeasurement:

@@ -19,7 +19,7 @@ from tutti.plan.auto import exchange as auto
 from tutti.plan.auto.watch import Watch, layers_in
 from tutti.plan.profile.clock import Clock
 from tutti.replica import HookedReplica
-from tutti.replica.samples import Draws
+from tutti.replica.samples import SampleCounts
 from tutti.simulation.network import Network
 from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import AllReduce, Auto, Strategy, parse
@@ -205,7 +205,7 @@ def test_batches_that_grow_are_watched_anew(
                 optimizer.step()
                 optimizer.zero_grad()
                 if step == 29:
-                    first.append(job.metrics.strategy["planned"])
+                    first.append(job.metrics.strategy.get("planned"))
             return job.metrics, world.transport.now() - before_s
 
     first: list[Any] = []
@@ -296,7 +296,7 @@ class Behind(Clock):
 
 def test_moments_are_those_of_the_clock_of_the_device() -> None:
     model = perceptron()
-    replica = HookedReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), Draws())
+    replica = HookedReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), SampleCounts())
     watch = Watch(replica, Behind(), layers_in(replica))
     for _ in range(2):
         model(torch.ones(3, 100, dtype=torch.float64)).sum().backward()

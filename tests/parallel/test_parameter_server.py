@@ -528,7 +528,7 @@ def say(exchange: Any, head: Tensor, payload: Tensor | None = None) -> None:
             sending.append(exchange._wire.isend(payload, server, PAYLOAD))
         yield from sending
 
-    exchange._wire.beside(steps()).wait()
+    exchange._wire.spawn(steps()).wait()
 
 
 def garbage(size: int) -> Tensor:
@@ -562,7 +562,7 @@ def malformed(exchange: Any, what: str) -> None:
     elif what == "empty":
         say(exchange, setting.heads.pack(replace(good, num_bytes=0), options, marks))
     elif what == "corrupted":
-        packet = garbage(setting.codec.packet_bytes(piece.numel, piece.runs))
+        packet = garbage(setting.codec.packet_bytes(piece.numel, piece.groups))
         say(exchange, setting.heads.pack(replace(good, num_bytes=packet.numel()), options, marks), packet)
     else:
         changes, longer = MALFORMED[what]

@@ -13,13 +13,13 @@ from tutti.job import distribute
 from tutti.replica.buckets import Slot
 from tutti.strategies import AllReduce, parse
 from tutti.strategies.converged import MOST_WINDOWS, Converged
-from tutti.transports import AloneTransport
+from tutti.transports import SingleRankTransport
 from tutti.transports.base import DEFAULT_TIMEOUT
 from tutti.world import World
 
 EVERY = 4
 SKIP = AllReduce("ring", skip_converged=0.001, check_every=EVERY)
-ALONE = AloneTransport(DEFAULT_TIMEOUT)
+ALONE = SingleRankTransport(DEFAULT_TIMEOUT)
 
 
 def test_one_that_stopped_is_left_out_for_longer_and_longer() -> None:

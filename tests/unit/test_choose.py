@@ -54,9 +54,9 @@ def test_at_100_gbit_nothing_is_worth_compressing() -> None:
     assert "Do not compress: " in found.reason
     assert found.best.exact
     exact_s = min(each.step_s for each in found.predictions if str(each.strategy) == "native")
-    coded = [each for each in found.predictions if str(each.strategy).startswith("native+")]
-    assert len(coded) > 5
-    assert min(each.step_s for each in coded) > exact_s
+    compressed = [each for each in found.predictions if str(each.strategy).startswith("native+")]
+    assert len(compressed) > 5
+    assert min(each.step_s for each in compressed) > exact_s
 
 
 def test_on_a_slow_link_it_is() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tutti.bench.rounds import Rounds, Ways
 from tutti.bench.step import ddp, make_case, solo, stepper, torch_group
-from tutti.collectives import gather_json
+from tutti.collectives import all_gather_json
 from tutti.job import distribute
 from tutti.launch import init
 from tutti.launch.supervisor_pipe import Link
@@ -62,7 +62,7 @@ def measure(model: str, rounds: int) -> Beside:
             while steps < MOST_STEPS and not _settled(job.metrics.strategy.get("planned")):
                 ways["auto"]()
                 steps += 1
-            spent_s = max(gather_json(now() - start_s, world.transport))
+            spent_s = max(all_gather_json(now() - start_s, world.transport))
             turns = Rounds(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
             seconds = turns.medians(ways, world.transport, lambda text: link.progress(doing=text))
             planned = job.metrics.strategy.get("planned")

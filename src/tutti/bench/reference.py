@@ -12,14 +12,14 @@ from torch import Tensor
 
 from tutti.bench.step import Case, make_case, solo
 from tutti.cluster import Cluster, Link
-from tutti.collectives import gather_json, recursive_doubling, ring, run
+from tutti.collectives import all_gather_json, recursive_doubling, ring, run
 from tutti.plan import Overhead, Profile, price
 from tutti.plan.loads import loads_of, slowed
 from tutti.plan.profile import profile as profile_model
 from tutti.simulation.runs.calibrate import measure_network
 from tutti.strategies import AllReduce, parse
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 REFERENCE_CODEC = "topk:0.0001"
 """It says next to nothing, so that what its steps take is not the link."""
@@ -148,10 +148,10 @@ def _crowding(case: Case, link: Link, transport: Transport) -> float:
     work.wait()
     both_s, parts = transport.now() - start_s, (num_rings * ring_s, num_steps * step_s)
     lost = (both_s - max(parts)) / min(parts)
-    return statistics.fmean(gather_json(min(1.0, max(0.0, lost)), transport))
+    return statistics.fmean(all_gather_json(min(1.0, max(0.0, lost)), transport))
 
 
-def _rings(tensor: Tensor, number: int, transport: Transport) -> Steps:
+def _rings(tensor: Tensor, number: int, transport: Transport) -> Operation:
     for _ in range(number):
         yield from ring.steps(tensor, transport)
 
@@ -177,4 +177,4 @@ def _together(transport: Transport) -> None:
 
 
 def _slowest(seconds: float, transport: Transport) -> float:
-    return max(gather_json(seconds, transport))
+    return max(all_gather_json(seconds, transport))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tutti.collectives import gather_json, recursive_doubling, run
+from tutti.collectives import all_gather_json, recursive_doubling, run
 from tutti.transports import Transport
 
 Ways = dict[str, Callable[[], Any]]
@@ -66,5 +66,5 @@ def _nothing() -> None:
 
 def _by_way(times: list[float], ways: Ways, transport: Transport) -> dict[str, list[float]]:
     """Every rank's seconds, the same on all ranks."""
-    everyones = gather_json(times, transport)
+    everyones = all_gather_json(times, transport)
     return {name: [mine[number] for mine in everyones] for number, name in enumerate(ways)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tutti.bench.under_mpi import communicator
-from tutti.collectives import gather_json
+from tutti.collectives import all_gather_json
 from tutti.errors import UnknownName
 from tutti.job import distribute
 from tutti.launch import init
@@ -100,8 +100,8 @@ def measure(cases: list[str], rounds: int) -> list[dict[str, Any]]:
 def torch_group(world: World) -> Iterator[None]:
     """torch's default group, for DDP, between the same processes."""
     transport = world.transport.inner if isinstance(world.transport, HostsTransport) else world.transport
-    roster = getattr(transport, "roster", None)
-    store = dist.PrefixStore("ddp", roster.store) if roster is not None else dist.HashStore()
+    membership = getattr(transport, "membership", None)
+    store = dist.PrefixStore("ddp", membership.store) if membership is not None else dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     try:
         yield
@@ -143,7 +143,7 @@ def _interleaved(ways: dict[str, Callable[[], Any]], world: World, rounds: int) 
 
 
 def _slowest(seconds: float, world: World) -> float:
-    return max(gather_json(seconds, world.transport))
+    return max(all_gather_json(seconds, world.transport))
 
 
 def stepper(

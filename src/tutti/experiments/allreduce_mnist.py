@@ -17,7 +17,7 @@ import torch
 from tutti.bench import collectives as collectives_bench
 from tutti.bench import under_mpi
 from tutti.bench.under_mpi import communicator
-from tutti.collectives import ALGORITHMS, gather_json, recursive_doubling, run
+from tutti.collectives import ALGORITHMS, all_gather_json, recursive_doubling, run
 from tutti.experiments.fourie_report import write_report
 from tutti.experiments.setting import Setting, machine
 from tutti.job import distribute
@@ -117,7 +117,7 @@ def _worlds() -> tuple[World, dict[str, World]]:
     world = init(transport="process_group")
     worlds = dict.fromkeys(MESSAGES, world)
     if communicator() is not None:
-        worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.roster))  # type: ignore[attr-defined]
+        worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.membership))  # type: ignore[attr-defined]
     return world, worlds
 
 
@@ -150,7 +150,7 @@ def _interleaved(steps: dict[str, Callable[[], None]], world: World, rounds: int
             run(recursive_doubling.steps(torch.zeros(1), world.transport))
             start = world.transport.now()
             step()
-            samples[name].append(max(gather_json(world.transport.now() - start, world.transport)))
+            samples[name].append(max(all_gather_json(world.transport.now() - start, world.transport)))
     return {name: statistics.median(values[1:]) for name, values in samples.items()}
 
 

@@ -13,7 +13,7 @@ from tutti.plan import Profile
 from tutti.plan.loads import stand_in
 from tutti.plan.poseidon import shapes_of, speed_of
 from tutti.simulation.compute_clock import ComputeClock, Workload
-from tutti.simulation.dry_replica import Rehearsal
+from tutti.simulation.dry_replica import DryRunReplica
 from tutti.strategies import Strategy
 
 _LEAST_S = 1e-9
@@ -23,7 +23,7 @@ _STEPS, _UNEVEN_STEPS = 4, 12
 """Of ranks in lockstep that are all alike, and of others; the first third is not counted."""
 
 
-def rehearse(strategy: Strategy, profile: Profile, workers: int, cluster: Cluster) -> float:
+def dry_run(strategy: Strategy, profile: Profile, workers: int, cluster: Cluster) -> float:
     """Seconds a step that `workers` with such a profile would take under a strategy on a cluster.
 
     Where each goes at its own compute_clock, it is the step of those who would train as many samples a second together.
@@ -54,7 +54,7 @@ def _train(strategy: Strategy, parts: tuple[nn.Module, Workload], num_samples: i
     model, workload = parts
     transport = init().transport.channel("job")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    replica = Rehearsal(model, optimizer, ComputeClock(transport, workload))
+    replica = DryRunReplica(model, optimizer, ComputeClock(transport, workload))
     if transport.rank >= transport.size - strategy.num_dedicated_servers:
         strategy.serve(replica, transport)
         return []

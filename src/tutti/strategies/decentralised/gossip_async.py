@@ -13,7 +13,7 @@ from tutti.strategies.decentralised.graphs import sized
 from tutti.strategies.decentralised.routing import both_ways
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.decentralised.strategies import Gossip
@@ -47,7 +47,7 @@ class AsyncGossip(PeerExchange):
         self._wait(self._contribute(self.images.change(self.base)))
         self.images.write(self.base)
 
-    def _contribute(self, change: Tensor) -> Steps:
+    def _contribute(self, change: Tensor) -> Operation:
         self._add(change)
         if not self.images.sizes_only:
             self.base.copy_(self._values)
@@ -93,7 +93,7 @@ class AsyncGossip(PeerExchange):
 
     # Meetings
 
-    def _before_meeting(self) -> Steps:
+    def _before_meeting(self) -> Operation:
         yield from self.company.until(lambda: self._asked is None)
 
     def _current(self) -> Tensor:
@@ -107,7 +107,7 @@ class AsyncGossip(PeerExchange):
         self._wait(self._catch_up())
         self.images.write(self.base)
 
-    def _catch_up(self) -> Steps:
+    def _catch_up(self) -> Operation:
         if not self.images.sizes_only:
             self.base.copy_(self._values)
         yield from ()

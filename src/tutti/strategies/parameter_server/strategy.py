@@ -22,7 +22,7 @@ from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.worker import MessageWorker, prepare
 from tutti.strategies.parameter_server.shard_optimizer import refusal
 from tutti.transports import SharesAll, Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ParameterServer(Strategy):
 
     def serve(self, replica: Replica, transport: Transport) -> None:
         made = prepare(replica, transport, self)
-        made.wire.beside(_until_over(made.server(replica)), patiently=True).wait()
+        made.wire.spawn(_until_over(made.server(replica)), deadline=False).wait()
 
     def __str__(self) -> str:
         options = [str(self.consistency)]
@@ -212,7 +212,7 @@ def _switch(text: str) -> bool:
     return bool(("0", "1").index(text))
 
 
-def _until_over(server: Server) -> Steps:
+def _until_over(server: Server) -> Operation:
     yield server.over
     if server.failure is not None:
         raise server.failure
