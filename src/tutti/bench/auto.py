@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tutti.bench.rounds import Rounds, Ways
-from tutti.bench.step import ddp, make_case, solo, stepper, torch_group
+from tutti.bench.interleaved import Candidates, InterleavedTimer
+from tutti.bench.step import ddp, make_benchmark_model, solo, stepper, torch_group
 from tutti.collectives import all_gather_json
 from tutti.job import distribute
 from tutti.launch import init
@@ -20,7 +20,7 @@ MOST_STEPS = 100
 
 
 @dataclass(frozen=True)
-class Beside:
+class AutoReport:
     """Of one model in one place."""
 
     model: str
@@ -41,13 +41,13 @@ class Beside:
         return {**vars(self), "times_ddp": self.times_ddp}
 
 
-def measure(model: str, rounds: int) -> Beside:
+def measure(model: str, rounds: int) -> AutoReport:
     """Train until Auto has settled, and then time its steps and others' in turns, on this rank and its peers."""
     world, link = init(), Link()
     torch.manual_seed(0)
-    case = make_case(model, world.size)
+    case = make_benchmark_model(model, world.size)
     chooses, plain = copy.deepcopy(case.model), copy.deepcopy(case.model)
-    ways: Ways = {"solo": solo(case)}
+    ways: Candidates = {"solo": solo(case)}
     ways["native"], optimizer = stepper(plain, case)
     ways["auto"], other = stepper(chooses, case)
     now = world.transport.now
@@ -63,10 +63,10 @@ def measure(model: str, rounds: int) -> Beside:
                 ways["auto"]()
                 steps += 1
             spent_s = max(all_gather_json(now() - start_s, world.transport))
-            turns = Rounds(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
+            turns = InterleavedTimer(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
             seconds = turns.medians(ways, world.transport, lambda text: link.progress(doing=text))
             planned = job.metrics.strategy.get("planned")
-    return Beside(
+    return AutoReport(
         model, world.size, seconds, planned.chosen if planned else "", steps, spent_s - steps * seconds["auto"]
     )
 

@@ -60,7 +60,9 @@ def strategies(
     results: list[dict[str, Any]] = []
     for num_dedicated_servers, alike in by_serving.items():
         for group in [tuple(alike)] if not num_dedicated_servers else [(way,) for way in alike]:
-            request = bench.Request(model, group, rounds, slow, None if num_dedicated_servers else peers, batch)
+            request = bench.StrategyBenchmark(
+                model, group, rounds, slow, None if num_dedicated_servers else peers, batch
+            )
             results.append(_timed(request, workers or 2, lab, num_dedicated_servers, console))
     where = described(workers or 2, None) if lab is None else f"lab {lab}"
     console.print(_table(results, f"{model}, {where}"))
@@ -92,7 +94,7 @@ def split_strategies(text: str) -> list[str]:
 
 
 def _timed(
-    request: bench.Request, workers: int, lab: str | None, num_dedicated_servers: int, console: Console
+    request: bench.StrategyBenchmark, workers: int, lab: str | None, num_dedicated_servers: int, console: Console
 ) -> dict[str, Any]:
     if lab is not None and num_dedicated_servers:
         spec = LabSpec.parse(lab)

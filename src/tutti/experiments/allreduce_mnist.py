@@ -25,7 +25,7 @@ from tutti.launch import init, mpi
 from tutti.launch.lab.lab import lab as make_lab
 from tutti.launch.lab.lab import missing
 from tutti.recipes import recipe
-from tutti.recipes.training import Task, train
+from tutti.recipes.training import TrainingConfig, train
 from tutti.strategies import AllReduce
 from tutti.world import World, set_world
 
@@ -166,7 +166,7 @@ def train_fully(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         first = None
         for name, world in worlds.items():
             set_world(world)
-            outcome = train(Task(strategy=str(_strategy(name)), **options))
+            outcome = train(TrainingConfig(strategy=str(_strategy(name)), **options))
             first = outcome.parameters if first is None else first
             distance = float((outcome.parameters - first).norm() / first.norm())
             row = {"algorithm": name, "seed": options["seed"], "accuracy": outcome.accuracy, "distance": distance}

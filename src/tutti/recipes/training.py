@@ -29,7 +29,7 @@ _REPORT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TrainingConfig:
     """What to train and how; the same on every worker."""
 
     recipe: str
@@ -50,7 +50,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """How a run went, on one rank. Only the leader knows the accuracy, unless the strategy is synchronous."""
 
     loss: float
@@ -99,7 +99,7 @@ class GlobalBatches(Sampler[list[int]]):
         return (len(self._cuts) + 1) * self.num_parts
 
 
-def train(task: Task) -> Outcome:
+def train(task: TrainingConfig) -> TrainingResult:
     """Train on this rank, together with the others, reporting as it goes."""
     world = init()
     made = recipe(task.recipe, **task.options)
@@ -139,7 +139,7 @@ def train(task: Task) -> Outcome:
         accuracy = evaluate(made, model, _whole(splits.test), None, task.double) if is_leader else float("nan")
         if is_leader:
             progress.epoch(loss, accuracy)
-    return Outcome(
+    return TrainingResult(
         loss=float(loss.detach()),
         accuracy=accuracy,
         target=made.target,
