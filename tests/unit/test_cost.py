@@ -344,6 +344,10 @@ def test_a_strategy_that_nobody_has_priced() -> None:
         def attach(self, replica: object, transport: object) -> Exchange:  # type: ignore[override]
             raise NotImplementedError
 
+        @property
+        def exact(self) -> bool:
+            return True
+
         def __str__(self) -> str:
             return "unheard"
 

@@ -12,8 +12,8 @@ from tutti.collectives import all_gather_json
 from tutti.job import distribute
 from tutti.launch import init
 from tutti.launch.supervisor_pipe import SupervisorPipe
+from tutti.plan.auto import PlanStatus
 from tutti.strategies import AllReduce, Auto
-from tutti.strategies.base import Planned
 
 MOST_STEPS = 100
 """In which it should have settled."""
@@ -59,17 +59,17 @@ def measure(model: str, rounds: int) -> AutoReport:
         link.progress(doing="auto plans")
         with distribute(chooses, other, Auto(), world=world) as job:
             start_s, steps = now(), 0
-            while steps < MOST_STEPS and not _settled(job.metrics.planned):
+            while steps < MOST_STEPS and not _settled(job.metrics.strategy.get("planned")):
                 ways["auto"]()
                 steps += 1
             spent_s = max(all_gather_json(now() - start_s, world.transport))
             turns = InterleavedTimer(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
             seconds = turns.medians(ways, world.transport, lambda text: link.progress(doing=text))
-            planned = job.metrics.planned
+            planned = job.metrics.strategy.get("planned")
     return AutoReport(
         model, world.size, seconds, planned.chosen if planned else "", steps, spent_s - steps * seconds["auto"]
     )
 
 
-def _settled(planned: Planned | None) -> bool:
+def _settled(planned: PlanStatus | None) -> bool:
     return planned is not None and planned.settled

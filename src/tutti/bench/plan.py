@@ -77,7 +77,7 @@ def check(models: list[str], rates: list[str], ways: list[str]) -> None:
     for way in ways:
         strategy = parse(way)
         formula_of(strategy)
-        strategy.check_size(HOSTS + strategy.num_serving)
+        strategy.check_size(HOSTS + strategy.num_dedicated_servers)
 
 
 def in_lab(request: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
@@ -91,14 +91,15 @@ def in_lab(request: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]
 def compare(model: str, rate: str, ways: list[str], rounds: int, say: Callable[[str], None]) -> PlanComparison:
     """Measure every way in a lab of such links, and predict each from the same lab."""
     jobs = reference_jobs(model, HOSTS)
-    beside = [way for way in ways if not parse(way).num_serving]
+    beside = [way for way in ways if not parse(way).num_dedicated_servers]
     request = StrategyBenchmark(model, tuple(dict.fromkeys((*beside, *jobs))), rounds)
     everyones = _launched(in_lab, request, rate, HOSTS, say)
     seconds = dict(everyones[0][1])
     for way in ways:
-        if num_serving := parse(way).num_serving:
+        if num_dedicated_servers := parse(way).num_dedicated_servers:
             alone = StrategyBenchmark(model, (way,), rounds)
-            seconds[way] = _launched(strategies.measure, alone, rate, HOSTS + num_serving, say)[0]["seconds"][way]
+            measured = _launched(strategies.measure, alone, rate, HOSTS + num_dedicated_servers, say)[0]
+            seconds[way] = measured["seconds"][way]
     slowest = max((found for found, _ in everyones), key=lambda found: found.profile.seconds)
     profile, link = profile_with_overhead(slowest, HOSTS, seconds, jobs)
     cluster = Cluster(name=rate, link=link)

@@ -46,8 +46,8 @@ def measure(request: StrategyBenchmark) -> dict[str, Any]:
     """
     world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
-    num_serving = parse(request.ways[0]).num_serving
-    case = make_benchmark_model(request.model, world.size - num_serving, request.batch_size)
+    num_dedicated_servers = parse(request.ways[0]).num_dedicated_servers
+    case = make_benchmark_model(request.model, world.size - num_dedicated_servers, request.batch_size)
     link.progress(doing="warming up")
     jobs: dict[str, Job] = {}
     ways: Candidates = {}
@@ -69,7 +69,7 @@ def measure(request: StrategyBenchmark) -> dict[str, Any]:
         "slowness": request.slowness,
         "seconds": seconds,
         "bytes_sent": {text: its.bytes_sent / its.steps for text, its in metrics.items()},
-        "staleness": {text: its.staleness for text, its in metrics.items()},
+        "staleness": {text: its.strategy.get("staleness", {}) for text, its in metrics.items()},
     }
 
 
@@ -84,7 +84,7 @@ def _timed(
     lengths = {name: _block(name, request) for name in ways}
     blocks: Candidates = {name: _repeated(way, lengths[name]) for name, way in ways.items()}
     # What is still under way would be in the way of others, and peers wait for those who train elsewhere.
-    settled = [name for name in jobs if lengths[name] > 1 or not parse(name).lockstep]
+    settled = [name for name in jobs if lengths[name] > 1 or not parse(name).synchronous]
     settle: Candidates = {name: partial(_settle, jobs[name]) for name in settled}
     for name, block in blocks.items():
         for _ in range(-(-WARM_UP // lengths[name])):

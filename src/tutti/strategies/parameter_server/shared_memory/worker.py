@@ -150,8 +150,8 @@ class InMemoryWorker(Worker):
         return min(self._versions)
 
     @property
-    def leads(self) -> bool:
-        return self._crowd.leads
+    def is_leader(self) -> bool:
+        return self._crowd.is_leader
 
     def _ask_to_stop(self) -> None:
         self._crowd.stop()
