@@ -21,7 +21,7 @@ from tutti.simulation.runs.scaling import ScalingCase, scaling
 from tutti.strategies import Gossip, Graph, PeerUpdates, Strategy, parse
 from tutti.strategies.decentralised.graphs import sized
 from tutti.strategies.decentralised.wire import Head, Kind
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 from tutti.world import World
 
 TRANSPORTS = ("simulated", "process_group", "shared_memory", "hosts")
@@ -232,7 +232,7 @@ def test_an_inbox_holds_the_others_back() -> None:
         model, optimizer, job = start(world, strategy)
         go(job, model, optimizer, range(12))
         job.finish()
-        return job.metrics.staleness
+        return job.metrics.strategy["staleness"]
 
     def seen(inbox: int, graph: str) -> int:
         cluster = Cluster(link=Link("1gbit", "50us"), slow={3: 8}, compute=Compute(sample_s=1e-3))
@@ -493,7 +493,7 @@ def test_the_spectral_gap_is_reported() -> None:
     def gap(world: World, text: str) -> float | None:
         model, optimizer, job = start(world, parse(text))
         go(job, model, optimizer, range(1))
-        gap = job.metrics.spectral_gap
+        gap = job.metrics.strategy.get("spectral_gap")
         job.finish()
         return gap
 
@@ -525,11 +525,11 @@ def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> N
         if world.rank == 0:
             nonsense = torch.zeros(8, dtype=torch.uint8)
 
-            def speak() -> Steps:
+            def speak() -> Operation:
                 exchange.company.tell_all(Head(kind, 6, world.rank, 6, nonsense.nbytes), nonsense)
                 yield from ()
 
-            exchange._wire.beside(speak()).wait()
+            exchange._wire.spawn(speak()).wait()
         go(job, model, optimizer, range(5, 10))
         job.finish()
         return flat(model)

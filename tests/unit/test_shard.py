@@ -27,13 +27,13 @@ import tutti
 from support import TRANSPORTS, run_ok
 from tutti.data.shard import deal
 from tutti.errors import ConfigError
-from tutti.transports import AloneTransport
+from tutti.transports import SingleRankTransport
 from tutti.world import World
 
 
 def worlds(size: int) -> list[World]:
     """Every rank's world, for data whose order each rank works out by itself."""
-    return [World(rank, size, rank, "host", AloneTransport()) for rank in range(size)]
+    return [World(rank, size, rank, "host", SingleRankTransport()) for rank in range(size)]
 
 
 def numbers(num_samples: int) -> TensorDataset:

@@ -14,7 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from tutti.collectives import share_json
+from tutti.collectives import broadcast_json
 from tutti.errors import ConfigError
 from tutti.replica import SampleCounts
 from tutti.replica.samples import num_rows
@@ -164,7 +164,7 @@ class ShardedLoader:
             return list(self._source.batch_sampler)
         # A sampler of the user's own may draw from any generator: rank 0's draw holds for all.
         drawn = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None
-        return share_json(drawn, self._world.transport)
+        return broadcast_json(drawn, self._world.transport)
 
     def _batched(self, order: Batch) -> Sequence[Batch]:
         assert self._source.batch_size is not None

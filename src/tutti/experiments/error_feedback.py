@@ -8,14 +8,14 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tutti.bench.worth import DEFAULTS
+from tutti.bench.compression import DEFAULTS
 from tutti.errors import NonFiniteLoss
 from tutti.experiments.feedback_report import bare, write_report
 from tutti.experiments.setting import Setting, machine
 from tutti.launch import init, launch
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.recipes import recipe
-from tutti.recipes.training import Task, train
+from tutti.recipes.training import TrainingConfig, train
 
 EXACT = "native"
 
@@ -102,13 +102,13 @@ def _run(tasks: list[dict[str, Any]], workers: int, setting: Setting) -> list[di
 
 def train_each(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train every task on this rank and its peers; accuracy is None where the loss became infinite."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     outcomes: list[dict[str, Any]] = []
     for number, task in enumerate(tasks):
         if world.rank == 0:
             link.progress(task=number)
         try:
-            outcome = train(Task(**task))
+            outcome = train(TrainingConfig(**task))
             sent = outcome.bytes_sent / outcome.steps
             outcomes.append({"accuracy": outcome.accuracy, "bytes_sent": sent, "target": outcome.target})
         except NonFiniteLoss:

@@ -43,7 +43,7 @@ GREEDY = Way("dynamic, greedy", Dynamic(greedy=True))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class BenchmarkModel:
     """One problem, in one way."""
 
     what: str
@@ -106,11 +106,14 @@ def conclude(plan: Plan, rows: list[dict[str, Any]], setting: Setting) -> str:
     return write_report(result, setting.folder)
 
 
-def cases(plan: Plan, lasso_ways: tuple[Way, ...]) -> list[Case]:
+def cases(plan: Plan, lasso_ways: tuple[Way, ...]) -> list[BenchmarkModel]:
     """Both problems in every way."""
-    lasso = [Case(what="lasso", size=plan.lasso, way=way, passes=plan.passes, per_round=32) for way in lasso_ways]
+    lasso = [
+        BenchmarkModel(what="lasso", size=plan.lasso, way=way, passes=plan.passes, per_round=32) for way in lasso_ways
+    ]
     matrix = [
-        Case(what="matrix", size=plan.matrix, way=way, passes=plan.passes, per_round=64) for way in (*WAYS, GREEDY)
+        BenchmarkModel(what="matrix", size=plan.matrix, way=way, passes=plan.passes, per_round=64)
+        for way in (*WAYS, GREEDY)
     ]
     return lasso + matrix
 
@@ -139,7 +142,7 @@ def _balance(plan: Plan, setting: Setting) -> Iterator[dict[str, Any]]:
         cluster = Cluster(link=LINK, compute=Compute(FLOPS / 100), slow=slow)
         for by_load in (True, False):
             size = replace(plan.matrix, by_load=by_load)
-            case = Case(what="matrix", size=size, way=IN_TURN, passes=2, per_round=64)
+            case = BenchmarkModel(what="matrix", size=size, way=IN_TURN, passes=2, per_round=64)
             setting.say(
                 f"matrix, {'one slow worker' if slow else 'equal workers'}, by {'work' if by_load else 'number'}"
             )
@@ -147,7 +150,7 @@ def _balance(plan: Plan, setting: Setting) -> Iterator[dict[str, Any]]:
             yield {"slow": bool(slow), "by_load": by_load, "seconds": points[-1][2]}
 
 
-def work(todo: list[Case]) -> list[list[list[float]]]:
+def work(todo: list[BenchmarkModel]) -> list[list[list[float]]]:
     """Solve on this rank's part; of every case, rounds, updates, seconds and objective as it went."""
     world = init()
     torch.set_num_threads(1)
@@ -163,7 +166,7 @@ def work(todo: list[Case]) -> list[list[list[float]]]:
     return done
 
 
-def _row(case: Case, workers: int, where: str, runs: list[list[list[float]]]) -> dict[str, Any]:
+def _row(case: BenchmarkModel, workers: int, where: str, runs: list[list[list[float]]]) -> dict[str, Any]:
     """Of several runs of a case, the one whose time is in the middle."""
     times = sorted(points[-1][2] if points else 0.0 for points in runs)
     typical = median(times) if len(times) % 2 else times[0]

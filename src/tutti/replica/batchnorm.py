@@ -9,13 +9,13 @@ from torch.autograd.function import once_differentiable
 from tutti.collectives import native, run
 from tutti.errors import ConfigError
 from tutti.replica.samples import SampleCounts
-from tutti.transports import Transport, suited
+from tutti.transports import Transport, for_devices
 
 
 def synced(model: nn.Module, transport: Transport, sample_counts: SampleCounts) -> nn.Module:
     """Replace every BatchNorm layer of `model` by one that normalises over all ranks. Collective."""
     devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
-    channel = suited(transport, devices).channel("batchnorm")
+    channel = for_devices(transport, devices).channel("batchnorm")
     made: dict[nn.Module, nn.Module] = {}  # A layer that is registered twice stays one layer.
 
     def convert(module: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from tutti.collectives import share_json
+from tutti.collectives import broadcast_json
 from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
 from tutti.replica.factors import Catcher, FactoredLayer, Pair
@@ -280,7 +280,7 @@ class HookedReplica(Replica):
     def _cut_again(self, order: list[Slot]) -> None:
         """Re-cut the buckets in the order in which rank 0 saw gradients arrive."""
         numbers = {slot: number for number, slot in enumerate(self.slots)}
-        seen = share_json([numbers[slot] for slot in order], self._transport)
+        seen = broadcast_json([numbers[slot] for slot in order], self._transport)
         unseen = sorted(set(numbers.values()) - set(seen))
         self.arrange([self.slots[number].name for number in [*seen, *unseen]])
 

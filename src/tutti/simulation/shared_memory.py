@@ -13,7 +13,7 @@ from tutti.simulation.messages import SimulatedChannel
 from tutti.simulation.rank import Rank
 from tutti.simulation.transport import SimulatedTransport
 from tutti.simulation.work import Pending
-from tutti.transports.base import Added, Work
+from tutti.transports.base import TransportWrapper, Work
 
 
 class _SumOperand(Pending):
@@ -97,7 +97,7 @@ def _add_up(parts: list[_SumOperand]) -> None:
             tensor.copy_(flat.view(tensor.shape))
 
 
-class SimulatedMemory(Added):
+class SimulatedMemory(TransportWrapper):
     """Ranks of one host. Sums and means are made in memory; messages go through `inner`."""
 
     inner: SimulatedTransport

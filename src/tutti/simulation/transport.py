@@ -12,7 +12,7 @@ from tutti.simulation.messages import AnySourceMailbox, Mailbox, Receive, Simula
 from tutti.simulation.network import Network
 from tutti.simulation.rank import Rank
 from tutti.simulation.work import ConcurrentOperations, OperationSequence, SimulatedSignal
-from tutti.transports.base import ANY, Signal, Steps, Transport, Work
+from tutti.transports.base import ANY, Operation, Signal, Transport, Work
 
 
 class ChannelRegistry:
@@ -98,15 +98,15 @@ class SimulatedTransport(Transport):
         self._children.add(made)
         return made
 
-    def start(self, steps: Steps) -> Work:
+    def start(self, operation: Operation) -> Work:
         if self._closed:
             raise ConfigError(f"rank {self._me.number}: this transport is closed.")
-        return self._sequence.start(self._me, steps)
+        return self._sequence.start(self._me, operation)
 
-    def beside(self, steps: Steps, patiently: bool = False) -> Work:
+    def spawn(self, operation: Operation, *, deadline: bool = True) -> Work:
         if self._closed:
             raise ConfigError(f"rank {self._me.number}: this transport is closed.")
-        return self._concurrent.start(self._me, steps, patiently)
+        return self._concurrent.start(self._me, operation, deadline)
 
     def signal(self) -> Signal:
         return SimulatedSignal(self._me)

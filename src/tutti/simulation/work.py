@@ -5,7 +5,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from tutti.transports.base import Finished, Signal, Steps, Work
+from tutti.transports.base import CompletedWork, Operation, Signal, Work
 
 if TYPE_CHECKING:
     from tutti.simulation.engine import Action
@@ -59,9 +59,9 @@ class Pending(Work):
 class SimulatedOperation(Pending):
     """Steps that are taken while their rank computes: whenever what they wait for is over."""
 
-    def __init__(self, rank: "Rank", steps: Steps, queue: "OperationSequence", patiently: bool = False) -> None:
+    def __init__(self, rank: "Rank", steps: Operation, queue: "OperationSequence", deadline: bool = True) -> None:
         super().__init__(rank)
-        self._patiently = patiently
+        self._has_deadline = deadline
         self._steps = steps
         self._queue = queue
         self._waits_for: Pending | None = None
@@ -93,7 +93,7 @@ class SimulatedOperation(Pending):
         rank = self.rank
         now = rank.engine.now
         for work in steps:
-            if work.__class__ is Finished:
+            if work.__class__ is CompletedWork:
                 continue
             self._waits_for = work
             finish_s = work.finish_s
@@ -125,7 +125,7 @@ class SimulatedOperation(Pending):
 
     @property
     def under_way_s(self) -> float:
-        if self._patiently:
+        if not self._has_deadline:
             return self.rank.engine.now
         first = self._queue.first or self  # Those before it go on for it, too.
         waits = first._waits_for
@@ -141,7 +141,7 @@ class SimulatedOperation(Pending):
 class SimulatedSignal(Pending, Signal):
     """Done from the moment at which somebody says so."""
 
-    def give(self) -> None:
+    def set(self) -> None:
         self.complete(self.rank.engine.now)
 
     def describe(self) -> str:
@@ -155,9 +155,9 @@ class OperationSequence:
         self._queue: list[SimulatedOperation] = []
         self._failure: Exception | None = None
 
-    def start(self, rank: "Rank", steps: Steps, patiently: bool = False) -> SimulatedOperation:
+    def start(self, rank: "Rank", steps: Operation, deadline: bool = True) -> SimulatedOperation:
         """Have steps taken."""
-        operation = SimulatedOperation(rank, steps, self, patiently)
+        operation = SimulatedOperation(rank, steps, self, deadline)
         if self._failure is not None:
             operation.give_up(self._failure)
         else:

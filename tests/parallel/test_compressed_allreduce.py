@@ -32,7 +32,7 @@ CODECS: dict[str, Codec] = {
     "lowrank": LowRank(2),
     "chain": Chain(TopK(0.05), Quantize(8)),
 }
-"""One of every kind; `TwoPhaseSum`, `GatheredSum` and `SumInRounds` all have several."""
+"""One of every kind; `TwoPhaseSum`, `GatheredSum` and `LinearSum` all have several."""
 
 every_codec = pytest.mark.parametrize("codec", CODECS)
 
@@ -171,9 +171,9 @@ def test_small_gradients_are_exact() -> None:
         model, optimizer, _ = start(world, codec)
         return go(world, model, optimizer, range(1))[0]
 
-    coded = run_ok(train, ErrorFeedback(OneBit()), size=2, transport="process_group")[0]
+    compressed = run_ok(train, ErrorFeedback(OneBit()), size=2, transport="process_group")[0]
     exact = run_ok(train, None, size=2, transport="process_group")[0]
-    for one, other in zip(coded, exact, strict=True):
+    for one, other in zip(compressed, exact, strict=True):
         assert torch.equal(one, other) == (one.numel() < 100)
 
 
