@@ -19,13 +19,13 @@ from reproductions.context import ReproductionContext, machine
 from tutti.bench import collectives as collectives_bench
 from tutti.bench import under_mpi
 from tutti.bench.under_mpi import communicator
-from tutti.collectives import ALGORITHMS, gather_json, recursive_doubling, run
+from tutti.collectives import ALGORITHMS, all_gather_json, recursive_doubling, run
 from tutti.job import distribute
 from tutti.launch import init, mpi
 from tutti.launch.lab.lab import lab as make_lab
 from tutti.launch.lab.lab import missing
 from tutti.recipes import recipe
-from tutti.recipes.training import Task, train
+from tutti.recipes.training import TrainingConfig, train
 from tutti.strategies import AllReduce
 from tutti.world import World, set_world
 
@@ -117,7 +117,7 @@ def _worlds() -> tuple[World, dict[str, World]]:
     world = init(transport="process_group")
     worlds = dict.fromkeys(MESSAGES, world)
     if communicator() is not None:
-        worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.roster))  # type: ignore[attr-defined]
+        worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.membership))  # type: ignore[attr-defined]
     return world, worlds
 
 
@@ -150,7 +150,7 @@ def _interleaved(steps: dict[str, Callable[[], None]], world: World, rounds: int
             run(recursive_doubling.steps(torch.zeros(1), world.transport))
             start = world.transport.now()
             step()
-            samples[name].append(max(gather_json(world.transport.now() - start, world.transport)))
+            samples[name].append(max(all_gather_json(world.transport.now() - start, world.transport)))
     return {name: statistics.median(values[1:]) for name, values in samples.items()}
 
 
@@ -166,7 +166,7 @@ def train_fully(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         first = None
         for name, world in worlds.items():
             set_world(world)
-            outcome = train(Task(strategy=str(_strategy(name)), **options))
+            outcome = train(TrainingConfig(strategy=str(_strategy(name)), **options))
             first = outcome.parameters if first is None else first
             distance = float((outcome.parameters - first).norm() / first.norm())
             row = {"algorithm": name, "seed": options["seed"], "accuracy": outcome.accuracy, "distance": distance}

@@ -113,14 +113,14 @@ def _neighbour(sizes: dict[int, Runs]) -> str:
 def _exact(sizes: dict[int, Runs]) -> str:
     lines, longer = [], []
     for workers, runs in sizes.items():
-        exact, coded = runs[EXACT], runs[RESIDUAL]
-        longer.append(exact["seconds"] / coded["seconds"])
+        exact, sparse = runs[EXACT], runs[RESIDUAL]
+        longer.append(exact["seconds"] / sparse["seconds"])
         lines.append(
             f"on {workers} workers a step sends {format_size(exact['step_bytes'])} a worker between sites, "
-            f"{exact['step_bytes'] / coded['step_bytes']:.0f} times what the threshold does, and takes "
-            f"{_step_ms(exact):.0f} ms instead of {_step_ms(coded):.0f}; from one test to the next accuracy falls by "
+            f"{exact['step_bytes'] / sparse['step_bytes']:.0f} times what the threshold does, and takes "
+            f"{_step_ms(exact):.0f} ms instead of {_step_ms(sparse):.0f}; from one test to the next accuracy falls by "
             f"up to {_largest_fall(exact):.1f} points, with an inbox of 2 by up to "
-            f"{_largest_fall(runs[f'{EXACT}, inbox of 2']):.1f}, and by up to {_largest_fall(coded):.1f} with the "
+            f"{_largest_fall(runs[f'{EXACT}, inbox of 2']):.1f}, and by up to {_largest_fall(sparse):.1f} with the "
             "threshold"
         )
     shows = "It shows." if min(longer) > 1 / FRACTION else "It does not show on every size."

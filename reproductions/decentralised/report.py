@@ -32,7 +32,7 @@ _LINES = {
 _CHOICES = """ The sites' rate and epochs were chosen after a look at shorter runs, of 6 epochs on 4 workers: there the
 residual was worth 14 points at this rate, and 5 at twice that. *Equal shares* and an inbox of 2 were added after such
 looks; an inbox of 1 was tried as well, took 79 s on 4 workers and ended at 89.0 %. What counts as close, and as a
-fraction, was set when curves had been seen, too. Gossip's context is the first that was tried."""
+fraction, was set when curves had been seen, too. Gossip's setting is the first that was tried."""
 
 
 def write_report(result: dict[str, Any], folder: Path) -> str:

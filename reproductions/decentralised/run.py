@@ -45,8 +45,8 @@ class Way:
     """Under servers, too, every worker takes as many steps: else whoever is fast takes more."""
 
     @property
-    def num_serving(self) -> int:
-        return parse(self.strategy).num_serving
+    def num_dedicated_servers(self) -> int:
+        return parse(self.strategy).num_dedicated_servers
 
 
 ALL_REDUCE = Way("all-reduce", "ring")
@@ -203,13 +203,13 @@ def cluster_of(run: Run) -> Cluster:
     each = run.workers // len(wan.hosts)
     assert each * len(wan.hosts) == run.workers
     sites = sorted(wan.hosts, key=lambda host: host.name == HUB)  # Servers are the last ranks.
-    hosts = (replace(site, ranks=each + (run.way.num_serving if site.name == HUB else 0)) for site in sites)
+    hosts = (replace(site, ranks=each + (run.way.num_dedicated_servers if site.name == HUB else 0)) for site in sites)
     return replace(wan, hosts=tuple(hosts), compute=compute, jitter=JITTER, seed=run.seed)
 
 
 def simulate_run(run: Run) -> Simulation:
     """All ranks of a run, in virtual time."""
-    return simulate(_train, run, workers=run.workers + run.way.num_serving, cluster=cluster_of(run))
+    return simulate(_train, run, workers=run.workers + run.way.num_dedicated_servers, cluster=cluster_of(run))
 
 
 def one(run: Run) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _sent(run: Run, simulation: Simulation) -> float:
 
 
 def _between_hosts(run: Run, simulation: Simulation) -> int:
-    hosts = {host.name for host in cluster_of(run).place(run.workers + run.way.num_serving)}
+    hosts = {host.name for host in cluster_of(run).place(run.workers + run.way.num_dedicated_servers)}
     return sum(traffic.num_bytes for name, traffic in simulation.links.items() if name.removesuffix(" out") in hosts)
 
 
@@ -260,7 +260,7 @@ def _train(run: Run) -> dict[str, Any]:
 
         def steps() -> float:
             """How many of every worker, on average, are in this rank's copy."""
-            return job.metrics.version / run.workers if served else job.steps
+            return job.metrics.strategy["version"] / run.workers if served else job.steps
 
         batches = endless_batches(run.batch, train, job, run.seed)
         while steps() < run.num_steps:
@@ -277,7 +277,7 @@ def _train(run: Run) -> dict[str, Any]:
             optimizer.zero_grad()
         seconds = now() - start_s
         own = local_accuracy(made, model, test) if run.num_steps == part.num_steps else 0.0
-        gap = job.metrics.spectral_gap
+        gap = job.metrics.strategy.get("spectral_gap")
         num_steps = job.steps
         with job.consensus():
             accuracy = local_accuracy(made, model, test) if world.rank == 0 else 0.0

@@ -10,12 +10,12 @@ from typing import Any
 
 from reproductions.context import ReproductionContext, machine
 from reproductions.error_feedback.report import bare, write_report
-from tutti.bench.worth import DEFAULTS
+from tutti.bench.compression import DEFAULTS
 from tutti.errors import NonFiniteLoss
 from tutti.launch import init, launch
 from tutti.launch.supervisor_pipe import Link
 from tutti.recipes import recipe
-from tutti.recipes.training import Task, train
+from tutti.recipes.training import TrainingConfig, train
 
 EXACT = "native"
 
@@ -108,7 +108,7 @@ def train_each(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if world.rank == 0:
             link.progress(task=number)
         try:
-            outcome = train(Task(**task))
+            outcome = train(TrainingConfig(**task))
             sent = outcome.bytes_sent / outcome.steps
             outcomes.append({"accuracy": outcome.accuracy, "bytes_sent": sent, "target": outcome.target})
         except NonFiniteLoss:

@@ -248,7 +248,7 @@ def _computing() -> str:
     table = "\n".join(lines)
     return f"""## Computing
 
-Measured on one NVIDIA H200 (torch 2.11; `python -m tutti.bench.images` does so): forward, backward and the step of SGD
+Measured on one NVIDIA H200 (torch 2.11, `python -m tutti.bench.gpu_step_times`): forward, backward and the step of SGD
 with momentum of the same models on random images, in milliseconds, medians of 30 by the GPU's clock; float32, TF32
 off, because a K80 has none. A K80 has two GPUs, and a worker is one of them: it is taken to be
 **{factor:.1f} times as slow as the H200** in every part. That is the geometric mean of what published speeds of one GPU

@@ -15,7 +15,7 @@ from tutti.bench.fidelity import compare
 from tutti.cluster import Cluster
 from tutti.launch.lab.lab import missing
 from tutti.recipes.step_times import k80
-from tutti.simulation.runs.scaling import Case, scaling
+from tutti.simulation.runs.scaling import ScalingCase, scaling
 from tutti.strategies import parse
 
 
@@ -85,7 +85,7 @@ def simulate_all(plan: Plan, ways: tuple[Way, ...], say: Callable[[str], None]) 
             for way in ways:
                 say(f"simulating {model}, {batch_size} images a worker, {way.name}")
                 numbers = [n for n in plan.workers if n <= way.most_workers or batch_size == plan.batches[0]]
-                case = Case(
+                case = ScalingCase(
                     model=model,
                     cluster=replace(place, compute=k80(model, batch_size)),
                     strategy=parse(way.text),

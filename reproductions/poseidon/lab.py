@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from reproductions.poseidon.traffic import widths
-from tutti.bench.rounds import Rounds, Ways
-from tutti.bench.step import Case, solo, stepper
+from tutti.bench.interleaved import Candidates, InterleavedTimer
+from tutti.bench.step import BenchmarkModel, solo, stepper
 from tutti.job import distribute
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import lab
@@ -34,24 +34,24 @@ class Request:
     round_s: float
 
 
-def make_case(model: str, narrower: int) -> Case:
+def make_benchmark_model(model: str, narrower: int) -> BenchmarkModel:
     """A stand-in: of AlexNet the fully connected layers, made narrower; GoogLeNet whole, on images of 64 x 64."""
     batch = BATCHES[model]
     labels = torch.randint(0, 10, (batch,))
     if model == "alexnet":
         shape = widths(narrower)
-        return Case(mlp(*shape), (torch.randn(batch, shape[0]), labels), F.cross_entropy)
+        return BenchmarkModel(mlp(*shape), (torch.randn(batch, shape[0]), labels), F.cross_entropy)
     if model == "googlenet":
-        return Case(GoogLeNet(), (torch.randn(batch, 3, 64, 64), labels), F.cross_entropy)
-    return Case(CifarQuick(), (torch.randn(batch, 3, 32, 32), labels), F.cross_entropy)
+        return BenchmarkModel(GoogLeNet(), (torch.randn(batch, 3, 64, 64), labels), F.cross_entropy)
+    return BenchmarkModel(CifarQuick(), (torch.randn(batch, 3, 32, 32), labels), F.cross_entropy)
 
 
 def time_ways(model: str, request: Request) -> dict[str, dict[str, float]]:
     """Seconds a step under every strategy and with nothing exchanged, and bytes this rank sends in one."""
     world = init()
     torch.manual_seed(0)
-    case = make_case(model, request.narrower)
-    ways: Ways = {NOTHING: solo(case)}
+    case = make_benchmark_model(model, request.narrower)
+    ways: Candidates = {NOTHING: solo(case)}
     jobs, sent = [], {}
     for text in request.texts[model]:
         mine = copy.deepcopy(case.model)
@@ -62,7 +62,9 @@ def time_ways(model: str, request: Request) -> dict[str, dict[str, float]]:
         step()
         sent[text] = float(jobs[-1].metrics.bytes_sent - before)
         ways[text] = step
-    seconds = Rounds(request.rounds, request.round_s, most_repeats=20, total_s=120.0).medians(ways, world.transport)
+    seconds = InterleavedTimer(request.rounds, request.round_s, most_repeats=20, total_s=120.0).medians(
+        ways, world.transport
+    )
     for job in jobs:
         job.finish()
     return {"seconds": seconds, "sent_bytes": sent}

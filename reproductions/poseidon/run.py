@@ -21,7 +21,7 @@ from tutti.launch.lab.lab import missing
 from tutti.recipes.models import AlexNet, CifarQuick, GoogLeNet
 from tutti.recipes.step_times import k20
 from tutti.simulation.compute_clock import Workload
-from tutti.simulation.runs.scaling import IMAGE, Case, scaling
+from tutti.simulation.runs.scaling import IMAGE, ScalingCase, scaling
 from tutti.strategies import Poseidon, Strategy, parse
 
 LATENCY = "20us"
@@ -160,9 +160,9 @@ def _computing(name: str) -> dict[str, float]:
     return {**made, "bucket_bytes": MODELS[name].bucket_bytes}
 
 
-def _case(name: str, cluster: Cluster, strategy: Strategy, steps: int) -> Case:
+def _case(name: str, cluster: Cluster, strategy: Strategy, steps: int) -> ScalingCase:
     model = MODELS[name]
-    return Case(
+    return ScalingCase(
         model=model.make,
         sample=model.sample,
         cluster=cluster,

@@ -12,9 +12,9 @@ from torch import nn
 
 from tutti.cluster import Cluster
 from tutti.recipes.models import VGG16, AlexNet, mlp
-from tutti.simulation.runs.scaling import Case, scaling
+from tutti.simulation.runs.scaling import ScalingCase, scaling
 from tutti.strategies import Poseidon
-from tutti.strategies.poseidon.rule import METHODS, Method, Shape, published, published_floats, sent_bytes
+from tutti.strategies.poseidon.rule import METHODS, LayerShape, Method, published, published_floats, sent_bytes
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"AlexNet": AlexNet, "VGG-16": VGG16}
 PUBLISHED_PARAMETERS = {"AlexNet": (2.3e6, 59e6), "VGG-16": (7.15e6, 121.1e6)}
@@ -43,12 +43,13 @@ def parameters() -> list[dict[str, Any]]:
     return rows
 
 
-def shapes(model: str, num_rows: int) -> list[Shape]:
+def shapes(model: str, num_rows: int) -> list[LayerShape]:
     """Weights of a model's fully connected layers, by the names that Caffe gives them."""
     with torch.device("meta"):
         layers = _linear(MODELS[model]())
     return [
-        Shape(f"fc{number}", layer.out_features, layer.in_features, num_rows) for number, layer in enumerate(layers, 6)
+        LayerShape(f"fc{number}", layer.out_features, layer.in_features, num_rows)
+        for number, layer in enumerate(layers, 6)
     ]
 
 
@@ -69,7 +70,7 @@ def layer_by_layer(num_workers: int, num_rows: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def factors(of: list[Shape], num_workers: int) -> tuple[float, float]:
+def factors(of: list[LayerShape], num_workers: int) -> tuple[float, float]:
     """How many times less a broadcast sends than server and clients, and than Adam's scheme, by published formulas."""
     floats = [published_floats(shape, num_workers) for shape in of]
     full, broadcast, owners = (sum(each[way] for each in floats) for way in ("full", "broadcast", "owners"))
@@ -87,7 +88,7 @@ def formula_bytes(rule: str, layer_widths: tuple[int, ...], num_workers: int, nu
     """What a worker sends in a step for layers one after the other, with their biases, which are summed in a ring."""
     total = 0.0
     for num_in, num_out in pairwise(layer_widths):
-        shape = Shape("fc", num_out, num_in, num_rows)
+        shape = LayerShape("fc", num_out, num_in, num_rows)
         method: Method = published(shape, num_workers) if rule == "sacp" else _method(rule)
         bias_bytes = num_out * shape.itemsize
         total += sent_bytes(shape, num_workers)[method] + 2 * (num_workers - 1) / num_workers * bias_bytes
@@ -106,7 +107,7 @@ def counted(num_workers: int, num_rows: int, cluster: Cluster, narrower: int = 1
     given, *_ = shape = widths(narrower)
     rows = []
     for rule in RULES:
-        case = Case(
+        case = ScalingCase(
             model=partial(mlp, *shape),
             sample=(given,),
             cluster=cluster,

@@ -203,7 +203,7 @@ def _train(run: Run, workers: int) -> dict[str, Any]:
 
         def epochs() -> float:
             """How many are in this rank's copy."""
-            return job.metrics.version * in_step / workers / epoch_steps
+            return job.metrics.strategy["version"] * in_step / workers / epoch_steps
 
         for x, y in endless_batches(run.batch, train, job):
             made.loss(model(x), y).backward()
@@ -218,7 +218,7 @@ def _train(run: Run, workers: int) -> dict[str, Any]:
             if clocked:  # Everybody's last update is in.
                 ended = epochs(), now() - start_s
             accuracy = local_accuracy(made, model, test) if world.rank == 0 else 0.0
-        staleness = job.metrics.staleness
+        staleness = job.metrics.strategy["staleness"]
     points = [*(point for point in points if point[0] < ended[0]), (*ended, accuracy)]
     return {
         "points": [[round(value, 4) for value in point] for point in points], "accuracy": accuracy,

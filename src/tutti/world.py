@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from tutti.errors import ConfigError
-from tutti.replica import Draws
+from tutti.replica import SampleCounts
 from tutti.strategies import Strategy
 from tutti.transports import Transport
 
@@ -20,7 +20,7 @@ class World:
     host: str
     transport: Transport
     generation: int = 0
-    draws: Draws = field(default_factory=Draws, repr=False)
+    sample_counts: SampleCounts = field(default_factory=SampleCounts, repr=False)
     strategy: Strategy | None = None
     """What the launcher was told to use, whatever the script says."""
     leave: Callable[[], None] = field(default=lambda: None, repr=False)

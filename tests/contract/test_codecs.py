@@ -31,12 +31,12 @@ from tutti.codecs import (
     Chain,
     Codec,
     ErrorFeedback,
-    Linear,
+    LinearCodec,
     LowRank,
     OneBit,
     Quantize,
     RandomK,
-    Runs,
+    ScaleGroups,
     State,
     Threshold,
     TopK,
@@ -164,7 +164,7 @@ def test_decoding_scales(codec: Codec) -> None:
 
 
 def test_linear_ones_have_rounds() -> None:
-    assert all(codec.linear == isinstance(codec, Linear) for codec in BARE.values())
+    assert all(codec.linear == isinstance(codec, LinearCodec) for codec in BARE.values())
 
 
 # Error feedback.
@@ -390,7 +390,7 @@ def test_lengths_that_are_exact() -> None:
         [Cast("fp16"), Cast("fp8"), OneBit(), Quantize(8), Quantize(2), RandomK()], (0, 1, 3, 40)
     ):
         packet, _ = encoded(codec, gradient((rows, 512)))
-        assert packet.numel() == codec.packet_bytes(rows * 512, Runs.of((rows, 512)))
+        assert packet.numel() == codec.packet_bytes(rows * 512, ScaleGroups.from_shape((rows, 512)))
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_results_larger_than_a_pipe(launched: Launched) -> None:
 
 
 def test_transport_argument_decides(launched: Launched) -> None:
-    names = {"process_group": "ProcessGroupTransport", "shared_memory": "SharedMemoryTransport"}
+    names = {"process_group": "SocketTransport", "shared_memory": "SharedMemoryTransport"}
     assert launched["transport"] == [names[launched.transport]] * 3
 
 

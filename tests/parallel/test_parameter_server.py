@@ -528,7 +528,7 @@ def say(exchange: Any, head: Tensor, payload: Tensor | None = None) -> None:
             sending.append(exchange._wire.isend(payload, server, PAYLOAD))
         yield from sending
 
-    exchange._wire.beside(steps()).wait()
+    exchange._wire.spawn(steps()).wait()
 
 
 def garbage(size: int) -> Tensor:
@@ -562,7 +562,7 @@ def malformed(exchange: Any, what: str) -> None:
     elif what == "empty":
         say(exchange, setting.heads.pack(replace(good, num_bytes=0), options, marks))
     elif what == "corrupted":
-        packet = garbage(setting.codec.packet_bytes(piece.numel, piece.runs))
+        packet = garbage(setting.codec.packet_bytes(piece.numel, piece.groups))
         say(exchange, setting.heads.pack(replace(good, num_bytes=packet.numel()), options, marks), packet)
     else:
         changes, longer = MALFORMED[what]
@@ -822,7 +822,7 @@ def test_reads_are_logged() -> None:
         model, optimizer, job = start(world, ParameterServer())
         go(job, model, optimizer, range(3))
         reads = [event.about for event in job.events if event.kind == READ and event.about[0] == 0]
-        assert job.metrics.staleness == {0: 3}
+        assert job.metrics.strategy["staleness"] == {0: 3}
         job.finish()
         return reads
 

@@ -21,7 +21,7 @@ def everything() -> dict[str, Any]:
     """All programs on four ranks and on two, on both backends; and then a rank is killed."""
     world = tutti.init()
     world.expendable(True)
-    store = world.transport.roster.store  # type: ignore[attr-defined]
+    store = world.transport.membership.store  # type: ignore[attr-defined]
     found: dict[str, Any] = {}
     for backend in ("gloo", "tutti"):
         four = dist.PrefixStore(f"four {backend}", store)

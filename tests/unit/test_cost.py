@@ -11,7 +11,7 @@ from tutti.errors import ConfigError
 from tutti.plan import Overhead, price
 from tutti.plan.coding import SPEEDS, Speed
 from tutti.plan.loads import loads_of, with_batch
-from tutti.simulation.runs.dry_run import rehearse
+from tutti.simulation.runs.dry_run import dry_run
 from tutti.strategies import AllReduce, Exchange, Strategy, parse
 
 EVEN = Cluster(link=Link("1gbit", "50us"))
@@ -68,7 +68,7 @@ def test_what_was_measured_in_the_lab(rate: str, computing_ms: float, strategy: 
 def test_all_reduce_is_what_the_simulator_says(algorithm: str, workers: int, link: Link) -> None:
     profile, cluster = lab_perceptron(0.02), Cluster(link=link)
     found = price(AllReduce(algorithm), profile, workers, cluster)  # type: ignore[arg-type]
-    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, cluster), rel=0.03)
+    assert found.step_s == pytest.approx(dry_run(found.strategy, profile, workers, cluster), rel=0.03)
     assert not found.simulated
 
 
@@ -78,7 +78,7 @@ def test_so_it_is_of_a_model_that_is_all_latency(algorithm: str, workers: int) -
     profile = perceptron(64, 64, 10, computing_s=3e-4)
     found = price(AllReduce(algorithm), profile, workers, EVEN)  # type: ignore[arg-type]
     assert found.exposed_s > found.computing_s
-    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, EVEN), rel=0.03)
+    assert found.step_s == pytest.approx(dry_run(found.strategy, profile, workers, EVEN), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_others_are_about_what_the_simulator_says(
         monkeypatch.setitem(SPEEDS, name, Speed(inf, inf))
     profile, cluster = lab_perceptron(0.02), Cluster(link=Link(rate, "50us"))
     found = price(parse(strategy), profile, workers, cluster)
-    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, workers, cluster), rel=within)
+    assert found.step_s == pytest.approx(dry_run(found.strategy, profile, workers, cluster), rel=within)
 
 
-CODED = {  # `tutti bench worth`, docs/benchmarks.md: rate, milliseconds without exchange, milliseconds a step.
+COMPRESSED = {  # `tutti bench worth`, docs/benchmarks.md: rate, milliseconds without exchange, milliseconds a step.
     ("94.5mbit", 19.1): {
         "native": 982.1,
         "native+fp16": 511.9,
@@ -151,7 +151,7 @@ REFERENCE = {"94.5mbit": 39.0, "945mbit": 38.1}
 
 @pytest.mark.parametrize(
     ("rate", "computing_ms", "strategy", "measured_ms"),
-    [(*place, strategy, step_ms) for place, steps in CODED.items() for strategy, step_ms in steps.items()],
+    [(*place, strategy, step_ms) for place, steps in COMPRESSED.items() for strategy, step_ms in steps.items()],
 )
 def test_what_one_strategy_takes_beyond_its_formula_the_others_take_too(
     rate: str, computing_ms: float, strategy: str, measured_ms: float
@@ -270,8 +270,8 @@ def test_bytes_are_those_of_the_algorithm() -> None:
     for strategy, wanted in {"ring": 1.5, "recursive_doubling": 2.0, "averaging:every=10": 0.15, "gossip": 1.0}.items():
         found = price(parse(strategy), lab_perceptron(0.02), 4, EVEN)
         assert found.bytes_per_step == pytest.approx(wanted * num_bytes, rel=1e-3), strategy
-    coded = price(parse("ring+onebit"), lab_perceptron(0.02), 4, EVEN)
-    assert coded.bytes_per_step == pytest.approx(366 * 1024, rel=0.02)  # As `tutti bench worth` has counted.
+    compressed = price(parse("ring+onebit"), lab_perceptron(0.02), 4, EVEN)
+    assert compressed.bytes_per_step == pytest.approx(366 * 1024, rel=0.02)  # As `tutti bench worth` has counted.
 
 
 def test_one_worker_pays_nothing() -> None:
@@ -336,13 +336,17 @@ def test_a_simulation_of_two_levels_is_near_the_formula() -> None:
     """Two ranks on each of two hosts: what a formula says is at least the right size."""
     cluster, profile = Cluster(link=Link("1gbit", "50us"), ranks_per_host=2), lab_perceptron(0.02)
     found = price(parse("native"), profile, 4, cluster)
-    assert found.step_s == pytest.approx(rehearse(found.strategy, profile, 4, cluster), rel=0.1)
+    assert found.step_s == pytest.approx(dry_run(found.strategy, profile, 4, cluster), rel=0.1)
 
 
 def test_a_strategy_that_nobody_has_priced() -> None:
     class Unheard(Strategy):
         def attach(self, replica: object, transport: object) -> Exchange:  # type: ignore[override]
             raise NotImplementedError
+
+        @property
+        def exact(self) -> bool:
+            return True
 
         def __str__(self) -> str:
             return "unheard"
@@ -363,7 +367,7 @@ def test_more_parameters_cost_more_and_a_faster_link_less() -> None:
 
 def test_memory_is_the_profiles_and_what_is_kept() -> None:
     profile = replace(lab_perceptron(0.02), peak_bytes=10**9)
-    plain, coded = (price(parse(text), profile, 4, EVEN).memory_bytes for text in ("ring", "ring+onebit"))
+    plain, compressed = (price(parse(text), profile, 4, EVEN).memory_bytes for text in ("ring", "ring+onebit"))
     assert plain == 10**9
-    assert coded == pytest.approx(10**9 + 4 * 1_863_690, rel=1e-3)
-    assert price(parse("bmuf:every=16"), profile, 4, EVEN).memory_bytes > coded
+    assert compressed == pytest.approx(10**9 + 4 * 1_863_690, rel=1e-3)
+    assert price(parse("bmuf:every=16"), profile, 4, EVEN).memory_bytes > compressed

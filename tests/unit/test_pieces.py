@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
-from tutti.codecs.runs import LONGEST
+from tutti.codecs.scale_groups import MAX_GROUP_NUMEL
 from tutti.errors import ConfigError
 from tutti.replica import Bucket
 from tutti.replica.buckets import Memory, Slot, kind_of
@@ -26,7 +26,7 @@ from tutti.strategies.parameter_server.shard_optimizer import (
     refuse_closure,
     whole_states,
 )
-from tutti.transports import AloneTransport
+from tutti.transports import SingleRankTransport
 
 shapes = st.lists(
     st.one_of(
@@ -49,7 +49,7 @@ def buckets_of(
     kinds: dict[Any, list[Slot]] = {}
     for slot in [*own, *kept]:
         kinds.setdefault(kind_of(slot.tensor), []).append(slot)
-    memories = {kind: Memory(slots, AloneTransport(), False, exact_below) for kind, slots in kinds.items()}
+    memories = {kind: Memory(slots, SingleRankTransport(), False, exact_below) for kind, slots in kinds.items()}
     return cut_buckets((own, kept), memories, max_bytes)
 
 
@@ -78,7 +78,7 @@ def check_tiles(buckets: list[Bucket], pieces: list[Piece], num_servers: int) ->
     statistics=st.lists(st.tuples(st.integers(1, 300)), max_size=2),
     num_servers=st.integers(1, 9),
     whole=st.booleans(),
-    coded=st.booleans(),
+    compressed=st.booleans(),
     max_bytes=st.sampled_from([500, 20_000, 2**22]),
     dtypes=st.lists(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), min_size=8, max_size=8),
 )
@@ -87,35 +87,35 @@ def test_pieces_tile_every_bucket(
     statistics: list[tuple[int, ...]],
     num_servers: int,
     whole: bool,
-    coded: bool,
+    compressed: bool,
     max_bytes: int,
     dtypes: list[torch.dtype],
 ) -> None:
     tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
     kept = [torch.zeros(shape) for shape in statistics]
-    buckets = buckets_of(tensors, kept, max_bytes, exact_below=100 if coded else 0)
-    pieces = cut(buckets, num_servers, whole, coded)
+    buckets = buckets_of(tensors, kept, max_bytes, exact_below=100 if compressed else 0)
+    pieces = cut(buckets, num_servers, whole, compressed)
     check_tiles(buckets, pieces, num_servers)
     for piece in pieces:
         bucket = buckets[piece.bucket]
-        lossy = coded and piece.part.stop <= bucket.values.numel()
-        assert (piece.runs is not None) == lossy
+        lossy = compressed and piece.part.stop <= bucket.values.numel()
+        assert (piece.groups is not None) == lossy
         assert piece.trained == bucket.of_parameters
         assert piece.num_bytes == piece.numel * bucket.flat.itemsize
-        if piece.runs is not None:
-            check_runs(piece)
+        if piece.groups is not None:
+            check_groups(piece)
         if whole:
             assert all(share.whole for share in piece.shares)
     loads = [sum(piece.num_bytes for piece in pieces if piece.server == server) for server in range(num_servers)]
     assert max(loads) - min(loads) <= max((piece.num_bytes for piece in pieces), default=0)
 
 
-def check_runs(piece: Piece) -> None:
+def check_groups(piece: Piece) -> None:
     """Runs cover what belongs to parameters, and nothing between them."""
-    assert piece.runs is not None
-    assert piece.runs.numel == piece.numel
+    assert piece.groups is not None
+    assert piece.groups.numel == piece.numel
     covered, owned = np.zeros(piece.numel, int), np.zeros(piece.numel, int)
-    for start, stop in zip(piece.runs.starts, piece.runs.stops, strict=True):
+    for start, stop in zip(piece.groups.starts, piece.groups.stops, strict=True):
         covered[start:stop] += 1
     for share in piece.shares:
         owned[share.offset : share.offset + share.stop - share.start] += 1
@@ -128,7 +128,7 @@ def test_elementwise_pieces_are_within_a_run_of_equal(shapes: list[tuple[int, ..
     parts = [piece.numel for piece in cut([bucket], num_servers, False, False) if piece.part.start < len(bucket.values)]
     num_parts = min(num_servers, max(1, bucket.values.numel() // 1024))
     for numel in parts:
-        assert abs(numel - bucket.values.numel() / num_parts) <= LONGEST + 16
+        assert abs(numel - bucket.values.numel() / num_parts) <= MAX_GROUP_NUMEL + 16
 
 
 def test_large_parameters_are_spread_evenly() -> None:

@@ -21,7 +21,7 @@ HOSTS = 4
 
 
 @dataclass(frozen=True)
-class Row:
+class SimulationCheck:
     """One job, both ways."""
 
     model: str
@@ -73,7 +73,7 @@ def chosen(models: list[str], strategies: list[str], rates: list[str]) -> Chosen
     return found
 
 
-def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[Row]:
+def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[SimulationCheck]:
     """Run and simulate everything."""
     rows = []
     for (rate, ranks), pairs in cases.items():
@@ -93,5 +93,5 @@ def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[Row]:
             lived = [mine["jobs"][model, strategy] for mine in real]
             bits = {digest for _, digest in (*lived, *simulated) if digest}
             seconds = [max(step_s for step_s, _ in run) for run in (lived, simulated)]
-            rows.append(Row(model, strategy, rate, ranks, seconds[0], seconds[1], len(bits) == 1))
+            rows.append(SimulationCheck(model, strategy, rate, ranks, seconds[0], seconds[1], len(bits) == 1))
     return rows

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 
 import tutti
@@ -109,7 +108,9 @@ def _importable(root: Path) -> Iterator[None]:
 def _given_options(context: typer.Context) -> list[str]:
     """Return the names of the options on the command line; defaults and environment variables do not count."""
     parameters = [name for name in context.params if name != "reproduction"]
-    return [name for name in parameters if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    sources = {name: context.get_parameter_source(name) for name in parameters}
+    # By name: typer may use click's enumeration or a copy of its own.
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def _check_options(name: str, entry: "Reproduction", given: list[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutti.errors import ConfigError, EnvironmentConflict
 from tutti.launch.environment import Place
-from tutti.transports.membership import Roster
+from tutti.transports.membership import Membership
 from tutti.transports.mpi.algorithms import ALLREDUCE_ALGORITHMS, Rules
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ def check(place: Place, kind: str) -> None:
         )
 
 
-def connect(roster: Roster) -> "MpiTransport":
-    """A transport over MPI to everyone in `roster`, that is to all of MPI's world. Collective."""
+def connect(membership: Membership) -> "MpiTransport":
+    """A transport over MPI to everyone in `membership`, that is to all of MPI's world. Collective."""
     from mpi4py import MPI
 
     from tutti.transports.mpi.transport import MpiTransport
 
-    link = MpiTransport(roster, MPI.COMM_WORLD.Dup(), rules=rules_in(os.environ))
+    link = MpiTransport(membership, MPI.COMM_WORLD.Dup(), rules=rules_in(os.environ))
     _end_together(link)
     return link
 

@@ -23,7 +23,7 @@ from tutti.launch.environment import LOOPBACK, Place, read
 from tutti.launch.supervisor_pipe import HOST, Link
 from tutti.simulation import guard
 from tutti.strategies import parse
-from tutti.transports import AloneTransport, Peer, ProcessGroupTransport, Roster, Transport
+from tutti.transports import Membership, Peer, SingleRankTransport, SocketTransport, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT
 from tutti.transports.hosts import levelled
 from tutti.transports.membership import wait_for_keys
@@ -64,27 +64,27 @@ def init(*, timeout: timedelta | None = None, transport: str | None = None) -> W
     if mpi.is_mpi(kind):
         mpi.check(place, kind)
     if place.size == 1:
-        world = World(0, 1, place.local_rank, _host_name(), AloneTransport(timeout))
+        world = World(0, 1, place.local_rank, _host_name(), SingleRankTransport(timeout))
     else:
         generation = next(_generations)
         store = PrefixStore(f"tutti/{place.attempt}/{generation}", _open_store(place, timeout))
-        roster = meet(place, store, timeout)
+        membership = meet(place, store, timeout)
         if mpi.is_mpi(kind):
-            link: Transport = mpi.connect(roster)
+            link: Transport = mpi.connect(membership)
         else:
-            link = connect(roster, listen_address(place, roster), kind)
-        me = roster.peers[roster.rank]
-        who = (roster.rank, roster.size, place.local_rank, me.host)
-        world = World(*who, link, generation=generation, leave=roster.leave, expendable=Link().expendable)
+            link = connect(membership, listen_address(place, membership), kind)
+        me = membership.peers[membership.rank]
+        who = (membership.rank, membership.size, place.local_rank, me.host)
+        world = World(*who, link, generation=generation, leave=membership.leave, expendable=Link().expendable)
         _say_goodbye(world)
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
     return set_world(world)
 
 
-def connect(roster: Roster, address: str = LOOPBACK, kind: str = "auto") -> Transport:
-    """A transport to everyone in `roster`. Collective."""
-    transport = ProcessGroupTransport(roster, address=address)
+def connect(membership: Membership, address: str = LOOPBACK, kind: str = "auto") -> Transport:
+    """A transport to everyone in `membership`. Collective."""
+    transport = SocketTransport(membership, address=address)
     if kind == "shared_memory":
         from tutti.transports.shared_memory.transport import SharedMemoryTransport  # Costs a compiler's import.
 
@@ -94,7 +94,7 @@ def connect(roster: Roster, address: str = LOOPBACK, kind: str = "auto") -> Tran
     return transport
 
 
-def meet(place: Place, store: Store, timeout: timedelta) -> Roster:
+def meet(place: Place, store: Store, timeout: timedelta) -> Membership:
     """Wait until every rank has come, and learn who they are."""
     rank, size = place.rank, place.size
     keys = [f"peer/{other}" for other in range(size)]
@@ -108,7 +108,7 @@ def meet(place: Place, store: Store, timeout: timedelta) -> Roster:
             missing = [other for other in range(size) if not store.check([keys[other]])]
             if missing and time.monotonic() > deadline:
                 raise _never_came(place, missing, timeout)
-        return Roster(rank, [Peer.from_json(store.get(key)) for key in keys], store, timeout)
+        return Membership(rank, [Peer.from_json(store.get(key)) for key in keys], store, timeout)
     except DistError as error:
         if missing:  # Whoever kept the store has given up waiting for them, a moment before this rank would have.
             raise _never_came(place, missing, timeout) from error
@@ -181,9 +181,9 @@ def _listener(address: str, port: int) -> int:
     return listener.detach()
 
 
-def listen_address(place: Place, roster: Roster) -> str:
+def listen_address(place: Place, membership: Membership) -> str:
     """Where this rank's own sockets listen: loopback on one host, else the address that faces rank 0."""
-    if roster.one_host:
+    if membership.one_host:
         return LOOPBACK
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         try:
@@ -191,8 +191,8 @@ def listen_address(place: Place, roster: Roster) -> str:
         except OSError as error:
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigError(
-                f"rank {roster.me}: GLOO_SOCKET_IFNAME names '{names}', which has no address here ({error.strerror}). "
-                f"Known: {known}."
+                f"rank {membership.me}: GLOO_SOCKET_IFNAME names '{names}', which has no address here "
+                f"({error.strerror}). Known: {known}."
             ) from None
     assert place.address is not None
     # Towards rank 0; on rank 0's own host, towards anywhere else; or whatever this host has.
@@ -203,8 +203,8 @@ def listen_address(place: Place, roster: Roster) -> str:
             if not address.startswith("127.") and address != "::1":
                 return address
     raise ConfigError(
-        f"rank {roster.me}: this host has no network address by which others could reach it; its ranks are on several "
-        "hosts. Name its network interface in GLOO_SOCKET_IFNAME."
+        f"rank {membership.me}: this host has no network address by which others could reach it; its ranks are on "
+        "several hosts. Name its network interface in GLOO_SOCKET_IFNAME."
     )
 
 

@@ -6,7 +6,7 @@ from tutti.cluster import parse_time
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile.record import Profile
-from tutti.plan.sums import coded_sum, exact_sum
+from tutti.plan.sums import compressed_sum, exact_sum
 from tutti.plan.toll import Toll
 from tutti.strategies.averaging.strategy import Blocks
 
@@ -21,7 +21,8 @@ def blocks(strategy: Blocks, profile: Profile, place: Place) -> Toll:
     codec = strategy.codec
     loads = loads_of(profile, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
     sums = [
-        exact_sum("native", load.num_bytes, place) if codec is None else coded_sum(load, codec, place) for load in loads
+        exact_sum("native", load.num_bytes, place) if codec is None else compressed_sum(load, codec, place)
+        for load in loads
     ]
     if strategy.optimizer_state == "average":  # Of each parameter one number is remembered, as a rule.
         sums += [exact_sum("native", load.num_bytes, place) for load in loads]

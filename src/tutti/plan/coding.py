@@ -41,4 +41,4 @@ def message_bytes(load: Load, codec: Codec | None) -> int:
     """Of a whole bucket in one message."""
     if codec is None or not load.numel:
         return load.num_bytes
-    return aligned(load.exact_bytes) + aligned(codec.packet_bytes(load.numel, load.runs))
+    return aligned(load.exact_bytes) + aligned(codec.packet_bytes(load.numel, load.groups))

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tutti.codecs import Codec, print_codec
-from tutti.collectives import ALGORITHMS, choices, own_sums
+from tutti.collectives import ALGORITHMS, measure_collectives, native_all_reduce
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.state import share_buffers
 from tutti.strategies.base import Exchange, Strategy
-from tutti.strategies.compressed_means import CodedMean
+from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import Converged
-from tutti.strategies.means import CountedMean, DirectMean, Mean, SteppedMean
+from tutti.strategies.means import CollectiveMean, Mean, NativeSumMean, TransportMean
 from tutti.transports import Averages, HostsTransport, SharesMemory, Transport, Work
-from tutti.transports.base import Finished
+from tutti.transports.base import CompletedWork
 from tutti.transports.hosts import hosts_are_shared
 
 Algorithm = Literal[
@@ -70,6 +70,10 @@ class AllReduce(Strategy):
         if mistakes:
             raise ConfigError(f"AllReduce: {'; '.join(mistakes)}.")
 
+    @property
+    def exact(self) -> bool:
+        return self.codec is None and self.skip_converged is None
+
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
             transport = transport if isinstance(transport, HostsTransport) else HostsTransport(transport)
@@ -99,7 +103,7 @@ class AllReduceExchange(Exchange):
             transport = transport.inner  # What is encoded travels in messages.
         self._mean = _mean_over(replica, transport, strategy, codec)
         self._owed: dict[str, Any] = {}  # Alone: what ranks before it had left out, kept for those that come.
-        self._weights_known: Work = Finished()
+        self._weights_known: Work = CompletedWork()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []
         self._converged: Converged | None = None
@@ -154,15 +158,17 @@ class AllReduceExchange(Exchange):
         if self._converged.stepped(self.transport):
             self.replica.leave_out(self._converged.left_out)
 
-    @property
-    def skipped(self) -> float:
+    def metrics(self) -> dict[str, Any]:
+        """With `skip_converged`, `skipped` is the share of all gradient elements that was not exchanged."""
+        if self._converged is None:
+            return {}
         left_out, everything = self._num_elements
-        return left_out / everything if everything else 0.0
+        return {"skipped": left_out / everything if everything else 0.0}
 
     def consensus(self) -> None:
         share_buffers(self.replica.model, self.transport)
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         return None
 
     def finish(self) -> None:
@@ -172,7 +178,7 @@ class AllReduceExchange(Exchange):
         if self._converged is not None:
             order = [slot.name for slot in self.replica.slots] if self.replica.arranged else None
             return {"order": order, "converged": self._converged.state_dict()}
-        return self._mean.state_dict() if isinstance(self._mean, CodedMean) else self._owed
+        return self._mean.state_dict() if isinstance(self._mean, CompressedMean) else self._owed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._converged is not None and state:
@@ -180,7 +186,7 @@ class AllReduceExchange(Exchange):
             if state["order"] is not None:
                 self.replica.arrange(state["order"])
             self.replica.leave_out(self._converged.left_out)
-        elif isinstance(self._mean, CodedMean) and state:
+        elif isinstance(self._mean, CompressedMean) and state:
             self._mean.load_state_dict(state)
         else:
             self._owed = state
@@ -200,15 +206,15 @@ class AllReduceExchange(Exchange):
 def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, codec: Codec | None) -> Mean:
     algorithm = strategy.algorithm
     if codec is not None:
-        return CodedMean(replica, transport, codec, algorithm)
+        return CompressedMean(replica, transport, codec, algorithm)
     # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
     if algorithm == "cheapest" and not replica.device_types <= {"cpu", "meta"}:
         algorithm = "native"
     if algorithm == "cheapest":
-        return SteppedMean(transport, choices(transport).best)
+        return CollectiveMean(transport, measure_collectives(transport).best)
     if algorithm == "native" and isinstance(transport, Averages):
-        return DirectMean(transport)
+        return TransportMean(transport)
     kind = "cpu" if replica.device_types <= {"cpu", "meta"} else "cuda"
-    if algorithm == "native" and (all_reduce := own_sums(transport, kind)) is not None:
-        return CountedMean(transport, all_reduce)
-    return SteppedMean(transport, lambda num_bytes: ALGORITHMS[algorithm])
+    if algorithm == "native" and (all_reduce := native_all_reduce(transport, kind)) is not None:
+        return NativeSumMean(transport, all_reduce)
+    return CollectiveMean(transport, lambda num_bytes: ALGORITHMS[algorithm])

@@ -68,6 +68,10 @@ class Blocks(Strategy):
     def outer(self, num_workers: int) -> Outer:
         """What the mean progress of so many workers does."""
 
+    @property
+    def exact(self) -> bool:
+        return False
+
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         return BlockExchange(replica, transport, self, self.outer(transport.size))
 

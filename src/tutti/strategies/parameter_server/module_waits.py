@@ -9,7 +9,7 @@ from torch import nn
 
 from tutti.replica import Replica
 from tutti.replica.buckets import Slot
-from tutti.replica.owned_hooks import LeftBehind
+from tutti.replica.owned_hooks import OwnedHook
 
 
 class Modules:
@@ -49,7 +49,7 @@ class Modules:
             handle.remove()
 
 
-class _Before(LeftBehind):
+class _Before(OwnedHook):
     """A module's forward pass begins."""
 
     def __init__(self, modules: Modules) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tutti.codecs.runs import Runs
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.replica import Bucket
 
 _SMALLEST_BYTES = 4096
@@ -36,7 +36,7 @@ class Piece:
     part: slice
     """Of the bucket's memory."""
     shares: tuple[Share, ...]
-    runs: Runs | None
+    groups: ScaleGroups | None
     """Where scales are shared, if it is sent in a lossy way."""
     trained: bool
     """False for running statistics, of which servers keep the mean."""
@@ -52,12 +52,12 @@ class Piece:
         return self.numel * self.itemsize
 
 
-def cut(buckets: Sequence[Bucket], num_servers: int, whole: bool, coded: bool, first: int = 0) -> list[Piece]:
+def cut(buckets: Sequence[Bucket], num_servers: int, whole: bool, compressed: bool, first: int = 0) -> list[Piece]:
     """Cut every bucket so that servers hold about the same number of bytes, together and of each bucket.
 
     Args:
         whole: whether a parameter has to stay in one piece.
-        coded: whether what may be sent in a lossy way is.
+        compressed: whether what may be sent in a lossy way is.
         first: the number of the first piece.
     """
     pieces: list[Piece] = []
@@ -65,9 +65,9 @@ def cut(buckets: Sequence[Bucket], num_servers: int, whole: bool, coded: bool, f
     for bucket in buckets:
         # Among many servers each bucket goes to some of them: a piece for everyone would be very many messages.
         among = num_servers if num_servers < _MANY_SERVERS else max(1, num_servers * bucket.flat.nbytes // total)
-        for part, runs in _parts(bucket, among, whole):
+        for part, groups in _parts(bucket, among, whole):
             shares = tuple(_shares(bucket, part))
-            lossy = runs if coded and part.stop <= bucket.values.numel() else None
+            lossy = groups if compressed and part.stop <= bucket.values.numel() else None
             pieces.append(
                 Piece(
                     first + len(pieces), bucket.index, part, shares, lossy, bucket.of_parameters, bucket.flat.itemsize
@@ -76,32 +76,34 @@ def cut(buckets: Sequence[Bucket], num_servers: int, whole: bool, coded: bool, f
     return _dealt(pieces, num_servers)
 
 
-def _parts(bucket: Bucket, num_servers: int, whole: bool) -> Iterator[tuple[slice, Runs | None]]:
+def _parts(bucket: Bucket, num_servers: int, whole: bool) -> Iterator[tuple[slice, ScaleGroups | None]]:
     """Stretches of a bucket's memory: of what may be lossy, and what is left but for the marks."""
     numel, end = bucket.values.numel(), bucket.flat.numel() - len(bucket.slots)
     if numel:
         num_parts = min(num_servers, max(1, numel * bucket.flat.itemsize // _SMALLEST_BYTES))
-        places = [
+        layout = [
             (start, tuple(slot.tensor.shape))
             for start, slot in zip(bucket.starts, bucket.slots, strict=True)
             if start < numel
         ]
-        runs = Runs.within(places, numel)
+        groups = ScaleGroups.from_layout(layout, numel)
         if whole:
-            yield from _at_parameters(bucket, numel, num_parts, runs)
+            yield from _at_parameters(bucket, numel, num_parts, groups)
         else:
-            yield from ((part, own) for part, own in runs.cut(num_parts) if part.stop > part.start)
+            yield from ((part, own) for part, own in groups.cut(num_parts) if part.stop > part.start)
     if end > numel:
         yield slice(numel, end), None
 
 
-def _at_parameters(bucket: Bucket, numel: int, num_parts: int, runs: Runs) -> Iterator[tuple[slice, Runs]]:
+def _at_parameters(
+    bucket: Bucket, numel: int, num_parts: int, groups: ScaleGroups
+) -> Iterator[tuple[slice, ScaleGroups]]:
     starts = [start for start in bucket.starts if start < numel]
     goals = [numel * part / num_parts for part in range(1, num_parts)]
     edges = sorted({0, numel, *(min(starts, key=lambda start: abs(start - goal)) for goal in goals)})
     for begin, end in pairwise(edges):
-        inside = (runs.starts >= begin) & (runs.starts < end)
-        yield slice(begin, end), Runs(runs.starts[inside] - begin, runs.stops[inside] - begin, end - begin)
+        inside = (groups.starts >= begin) & (groups.starts < end)
+        yield slice(begin, end), ScaleGroups(groups.starts[inside] - begin, groups.stops[inside] - begin, end - begin)
 
 
 def _shares(bucket: Bucket, part: slice) -> Iterator[Share]:

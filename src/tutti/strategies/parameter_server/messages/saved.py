@@ -9,10 +9,10 @@ from torch import Tensor
 from tutti.replica.state import pack, unpack
 from tutti.strategies.parameter_server.messages.wire import STATE
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
-def tell(value: Any, peer: int, transport: Transport) -> Steps:
+def tell(value: Any, peer: int, transport: Transport) -> Operation:
     """Send a nest of containers, numbers and tensors."""
     tensors: list[Tensor] = []
     packed = pack(value, tensors)

@@ -40,7 +40,7 @@ from tutti.strategies.parameter_server.messages.wire import (
 from tutti.strategies.parameter_server.pieces import Piece
 from tutti.strategies.parameter_server.shard_optimizer import Stepper, clip_factor, scales_of
 from tutti.transports import Transport
-from tutti.transports.base import Signal, Steps
+from tutti.transports.base import Operation, Signal
 
 _log = logging.getLogger("tutti")
 
@@ -62,9 +62,9 @@ class Setting:
 
     def most_bytes(self, piece: Piece) -> int:
         """That a worker may send of a piece."""
-        if self.codec is None or piece.runs is None:
+        if self.codec is None or piece.groups is None:
             return piece.num_bytes
-        return 2 * self.codec.packet_bytes(piece.numel, piece.runs) + piece.num_bytes
+        return 2 * self.codec.packet_bytes(piece.numel, piece.groups) + piece.num_bytes
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Server:
             ledger = Ledger(rule, self.members, self._order)
             self._served[piece.number] = Served(piece, ledger, stepper, bucket.flat)
         if not self._served:
-            self.over.give()
+            self.over.set()
 
     def pool(self, piece: int) -> Pool:
         return self._served[piece].pool
@@ -150,10 +150,10 @@ class Server:
             for server in others:
                 self._begin(self._hear_norms(server))
 
-    def _begin(self, steps: Steps) -> None:
-        self._transport.beside(self._watched(steps))
+    def _begin(self, steps: Operation) -> None:
+        self._transport.spawn(self._watched(steps))
 
-    def _watched(self, steps: Steps) -> Steps:
+    def _watched(self, steps: Operation) -> Operation:
         """The same steps. If they fail, so does the server: nobody waits for the work that they are."""
         try:
             yield from steps
@@ -162,13 +162,13 @@ class Server:
         except Exception as error:
             _log.error("rank %d: the server here has failed: %s: %s", self._me, type(error).__name__, str(error))
             self.failure = error
-            self.over.give()
+            self.over.set()
             if self._me in self._setting.workers:
                 self._transport.interrupt()  # The worker of this rank, too, is told that it waits in vain.
 
     # What workers say
 
-    def _attend(self, worker: int) -> Steps:
+    def _attend(self, worker: int) -> Operation:
         """Hear what a worker says until it is gone."""
         transport, heads = self._transport, self._setting.heads
         try:
@@ -252,13 +252,13 @@ class Server:
             found = served.pool.take().view(values.dtype)
             unpack(payload, piece, self._shapes[piece.number], found)
             return found
-        if codec is None or piece.runs is None:
+        if codec is None or piece.groups is None:
             if payload.numel() != piece.num_bytes:
                 raise PacketError(f"an update of {payload.numel()} bytes, wanted {piece.num_bytes}")
             return payload.view(values.dtype)
         found = served.pool.take().view(values.dtype)  # Given back when it has been added.
         wide = found if found.dtype == torch.float32 else torch.empty(piece.numel, dtype=torch.float32, device="cpu")
-        codec.decode(payload, wide, runs=piece.runs)
+        codec.decode(payload, wide, groups=piece.groups)
         return found if wide is found else found.copy_(wide)
 
     def _leave_clocks(self, worker: int) -> None:
@@ -284,7 +284,7 @@ class Server:
         for served in self._served.values():
             served.asks.clear()
 
-    def _load(self, worker: int) -> Steps:
+    def _load(self, worker: int) -> Operation:
         """Start again from what a worker has, with everybody at the beginning."""
         states = yield from saved.hear(worker, self._transport)
         self.load(states)
@@ -325,10 +325,10 @@ class Server:
         for served in self._served.values():
             served.asks.pop(worker, None)
         if (wake := self._clients[worker].wake) is not None:
-            wake.give()
+            wake.set()
         self._settle_all()
         if not self._living:
-            self.over.give()
+            self.over.set()
 
     def _lost(self, worker: int, why: str) -> None:
         if worker in self._living:
@@ -428,7 +428,7 @@ class Server:
                 self._begin(_sent(self._transport, told, server, ORDER))
         return chosen
 
-    def _hear_order(self) -> Steps:
+    def _hear_order(self) -> Operation:
         assert self._order is not None
         while self._living:
             told = torch.empty(2 * self._setting.consistency.quorum, dtype=torch.int64, device="cpu")
@@ -486,7 +486,7 @@ class Server:
         self._clipping = _Clipping(clock, parts, square)
         return True
 
-    def _hear_norms(self, server: int) -> Steps:
+    def _hear_norms(self, server: int) -> Operation:
         while self._living:
             told = torch.empty(2, dtype=torch.float64, device="cpu")
             yield self._transport.irecv(told, server, NORM)
@@ -503,7 +503,7 @@ class Server:
         client = self._clients[worker]
         client.outbox[served.piece.number] = served, status
         if client.wake is not None:
-            client.wake.give()
+            client.wake.set()
 
     def _head_of(self, worker: int, served: Served, status: Status) -> Reply:
         version = self._stopped if status == Status.STOPPED else served.version
@@ -511,7 +511,7 @@ class Server:
         leader = min(self._living, default=0)
         return Reply(status, version or 0, served.staleness.get(worker, 0), num_bytes, leader)
 
-    def _tell(self, worker: int) -> Steps:
+    def _tell(self, worker: int) -> Operation:
         """Tell a worker what it is to be told, what its next forward pass needs first before the rest."""
         client, transport = self._clients[worker], self._transport
         while worker in self._living or client.outbox:
@@ -543,5 +543,5 @@ class Server:
                 self._reply(worker, self._served[min(self._served)], Status.BEAT)
 
 
-def _sent(transport: Transport, tensor: Tensor, dst: int, tag: int) -> Steps:
+def _sent(transport: Transport, tensor: Tensor, dst: int, tag: int) -> Operation:
     yield transport.isend(tensor, dst, tag)

@@ -34,7 +34,7 @@ from tutti.strategies.parameter_server.pieces import Piece, Share, cut
 from tutti.strategies.parameter_server.shard_optimizer import Options, keeps_whole, whole_states
 from tutti.strategies.parameter_server.worker import Worker, marks_of
 from tutti.transports import SharesMemory, Transport, Work
-from tutti.transports.base import Signal, Steps
+from tutti.transports.base import Operation, Signal
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
@@ -97,7 +97,7 @@ class MessageWorker(Worker):
         server = self._setting.servers[piece.server]
         own = self._server if server == self._me else None
         pool = own.pool(piece.number) if own is not None else Pool(piece.num_bytes, bucket.flat)
-        lossy = codec is not None and piece.runs is not None and not replica.sizes_only
+        lossy = codec is not None and piece.groups is not None and not replica.sizes_only
         state = codec.start(piece.numel, seed=self._me * 65_537 + piece.number) if lossy and codec is not None else {}
         held = _Held(piece, server, pool, state)
         if not replica.sizes_only:
@@ -117,7 +117,7 @@ class MessageWorker(Worker):
         return min(held.version for held in self._held)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self._me == self._leader
 
     @property
@@ -150,11 +150,11 @@ class MessageWorker(Worker):
         self.consensus()
         self._tell_all(Kind.BYE)
         if self._server is not None:
-            self._wire.beside(_until(self._server.over), patiently=True).wait()
+            self._wire.spawn(_until(self._server.over), deadline=False).wait()
         self.close()
 
     def _tell_all(self, kind: Kind) -> None:
-        for task in [self._wire.beside(self._tell(server, Head(kind))) for server in self._active]:
+        for task in [self._wire.spawn(self._tell(server, Head(kind))) for server in self._active]:
             task.wait()
 
     # Pushing
@@ -174,18 +174,18 @@ class MessageWorker(Worker):
             held.clock += 1
             if wanted != NOTHING:
                 held.reply = None
-            task = self._wire.beside(self._pushed(held, head, self._now, own, payload))
+            task = self._wire.spawn(self._pushed(held, head, self._now, own, payload))
             if wanted != NOTHING:
                 held.asked = task
 
     def _payload(self, held: _Held, bucket: Bucket) -> Tensor:
         """This worker's own copy: the bucket's memory is the user's, who may change it at once."""
         piece, codec = held.piece, self._setting.codec
-        if codec is not None and piece.runs is not None:
+        if codec is not None and piece.groups is not None:
             if self.replica.sizes_only:
-                return Pool(codec.packet_bytes(piece.numel, piece.runs), bucket.flat).take()
+                return Pool(codec.packet_bytes(piece.numel, piece.groups), bucket.flat).take()
             values = bucket.flat[piece.part].to("cpu", torch.float32)
-            packet, held.state = codec.encode(values, held.state, runs=piece.runs)
+            packet, held.state = codec.encode(values, held.state, groups=piece.groups)
             return packet
         if self._setting.factors and (packed := self._in_factors(piece, bucket)) is not None:
             return packed
@@ -218,7 +218,7 @@ class MessageWorker(Worker):
             return NOTHING
         return needed if held.version < needed else needed + 1
 
-    def _pushed(self, held: _Held, head: Head, options: np.ndarray, marks: np.ndarray, payload: Tensor) -> Steps:
+    def _pushed(self, held: _Held, head: Head, options: np.ndarray, marks: np.ndarray, payload: Tensor) -> Operation:
         if held.server == self._me:
             assert self._server is not None
             self._server.hear(self._me, head, options, marks, payload)
@@ -230,7 +230,7 @@ class MessageWorker(Worker):
         if head.wanted != NOTHING:
             yield from self._hear(held)
 
-    def _tell(self, server: int, head: Head) -> Steps:
+    def _tell(self, server: int, head: Head) -> Operation:
         if server == self._me:
             assert self._server is not None
             self._server.hear(self._me, head, np.empty(0), np.empty(0), None)
@@ -246,11 +246,11 @@ class MessageWorker(Worker):
         with suppress(RankLost, DeadlineExceeded):
             self._tell_all(Kind.BYE)
             if self._server is not None:
-                self._wire.beside(_until(self._server.over)).wait()
+                self._wire.spawn(_until(self._server.over)).wait()
 
     # Reading
 
-    def _hear(self, held: _Held) -> Steps:
+    def _hear(self, held: _Held) -> Operation:
         """Receive a piece into its image."""
         if held.server == self._me:
             while held.reply is None or held.reply.status == Status.BEAT:
@@ -275,7 +275,7 @@ class MessageWorker(Worker):
             self._place(held).copy_(values)
         held.reply = reply
         if held.told is not None:
-            held.told.give()
+            held.told.set()
 
     def _place(self, held: _Held) -> Tensor:
         """Where a piece goes, as bytes."""
@@ -338,7 +338,7 @@ class MessageWorker(Worker):
         start_s = self.transport.now()
         for held in self._held:
             held.reply = None
-        for task in [self._wire.beside(self._meet(server, Head(kind))) for server in self._active]:
+        for task in [self._wire.spawn(self._meet(server, Head(kind))) for server in self._active]:
             self._waited(task)
         for held in self._held:
             self._take(held)
@@ -346,7 +346,7 @@ class MessageWorker(Worker):
                 held.clock = max(held.clock, held.version)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
-    def _meet(self, server: int, head: Head) -> Steps:
+    def _meet(self, server: int, head: Head) -> Operation:
         yield from self._tell(server, head)
         for held in self._of_server[server]:
             yield from self._hear(held)
@@ -372,14 +372,14 @@ class MessageWorker(Worker):
         """What servers' optimisers remember, by parameter."""
         self.consensus()
         found: list[Any] = []
-        for task in [self._wire.beside(self._saved(server, found)) for server in self._active]:
+        for task in [self._wire.spawn(self._saved(server, found)) for server in self._active]:
             task.wait()
         shares = [(name, Share(0, start, stop, 0, whole), state) for name, (start, stop, whole), state in found]
         states = whole_states(shares, {slot.name: slot for slot in self.replica.slots})
         self._together(Kind.MEET)  # Nobody goes on before all have read.
         return {"optimizer": states}
 
-    def _saved(self, server: int, found: list[Any]) -> Steps:
+    def _saved(self, server: int, found: list[Any]) -> Operation:
         if server == self._me:
             assert self._server is not None
             found += self._server.states()["shares"]
@@ -393,9 +393,9 @@ class MessageWorker(Worker):
         images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
         self.consensus()
         tasks = [
-            self._wire.beside(self._loaded(server, state, images))
+            self._wire.spawn(self._loaded(server, state, images))
             for server in self._active
-            if server == self._me or (self.leads and self._server is None)
+            if server == self._me or (self.is_leader and self._server is None)
         ]
         for task in tasks:
             task.wait()
@@ -403,7 +403,7 @@ class MessageWorker(Worker):
             held.clock = 0  # Servers begin again.
         self._together(Kind.MEET)  # They have loaded before those who have them load come here.
 
-    def _loaded(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Steps:
+    def _loaded(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
         mine = self._of_server[server]
         values = {str(held.piece.number): images[held.piece.bucket][held.piece.part].clone() for held in mine}
         states = {"values": values, "optimizer": state["optimizer"]}
@@ -416,7 +416,7 @@ class MessageWorker(Worker):
             yield self._wire.irecv(Reply.room(), server, reply_tags(mine[0].piece.number)[0])
 
 
-def _until(signal: Signal) -> Steps:
+def _until(signal: Signal) -> Operation:
     yield signal
 
 
@@ -443,11 +443,11 @@ def prepare(replica: Replica, transport: Transport, strategy: "ParameterServer")
     plain = transport.inner if isinstance(transport, SharesMemory) else transport  # All of it travels in messages.
     wire = plain.channel("servers")
     workers, servers = strategy.roles(transport.size)
-    coded = strategy.codec is not None
-    replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if coded else 0)
+    compressed = strategy.codec is not None
+    replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if compressed else 0)
     replica.arrange([slot.name for slot in replica.slots])
     whole = keeps_whole(replica.optimizer) or not all(is_dense(slot.tensor) for slot in replica.slots)
-    pieces = cut(replica.buckets, len(servers), whole, coded)
+    pieces = cut(replica.buckets, len(servers), whole, compressed)
     num_marks = max((len(piece.shares) for piece in pieces), default=0)
     heads = Heads(len(Options(replica.optimizer)), num_marks)
     setting = Setting(

@@ -82,7 +82,7 @@ class InMemoryWorker(Worker):
         self._pieces: list[Piece] = []
         for bucket in buckets:
             most = 1 if together else max(1, min(self._size, bucket.flat.nbytes // _WORTH_SHARING_BYTES))
-            self._pieces += cut([bucket], most, whole, coded=False, first=len(self._pieces))
+            self._pieces += cut([bucket], most, whole, compressed=False, first=len(self._pieces))
         self._of_bucket = [[p for p in self._pieces if p.bucket == bucket.index] for bucket in buckets]
 
     def _lay_out(self, transport: "SharedMemoryTransport") -> None:
@@ -115,19 +115,19 @@ class InMemoryWorker(Worker):
             pieces = self._of_bucket[bucket.index]
             width = 2 + num_options + len(pieces) + len(bucket.slots)
             self._notes.append(
-                transport.common(size * depth * width, torch.float64).numpy().reshape(size, depth, width)
+                transport.shared_tensor(size * depth * width, torch.float64).numpy().reshape(size, depth, width)
             )
             numel = 0 if self._alone else depth * bucket.flat.numel()
-            inboxes = transport.inboxes(numel, bucket.flat.dtype)
+            inboxes = transport.per_rank_tensors(numel, bucket.flat.dtype)
             self._inboxes.append([inbox.view(depth, -1) for inbox in inboxes] if numel else [])
-            values = transport.common(bucket.flat.numel(), bucket.flat.dtype)
+            values = transport.shared_tensor(bucket.flat.numel(), bucket.flat.dtype)
             if self._me == 0:
                 values.copy_(bucket.image())
             self._values.append(values)
             steppers |= {p.number: self._stepped(p, bucket, values, transport) for p in pieces}
         self._steps = [steppers[piece.number] for piece in self._pieces]
         self._views = [bucket.views(values) for bucket, values in zip(buckets, self._values, strict=True)]
-        transport.common(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
+        transport.shared_tensor(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
 
     def _stepped(self, piece: Piece, bucket: Bucket, values: Tensor, transport: "SharedMemoryTransport") -> _Piece:
         stepper = Stepper(piece, bucket, self.replica.optimizer, values[piece.part])
@@ -135,7 +135,7 @@ class InMemoryWorker(Worker):
         if not piece.trained:
             return _Piece(stepper, None)
         count = len(piece.shares)
-        memory = transport.common(Arena.size_of(piece.numel, count), torch.uint8)
+        memory = transport.shared_tensor(Arena.size_of(piece.numel, count), torch.uint8)
         arena = Arena(memory, count, stepper.state_of)
         if self._me == 0:
             arena.reset()
@@ -150,8 +150,8 @@ class InMemoryWorker(Worker):
         return min(self._versions)
 
     @property
-    def leads(self) -> bool:
-        return self._crowd.leads
+    def is_leader(self) -> bool:
+        return self._crowd.is_leader
 
     def _ask_to_stop(self) -> None:
         self._crowd.stop()

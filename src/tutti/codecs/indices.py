@@ -1,4 +1,4 @@
-"""The places of a few values among many, in few bits: gaps between them, coded by exponential Golomb.
+"""The indices of a few values among many, in few bits: gaps between them, encoded by exponential Golomb.
 
 Large values keep together, in some rows and columns, so that most gaps are short and some are long: this code has room
 for both. Others were tried: see docs/codecs.md.
@@ -18,9 +18,9 @@ _SAMPLE = 256
 
 
 def check_room(numel: int) -> None:
-    """Places are counted in 31 bits."""
+    """TensorLayout are counted in 31 bits."""
     if numel >= 2**31:
-        raise ConfigError(f"a tensor of {numel:,} elements is too long to say places in; 2,147,483,647 can be.")
+        raise ConfigError(f"a tensor of {numel:,} elements is too long to say indices in; 2,147,483,647 can be.")
 
 
 def order_for(symbols: np.ndarray) -> int:
@@ -33,8 +33,8 @@ def order_for(symbols: np.ndarray) -> int:
     return int((2 * bits - orders).sum(1).argmin())
 
 
-def coded_bytes(numel: int, density: float) -> int:
-    """About how many bytes the places of a share of `numel` elements take, if they are anywhere."""
+def index_bytes(numel: int, density: float) -> int:
+    """About how many bytes the indices of a share of `numel` elements take, if they are anywhere."""
     count = max(1, round(density * numel))
     return math.ceil(count * (math.log2(max(2.0, numel / count)) + 1.9) / 8)
 
@@ -53,20 +53,20 @@ def decode_symbols(data: Tensor, count: int, order: int, most: int) -> np.ndarra
     from tutti.codecs.kernels.sparse_loops import golomb_decode
 
     if order > HIGHEST_ORDER or count > 8 * data.numel():  # Every symbol takes a bit or more.
-        raise PacketError(f"a packet that says {count} places in {data.numel()} bytes, in a code of order {order}")
+        raise PacketError(f"a packet that says {count} indices in {data.numel()} bytes, in a code of order {order}")
     symbols = np.empty(count, np.int64)
     if not golomb_decode(as_array(data.cpu().contiguous()), order, most, symbols):
-        raise PacketError(f"a packet whose {data.numel()} bytes are not {count} places")
+        raise PacketError(f"a packet whose {data.numel()} bytes are not {count} indices")
     return symbols
 
 
-def gaps(places: np.ndarray) -> np.ndarray:
+def gaps(indices: np.ndarray) -> np.ndarray:
     """How many elements lie before each place and after the one before it."""
-    return np.diff(places.astype(np.int64), prepend=-1) - 1
+    return np.diff(indices.astype(np.int64), prepend=-1) - 1
 
 
 def from_gaps(steps: np.ndarray, numel: int) -> Tensor:
-    """The places that these gaps say. Raises `PacketError` if one is beyond `numel`."""
+    """The indices that these gaps say. Raises `PacketError` if one is beyond `numel`."""
     if len(steps) > numel or float(steps.sum()) + len(steps) > numel:
         raise PacketError(f"a packet that says a place beyond {numel} elements")
     return torch.from_numpy(np.cumsum(steps + 1) - 1)

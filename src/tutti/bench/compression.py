@@ -10,8 +10,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tutti.bench.rounds import Rounds, Ways
-from tutti.bench.step import Case, ddp, make_case, solo, stepper, torch_group
+from tutti.bench.interleaved import Candidates, InterleavedTimer
+from tutti.bench.step import BenchmarkModel, ddp, make_benchmark_model, solo, stepper, torch_group
 from tutti.codecs import CODECS, Chain, ErrorFeedback, Quantize, TopK, print_codec
 from tutti.job import Job, distribute
 from tutti.launch import init
@@ -34,7 +34,7 @@ NEAR = 1.15
 
 
 @dataclass(frozen=True)
-class Worth:
+class CompressionReport:
     """What was found for one model and one link."""
 
     model: str
@@ -68,13 +68,13 @@ class Worth:
 
 
 def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int) -> dict[str, Any]:
-    """Time a step of every way, on this rank and its peers; the fields of `Worth`, on every rank."""
+    """Time a step of every way, on this rank and its peers; the fields of `CompressionReport`, on every rank."""
     world, link = init(), Link()
     torch.manual_seed(0)
-    case = make_case(model, world.size)
+    case = make_benchmark_model(model, world.size)
     link.progress(doing="warming up")
     with torch_group(world):
-        ways: Ways = {"solo": solo(case), "ddp": ddp(case)}
+        ways: Candidates = {"solo": solo(case), "ddp": ddp(case)}
         if peers:
             ways |= {"ddp fp16": _hooked(case, None, fp16_compress_hook), "ddp powersgd": _power_sgd(case)}
         jobs: dict[str, Job] = {}
@@ -83,7 +83,7 @@ def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int)
         for way in ways.values():
             for _ in range(WARM_UP):
                 way()
-        seconds = Rounds(rounds, round_s=0.3, most_repeats=20, total_s=240.0).medians(
+        seconds = InterleavedTimer(rounds, round_s=0.3, most_repeats=20, total_s=240.0).medians(
             ways, world.transport, lambda text: link.progress(doing=f"{text} of {len(ways)} ways")
         )
     sent = {text: job.metrics.bytes_sent / job.metrics.steps for text, job in jobs.items()}
@@ -99,19 +99,19 @@ def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int)
     }
 
 
-def _tutti(case: Case, text: str, world: World) -> tuple[Callable[[], None], Job]:
+def _tutti(case: BenchmarkModel, text: str, world: World) -> tuple[Callable[[], None], Job]:
     model = copy.deepcopy(case.model)
     step, optimizer = stepper(model, case)
     return step, distribute(model, optimizer, parse(text), world=world)
 
 
-def _hooked(case: Case, state: Any, hook: Callable[..., Any], **options: Any) -> Callable[[], None]:
+def _hooked(case: BenchmarkModel, state: Any, hook: Callable[..., Any], **options: Any) -> Callable[[], None]:
     model = DistributedDataParallel(copy.deepcopy(case.model), gradient_as_bucket_view=True, **options)
     model.register_comm_hook(state, hook)
     return stepper(model, case)[0]
 
 
-def _power_sgd(case: Case) -> Callable[[], None]:
+def _power_sgd(case: BenchmarkModel) -> Callable[[], None]:
     """torch's own, of rank 1, in one bucket: with several it hangs on Gloo."""
     state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     return _hooked(case, state, powerSGD_hook, bucket_cap_mb=10_000)

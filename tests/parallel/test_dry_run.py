@@ -10,8 +10,8 @@ from torch import nn
 import tutti
 from tutti.cluster import Cluster, Compute, Link
 from tutti.simulation.compute_clock import ComputeClock, Workload
-from tutti.simulation.dry_replica import Rehearsal
-from tutti.simulation.runs.scaling import Case, scaling
+from tutti.simulation.dry_replica import DryRunReplica
+from tutti.simulation.runs.scaling import ScalingCase, scaling
 from tutti.strategies import Strategy, parse
 
 CLUSTER = Cluster(
@@ -51,7 +51,7 @@ def by_sizes(strategy: Strategy) -> tuple[list[float], int]:
         model = small()
         workload = Workload.of(model, (torch.empty(ROWS, 3, 8, 8),), {})
     transport = world.transport.channel("job")
-    replica = Rehearsal(model, torch.optim.SGD(model.parameters(), lr=0.01), ComputeClock(transport, workload))
+    replica = DryRunReplica(model, torch.optim.SGD(model.parameters(), lr=0.01), ComputeClock(transport, workload))
     exchange = strategy.attach(replica, transport)
     start_s, sent, times = world.transport.now(), exchange.transport.bytes_sent, []
     for _ in range(STEPS):
@@ -81,7 +81,7 @@ def test_scaling_of_a_ring_is_what_the_formula_says() -> None:
     """One bucket that is exchanged after backward: compute, then the ring, nothing hidden."""
     cluster = Cluster(link=Link("10gbit", "10us"), compute=Compute(sample_s="1ms", step_s="1ms"))
     strategy = tutti.AllReduce("ring", bucket_bytes=2**30)
-    case = Case(model="alexnet", cluster=cluster, strategy=strategy, batch_size=32, steps=2)
+    case = ScalingCase(model="alexnet", cluster=cluster, strategy=strategy, batch_size=32, steps=2)
     for row in scaling(case, [2, 8]):
         wire_s = 2 * (row.workers - 1) / row.workers * 4 * 61_100_840 * 8 / 1e10
         assert row.step_s == pytest.approx(33e-3 + wire_s, rel=0.02)
@@ -95,7 +95,7 @@ def test_smaller_buckets_hide_more() -> None:
     steps = {}
     for num_bytes in (4 * 2**20, 2**30):
         strategy = tutti.AllReduce("ring", bucket_bytes=num_bytes)
-        case = Case(model="resnet50", cluster=cluster, strategy=strategy, batch_size=32, steps=2)
+        case = ScalingCase(model="resnet50", cluster=cluster, strategy=strategy, batch_size=32, steps=2)
         steps[num_bytes] = next(iter(scaling(case, [4]))).step_s
     computing_s = 32 * 4e-3
     assert steps[4 * 2**20] - computing_s < 0.6 * (steps[2**30] - computing_s)

@@ -15,7 +15,7 @@ Allowed = Literal["exact", "lossy too"]
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictionCheck:
     """One strategy for one model on one link, predicted and measured."""
 
     model: str
@@ -45,7 +45,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlannerChoice:
     """What the planner puts first for one model on one link, beside what was fastest."""
 
     model: str
@@ -64,9 +64,9 @@ class Choice:
         return {**asdict(self), "right": self.right}
 
 
-def choices_of(rows: Sequence[Row]) -> list[Choice]:
+def planner_choices(rows: Sequence[PredictionCheck]) -> list[PlannerChoice]:
     """For every model and link: among exact strategies, and among all if others were measured too."""
-    cases: dict[tuple[str, str], list[Row]] = {}
+    cases: dict[tuple[str, str], list[PredictionCheck]] = {}
     for row in rows:
         cases.setdefault((row.model, row.rate), []).append(row)
     found = []
@@ -79,22 +79,22 @@ def choices_of(rows: Sequence[Row]) -> list[Choice]:
     return found
 
 
-def _choice(rows: Sequence[Row], allowed: Allowed) -> Choice:
+def _choice(rows: Sequence[PredictionCheck], allowed: Allowed) -> PlannerChoice:
     exacts, lossies = ([row.prediction for row in rows if row.prediction.exact is yes] for yes in (True, False))
     first = choose(exacts, lossies)
     chosen = next(row for row in rows if row.prediction is first)
     fastest = min(rows, key=lambda row: row.measured_s)
     times = chosen.measured_s / fastest.measured_s
-    return Choice(chosen.model, chosen.rate, allowed, chosen.strategy, fastest.strategy, times)
+    return PlannerChoice(chosen.model, chosen.rate, allowed, chosen.strategy, fastest.strategy, times)
 
 
-def off_by(rows: Sequence[Row]) -> tuple[float, float]:
+def error_summary(rows: Sequence[PredictionCheck]) -> tuple[float, float]:
     """The median and the worst of the errors, too fast or too slow."""
     errors = [abs(row.error) for row in rows]
     return statistics.median(errors), max(errors)
 
 
-def num_right(choices: Sequence[Choice], allowed: Allowed) -> tuple[int, int]:
+def num_right(choices: Sequence[PlannerChoice], allowed: Allowed) -> tuple[int, int]:
     """How many of the choices among these are right, and of how many."""
     alike = [choice for choice in choices if choice.allowed == allowed]
     return sum(choice.right for choice in alike), len(alike)

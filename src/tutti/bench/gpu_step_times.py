@@ -1,4 +1,4 @@
-"""How fast one GPU trains the large models: `python -m tutti.bench.images` prints it as JSON.
+"""How fast one GPU trains the large models: `python -m tutti.bench.gpu_step_times` prints it as JSON.
 
 Forward, backward and a step of SGD on random images in float32, without TF32, which GPUs of before 2020 do not have.
 """

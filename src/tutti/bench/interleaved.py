@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from tutti.collectives import gather_json, recursive_doubling, run
+from tutti.collectives import all_gather_json, recursive_doubling, run
 from tutti.transports import Transport
 
-Ways = dict[str, Callable[[], Any]]
+Candidates = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
-class Rounds:
+class InterleavedTimer:
     """How often to do what."""
 
     rounds: int
@@ -25,13 +25,13 @@ class Rounds:
     total_s: float
     """All of it takes no longer than about this, as far as the fewest rounds allow."""
     fewest: int = 3
-    before: Ways = field(default_factory=dict)
+    before: Candidates = field(default_factory=dict)
     """What is done before a way is timed, by name: what it leaves under way is then there at the start too."""
-    after: Ways = field(default_factory=dict)
+    after: Candidates = field(default_factory=dict)
     """And after it: what is still under way would be in the way of the next."""
 
     def medians(
-        self, ways: Ways, transport: Transport, say: Callable[[str], object] = lambda text: None
+        self, ways: Candidates, transport: Transport, say: Callable[[str], object] = lambda text: None
     ) -> dict[str, float]:
         """Median over rounds of the slowest rank's seconds, of every way; the same on all ranks."""
         first = self._times(ways, transport, dict.fromkeys(ways, 1))
@@ -47,7 +47,7 @@ class Rounds:
             samples.append(_by_way(self._times(turned, transport, repeats), turned, transport))
         return {name: statistics.median(max(sample[name]) for sample in samples) for name in ways}
 
-    def _times(self, ways: Ways, transport: Transport, repeats: dict[str, int]) -> list[float]:
+    def _times(self, ways: Candidates, transport: Transport, repeats: dict[str, int]) -> list[float]:
         times = []
         for name, way in ways.items():
             self.before.get(name, _nothing)()
@@ -64,7 +64,7 @@ def _nothing() -> None:
     return None
 
 
-def _by_way(times: list[float], ways: Ways, transport: Transport) -> dict[str, list[float]]:
+def _by_way(times: list[float], ways: Candidates, transport: Transport) -> dict[str, list[float]]:
     """Every rank's seconds, the same on all ranks."""
-    everyones = gather_json(times, transport)
+    everyones = all_gather_json(times, transport)
     return {name: [mine[number] for mine in everyones] for number, name in enumerate(ways)}

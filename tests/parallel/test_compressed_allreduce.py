@@ -16,7 +16,7 @@ from tutti.codecs import Cast, Chain, Codec, ErrorFeedback, LowRank, OneBit, Qua
 from tutti.errors import ConfigError
 from tutti.job import Job, distribute
 from tutti.simulation.compute_clock import ComputeClock, Workload
-from tutti.simulation.dry_replica import Rehearsal
+from tutti.simulation.dry_replica import DryRunReplica
 from tutti.strategies import AllReduce, parse
 from tutti.world import World
 
@@ -32,7 +32,7 @@ CODECS: dict[str, Codec] = {
     "lowrank": LowRank(2),
     "chain": Chain(TopK(0.05), Quantize(8)),
 }
-"""One of every kind; `TwoPhaseSum`, `GatheredSum` and `SumInRounds` all have several."""
+"""One of every kind; `TwoPhaseSum`, `GatheredSum` and `LinearSum` all have several."""
 
 every_codec = pytest.mark.parametrize("codec", CODECS)
 
@@ -171,9 +171,9 @@ def test_small_gradients_are_exact() -> None:
         model, optimizer, _ = start(world, codec)
         return go(world, model, optimizer, range(1))[0]
 
-    coded = run_ok(train, ErrorFeedback(OneBit()), size=2, transport="process_group")[0]
+    compressed = run_ok(train, ErrorFeedback(OneBit()), size=2, transport="process_group")[0]
     exact = run_ok(train, None, size=2, transport="process_group")[0]
-    for one, other in zip(coded, exact, strict=True):
+    for one, other in zip(compressed, exact, strict=True):
         assert torch.equal(one, other) == (one.numel() < 100)
 
 
@@ -422,7 +422,7 @@ def test_by_sizes_alone_it_sends_about_as_much(codec: str, hosts: int | None) ->
             model = net_without_values()
             workload = Workload.of(model, (torch.empty(8, 40),), {})
         transport = tutti.init().transport.channel("job")
-        replica = Rehearsal(model, torch.optim.SGD(model.parameters(), lr=0.1), ComputeClock(transport, workload))
+        replica = DryRunReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), ComputeClock(transport, workload))
         exchange = strategy.attach(replica, transport)
         before = exchange.transport.bytes_sent
         for _ in range(8):

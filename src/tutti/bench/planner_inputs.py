@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.bench.step import Case, make_case, solo
+from tutti.bench.step import BenchmarkModel, make_benchmark_model, solo
 from tutti.cluster import Cluster, Link
-from tutti.collectives import gather_json, recursive_doubling, ring, run
+from tutti.collectives import all_gather_json, recursive_doubling, ring, run
 from tutti.plan import Overhead, Profile, price
 from tutti.plan.loads import loads_of, slowed
 from tutti.plan.profile import profile as profile_model
 from tutti.simulation.runs.calibrate import measure_network
 from tutti.strategies import AllReduce, parse
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 REFERENCE_CODEC = "topk:0.0001"
 """It says next to nothing, so that what its steps take is not the link."""
@@ -32,16 +32,16 @@ _BURSTS, _BURST_S = 5, 0.1
 _CROWDS, _CROWDED_S, _CROWDED_STEPS = 3, 0.5, 10
 
 
-def references(model: str, workers: int) -> tuple[str, str]:
+def reference_jobs(model: str, workers: int) -> tuple[str, str]:
     """Jobs that send next to nothing, in one bucket and in several: what they take beyond formulas is overhead."""
-    num_bytes = sum(p.nbytes for p in make_case(model, workers).model.parameters())
+    num_bytes = sum(p.nbytes for p in make_benchmark_model(model, workers).model.parameters())
     sizes = (WHOLE_BYTES, max(1, num_bytes // NUM_PARTS))
     one, several = (f"native:bucket_bytes={size}+{REFERENCE_CODEC}" for size in sizes)
     return one, several
 
 
 @dataclass(frozen=True)
-class Measured:
+class PlannerInputs:
     """On one rank, with all others at the same."""
 
     link: tuple[float, float]
@@ -55,21 +55,23 @@ class Measured:
     profile: Profile
 
 
-def measure_place(model: str, transport: Transport) -> Measured:
+def measure_planner_inputs(model: str, transport: Transport) -> PlannerInputs:
     """The link, the codecs and a step of a model, on this rank and its peers, one on each host. Collective."""
-    case = make_case(model, transport.size)
+    case = make_benchmark_model(model, transport.size)
     link, alone = _busy_link(transport)
     coding = max(1.0, transport.size / len(os.sched_getaffinity(0)))  # All hosts of a lab are on this machine.
     crowding = statistics.median(_crowding(case, link, transport) for _ in range(_CROWDS))
-    return Measured((link.bits_per_s, link.latency_s), coding, crowding, alone, _profile(case, transport))
+    return PlannerInputs((link.bits_per_s, link.latency_s), coding, crowding, alone, _profile(case, transport))
 
 
-def basis(found: Measured, workers: int, seconds: Mapping[str, float], jobs: tuple[str, str]) -> tuple[Profile, Link]:
+def profile_with_overhead(
+    found: PlannerInputs, workers: int, seconds: Mapping[str, float], jobs: tuple[str, str]
+) -> tuple[Profile, Link]:
     """What to predict from: a profile with its overhead, and the link.
 
     Args:
         seconds: of a step without exchange ("solo"), and of both reference jobs, in turns with whatever else was timed.
-        jobs: the names of those, as `references` gave them.
+        jobs: the names of those, as `reference_jobs` gave them.
 
     A profile says which part of a step is whose; how long a step takes while all ranks compute, "solo" says.
     """
@@ -131,7 +133,7 @@ def _burst_s(call: Callable[[], Any], transport: Transport) -> float:
     return _slowest(statistics.median(bursts), transport)
 
 
-def _crowding(case: Case, link: Link, transport: Transport) -> float:
+def _crowding(case: BenchmarkModel, link: Link, transport: Transport) -> float:
     """Rings behind steps that exchange nothing: what both take together beyond the longer of them, of the shorter."""
     step = solo(case)
     step()
@@ -148,10 +150,10 @@ def _crowding(case: Case, link: Link, transport: Transport) -> float:
     work.wait()
     both_s, parts = transport.now() - start_s, (num_rings * ring_s, num_steps * step_s)
     lost = (both_s - max(parts)) / min(parts)
-    return statistics.fmean(gather_json(min(1.0, max(0.0, lost)), transport))
+    return statistics.fmean(all_gather_json(min(1.0, max(0.0, lost)), transport))
 
 
-def _rings(tensor: Tensor, number: int, transport: Transport) -> Steps:
+def _rings(tensor: Tensor, number: int, transport: Transport) -> Operation:
     for _ in range(number):
         yield from ring.steps(tensor, transport)
 
@@ -165,7 +167,7 @@ def _mean_s(call: Callable[[], Any]) -> float:
     return spent_s / calls
 
 
-def _profile(case: Case, transport: Transport) -> Profile:
+def _profile(case: BenchmarkModel, transport: Transport) -> Profile:
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.001)
     _together(transport)
     return profile_model(case.model, case.batch, loss=case.loss, optimizer=optimizer)
@@ -177,4 +179,4 @@ def _together(transport: Transport) -> None:
 
 
 def _slowest(seconds: float, transport: Transport) -> float:
-    return max(gather_json(seconds, transport))
+    return max(all_gather_json(seconds, transport))
