@@ -13,7 +13,7 @@ from reproductions.error_feedback.report import bare, write_report
 from tutti.bench.compression import DEFAULTS
 from tutti.errors import NonFiniteLoss
 from tutti.launch import init, launch
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.recipes import recipe
 from tutti.recipes.training import TrainingConfig, train
 
@@ -102,7 +102,7 @@ def _run(tasks: list[dict[str, Any]], workers: int, context: ReproductionContext
 
 def train_each(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train every task on this rank and its peers; accuracy is None where the loss became infinite."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     outcomes: list[dict[str, Any]] = []
     for number, task in enumerate(tasks):
         if world.rank == 0:

@@ -224,7 +224,7 @@ class Job:
                 self._exchange.finish()
                 if self._arrangement is not None:
                     self._arrangement.close()
-                self.world.expendable(False)
+                self.world.tolerate_loss(False)
             finally:
                 self._let_go()
 
@@ -342,7 +342,7 @@ def _started(
     for module in model.modules():
         if isinstance(module, Branches):
             module.distributed = True
-    world.expendable(exchange.expendable)
+    world.tolerate_loss(exchange.tolerates_loss)
     return job
 
 

@@ -11,7 +11,7 @@ from tutti.bench.step import ddp, make_benchmark_model, solo, stepper, torch_gro
 from tutti.collectives import all_gather_json
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.plan.auto import PlanStatus
 from tutti.strategies import AllReduce, Auto
 
@@ -43,7 +43,7 @@ class AutoReport:
 
 def measure(model: str, rounds: int) -> AutoReport:
     """Train until Auto has settled, and then time its steps and others' in turns, on this rank and its peers."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     case = make_benchmark_model(model, world.size)
     chooses, plain = copy.deepcopy(case.model), copy.deepcopy(case.model)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tutti.bench.interleaved import Candidates, InterleavedTimer
 from tutti.bench.step import BenchmarkModel, make_benchmark_model, stepper, torch_group
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 
 BACKENDS = ("gloo", "tutti")
 SIZES, LAB_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20), (4, 4 * 2**10, 256 * 2**10)
@@ -36,7 +36,7 @@ class BackendBenchmark:
 
 def measure(request: BackendBenchmark) -> list[dict[str, Any]]:
     """Time steps and single operations on both backends, on this rank and its peers; the rows, on every rank."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     rows = []
     with torch_group(world):

@@ -15,7 +15,7 @@ from tutti.bench.step import BenchmarkModel, ddp, make_benchmark_model, solo, st
 from tutti.codecs import CODECS, Chain, ErrorFeedback, Quantize, TopK, print_codec
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.strategies import parse
 from tutti.world import World
 
@@ -69,7 +69,7 @@ class CompressionReport:
 
 def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int) -> dict[str, Any]:
     """Time a step of every way, on this rank and its peers; the fields of `CompressionReport`, on every rank."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     case = make_benchmark_model(model, world.size)
     link.progress(doing="warming up")

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from tutti.bench.interleaved import InterleavedTimer
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline.settings import ScheduleName
 from tutti.parallel.pipeline.step import PipelineStep
@@ -41,7 +41,7 @@ class PipelineBenchmark:
 
 def measure(request: PipelineBenchmark) -> dict[str, Any]:
     """Time all schedules on this rank and its peers; the result on every rank."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = mlp(*[request.width] * (request.depth + 1))

@@ -13,7 +13,7 @@ from tutti.cluster import Cluster, Link
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab, LabSpec
-from tutti.launch.supervisor_pipe import Link as Reporter
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.plan import Overhead, price
 from tutti.plan.cost import formula_of
 from tutti.strategies import parse
@@ -82,7 +82,7 @@ def check(models: list[str], rates: list[str], ways: list[str]) -> None:
 
 def in_lab(request: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
     """What predictions need, and the seconds of every way, measured on this rank and its peers."""
-    reporter = Reporter()
+    reporter = SupervisorPipe()
     reporter.progress(doing="measuring links and a step")
     found = measure_planner_inputs(request.model, init().transport)
     return found, strategies.measure(request)["seconds"]

@@ -18,7 +18,7 @@ from tutti.collectives import all_gather_json
 from tutti.errors import UnknownName
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.recipes import RECIPES, recipe
 from tutti.recipes.models import mlp
 from tutti.transports import HostsTransport
@@ -86,7 +86,7 @@ def make_benchmark_model(name: str, workers: int, batch_size: int | None = None)
 
 def measure(cases: list[str], rounds: int) -> list[dict[str, Any]]:
     """Time every case on this rank and its peers; the rows, on every rank."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     rows = []
     with torch_group(world):

@@ -16,7 +16,7 @@ from tutti.bench.interleaved import Candidates, InterleavedTimer
 from tutti.bench.step import BenchmarkModel, ddp, make_benchmark_model, solo, stepper, torch_group
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.strategies import parse
 from tutti.world import World
 
@@ -44,7 +44,7 @@ def measure(request: StrategyBenchmark) -> dict[str, Any]:
 
     A rank that serves only takes part in the one way there is then, and gives nothing.
     """
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     num_dedicated_servers = parse(request.ways[0]).num_dedicated_servers
     case = make_benchmark_model(request.model, world.size - num_dedicated_servers, request.batch_size)
@@ -73,7 +73,9 @@ def measure(request: StrategyBenchmark) -> dict[str, Any]:
     }
 
 
-def _timed(ways: Candidates, jobs: dict[str, Job], request: StrategyBenchmark, link: Link) -> dict[str, float]:
+def _timed(
+    ways: Candidates, jobs: dict[str, Job], request: StrategyBenchmark, link: SupervisorPipe
+) -> dict[str, float]:
     """Seconds a step, of every way."""
     trains = jobs[request.ways[0]].world
     if request.slowness > 1 and trains.rank == trains.size - 1:

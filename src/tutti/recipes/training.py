@@ -15,7 +15,7 @@ from tutti.data.shard import ShardedLoader, shard
 from tutti.errors import ConfigError
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
 from tutti.strategies import parse
@@ -183,7 +183,7 @@ class _Progress:
         self._total_steps = epochs * steps
         simulated = world.transport.cluster is not None
         self._simulated = simulated
-        self._link = Link()
+        self._link = SupervisorPipe()
         self._every = -(-self._total_steps // _REPORTS)
         self._patience_s = float("inf") if simulated else _REPORT_SECONDS
         self._now = world.transport.now

@@ -86,7 +86,7 @@ class Exchange(ABC):
         return self.transport.rank == 0
 
     @property
-    def expendable(self) -> bool:
+    def tolerates_loss(self) -> bool:
         """Whether the other ranks continue when this one is lost."""
         return False
 

@@ -25,7 +25,7 @@ class PeerExchange(Exchange):
     dropped then.
     """
 
-    expendable = True
+    tolerates_loss = True
 
     def __init__(self, replica: Replica, transport: Transport, name: str, exact_below: int = 0) -> None:
         super().__init__(replica, transport)

@@ -121,7 +121,7 @@ class MessageWorker(Worker):
         return self._me == self._leader
 
     @property
-    def expendable(self) -> bool:
+    def tolerates_loss(self) -> bool:
         return self._server is None  # Else a server is lost with it.
 
     # Coming and going

@@ -33,7 +33,7 @@ _LINE_BYTES = 64
 class HogwildWorker(Exchange):
     """One worker among those of a host."""
 
-    expendable = True
+    tolerates_loss = True
 
     def __init__(self, replica: HookedReplica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
         super().__init__(replica, transport)

@@ -52,7 +52,7 @@ class _Piece:
 class InMemoryWorker(Worker):
     """One worker among those of a host."""
 
-    expendable = True
+    tolerates_loss = True
 
     def __init__(self, replica: Replica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
         super().__init__(replica, transport, strategy)

@@ -16,7 +16,7 @@ from test_launch import runs
 
 import tutti
 from tutti.errors import WorkerFailed
-from tutti.launch.supervisor_pipe import VARIABLE, Inbox, Link
+from tutti.launch.supervisor_pipe import VARIABLE, Inbox, SupervisorPipe
 
 GO_ON = "the others go on without it"
 
@@ -48,7 +48,7 @@ class Witness:
 
 def wait_until_noted(folder: str) -> None:
     while not Path(folder, "noted").exists():
-        Link().progress(waits=True)  # So that the witness looks.
+        SupervisorPipe().progress(waits=True)  # So that the witness looks.
         time.sleep(0.01)
 
 
@@ -74,7 +74,7 @@ REASONS = {
 def loses_all_but_the_first(folder: str) -> str:
     """Every other rank in its own way."""
     rank = int(os.environ["RANK"])
-    Link().expendable()
+    SupervisorPipe().tolerate_loss()
     if rank:
         fail(list(REASONS)[rank - 1])
     else:
@@ -93,7 +93,7 @@ def test_the_others_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 def loses_one_of_a_world(folder: str) -> float:
     """Rank 1 is killed and leaves a child; the others see that end, and reduce on."""
     world = tutti.init()
-    Link().expendable()
+    SupervisorPipe().tolerate_loss()
     left = None if world.rank == 1 else world.transport.channel("left", [0, 2])
     child = Path(folder, "child")
     if left is None:
@@ -121,7 +121,7 @@ def test_the_others_talk_on_and_children_of_the_lost_end(tmp_path: Path, capfd: 
 
 def loses_by_knock_on(folder: str) -> str:
     world = tutti.init()
-    Link().expendable()
+    SupervisorPipe().tolerate_loss()
     world.transport.all_reduce(torch.ones(1)).wait()
     if world.rank == 1:
         fail("kill")
@@ -143,7 +143,7 @@ def test_who_fails_because_of_the_lost_is_lost_too(tmp_path: Path, capfd: pytest
 
 
 def loses_all(folder: str) -> None:
-    Link().expendable()
+    SupervisorPipe().tolerate_loss()
     if os.environ["RANK"] != "2":
         wait_until_noted(folder)
     fail("raise" if os.environ["RANK"] == "2" else "kill")
@@ -161,12 +161,12 @@ def test_all_are_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 def loses_the_only_one(folder: str) -> None:
     if os.environ["RANK"] == "1":
-        Link().expendable()
+        SupervisorPipe().tolerate_loss()
         fail("exit")
     wait_until_noted(folder)
 
 
-def test_the_only_expendable_one_is_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_only_one_that_may_be_lost_is_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The others end well, but whoever did the work is gone."""
     witness = Witness(tmp_path, capfd)
     with pytest.raises(WorkerFailed, match="rank 1 exited with status 7"):
@@ -177,7 +177,7 @@ def test_the_only_expendable_one_is_lost(tmp_path: Path, capfd: pytest.CaptureFi
 def needs_the_other(folder: str) -> None:
     world = tutti.init()
     if world.rank == 1:
-        Link().expendable()
+        SupervisorPipe().tolerate_loss()
     world.transport.all_reduce(torch.ones(1)).wait()
     if world.rank == 1:
         fail("kill")
@@ -201,9 +201,9 @@ def test_who_fails_because_all_are_lost_is_not_to_blame(tmp_path: Path, capfd: p
 def loses_a_needed_one(takes_back: bool) -> None:
     world = tutti.init()
     if world.rank != 1 or takes_back:
-        Link().expendable()
+        SupervisorPipe().tolerate_loss()
     if world.rank == 1 and takes_back:
-        Link().expendable(False)
+        SupervisorPipe().tolerate_loss(False)
     world.transport.all_reduce(torch.ones(1)).wait()
     if world.rank == 1:
         fail("kill")
@@ -228,12 +228,12 @@ def test_a_simulated_rank_does_not_speak_for_its_process(monkeypatch: pytest.Mon
     with os.fdopen(reader, "rb") as source:
         with os.fdopen(writer, "wb"):
             monkeypatch.setenv(VARIABLE, str(writer))
-            tutti.simulate(lambda: Link().expendable(), workers=2)
-            Link().expendable()
-            Link().expendable(False)
+            tutti.simulate(lambda: SupervisorPipe().tolerate_loss(), workers=2)
+            SupervisorPipe().tolerate_loss()
+            SupervisorPipe().tolerate_loss(False)
         data = source.read()
     inbox = Inbox()
     inbox.feed(data[: len(data) // 2])
     inbox.feed(data[len(data) // 2 :])
     assert data.count(b"E") == 2, "only what this process said"
-    assert (inbox.expendable, inbox.was_expendable) == (False, True)
+    assert (inbox.tolerates_loss, inbox.ever_tolerated_loss) == (False, True)
