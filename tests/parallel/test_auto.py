@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import tutti
 from support import run_ok
-from tutti.cluster import Cluster, Compute, Link, format_time
-from tutti.cluster.link import parse_time
+from tutti.cluster import Cluster, Compute, Link, format_time, parse_time
 from tutti.errors import ConfigError
 from tutti.job import Job, Metrics, distribute
 from tutti.plan.auto import exchange as auto

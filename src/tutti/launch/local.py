@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing import spawn
 from typing import IO, Any
 
+from tutti.cluster import Duration, parse_duration
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.launch import command
 from tutti.launch.interpreter import main_of
@@ -34,7 +34,7 @@ def launch(
     function: Callable[..., Any],
     *args: Any,
     workers: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Duration | None = None,
     transport: str | None = None,
     watch: Watcher | None = None,
     lab: Lab | None = None,
@@ -44,7 +44,7 @@ def launch(
     Args:
         function: importable by name, as for `multiprocessing`; it calls `tutti.init()` itself.
         workers: 2 by default; in a lab, as many as it has places for, and no other number.
-        timeout: how long a worker waits for the others before it gives up.
+        timeout: how long a worker waits for the others before it gives up: seconds, "40s" or a timedelta.
         transport: as for `tutti.init`.
         watch: called with a rank and what it reported by `tutti.launch.supervisor_pipe.SupervisorPipe.progress`.
         lab: run them on its hosts, from `tutti.lab(...)`.
@@ -64,7 +64,7 @@ def launch(
         )
     environment = {}
     if timeout is not None:
-        environment["TUTTI_TIMEOUT"] = str(timeout.total_seconds())
+        environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout).total_seconds())
     if transport is not None:
         environment["TUTTI_TRANSPORT"] = transport
     payload = _pickled(function, args)
