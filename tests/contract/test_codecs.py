@@ -620,3 +620,9 @@ def test_state_is_what_checkpoints_hold() -> None:
         _, state = said(codec, gradient((17, 300)))
         assert all(isinstance(key, str) for key in state)
         assert all(isinstance(value, int | Tensor | np.ndarray) for value in state.values())
+
+
+def test_every_codec_states_its_speed() -> None:
+    for codec in BARE.values():
+        assert 0 < codec.speed.encode_bytes_per_s < codec.speed.decode_bytes_per_s
+        assert ErrorFeedback(codec).speed == codec.speed

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import CPU, Codec, LinearCodec, Packet, State, SumRounds, TensorLayout
+from tutti.codecs.base import CPU, Codec, CodecSpeed, LinearCodec, Packet, State, SumRounds, TensorLayout
 from tutti.codecs.scale_groups import ScaleGroups
 from tutti.errors import ConfigError
 
@@ -24,6 +24,10 @@ class ErrorFeedback(Codec):
     @property
     def linear(self) -> bool:  # type: ignore[override]
         return self.inner.linear
+
+    @property
+    def speed(self) -> CodecSpeed:  # type: ignore[override]
+        return self.inner.speed
 
     @property
     def sparse(self) -> bool:  # type: ignore[override]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import kernels
-from tutti.codecs.base import CPU, Codec, Packet, State, SumRounds, TensorLayout, flat_float32
+from tutti.codecs.base import CPU, Codec, CodecSpeed, Packet, State, SumRounds, TensorLayout, flat_float32
 from tutti.codecs.kernels.reference import edges
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.scale_groups import ScaleGroups
@@ -30,6 +30,7 @@ class RandomK(Codec):
 
     density: float = 0.5
     name = "randomk"
+    speed = CodecSpeed(0.8e9, 2.5e9)
     linear = True
 
     def __post_init__(self) -> None:

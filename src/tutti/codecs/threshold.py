@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import kernels
-from tutti.codecs.base import Codec, Packet, State, copy_back, flat_float32, flat_view
+from tutti.codecs.base import Codec, CodecSpeed, Packet, State, copy_back, flat_float32, flat_view
 from tutti.codecs.indices import check_room, decode_symbols, encode_symbols, from_gaps, gaps, index_bytes, order_for
 from tutti.codecs.packet import HEADER, Header, floats, new_packet, read
 from tutti.codecs.scale_groups import ScaleGroups
@@ -34,6 +34,7 @@ class Threshold(Codec):
     tau: float | None = None
     density: float = 0.01
     name = "threshold"
+    speed = CodecSpeed(3.6e9, 11e9)
     sparse = True
 
     def __post_init__(self) -> None:

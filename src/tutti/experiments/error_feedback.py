@@ -10,14 +10,12 @@ from typing import Any
 
 from tutti.bench.worth import DEFAULTS
 from tutti.errors import NonFiniteLoss
-from tutti.experiments.feedback_report import bare, write_report
+from tutti.experiments.feedback_report import EXACT, bare, write_report
 from tutti.experiments.setting import Setting, machine
 from tutti.launch import init, launch
 from tutti.launch.supervisor_pipe import Link
 from tutti.recipes import recipe
 from tutti.recipes.training import Task, train
-
-EXACT = "native"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +69,11 @@ def reproduce(setting: Setting) -> str:
 
 
 def _with(codecs: tuple[str, ...]) -> list[str]:
-    return [f"{EXACT}+{codec}" for codec in codecs]
+    return list(codecs)
 
 
 def _both(codecs: tuple[str, ...]) -> list[str]:
-    return [f"{EXACT}+{text}" for codec in codecs for text in (codec, bare(codec))]
+    return [text for codec in codecs for text in (codec, bare(codec))]
 
 
 def _run(tasks: list[dict[str, Any]], workers: int, setting: Setting) -> list[dict[str, Any]]:
