@@ -437,7 +437,7 @@ def test_kernels_agree(
     tensor.view(-1)[: len(some)] = torch.tensor(some[: tensor.numel()])
     residual = gradient(shape, seed + 1, scale).view(-1) if feedback else None
     packet, out, rest = outcome(codec, tensor, residual)
-    with mock.patch.object(kernels, "of", return_value=reference):
+    with mock.patch.object(kernels, "for_device", return_value=reference):
         wanted_packet, wanted, wanted_rest = outcome(codec, tensor, residual)
     assert packet.numel() == wanted_packet.numel()
     # Where a value lies between two levels, a fused product and sum may round it to the other.
@@ -456,7 +456,7 @@ def test_kernels_agree_on_bad_values(codec: Codec) -> None:
     for bad, residual in product(BAD, [None, gradient((3 * 512,), 1)]):
         tensor[1, 3] = bad
         packet, out, rest = outcome(codec, tensor, residual)
-        with mock.patch.object(kernels, "of", return_value=reference):
+        with mock.patch.object(kernels, "for_device", return_value=reference):
             wanted_packet, wanted, wanted_rest = outcome(codec, tensor, residual)
         assert packet.numel() == wanted_packet.numel()
         assert torch.equal(out.isfinite(), wanted.isfinite())

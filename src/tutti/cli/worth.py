@@ -14,6 +14,7 @@ from tutti.bench.step import CASES
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, described, lab_if_any
 from tutti.cluster import format_size
+from tutti.codecs import parse_codec
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import launch
 from tutti.plan.reason import has_codec
@@ -48,7 +49,7 @@ def worth(
     if not names:
         raise ConfigError("--codecs needs one or more, such as onebit,lowrank.")
     for name in names:
-        parse(name)
+        parse_codec(name)
     console = Console()
     with lab_if_any(lab) as hosts:
         where = described(workers or 2, hosts)
