@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from command import Call, assert_refused
-from tutti.bench.worth import GAIN, Worth
+from tutti.bench.compression import GAIN, CompressionReport
 from tutti.codecs import CODECS
 from tutti.launch.lab.lab import missing
 
@@ -99,7 +99,7 @@ def test_bench_worth(call: Call, tmp_path: Path) -> None:
 def test_the_verdict_may_be_none(onebit_s: float, fp16_s: float, says: str) -> None:
     seconds = {"solo": 0.1, "ddp": 1.1, "native": 0.9, "ring": 1.0, "fp16": fp16_s, "onebit": onebit_s}
     sent = {"native": 4000.0, "ring": 4000.0, "fp16": 2000.0, "onebit": 130.0}
-    assert says in Worth("digits", 1000, 2, seconds, sent, "ring").verdict()
+    assert says in CompressionReport("digits", 1000, 2, seconds, sent, "ring").verdict()
 
 
 def test_reproduce_error_feedback_quickly(call: Call, tmp_path: Path) -> None:

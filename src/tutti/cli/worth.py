@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench import worth as worth_bench
+from tutti.bench import compression as compression_bench
 from tutti.bench.step import CASES
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, described, lab_if_any
@@ -31,7 +31,7 @@ def worth(
     ] = None,
     strategy: Annotated[str, typer.Option(help="Exact strategy that the codecs are compared with.")] = "ring",
     codecs: Annotated[str, typer.Option(help="Codecs to time, with commas between; chains have a plus.")] = ",".join(
-        worth_bench.DEFAULTS
+        compression_bench.DEFAULTS
     ),
     peers: Annotated[bool, typer.Option(help="Also time DDP with its fp16 and PowerSGD hooks.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; the median counts.")] = 9,
@@ -60,8 +60,8 @@ def worth(
                 if rank == 0 and "doing" in values:
                     status.update(f"{model}, {where}: {values['doing']}")
 
-            found = launch(worth_bench.measure, model, strategy, names, peers, rounds, watch=show, **chosen)[0]
-    result = worth_bench.Worth(**found)
+            found = launch(compression_bench.measure, model, strategy, names, peers, rounds, watch=show, **chosen)[0]
+    result = compression_bench.CompressionReport(**found)
     console.print(_table(result, where))
     console.print(result.verdict())
     write_json(json_file, {"lab": lab, **found, "verdict": result.verdict()})
@@ -70,7 +70,7 @@ def worth(
 _LABELS = {"solo": "no exchange", "ddp": "DDP", "ddp fp16": "DDP, fp16 hook", "ddp powersgd": "DDP, PowerSGD hook"}
 
 
-def _table(result: worth_bench.Worth, where: str) -> Table:
+def _table(result: compression_bench.CompressionReport, where: str) -> Table:
     title = f"{result.model}, {result.num_parameters:,} parameters, {where}: median ms a step"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("", "ms", "× DDP", f"× {result.exact}", "sent by a rank"):

@@ -1,6 +1,6 @@
 """Ways to say a tensor in fewer bytes, and to sum what was said."""
 
-from tutti.codecs.base import CONSERVATIVE_SPEED, Codec, CodecSpeed, LinearCodec, Packet, State
+from tutti.codecs.base import Codec, CodecSpeed, LinearCodec, Packet, State
 from tutti.codecs.cast import Cast
 from tutti.codecs.chain import Chain
 from tutti.codecs.feedback import ErrorFeedback
@@ -15,7 +15,6 @@ from tutti.codecs.topk import TopK
 
 __all__ = [
     "CODECS",
-    "CONSERVATIVE_SPEED",
     "Cast",
     "Chain",
     "Codec",

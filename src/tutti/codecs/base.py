@@ -2,8 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,22 +19,13 @@ State = dict[str, Any]
 """What a codec remembers from one call to the next, by name. The call that takes it uses it up and hands one back."""
 
 
-@dataclass(frozen=True)
-class CodecSpeed:
-    """How fast a codec works on one CPU core, in bytes of float32 input or output per second.
-
-    `tutti bench codecs` measures both numbers; those of Tutti's codecs are in docs/benchmarks.md. The planner uses them
-    to predict the time of a step.
-    """
+class CodecSpeed(NamedTuple):
+    """How fast a codec works on one CPU core, as `tutti bench codecs` measures it (docs/benchmarks.md)."""
 
     encode_bytes_per_s: float
-    """Bytes of the tensor that are encoded per second, error feedback included."""
+    """Bytes of float32 input that are encoded per second, error feedback included."""
     decode_bytes_per_s: float
-    """Bytes of the tensor that are filled per second when a packet is decoded."""
-
-
-CONSERVATIVE_SPEED = CodecSpeed(0.8e9, 2.5e9)
-"""The speed of a codec that states none: the lowest among Tutti's own, so that the planner does not overrate it."""
+    """Bytes of float32 output that are filled per second when a packet is decoded."""
 
 
 class Codec(ABC):
@@ -45,10 +35,12 @@ class Codec(ABC):
     """At the command line."""
     linear: ClassVar[bool] = False
     """Whether what several ranks send may be summed before it is decoded; then it has `rounds` (`LinearCodec`)."""
-    speed: ClassVar[CodecSpeed] = CONSERVATIVE_SPEED
-    """Measured encoding and decoding speed with error feedback, for the planner."""
     sparse: ClassVar[bool] = False
     """Whether it sends some values and says nothing of the others, in as many bytes as that takes."""
+
+    speed: ClassVar[CodecSpeed] = CodecSpeed(1e9, 5e9)
+    """With error feedback, as `tutti bench codecs` measures it (docs/benchmarks.md). The planner predicts encoding and
+    decoding times from it. The default is a cautious guess for a codec that has not been measured."""
 
     @property
     def needs_feedback(self) -> bool:

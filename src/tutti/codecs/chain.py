@@ -24,8 +24,8 @@ class Chain(Codec):
     first: TopK
     second: Codec
     name = "chain"
-    speed = CodecSpeed(2.7e9, 12e9)
     sparse = True
+    speed = CodecSpeed(2.7e9, 12e9)
 
     def __post_init__(self) -> None:
         dense = isinstance(self.second, Codec) and not (self.second.sparse or self.second.linear)

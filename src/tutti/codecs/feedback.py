@@ -26,12 +26,12 @@ class ErrorFeedback(Codec):
         return self.inner.linear
 
     @property
-    def speed(self) -> CodecSpeed:  # type: ignore[override]
-        return self.inner.speed
-
-    @property
     def sparse(self) -> bool:  # type: ignore[override]
         return self.inner.sparse
+
+    @property
+    def speed(self) -> CodecSpeed:  # type: ignore[override]
+        return self.inner.speed  # Speeds are measured with error feedback.
 
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
         return {

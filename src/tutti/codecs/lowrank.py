@@ -56,8 +56,8 @@ class LowRank(Codec):
 
     rank: int = 2
     name = "lowrank"
-    speed = CodecSpeed(1.4e9, 6.5e9)  # For a matrix of 1024 × 1024; lower for larger ones.
     linear = True
+    speed = CodecSpeed(1.4e9, 6.5e9)  # Of a matrix of 1024 by 1024; larger ones are slower.
 
     def __post_init__(self) -> None:
         if not (isinstance(self.rank, int) and self.rank >= 1):

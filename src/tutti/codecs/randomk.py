@@ -30,8 +30,8 @@ class RandomK(Codec):
 
     density: float = 0.5
     name = "randomk"
-    speed = CodecSpeed(0.8e9, 2.5e9)
     linear = True
+    speed = CodecSpeed(0.8e9, 2.5e9)
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:

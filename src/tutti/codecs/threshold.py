@@ -34,8 +34,8 @@ class Threshold(Codec):
     tau: float | None = None
     density: float = 0.01
     name = "threshold"
-    speed = CodecSpeed(3.6e9, 11e9)
     sparse = True
+    speed = CodecSpeed(3.6e9, 11e9)
 
     def __post_init__(self) -> None:
         mistakes = []

@@ -32,8 +32,8 @@ class TopK(Codec):
     warmup_steps: int = 0
     momentum: float = 0.0
     name = "topk"
-    speed = CodecSpeed(3.2e9, 14e9)
     sparse = True
+    speed = CodecSpeed(3.2e9, 14e9)
 
     def __post_init__(self) -> None:
         mistakes = []
