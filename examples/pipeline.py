@@ -15,7 +15,7 @@ def train(epochs: int = 2) -> float:
     for _ in range(4):
         layers += [torch.nn.Linear(256, 256), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(256, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(digits().data(None).train, batch_size=64, shuffle=True, drop_last=True)
     example, _ = next(iter(loader))
     mesh = tutti.Mesh(pipe=2, pipeline=tutti.Pipeline(schedule="1f1b", microbatches=4))
