@@ -4,16 +4,16 @@ import difflib
 from pathlib import Path
 
 import pytest
+from test_docs import run_python
 
 from command import Call
-from test_docs import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.rglob("*.py"))
 
 PRINTED = {
     "one_host.py": "4 workers:",
-    "slow_network.py": "bmuf:every=16+onebit",
+    "slow_network.py": "bmuf:every=8+onebit",
     "stragglers.py": "ps:async",
     "pipeline.py": "two stages: last loss",
     "simulate_then_run.py": "equal to the last bit: True",
