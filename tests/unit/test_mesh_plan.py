@@ -59,7 +59,7 @@ def priced(parts: Parts, mesh: Mesh, cluster: Cluster, samples: int = 256) -> Me
 def test_a_simulation_of_every_mesh_takes_as_long() -> None:
     case = bench.compare("digits", "100mbit", 4, bench.try_out("digits", [4]), lambda _: None)
     assert len(case.rows) == 6
-    middle, worst = bench.off_by(case.rows)
+    middle, worst = bench.error_summary(case.rows)
     assert middle < 0.10, case.as_dict()
     assert worst < 0.25, case.as_dict()
     assert case.times < 1.1

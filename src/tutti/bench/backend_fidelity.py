@@ -27,7 +27,7 @@ _WARM_UP = 3
 
 
 @dataclass(frozen=True)
-class Fidelity:
+class FSDPFidelity:
     """One model under FSDP2."""
 
     model: str
@@ -47,7 +47,7 @@ class Fidelity:
         return {**vars(self), "error": self.error}
 
 
-def compare(model: str, hosts: Lab, steps: int) -> Fidelity:
+def compare(model: str, hosts: Lab, steps: int) -> FSDPFidelity:
     """Train under FSDP2 in a lab, on Gloo and on Tutti, and in virtual time.
 
     What a step of DDP takes in the lab beyond the same in virtual time is charged to every step: threads that wake each
@@ -61,7 +61,7 @@ def compare(model: str, hosts: Lab, steps: int) -> Fidelity:
     charged = replace(compute, step_s=found["step_s"] + max(0.0, unexplained_s))
     step_s, digest = _simulated(model, "FSDP2", steps, workers, replace(cluster, compute=charged))
     same_bits = {backend: found["digests"][backend] == digest for backend in BACKENDS}
-    return Fidelity(model, workers, found["seconds"], step_s, same_bits)
+    return FSDPFidelity(model, workers, found["seconds"], step_s, same_bits)
 
 
 def _simulated(model: str, way: str, steps: int, workers: int, cluster: Cluster) -> tuple[float, str]:

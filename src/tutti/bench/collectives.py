@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tutti.bench.rounds import Rounds, Ways
+from tutti.bench.interleaved import Candidates, InterleavedTimer
 from tutti.bench.under_mpi import communicator
 from tutti.cluster import Link
 from tutti.collectives import (
@@ -19,7 +19,7 @@ from tutti.collectives import (
     run,
 )
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link as Reporter
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.transports import AllReduces, HostsTransport, SharesMemory, Transport
 
 _ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0
@@ -27,7 +27,7 @@ _ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0
 
 def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     """Time every algorithm at every size, on this rank and its peers; the same result on every rank."""
-    transport, reporter = init().transport, Reporter()
+    transport, reporter = init().transport, SupervisorPipe()
     choice = measure_collectives(transport)
     link = choice.link or measure_links(transport).link
     links = _links(transport, link)
@@ -35,7 +35,7 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     for number, num_bytes in enumerate(sizes):
         reporter.progress(done=number, total=len(sizes))
         ways = _ways(torch.zeros(num_bytes // 4), transport, choice)
-        seconds = Rounds(rounds, _ROUND_S, _MOST_REPEATS, _SIZE_S).medians(ways, transport)
+        seconds = InterleavedTimer(rounds, _ROUND_S, _MOST_REPEATS, _SIZE_S).medians(ways, transport)
         best = choice.best(num_bytes).name
         rows.append(
             {
@@ -53,9 +53,9 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     }
 
 
-def _ways(tensor: torch.Tensor, transport: Transport, choice: CollectiveChoice) -> Ways:
+def _ways(tensor: torch.Tensor, transport: Transport, choice: CollectiveChoice) -> Candidates:
     collectives = {**ALGORITHMS, "cheapest": choice.best(tensor.nbytes)}
-    ways: Ways = {name: partial(_take, each, tensor, transport) for name, each in collectives.items()}
+    ways: Candidates = {name: partial(_take, each, tensor, transport) for name, each in collectives.items()}
     if isinstance(transport, SharesMemory) and isinstance(transport.inner, AllReduces):
         gloo = transport.inner
         ways["gloo"] = lambda: gloo.all_reduce(tensor).wait()
