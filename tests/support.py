@@ -14,7 +14,7 @@ import tutti.transports.shared_memory.transport  # Compiled here, not inside a t
 from tutti.cluster import Cluster, Link
 from tutti.launch.rendezvous import connect
 from tutti.simulation.runs.simulate import simulate
-from tutti.transports import AloneTransport, Peer, Roster
+from tutti.transports import Membership, Peer, SingleRankTransport
 from tutti.world import World
 
 TRANSPORTS = ("process_group", "shared_memory")
@@ -41,7 +41,7 @@ def run_threads(
 
     def work(rank: int) -> None:
         try:
-            with _world(Roster(rank, peers, store, timeout), transport) as world:
+            with _world(Membership(rank, peers, store, timeout), transport) as world:
                 results[rank] = function(world, *args)
         except SystemExit:
             return  # It was a server.
@@ -84,14 +84,14 @@ def run_ok(function: Callable[..., Any], *args: Any, size: int, transport: str) 
 
 
 class _world:
-    def __init__(self, roster: Roster, transport: str) -> None:
-        self._roster, self._transport = roster, transport
+    def __init__(self, membership: Membership, transport: str) -> None:
+        self._membership, self._transport = membership, transport
 
     def __enter__(self) -> World:
-        roster = self._roster
+        membership = self._membership
         kind = "auto" if self._transport == "hosts" else self._transport
-        link = AloneTransport(roster.timeout) if roster.size == 1 else connect(roster, kind=kind)
-        self.world = World(roster.rank, roster.size, roster.rank, "host", link, leave=roster.leave)
+        link = SingleRankTransport(membership.timeout) if membership.size == 1 else connect(membership, kind=kind)
+        self.world = World(membership.rank, membership.size, membership.rank, "host", link, leave=membership.leave)
         return self.world
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from command import Call, assert_refused
-from tutti.bench.auto import Beside
+from tutti.bench.auto import AutoReport
 
 
 def test_a_table(call: Call, tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_table(call: Call, tmp_path: Path) -> None:
 
 
 def test_the_ratio() -> None:
-    assert Beside("model", 2, {"DDP": 3.0, "auto": 2.0}, "native", 5, 0.1).times_ddp == pytest.approx(1.5)
+    assert AutoReport("model", 2, {"DDP": 3.0, "auto": 2.0}, "native", 5, 0.1).times_ddp == pytest.approx(1.5)
 
 
 REFUSED = {

@@ -7,7 +7,7 @@ import pytest
 
 from command import Call, assert_refused
 from tutti.bench.backend import OPERATIONS, WAYS
-from tutti.bench.backend_fidelity import Fidelity
+from tutti.bench.backend_fidelity import FSDPFidelity
 from tutti.launch.lab.lab import missing
 
 
@@ -25,7 +25,7 @@ def test_a_table(call: Call, tmp_path: Path) -> None:
 
 
 def test_how_far_off() -> None:
-    found = Fidelity("char-gpt", 8, {"gloo": 2.0, "tutti": 1.0}, 0.9, {"gloo": True, "tutti": True})
+    found = FSDPFidelity("char-gpt", 8, {"gloo": 2.0, "tutti": 1.0}, 0.9, {"gloo": True, "tutti": True})
     assert found.error == pytest.approx(-0.1)
     assert found.as_dict()["error"] == found.error
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from command import Call, assert_refused
-from tutti.bench.overlap import Worth
+from tutti.bench.overlap import OverlapReport
 from tutti.launch.lab.lab import missing
 
 
@@ -24,8 +24,8 @@ def test_a_table(call: Call, tmp_path: Path) -> None:
 
 
 def test_the_share() -> None:
-    assert Worth("model", 1.0, 2.0, 3.0, could_s=1.25).share == pytest.approx(0.8)
-    assert Worth("model", 1.0, 2.0, 2.0, could_s=0.0).share == 1.0
+    assert OverlapReport("model", 1.0, 2.0, 3.0, could_s=1.25).share == pytest.approx(0.8)
+    assert OverlapReport("model", 1.0, 2.0, 2.0, could_s=0.0).share == 1.0
 
 
 REFUSED = {

@@ -14,7 +14,7 @@ import pytest
 
 from command import Call, stop_in_the_middle
 from tutti.cluster import PRESETS, Cluster
-from tutti.recipes.training import Outcome, Task, train
+from tutti.recipes.training import TrainingConfig, TrainingResult, train
 from tutti.simulation.runs.simulate import simulate
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -113,9 +113,9 @@ def test_without_matplotlib(call: Call, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_many_workers_match_one() -> None:
     """As many as a batch has samples; the last batch of an epoch is no multiple of them."""
-    task = Task(recipe="digits", strategy="tree", epochs=1, double=True)
+    task = TrainingConfig(recipe="digits", strategy="tree", epochs=1, double=True)
     alone, many = (simulate(train, task, workers=workers).results[0] for workers in (1, 64))
-    assert isinstance(many, Outcome)
+    assert isinstance(many, TrainingResult)
     assert many.steps == alone.steps
     assert (many.parameters - alone.parameters).abs().max() <= 1e-10 * alone.parameters.abs().max()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tutti
-from tutti.collectives import ALGORITHMS, all_gather, broadcast, mean, own_part, reduce_scatter
+from tutti.collectives import ALGORITHMS, all_gather, broadcast, local_part, mean, reduce_scatter
 from tutti.errors import ReplicaMismatch
 from tutti.transports import Transport
 
@@ -55,7 +55,7 @@ def parts(link: Transport, draw: random.Random) -> None:
     scattered, handed = values(numel, dtype, link.rank), values(9, dtype, link.rank)
     gathered = torch.zeros(numel, dtype=dtype)
     reduce_scatter(scattered, link)
-    own_part(gathered, link).copy_(own_part(scattered, link))
+    local_part(gathered, link).copy_(local_part(scattered, link))
     all_gather(gathered, link)
     broadcast(handed, link)
     assert torch.equal(gathered, total(numel, dtype, link.size))

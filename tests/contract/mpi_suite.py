@@ -17,10 +17,10 @@ from torch import Tensor
 import tutti
 from tutti.codecs import ErrorFeedback, LowRank, OneBit, TopK
 from tutti.collectives import recursive_doubling, run
-from tutti.collectives.compressed import PAUSE, Party, way_of
+from tutti.collectives.compressed import STAGE_BOUNDARY, ReductionContext, compressed_sum_for
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
-from tutti.transports import ANY, AllReduces, Roster, Transport
-from tutti.transports.base import Steps, Work
+from tutti.transports import ANY, AllReduces, Membership, Transport
+from tutti.transports.base import Operation, Work
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -206,7 +206,7 @@ def channels_between_some_ranks(link: Transport) -> None:
 def steps_are_taken_beside(link: Transport) -> None:
     totals = [torch.zeros(1) for _ in range(3)]
 
-    def around(number: int) -> Steps:
+    def around(number: int) -> Operation:
         right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
         value = torch.tensor([float(link.rank + number)])
         for _ in range(link.size):
@@ -223,7 +223,7 @@ def steps_are_taken_beside(link: Transport) -> None:
 
 
 def failing_steps_say_so(link: Transport) -> None:
-    def broken() -> Steps:
+    def broken() -> Operation:
         yield from ()
         raise ZeroDivisionError("in a step")
 
@@ -274,13 +274,13 @@ def a_rank_that_does_not_answer_is_waited_for_no_longer_than_asked(link: Transpo
     from tutti.transports.mpi.transport import MpiTransport
 
     assert isinstance(link, MpiTransport)
-    roster = link.roster
-    hasty = Roster(roster.rank, roster.peers, roster.store, timedelta(seconds=1))
+    membership = link.membership
+    hasty = Membership(membership.rank, membership.peers, membership.store, timedelta(seconds=1))
     made = MpiTransport(hasty, MPI.COMM_WORLD.Dup(), name="hasty")
     keys = [f"gave up {rank}" for rank in range(1, link.size)]
     made.all_reduce(torch.ones(1)).wait()
     if link.rank == 0:
-        roster.await_keys(keys, "the others to give up")
+        membership.await_keys(keys, "the others to give up")
         made.all_reduce(torch.ones(3)).wait()
     else:
         started = time.monotonic()
@@ -290,7 +290,7 @@ def a_rank_that_does_not_answer_is_waited_for_no_longer_than_asked(link: Transpo
         with pytest.raises(DeadlineExceeded):
             made.irecv(torch.empty(1), 0).wait()
         assert 1.5 < time.monotonic() - started < 10
-        roster.store.set(f"gave up {link.rank}", "1")
+        membership.store.set(f"gave up {link.rank}", "1")
     made.close()
     assert not made.broken
 
@@ -298,13 +298,13 @@ def a_rank_that_does_not_answer_is_waited_for_no_longer_than_asked(link: Transpo
 def packets_are_summed(link: Transport) -> None:
     """Sums of every kind, several under way at once, as a strategy with a codec has them."""
     for codec in (OneBit(), TopK(0.1), LowRank(1)):
-        places = ((0, (20, 50)),)
-        party = Party(link.rank, link.size, divisor=link.size)
-        coded = [way_of(codec)(ErrorFeedback(codec), places, 1000, party) for _ in range(3)]
+        layout = ((0, (20, 50)),)
+        context = ReductionContext(link.rank, link.size, divisor=link.size)
+        compressed = [compressed_sum_for(codec)(ErrorFeedback(codec), layout, 1000, context) for _ in range(3)]
         tensors = [values(1000, torch.float32, link.rank) + number for number in range(3)]
         exacts = [torch.full((5,), float(link.rank)) for _ in range(3)]
-        opened = [each.steps(*pair, link) for each, *pair in zip(coded, tensors, exacts, strict=True)]
-        parts = [[up_to_pause(steps) for steps in opened] for _ in range(way_of(codec).num_pauses)]
+        opened = [each.steps(*pair, link) for each, *pair in zip(compressed, tensors, exacts, strict=True)]
+        parts = [[up_to_pause(steps) for steps in opened] for _ in range(compressed_sum_for(codec).num_boundaries)]
         for part in [steps for row in [*parts, opened] for steps in row]:
             link.start(part).wait()
         mean = (link.size - 1) / 2
@@ -316,9 +316,9 @@ def packets_are_summed(link: Transport) -> None:
         assert (alike == alike[0]).all()
 
 
-def up_to_pause(steps: Steps) -> Steps:
+def up_to_pause(steps: Operation) -> Operation:
     for work in steps:
-        if work is PAUSE:
+        if work is STAGE_BOUNDARY:
             return
         yield work
 
@@ -371,8 +371,8 @@ def loss(world: tutti.World) -> None:
         world.transport.all_reduce(torch.ones(3)).wait()
     print(f"rank {world.rank} knows", flush=True)
     keys = [f"knows {rank}" for rank in (0, 1, 3)]
-    world.transport.roster.store.set(f"knows {world.rank}", "1")
-    world.transport.roster.subset([world.rank]).await_keys(keys, "the others")
+    world.transport.membership.store.set(f"knows {world.rank}", "1")
+    world.transport.membership.subset([world.rank]).await_keys(keys, "the others")
 
 
 def main() -> None:

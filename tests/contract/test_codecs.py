@@ -31,12 +31,12 @@ from tutti.codecs import (
     Chain,
     Codec,
     ErrorFeedback,
-    Linear,
+    LinearCodec,
     LowRank,
     OneBit,
     Quantize,
     RandomK,
-    Runs,
+    ScaleGroups,
     State,
     Threshold,
     TopK,
@@ -164,7 +164,7 @@ def test_decoding_scales(codec: Codec) -> None:
 
 
 def test_linear_ones_have_rounds() -> None:
-    assert all(codec.linear == isinstance(codec, Linear) for codec in BARE.values())
+    assert all(codec.linear == isinstance(codec, LinearCodec) for codec in BARE.values())
 
 
 # Error feedback.
@@ -390,7 +390,7 @@ def test_lengths_that_are_exact() -> None:
         [Cast("fp16"), Cast("fp8"), OneBit(), Quantize(8), Quantize(2), RandomK()], (0, 1, 3, 40)
     ):
         packet, _ = encoded(codec, gradient((rows, 512)))
-        assert packet.numel() == codec.packet_bytes(rows * 512, Runs.of((rows, 512)))
+        assert packet.numel() == codec.packet_bytes(rows * 512, ScaleGroups.from_shape((rows, 512)))
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ def test_kernels_agree(
     tensor.view(-1)[: len(some)] = torch.tensor(some[: tensor.numel()])
     residual = gradient(shape, seed + 1, scale).view(-1) if feedback else None
     packet, out, rest = outcome(codec, tensor, residual)
-    with mock.patch.object(kernels, "of", return_value=reference):
+    with mock.patch.object(kernels, "for_device", return_value=reference):
         wanted_packet, wanted, wanted_rest = outcome(codec, tensor, residual)
     assert packet.numel() == wanted_packet.numel()
     # Where a value lies between two levels, a fused product and sum may round it to the other.
@@ -456,7 +456,7 @@ def test_kernels_agree_on_bad_values(codec: Codec) -> None:
     for bad, residual in product(BAD, [None, gradient((3 * 512,), 1)]):
         tensor[1, 3] = bad
         packet, out, rest = outcome(codec, tensor, residual)
-        with mock.patch.object(kernels, "of", return_value=reference):
+        with mock.patch.object(kernels, "for_device", return_value=reference):
             wanted_packet, wanted, wanted_rest = outcome(codec, tensor, residual)
         assert packet.numel() == wanted_packet.numel()
         assert torch.equal(out.isfinite(), wanted.isfinite())
@@ -620,3 +620,9 @@ def test_state_is_what_checkpoints_hold() -> None:
         _, state = said(codec, gradient((17, 300)))
         assert all(isinstance(key, str) for key in state)
         assert all(isinstance(value, int | Tensor | np.ndarray) for value in state.values())
+
+
+def test_every_codec_states_its_speed() -> None:
+    for codec in BARE.values():
+        assert 0 < codec.speed.encode_bytes_per_s < codec.speed.decode_bytes_per_s
+        assert ErrorFeedback(codec).speed == codec.speed

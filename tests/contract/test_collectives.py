@@ -11,7 +11,17 @@ from torch import Tensor
 from support import LEVELS, run_ok, run_threads
 from tutti import collectives
 from tutti.cluster import Link
-from tutti.collectives import ALGORITHMS, Collective, Fit, choices, mean, measure_links, own_part, parts, run
+from tutti.collectives import (
+    ALGORITHMS,
+    Collective,
+    LinkFit,
+    local_part,
+    mean,
+    measure_collectives,
+    measure_links,
+    parts,
+    run,
+)
 from tutti.collectives.links import _rounds
 from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
 from tutti.world import World
@@ -142,9 +152,9 @@ def test_reduce_scatter_all_gather_and_broadcast(transport: str, size: int, nume
     def work(world: World) -> tuple[Tensor, Tensor, Tensor]:
         scattered, handed = (whole_numbers(numel, dtype, world.rank) for _ in range(2))
         collectives.reduce_scatter(scattered, world.transport)
-        mine = own_part(scattered, world.transport).clone()
+        mine = local_part(scattered, world.transport).clone()
         gathered = torch.zeros(numel, dtype=dtype)
-        own_part(gathered, world.transport).copy_(mine)
+        local_part(gathered, world.transport).copy_(mine)
         collectives.all_gather(gathered, world.transport)
         collectives.broadcast(handed, world.transport)
         return mine, gathered, handed
@@ -249,13 +259,15 @@ def test_parts_cover_everything_in_order() -> None:
 def test_fit_finds_a_link_and_says_how_well_it_fits() -> None:
     link = Link("100mbit", "200us")
     sizes = [64, 1024, 16384, 262144, 1048576]
-    exact = Fit.of([(size, link.seconds(size)) for size in sizes])
+    exact = LinkFit.from_points([(size, link.seconds(size)) for size in sizes])
     assert exact.link.bits_per_s == pytest.approx(link.bits_per_s)
     assert exact.link.latency_s == pytest.approx(link.latency_s)
     assert exact.residual < 1e-6
-    noisy = Fit.of([(size, link.seconds(size) * (1.2 if number % 2 else 0.8)) for number, size in enumerate(sizes)])
+    wobble = [(size, link.seconds(size) * (1.2 if number % 2 else 0.8)) for number, size in enumerate(sizes)]
+    noisy = LinkFit.from_points(wobble)
     assert noisy.residual > 0.1
-    burst = Fit.of([(size, link.seconds(max(0, size - 10_000))) for size in sizes])  # The first bytes cost nothing.
+    # The first bytes cost nothing.
+    burst = LinkFit.from_points([(size, link.seconds(max(0, size - 10_000))) for size in sizes])
     assert burst.link.bits_per_s == pytest.approx(link.bits_per_s)
     assert burst.link.latency_s == pytest.approx(link.latency_s, rel=0.05)
 
@@ -275,7 +287,7 @@ def test_links_are_measured_alike_on_every_rank(transport: str) -> None:
 @every_level
 def test_choices_are_the_same_on_every_rank(transport: str) -> None:
     def work(world: World) -> list[str]:
-        choice = choices(world.transport)
+        choice = measure_collectives(world.transport)
         for num_bytes in (1, 10**9):
             costs = choice.costs(num_bytes)
             assert costs[choice.best(num_bytes).name] == min(costs.values())
@@ -289,8 +301,8 @@ def test_choices_are_the_same_on_every_rank(transport: str) -> None:
 @pytest.mark.parametrize("shape", [(4, 3), ()])
 def test_parts_are_of_flat_tensors(shape: tuple[int, ...]) -> None:
     def work(world: World) -> None:
-        with pytest.raises(ConfigError, match="own_part needs one dimension"):
-            own_part(torch.ones(shape), world.transport)
+        with pytest.raises(ConfigError, match="local_part needs one dimension"):
+            local_part(torch.ones(shape), world.transport)
 
     run_ok(work, size=2, transport="process_group")
 

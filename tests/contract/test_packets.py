@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tutti.codecs import Cast, Chain, Codec, LowRank, OneBit, Packet, Quantize, RandomK, Threshold, TopK
+from tutti.codecs.indices import encode_symbols
 from tutti.codecs.packet import HEADER
-from tutti.codecs.places import encode_symbols
 from tutti.errors import PacketError
 
 SHAPE = (40, 50)
@@ -223,7 +223,7 @@ def threshold_packet(symbols: list[int], width: int, odd: list[tuple[int, float]
 
 @pytest.mark.parametrize("width", [0, 3, 11, 31, 32])
 def test_places_within(width: int) -> None:
-    """The first and the last are places; what is one beyond is none."""
+    """The first and the last are indices; what is one beyond is none."""
     assert accepts(TopK(), topk_packet([0, 1998], width))
     assert accepts(TopK(), topk_packet([1999], width))
     assert accepts(Threshold(), threshold_packet([0, 2 * 1998 + 1], width))
@@ -271,13 +271,13 @@ def test_packets_within_packets(codec: Chain) -> None:
         held = int.from_bytes(data[begin + start : begin + start + size], "little")
         for value in near_and_far(size, held):
             assert_refused(codec, data[:begin] + with_field(data[begin:], (start, size), value))
-    places = data[begin + -(-int.from_bytes(data[HEADER.size : begin], "little") // 8) * 8 :]
+    indices = data[begin + -(-int.from_bytes(data[HEADER.size : begin], "little") // 8) * 8 :]
     for numel in (0, count - 1, count + 1, 10 * count):
         inner = encoded(codec.second, gradient((numel,)))[0].numpy().tobytes()
-        payload = struct.pack("<q", len(inner)) + inner + b"\0" * (-len(inner) % 8) + places
+        payload = struct.pack("<q", len(inner)) + inner + b"\0" * (-len(inner) % 8) + indices
         assert_refused(codec, with_length(data[: HEADER.size] + payload))
         cut = inner[: len(inner) // 2]
-        payload = struct.pack("<q", len(cut)) + cut + b"\0" * (-len(cut) % 8) + places
+        payload = struct.pack("<q", len(cut)) + cut + b"\0" * (-len(cut) % 8) + indices
         assert_refused(codec, with_length(data[: HEADER.size] + payload))
 
 
@@ -291,7 +291,7 @@ def test_counts_are_refused_before_there_is_room_for_them(codec: Codec) -> None:
 @settings(max_examples=100)
 @given(symbols=st.lists(st.integers(0, 2**34), max_size=50), width=st.integers(0, 32))
 def test_places_survive_their_code(symbols: list[int], width: int) -> None:
-    from tutti.codecs.places import decode_symbols
+    from tutti.codecs.indices import decode_symbols
 
     kept = [it % (2 ** min(34, width + 10)) for it in symbols]
     data: Tensor = torch.from_numpy(encode_symbols(np.array(kept, np.int64), width))

@@ -9,14 +9,14 @@ from torch.distributed import HashStore
 
 import tutti
 from tutti.codecs import Cast, Codec, ErrorFeedback, LowRank, OneBit, Quantize, RandomK, Threshold, TopK
-from tutti.transports import Peer, ProcessGroupTransport, Roster
+from tutti.transports import Membership, Peer, SocketTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 def reduce_by_nccl() -> tuple[bool, bool, list[float]]:
-    roster = Roster(0, [Peer.me(0, "host", "host")], HashStore(), timedelta(seconds=30))
-    with ProcessGroupTransport(roster) as transport:
+    membership = Membership(0, [Peer.me(0, "host", "host")], HashStore(), timedelta(seconds=30))
+    with SocketTransport(membership) as transport:
         tensor = torch.ones(5, device="cuda")
         transport.all_reduce(tensor).wait()
         return transport._own_gpu is True, transport._nccl is not None, tensor.tolist()
@@ -93,12 +93,12 @@ def test_scaler_clipping_and_compile() -> None:
     assert results[0][1] == 1
 
 
-def train_coded(codec: Codec) -> list[torch.Tensor]:
+def train_compressed(codec: Codec) -> list[torch.Tensor]:
     world = tutti.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 100)).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = tutti.AllReduce("ring", 100_000, ErrorFeedback(codec), exact_below=500)
+    strategy = tutti.AllReduce("native", 100_000, ErrorFeedback(codec), exact_below=500)
     generator = torch.Generator().manual_seed(world.rank)
     with tutti.distribute(model, optimizer, strategy) as job:
         for _ in range(4):
@@ -117,8 +117,8 @@ def train_coded(codec: Codec) -> list[torch.Tensor]:
     [OneBit(), Cast("fp8"), Quantize(4), TopK(0.05), TopK(0.05, momentum=0.5), Threshold(), RandomK(), LowRank(2)],
     ids=str,
 )
-def test_coded_gradients_on_a_gpu(codec: Codec) -> None:
-    one, other = tutti.launch(train_coded, codec, workers=2)
+def test_compressed_gradients_on_a_gpu(codec: Codec) -> None:
+    one, other = tutti.launch(train_compressed, codec, workers=2)
     for mine, theirs in zip(one, other, strict=True):
         assert mine.isfinite().all()
         assert torch.equal(mine, theirs)

@@ -309,7 +309,7 @@ def _slow(world: World, every: str, seconds: float) -> tuple[int, int]:
         while now() - start < seconds:
             step_on(model, optimizer, batch(world.rank, step))
             step += 1
-        blocks = job._exchange.version
+        blocks = job._exchange.metrics()["blocks"]
     return job.steps, blocks
 
 
@@ -440,13 +440,16 @@ def test_states_that_differ_are_not_averaged() -> None:
     assert run_ok(lazy, size=2, transport="process_group") == [0, 6]
 
 
-CODED = (BlockMomentum(4, codec=ErrorFeedback(OneBit())), Averaging(4, codec=ErrorFeedback(TopK(0.1)), overlap=True))
+COMPRESSED = (
+    BlockMomentum(4, codec=ErrorFeedback(OneBit())),
+    Averaging(4, codec=ErrorFeedback(TopK(0.1)), overlap=True),
+)
 
 
-@pytest.mark.parametrize("strategy", CODED, ids=str)
+@pytest.mark.parametrize("strategy", COMPRESSED, ids=str)
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "hosts", "simulated"])
 def test_codecs_leave_replicas_alike_and_say_the_rest_later(strategy: Strategy, transport: str) -> None:
-    def coded(world: World) -> tuple[dict[str, Tensor], int]:
+    def compressed(world: World) -> tuple[dict[str, Tensor], int]:
         model = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3))
         generator = torch.Generator().manual_seed(0)  # Ranks that are threads share torch's own.
         for parameter in model.parameters():
@@ -462,7 +465,7 @@ def test_codecs_leave_replicas_alike_and_say_the_rest_later(strategy: Strategy, 
         assert sum(parts) < 0.5 * 3.3, parts  # 3.3 at the start.
         return state(model), sent
 
-    results = run_ok(coded, size=3, transport=transport)
+    results = run_ok(compressed, size=3, transport=transport)
     assert_same_bits([model for model, _ in results])
     whole = 20 * 2 * (2400 + 1200) * 4
     if transport in ("process_group", "simulated"):
@@ -470,7 +473,7 @@ def test_codecs_leave_replicas_alike_and_say_the_rest_later(strategy: Strategy, 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("codec", [None, ErrorFeedback(OneBit())], ids=["exact", "coded"])
+@pytest.mark.parametrize("codec", [None, ErrorFeedback(OneBit())], ids=["exact", "compressed"])
 @pytest.mark.parametrize("transport", ["shared_memory", "simulated"])
 def test_going_on_from_a_saved_state_changes_nothing(transport: str, codec: Any, overlap: bool) -> None:
     """In the middle of a block, where every rank has parameters and momentum of its own."""
@@ -666,7 +669,7 @@ def test_what_is_done_in_consensus_is_no_time_of_training() -> None:
                 if look and step % 3 == 0:
                     with job.consensus():
                         world.transport.elapse(0.2)
-            found = job.metrics.version
+            found = job.metrics.strategy["blocks"]
         return found
 
     cluster = Cluster(link=Link("1gbit", "50us"), compute=Compute(sample_s=0.010 / 8))

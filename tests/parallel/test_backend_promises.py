@@ -15,11 +15,11 @@ from torch import Tensor
 
 from torch_groups import GROUPS, on_ranks
 from tutti.backend import Opened, group_over
-from tutti.backend.operation_queue import RealLane
-from tutti.backend.work import Operation
+from tutti.backend.operation_queue import RealTimeQueue
+from tutti.backend.work import BackendWork
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, TuttiError
-from tutti.transports import AloneTransport
-from tutti.transports.base import Finished, Steps
+from tutti.transports import SingleRankTransport
+from tutti.transports.base import CompletedWork, Operation
 
 LARGE = 3_000_000
 
@@ -359,8 +359,8 @@ def test_what_cannot_be_is_refused_with_words(call: Callable[[Any], Any], says: 
         assert said.startswith(f"rank {rank}: ")
 
 
-def _queued(lane: RealLane, steps: Any, here: bool = False) -> Operation:
-    operation = Operation(3, [])
+def _queued(lane: RealTimeQueue, steps: Any, here: bool = False) -> BackendWork:
+    operation = BackendWork(3, [])
     lane.collective(operation, steps, here)
     return operation
 
@@ -369,15 +369,15 @@ def _queued(lane: RealLane, steps: Any, here: bool = False) -> Operation:
 def test_whatever_a_collective_dies_of_all_that_follow_fail() -> None:
     asked = threading.Event()
 
-    def dies() -> Steps:
+    def dies() -> Operation:
         asked.wait(10)
-        yield Finished()
+        yield CompletedWork()
         sys.exit("no more")
 
-    def lives() -> Steps:
-        yield Finished()
+    def lives() -> Operation:
+        yield CompletedWork()
 
-    lane = RealLane(AloneTransport(), 3)
+    lane = RealTimeQueue(SingleRankTransport(), 3)
     first, second = _queued(lane, dies()), _queued(lane, lives())
     asked.set()
     third = _queued(lane, lives(), here=True)
@@ -388,11 +388,11 @@ def test_whatever_a_collective_dies_of_all_that_follow_fail() -> None:
 
 
 def test_a_collective_that_a_signal_ends_is_the_last() -> None:
-    def interrupted() -> Steps:
-        yield Finished()
+    def interrupted() -> Operation:
+        yield CompletedWork()
         raise KeyboardInterrupt
 
-    lane = RealLane(AloneTransport(), 3)
+    lane = RealTimeQueue(SingleRankTransport(), 3)
     with pytest.raises(KeyboardInterrupt):
         _queued(lane, interrupted(), here=True)
     with pytest.raises(TuttiError, match=r"cut short here by KeyboardInterrupt"):
@@ -403,14 +403,14 @@ def test_a_collective_that_a_signal_ends_is_the_last() -> None:
 def test_without_a_thread_to_be_had_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
 
-    def steps() -> Steps:
+    def steps() -> Operation:
         taken.append(threading.current_thread())
-        yield Finished()
+        yield CompletedWork()
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    lane = RealLane(AloneTransport(), 3)
+    lane = RealTimeQueue(SingleRankTransport(), 3)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         _queued(lane, steps()).wait(timedelta(seconds=10))
@@ -455,8 +455,8 @@ def test_a_group_that_cannot_be_made_leaves_nothing_open(kind: str, monkeypatch:
         return SimpleNamespace(shutdown=lambda: None)
 
     monkeypatch.setattr("torch_groups.group_over", note)
-    monkeypatch.setattr("tutti.backend.shared_memory_collectives.InMemory", broken)
-    monkeypatch.setattr("tutti.backend.ByMessage", broken)
+    monkeypatch.setattr("tutti.backend.shared_memory_collectives.SharedMemoryCollectives", broken)
+    monkeypatch.setattr("tutti.backend.MessageCollectives", broken)
     on_ranks(make, 2, lambda _: None)
     for each in opened:
         with pytest.raises(ConfigError, match=r"this transport is closed"):

@@ -17,11 +17,11 @@ from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import ErrorFeedback, OneBit, TopK
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job import Job, distribute
-from tutti.simulation.runs.scaling import Case, scaling
+from tutti.simulation.runs.scaling import ScalingCase, scaling
 from tutti.strategies import Gossip, Graph, PeerUpdates, Strategy, parse
 from tutti.strategies.decentralised.graphs import sized
 from tutti.strategies.decentralised.wire import Head, Kind
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 from tutti.world import World
 
 TRANSPORTS = ("simulated", "process_group", "shared_memory", "hosts")
@@ -232,7 +232,7 @@ def test_an_inbox_holds_the_others_back() -> None:
         model, optimizer, job = start(world, strategy)
         go(job, model, optimizer, range(12))
         job.finish()
-        return job.metrics.staleness
+        return job.metrics.strategy["staleness"]
 
     def seen(inbox: int, graph: str) -> int:
         cluster = Cluster(link=Link("1gbit", "50us"), slow={3: 8}, compute=Compute(sample_s=1e-3))
@@ -493,7 +493,7 @@ def test_the_spectral_gap_is_reported() -> None:
     def gap(world: World, text: str) -> float | None:
         model, optimizer, job = start(world, parse(text))
         go(job, model, optimizer, range(1))
-        gap = job.metrics.spectral_gap
+        gap = job.metrics.strategy.get("spectral_gap")
         job.finish()
         return gap
 
@@ -505,7 +505,7 @@ def test_the_spectral_gap_is_reported() -> None:
 def test_sizes_alone_can_be_rehearsed(text: str) -> None:
     def bytes_of(workers: int) -> float:
         cluster = Cluster(link=Link("1tbit", "50us"))  # Which carries all that is sent within a step.
-        case = Case(model="alexnet", cluster=cluster, strategy=parse(text), batch_size=8, steps=3)
+        case = ScalingCase(model="alexnet", cluster=cluster, strategy=parse(text), batch_size=8, steps=3)
         (row,) = scaling(case, [workers])
         return row.bytes_per_worker
 
@@ -525,11 +525,11 @@ def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> N
         if world.rank == 0:
             nonsense = torch.zeros(8, dtype=torch.uint8)
 
-            def speak() -> Steps:
+            def speak() -> Operation:
                 exchange.company.tell_all(Head(kind, 6, world.rank, 6, nonsense.nbytes), nonsense)
                 yield from ()
 
-            exchange._wire.beside(speak()).wait()
+            exchange._wire.spawn(speak()).wait()
         go(job, model, optimizer, range(5, 10))
         job.finish()
         return flat(model)

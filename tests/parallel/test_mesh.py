@@ -269,7 +269,7 @@ def test_the_optimiser_is_split_too_and_whole_again() -> None:
         (Mesh(data=2, pipe=2, pipeline=Pipeline(cut=[3, 4])), AllReduce(codec=ErrorFeedback(TopK(0.3)), exact_below=0)),
         (Mesh(data=2, tensor=2), AllReduce("ring")),
     ],
-    ids=["both", "coded", "tensor"],
+    ids=["both", "compressed", "tensor"],
 )
 def test_a_checkpoint_is_saved_by_one_rank_as_ever(mesh: Mesh, strategy: Strategy) -> None:
     """What goes on from it, with another cut perhaps, ends where an undisturbed run does."""
@@ -297,7 +297,7 @@ def test_a_checkpoint_is_saved_by_one_rank_as_ever(mesh: Mesh, strategy: Strateg
             if step == 2 and not going_on:
                 own = job.state_dict()
                 with job.consensus():
-                    if job.leads:
+                    if job.is_leader:
                         both = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": own}
                         saved.update(copy.deepcopy(both))
         job.finish()
@@ -576,9 +576,9 @@ def _said(world: World, whole: nn.Sequential) -> tuple[bool, bool, Any]:
     job.contributed(100 if job.world.rank == 0 else 20)
     pipeline(x, torch.full((4, 1), 1.0 + job.world.rank, dtype=torch.float64))
     optimizer.step()
-    leads = job.leads
+    leads = job.is_leader
     job.finish()
-    return leads, job.leads, model[1].weight.detach()
+    return leads, job.is_leader, model[1].weight.detach()
 
 
 def test_a_pipeline_counts_what_it_was_told_and_one_rank_leads() -> None:
@@ -600,8 +600,8 @@ def _refused(world: World, strategy: Strategy, model: nn.Module) -> str:
 
 def test_what_would_let_whole_layers_differ_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(2048))
-    coded = AllReduce(codec=ErrorFeedback(TopK(0.01)))
-    for strategy in (coded, ParameterServer(Async())):
+    compressed = AllReduce(codec=ErrorFeedback(TopK(0.01)))
+    for strategy in (compressed, ParameterServer(Async())):
         for message in run_ok(_refused, strategy, model, size=4, transport="process_group"):
             assert "would let copies of layers that are whole on every rank differ (2)" in message
 
@@ -762,10 +762,10 @@ def test_operators_on_pieces_are_those_of_one_process() -> None:
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda it, name=name: f"{name}: {it}")
 
 
-@pytest.mark.parametrize("coded", [False, True], ids=["nothing of its own", "what a codec left out"])
-def test_what_a_job_has_of_its_own_goes_where_it_fits(coded: bool) -> None:
+@pytest.mark.parametrize("compressed", [False, True], ids=["nothing of its own", "what a codec left out"])
+def test_what_a_job_has_of_its_own_goes_where_it_fits(compressed: bool) -> None:
     """From no mesh to one that splits nothing and back; to a split model only if there is nothing to lose."""
-    strategy = AllReduce(codec=ErrorFeedback(TopK(0.3)), exact_below=0) if coded else AllReduce()
+    strategy = AllReduce(codec=ErrorFeedback(TopK(0.3)), exact_below=0) if compressed else AllReduce()
     problem = _perceptron()
 
     def state_of(world: World, mesh: Mesh | None, state: Any) -> Any:
@@ -783,6 +783,6 @@ def test_what_a_job_has_of_its_own_goes_where_it_fits(coded: bool) -> None:
     states = [run_ok(state_of, mesh, None, size=2, transport="process_group")[0] for mesh in shapes]
     for saved, loaded in product(range(3), range(3)):
         results = run_threads(state_of, shapes[loaded], states[saved], size=2, transport="process_group")
-        refused = coded and saved < 2 and loaded == 2
+        refused = compressed and saved < 2 and loaded == 2
         for result in results:
             assert isinstance(result, ConfigError) == refused, (saved, loaded, result)

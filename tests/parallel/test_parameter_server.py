@@ -534,7 +534,7 @@ def send(exchange: Any, head: Tensor, payload: Tensor | None = None) -> None:
             sending.append(exchange._channel.isend(payload, server, PAYLOAD_TAG))
         yield from sending
 
-    exchange._channel.beside(steps()).wait()
+    exchange._channel.spawn(steps()).wait()
 
 
 def garbage(size: int) -> Tensor:
@@ -569,7 +569,7 @@ def malformed(exchange: Any, what: str) -> None:
     elif what == "empty":
         send(exchange, requests.pack(replace(good, num_bytes=0), options, flags))
     elif what == "corrupted":
-        packet = garbage(config.codec.packet_bytes(shard.numel, shard.runs))
+        packet = garbage(config.codec.packet_bytes(shard.numel, shard.groups))
         send(exchange, requests.pack(replace(good, num_bytes=packet.numel()), options, flags), packet)
     else:
         changes, longer = MALFORMED[what]
@@ -829,7 +829,7 @@ def test_reads_are_logged() -> None:
         model, optimizer, job = start(world, ParameterServer())
         go(job, model, optimizer, range(3))
         reads = [event.about for event in job.events if event.kind == READ and event.about[0] == 0]
-        assert job.metrics.staleness == {0: 3}
+        assert job.metrics.strategy["staleness"] == {0: 3}
         job.finish()
         return reads
 

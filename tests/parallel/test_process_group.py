@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from support import run_threads
 from tutti.errors import RankLost
-from tutti.transports import Peer, ProcessGroupTransport, Roster
+from tutti.transports import Membership, Peer, SocketTransport
 from tutti.transports.membership import wait_for_keys
 from tutti.transports.sockets.transport import GroupWork
 from tutti.world import World
@@ -26,17 +26,17 @@ def test_ranks_connect_all_or_none(first: str) -> None:
 
     def meet(world: World) -> float:
         transport = world.transport
-        assert isinstance(transport, ProcessGroupTransport)
+        assert isinstance(transport, SocketTransport)
         decided = [f"{transport.name}/gloo/verdict"]
 
         def await_keys(*_: Any) -> None:
             gives_up = world.rank == 0
             if gives_up == (first == "all have come"):
-                assert wait_for_keys(transport.roster.store, decided, 10)
+                assert wait_for_keys(transport.membership.store, decided, 10)
             if gives_up:
                 raise RankLost("rank 0: rank 1 is gone")
 
-        transport.roster.await_keys = await_keys  # type: ignore[method-assign]
+        transport.membership.await_keys = await_keys  # type: ignore[method-assign]
         tensor = torch.ones(4)
         transport.all_reduce(tensor).wait()
         return tensor[0].item()
@@ -58,9 +58,9 @@ def test_a_sum_that_failed_holds_no_sockets() -> None:
         def wait(timeout: timedelta) -> None:
             raise RuntimeError("Connection closed by peer")
 
-    roster = Roster(0, [Peer.me(0, "here", "here")], HashStore(), timedelta(seconds=1))
+    membership = Membership(0, [Peer.me(0, "here", "here")], HashStore(), timedelta(seconds=1))
     work = Failing()
-    held, summed = weakref.ref(work), GroupWork(work, roster)  # type: ignore[arg-type]
+    held, summed = weakref.ref(work), GroupWork(work, membership)  # type: ignore[arg-type]
     del work
     with pytest.raises(RankLost) as raised:
         summed.wait()

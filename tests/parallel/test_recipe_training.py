@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from tutti.recipes.training import Outcome, Task, train
+from tutti.recipes.training import TrainingConfig, TrainingResult, train
 from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import parse
 
 
 def trained(strategy: str) -> torch.Tensor:
-    task = Task(recipe="digits", strategy=strategy, epochs=2, double=True)
-    ranks = 2 + parse(strategy).num_serving
-    found = [each for each in simulate(train, task, workers=ranks).results if isinstance(each, Outcome)]
+    task = TrainingConfig(recipe="digits", strategy=strategy, epochs=2, double=True)
+    ranks = 2 + parse(strategy).num_dedicated_servers
+    found = [each for each in simulate(train, task, workers=ranks).results if isinstance(each, TrainingResult)]
     return found[0].parameters
 
 

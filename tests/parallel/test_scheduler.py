@@ -23,11 +23,11 @@ from tutti.parallel.scheduler import (
     solve,
 )
 from tutti.simulation.runs.simulate import simulate
-from tutti.transports import AloneTransport
+from tutti.transports import SingleRankTransport
 from tutti.world import World
 
 PENALTY = 20.0
-ALONE = AloneTransport(timedelta(seconds=20))
+ALONE = SingleRankTransport(timedelta(seconds=20))
 
 
 def samples(num_samples: int = 300, num_features: int = 120) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from tutti.cluster import Cluster, Compute, Jitter, Link
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, WorkerFailed
 from tutti.simulation.runs.calibrate import train_steps
 from tutti.simulation.runs.simulate import Simulation
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Operation, Transport
 
 SECOND = Compute(sample_s="1s")
 """A sample takes a second, a third of it forward."""
@@ -170,11 +170,11 @@ def test_channels_of_one_name_between_other_ranks() -> None:
 
 
 def test_steps_neither_wait_nor_compute() -> None:
-    def waiting(link: Transport) -> Steps:
+    def waiting(link: Transport) -> Operation:
         link.irecv(torch.zeros(1), 1).wait()
         yield from ()
 
-    def computing(link: Transport) -> Steps:
+    def computing(link: Transport) -> Operation:
         link.elapse(1.0)
         yield from ()
 
@@ -184,7 +184,7 @@ def test_steps_neither_wait_nor_compute() -> None:
 
 
 def test_steps_behind_steps_that_are_overdue_fail_with_them() -> None:
-    def receiving(link: Transport) -> Steps:
+    def receiving(link: Transport) -> Operation:
         yield link.irecv(torch.zeros(1), 1)
 
     def work(link: Transport) -> list[str]:
@@ -271,7 +271,7 @@ def test_closed_channels_are_forgotten() -> None:
             link.channel("short").close()
         link.elapse(1.0)
         settle(link)
-        return len(link._me.conversations)  # type: ignore[attr-defined]
+        return len(link._me.channels)  # type: ignore[attr-defined]
 
     assert by_rank(work, work).results == [1, 1]
 

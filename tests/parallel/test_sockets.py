@@ -12,16 +12,16 @@ import torch
 from support import run_ok, run_threads
 from tutti.collectives import native
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
-from tutti.transports import ANY, ProcessGroupTransport
-from tutti.transports.base import Steps, Work
+from tutti.transports import ANY, SocketTransport
+from tutti.transports.base import Operation, Work
 from tutti.transports.sockets.frames import CODES, HEADER
 from tutti.world import World
 
 LARGE = 2_000_000
 
 
-def messages(world: World) -> ProcessGroupTransport:
-    assert isinstance(world.transport, ProcessGroupTransport)
+def messages(world: World) -> SocketTransport:
+    assert isinstance(world.transport, SocketTransport)
     return world.transport
 
 
@@ -172,11 +172,11 @@ def test_a_rank_that_is_waited_for_and_leaves() -> None:
     assert max(run_ok(work, size=3, transport="process_group")) < 8
 
 
-def _listen_in_vain(link: ProcessGroupTransport) -> None:
+def _listen_in_vain(link: SocketTransport) -> None:
     link.irecv(torch.zeros(1), 2).wait()
 
 
-def _send_in_vain(link: ProcessGroupTransport) -> None:
+def _send_in_vain(link: SocketTransport) -> None:
     while True:
         link.isend(torch.zeros(LARGE), 2).wait()
 
@@ -285,7 +285,7 @@ def test_what_a_rank_sent_before_it_left_arrives() -> None:
             link.isend(torch.ones(1), 1, tag=2).wait()
             return 1.0
         deadline = time.monotonic() + 30
-        while not world.transport.roster.gone():  # type: ignore[attr-defined]
+        while not world.transport.membership.gone():  # type: ignore[attr-defined]
             assert time.monotonic() < deadline
         got = torch.zeros(numel)
         link.irecv(torch.zeros(1), 0, tag=2).wait()
@@ -316,14 +316,14 @@ WAITS = {
 
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_closing_ends_a_wait_in_another_thread(wait: Callable[[ProcessGroupTransport], Work]) -> None:
+def test_closing_ends_a_wait_in_another_thread(wait: Callable[[SocketTransport], Work]) -> None:
     def work(world: World) -> float:
         if world.rank == 1:
             world.transport.irecv(torch.zeros(1), 0).wait()  # Never opens the channel.
             return 0.0
         link = messages(world).channel("own")
 
-        def steps() -> Steps:
+        def steps() -> Operation:
             yield wait(link)
 
         waiting = link.start(steps())

@@ -20,8 +20,8 @@ Bits = dict[str, list[str]]
 def everything() -> dict[str, Any]:
     """All programs on four ranks and on two, on both backends; and then a rank is killed."""
     world = tutti.init()
-    world.expendable(True)
-    store = world.transport.roster.store  # type: ignore[attr-defined]
+    world.tolerate_loss(True)
+    store = world.transport.membership.store  # type: ignore[attr-defined]
     found: dict[str, Any] = {}
     for backend in ("gloo", "tutti"):
         four = dist.PrefixStore(f"four {backend}", store)

@@ -3,12 +3,12 @@
 import pytest
 
 from support import run_ok
-from tutti.collectives import clocks_ahead
-from tutti.transports.base import Added, Transport
+from tutti.collectives import clock_offsets
+from tutti.transports.base import Transport, TransportWrapper
 from tutti.world import World
 
 
-class Elsewhere(Added):
+class Elsewhere(TransportWrapper):
     """A rank on a host of its own, whose clock is an hour ahead of the one before."""
 
     def __init__(self, inner: Transport) -> None:
@@ -27,7 +27,7 @@ class Elsewhere(Added):
 
 
 def _ahead(world: World, apart: bool) -> list[float]:
-    return clocks_ahead(Elsewhere(world.transport) if apart else world.transport)
+    return clock_offsets(Elsewhere(world.transport) if apart else world.transport)
 
 
 def test_each_host_has_a_clock_of_its_own() -> None:

@@ -19,7 +19,7 @@ from tutti.plan import price
 from tutti.plan.mesh import MeshPrediction, Parts, plan_meshes, price_mesh
 from tutti.plan.mesh.axes import place_along
 from tutti.plan.mesh.choose import meshes
-from tutti.plan.mesh.dry_run import Said
+from tutti.plan.mesh.dry_run import TracedCollective
 from tutti.plan.mesh.play import Clockwork, StageTime
 from tutti.plan.profile import profile as profile_model
 from tutti.recipes.models import mlp
@@ -59,7 +59,7 @@ def priced(parts: Parts, mesh: Mesh, cluster: Cluster, samples: int = 256) -> Me
 def test_a_simulation_of_every_mesh_takes_as_long() -> None:
     case = bench.compare("digits", "100mbit", 4, bench.try_out("digits", [4]), lambda _: None)
     assert len(case.rows) == 6
-    middle, worst = bench.off_by(case.rows)
+    middle, worst = bench.error_summary(case.rows)
     assert middle < 0.10, case.as_dict()
     assert worst < 0.25, case.as_dict()
     assert case.times < 1.1
@@ -88,7 +88,7 @@ def test_what_stages_give_each_other_queues_at_their_network_card() -> None:
 
 def test_layers_in_pairs_talk_once_forward_and_once_back(parts: Parts) -> None:
     (part,) = parts.stages(2, 1)
-    once = Said("all_reduce", 4 * 64 * 512)
+    once = TracedCollective("all_reduce", 4 * 64 * 512)
     assert part.trial.forward == (once, once)
     assert part.trial.backward == (once,), "nobody wants the gradient of what the first layer takes"
     found = priced(parts, Mesh(tensor=2), Cluster(link=Link("1gbit", "50us")), samples=64)

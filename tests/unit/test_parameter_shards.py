@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
-from tutti.codecs.runs import LONGEST
+from tutti.codecs.scale_groups import MAX_GROUP_NUMEL
 from tutti.errors import ConfigError
 from tutti.replica import Bucket
 from tutti.replica.buckets import Memory, Slot, kind_of
@@ -26,7 +26,7 @@ from tutti.strategies.parameter_server.shard_optimizer import (
     unsupported_reason,
 )
 from tutti.strategies.parameter_server.shards import ParameterShard, cut_into_shards
-from tutti.transports import AloneTransport
+from tutti.transports import SingleRankTransport
 
 shapes = st.lists(
     st.one_of(
@@ -49,7 +49,7 @@ def buckets_of(
     kinds: dict[Any, list[Slot]] = {}
     for slot in [*own, *kept]:
         kinds.setdefault(kind_of(slot.tensor), []).append(slot)
-    memories = {kind: Memory(slots, AloneTransport(), False, exact_below) for kind, slots in kinds.items()}
+    memories = {kind: Memory(slots, SingleRankTransport(), False, exact_below) for kind, slots in kinds.items()}
     return cut_buckets((own, kept), memories, max_bytes)
 
 
@@ -80,7 +80,7 @@ def check_tiles(buckets: list[Bucket], shards: list[ParameterShard], num_servers
     statistics=st.lists(st.tuples(st.integers(1, 300)), max_size=2),
     num_servers=st.integers(1, 9),
     whole=st.booleans(),
-    coded=st.booleans(),
+    compressed=st.booleans(),
     max_bytes=st.sampled_from([500, 20_000, 2**22]),
     dtypes=st.lists(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), min_size=8, max_size=8),
 )
@@ -89,35 +89,35 @@ def test_shards_tile_every_bucket(
     statistics: list[tuple[int, ...]],
     num_servers: int,
     whole: bool,
-    coded: bool,
+    compressed: bool,
     max_bytes: int,
     dtypes: list[torch.dtype],
 ) -> None:
     tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
     kept = [torch.zeros(shape) for shape in statistics]
-    buckets = buckets_of(tensors, kept, max_bytes, exact_below=100 if coded else 0)
-    shards = cut_into_shards(buckets, num_servers, whole, coded)
+    buckets = buckets_of(tensors, kept, max_bytes, exact_below=100 if compressed else 0)
+    shards = cut_into_shards(buckets, num_servers, whole, compressed)
     check_tiles(buckets, shards, num_servers)
     for shard in shards:
         bucket = buckets[shard.bucket_index]
-        lossy = coded and shard.bucket_range.stop <= bucket.values.numel()
-        assert (shard.runs is not None) == lossy
+        lossy = compressed and shard.bucket_range.stop <= bucket.values.numel()
+        assert (shard.groups is not None) == lossy
         assert shard.is_trained == bucket.of_parameters
         assert shard.num_bytes == shard.numel * bucket.flat.itemsize
-        if shard.runs is not None:
-            check_runs(shard)
+        if shard.groups is not None:
+            check_groups(shard)
         if whole:
             assert all(segment.is_whole for segment in shard.segments)
     loads = [sum(shard.num_bytes for shard in shards if shard.server == server) for server in range(num_servers)]
     assert max(loads) - min(loads) <= max((shard.num_bytes for shard in shards), default=0)
 
 
-def check_runs(shard: ParameterShard) -> None:
-    """Runs cover what belongs to parameters, and nothing between them."""
-    assert shard.runs is not None
-    assert shard.runs.numel == shard.numel
+def check_groups(shard: ParameterShard) -> None:
+    """ScaleGroups cover what belongs to parameters, and nothing between them."""
+    assert shard.groups is not None
+    assert shard.groups.numel == shard.numel
     covered, owned = np.zeros(shard.numel, int), np.zeros(shard.numel, int)
-    for start, stop in zip(shard.runs.starts, shard.runs.stops, strict=True):
+    for start, stop in zip(shard.groups.starts, shard.groups.stops, strict=True):
         covered[start:stop] += 1
     for segment in shard.segments:
         owned[segment.offset : segment.offset + segment.stop - segment.start] += 1
@@ -125,7 +125,7 @@ def check_runs(shard: ParameterShard) -> None:
 
 
 @given(shapes=shapes, num_servers=st.integers(1, 9))
-def test_elementwise_shards_are_within_a_run_of_equal(shapes: list[tuple[int, ...]], num_servers: int) -> None:
+def test_elementwise_shards_are_within_a_group_of_equal(shapes: list[tuple[int, ...]], num_servers: int) -> None:
     (bucket,) = buckets_of([torch.zeros(shape) for shape in shapes])
     parts = [
         shard.numel
@@ -134,7 +134,7 @@ def test_elementwise_shards_are_within_a_run_of_equal(shapes: list[tuple[int, ..
     ]
     num_parts = min(num_servers, max(1, bucket.values.numel() // 1024))
     for numel in parts:
-        assert abs(numel - bucket.values.numel() / num_parts) <= LONGEST + 16
+        assert abs(numel - bucket.values.numel() / num_parts) <= MAX_GROUP_NUMEL + 16
 
 
 def test_large_parameters_are_spread_evenly() -> None:
@@ -224,7 +224,7 @@ def test_lbfgs_and_closures_are_refused() -> None:
     reject_closure(optim.SGD([parameter()]), (None, None), {"closure": None})
 
 
-# Steps
+# Operation
 
 
 class Custom(optim.SGD):

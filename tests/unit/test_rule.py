@@ -4,9 +4,11 @@ import pytest
 
 from tutti.cluster import Link
 from tutti.collectives import ring
-from tutti.strategies.poseidon.rule import Shape, bucket_bytes_on, decide, published, published_floats, sent_bytes
+from tutti.strategies.poseidon.rule import LayerShape, bucket_bytes_on, decide, published, published_floats, sent_bytes
 
-FC6, FC7, FC8 = Shape("fc6", 4096, 9216, 256), Shape("fc7", 4096, 4096, 256), Shape("fc8", 1000, 4096, 256)
+FC6 = LayerShape("fc6", 4096, 9216, 256)
+FC7 = LayerShape("fc7", 4096, 4096, 256)
+FC8 = LayerShape("fc8", 1000, 4096, 256)
 
 
 @pytest.mark.parametrize(
@@ -34,14 +36,14 @@ def test_what_the_paper_says_of_alexnet() -> None:
 
 @pytest.mark.parametrize("num_workers", [2, 4, 8, 32])
 def test_rows_turn_the_choice(num_workers: int) -> None:
-    few, many = Shape("fc", 4096, 4096, 1), Shape("fc", 4096, 4096, 4096)
+    few, many = LayerShape("fc", 4096, 4096, 1), LayerShape("fc", 4096, 4096, 4096)
     assert published(few, num_workers) == "broadcast"
     if num_workers > 2:
         assert published(many, num_workers) == "owners"
 
 
 def test_the_published_rule_leaves_convolutions_in_full() -> None:
-    few = Shape("conv", 64, 256, 1, convolution=True)
+    few = LayerShape("conv", 64, 256, 1, convolution=True)
     assert published(few, 8) == "full"
     link = Link("100mbit", "100us")
     priced = decide(few, "priced", 8, link, lambda size: ring.cost(8, size, link), 1e12)
@@ -49,18 +51,18 @@ def test_the_published_rule_leaves_convolutions_in_full() -> None:
 
 
 def test_bytes_of_a_worker() -> None:
-    sent = sent_bytes(Shape("fc", 10, 20, 3), 4)
+    sent = sent_bytes(LayerShape("fc", 10, 20, 3), 4)
     assert sent == {"full": 2 * 3 / 4 * 800, "broadcast": 3 * 3 * 30 * 4, "owners": 3 / 4 * 120 + 3 * 240 + 3 / 4 * 800}
 
 
 def test_the_link_decides() -> None:
     """Factors pay where bytes are dear; where they cost nothing, the products are not worth their operations."""
-    shape = Shape("fc", 1024, 1024, 64)
+    shape = LayerShape("fc", 1024, 1024, 64)
 
     def method(rate: str, rows: int = 64) -> str:
         link = Link(rate, "100us")
         return decide(
-            Shape("fc", 1024, 1024, rows), "priced", 4, link, lambda size: ring.cost(4, size, link), 1e11
+            LayerShape("fc", 1024, 1024, rows), "priced", 4, link, lambda size: ring.cost(4, size, link), 1e11
         ).method
 
     assert method("100mbit") == "broadcast"
@@ -73,6 +75,6 @@ def test_the_link_decides() -> None:
 
 def test_between_few_rows_and_many_owners_are_the_fastest() -> None:
     link = Link("100mbit", "100us")
-    shape = Shape("fc", 4096, 1024, 100)
+    shape = LayerShape("fc", 4096, 1024, 100)
     chosen = decide(shape, "priced", 32, link, lambda size: ring.cost(32, size, link), 1e12)
     assert chosen.method == "owners"

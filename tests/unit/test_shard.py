@@ -27,13 +27,13 @@ import tutti
 from support import TRANSPORTS, run_ok
 from tutti.data.shard import deal
 from tutti.errors import ConfigError
-from tutti.transports import AloneTransport
+from tutti.transports import SingleRankTransport
 from tutti.world import World
 
 
 def worlds(size: int) -> list[World]:
     """Every rank's world, for data whose order each rank works out by itself."""
-    return [World(rank, size, rank, "host", AloneTransport()) for rank in range(size)]
+    return [World(rank, size, rank, "host", SingleRankTransport()) for rank in range(size)]
 
 
 def numbers(num_samples: int) -> TensorDataset:
@@ -55,7 +55,7 @@ def flat(nest: Iterable[Iterable[Any]]) -> list[Any]:
 
 @pytest.fixture
 def model() -> nn.Module:
-    """For `world.draws.models`: what is drawn while it is there and trains is taken to be trained on."""
+    """For `world.sample_counts.models`: what is drawn while it is there and trains is taken to be trained on."""
     return nn.Linear(1, 1)
 
 
@@ -297,7 +297,7 @@ def _two_epochs(world: World, name: str) -> tuple[int, list[list[list[int]]], li
         counted.append([])
         for (batch,) in loader:
             seen[-1].append(batch.tolist())
-            counted[-1].append(world.draws.num_samples)
+            counted[-1].append(world.sample_counts.num_samples)
     return len(loader), seen, counted
 
 
@@ -361,7 +361,7 @@ def test_seed_decides_a_datasets_order() -> None:
 def test_length_of_a_dataset_in_training_counts_the_echo(model: nn.Module) -> None:
     """A schedule made from the length must fit the number of steps, which is the same on every rank."""
     for world in worlds(2):
-        world.draws.models.add(model)
+        world.sample_counts.models.add(model)
         sharded = tutti.shard(numbers(7), world=world)
         assert len(sharded) == len(list(sharded)) == 4
 
@@ -450,7 +450,7 @@ def test_without_a_world() -> None:
 def test_draws_count_batches_and_their_samples() -> None:
     for world in worlds(2):
         loader = tutti.shard(DataLoader(numbers(11), batch_size=2), world=world)
-        counts = [(world.draws.number, world.draws.num_samples, len(batch)) for (batch,) in loader]
+        counts = [(world.sample_counts.num_batches, world.sample_counts.num_samples, len(batch)) for (batch,) in loader]
         assert [number for number, _, _ in counts] == [1, 2, 3]
         assert [samples for _, samples, _ in counts] == [batch for _, _, batch in counts]
 
@@ -469,7 +469,7 @@ def test_draws_count_batches_and_their_samples() -> None:
 def test_draws_count_rows_of_an_item(item: Any, num_samples: int) -> None:
     world = worlds(2)[0]
     next(iter(tutti.shard(iter([item, item]), world=world)))
-    assert (world.draws.number, world.draws.num_samples) == (1, num_samples)
+    assert (world.sample_counts.num_batches, world.sample_counts.num_samples) == (1, num_samples)
 
 
 def test_early_batches_are_not_counted() -> None:
@@ -477,7 +477,7 @@ def test_early_batches_are_not_counted() -> None:
     world = worlds(2)[0]
     batches = iter(tutti.shard(DataLoader(numbers(16), batch_size=2, num_workers=1), world=world))
     next(batches)
-    assert world.draws.number == 1
+    assert world.sample_counts.num_batches == 1
 
 
 # --- the echo: a rank that runs out early stays in step, and changes nothing ---
@@ -548,17 +548,17 @@ def test_echo_keeps_ranks_in_step_and_changes_nothing(size: int, num_steps: int,
 def test_echo_weighs_nothing(model: nn.Module) -> None:
     """Rank 1 of 2 holds three of seven items, and the last of them once more with weight 0."""
     world = worlds(2)[1]
-    world.draws.models.add(model)
+    world.sample_counts.models.add(model)
     batches = batches_of_uneven_sizes()
     weights = []
     for x, _ in tutti.shard(iter(batches), world=world):
-        weights.append((len(x), world.draws.num_samples))
+        weights.append((len(x), world.sample_counts.num_samples))
     assert weights == [(1, 1), (3, 3), (2, 2), (2, 0)]
 
 
 def test_no_echo_where_all_ranks_have_as_many(model: nn.Module) -> None:
     for world in worlds(3):
-        world.draws.models.add(model)
+        world.sample_counts.models.add(model)
         assert list(tutti.shard(iter(range(6)), world=world)) == [world.rank, world.rank + 3]
 
 
@@ -569,7 +569,7 @@ def test_no_echo_outside_training(where: str, kind: str, model: nn.Module) -> No
     seen = []
     for world in worlds(3):
         if where != "no job":
-            world.draws.models.add(model.train(where != "eval"))
+            world.sample_counts.models.add(model.train(where != "eval"))
         data = iter(range(7)) if kind == "iterable" else list(range(7))
         with torch.set_grad_enabled(where != "no_grad"):
             seen += list(tutti.shard(data, world=world))
@@ -595,7 +595,7 @@ def test_no_echo_in_evaluation_of_a_distributed_model() -> None:
 def test_training_on_fewer_items_than_ranks_is_refused(kind: str, model: nn.Module) -> None:
     """A rank without a single item has nothing to echo; it would leave the others waiting."""
     world = worlds(3)[2]
-    world.draws.models.add(model)
+    world.sample_counts.models.add(model)
     data = iter(range(2)) if kind == "iterable" else numbers(2)
     with pytest.raises(ConfigError, match=r"2 .*cannot be dealt to 3 ranks"):
         list(tutti.shard(data, world=world))

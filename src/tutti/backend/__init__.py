@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from tutti.backend.collectives import Collectives
 from tutti.backend.group import TuttiGroup
-from tutti.backend.message_collectives import ByMessage
-from tutti.backend.operation_queue import Lane, RealLane
-from tutti.backend.two_level_collectives import ByHosts
-from tutti.backend.virtual_time import VirtualLane
+from tutti.backend.message_collectives import MessageCollectives
+from tutti.backend.operation_queue import OperationQueue, RealTimeQueue
+from tutti.backend.two_level_collectives import TwoLevelCollectives
+from tutti.backend.virtual_time import VirtualTimeQueue
 from tutti.transports import HostsTransport
 from tutti.transports.base import SharesAll, SharesMemory, Transport
 from tutti.transports.hosts import hosts_are_shared
@@ -67,7 +67,9 @@ def group_over(opened: Opened) -> TuttiGroup:
         opened.leave()
         transport.close()
         raise
-    lane: Lane = RealLane(messages, opened.me) if transport.cluster is None else VirtualLane(transport, messages)
+    lane: OperationQueue = (
+        RealTimeQueue(messages, opened.me) if transport.cluster is None else VirtualTimeQueue(transport, messages)
+    )
 
     def close() -> None:
         opened.leave()
@@ -83,9 +85,9 @@ def group_over(opened: Opened) -> TuttiGroup:
 def _conversations(transport: Transport) -> tuple[Collectives, Transport]:
     """What does collectives, and what carries messages beside them. Collective."""
     if isinstance(transport, HostsTransport):
-        return ByHosts(transport), transport.inner.channel("messages")
+        return TwoLevelCollectives(transport), transport.inner.channel("messages")
     if isinstance(transport, SharesMemory) and isinstance(transport, SharesAll):
-        from tutti.backend.shared_memory_collectives import InMemory  # Costs a compiler's import.
+        from tutti.backend.shared_memory_collectives import SharedMemoryCollectives  # Costs a compiler's import.
 
-        return InMemory(transport), transport.inner.channel("messages")  # type: ignore[arg-type]
-    return ByMessage(transport), transport.channel("messages")
+        return SharedMemoryCollectives(transport), transport.inner.channel("messages")  # type: ignore[arg-type]
+    return MessageCollectives(transport), transport.channel("messages")

@@ -12,19 +12,19 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from tutti.backend.collectives import Collectives
-from tutti.backend.operation_queue import Lane
-from tutti.backend.operators import Operator, operator
+from tutti.backend.operation_queue import OperationQueue
+from tutti.backend.operators import ReduceOperator, operator
 from tutti.backend.tensors import Flats
 from tutti.backend.validate import Check
-from tutti.backend.work import Operation, Together
-from tutti.transports.base import ANY, Steps, Transport, Work
+from tutti.backend.work import BackendWork, CoalescedWork
+from tutti.transports.base import ANY, Operation, Transport, Work
 
 
 class TuttiGroup(dist.ProcessGroup):
     """All that torch.distributed asks of a group. What all its ranks do together happens in the order asked."""
 
     def __init__(
-        self, collectives: Collectives, lane: Lane, messages: Transport, me: int, close: Callable[[], None]
+        self, collectives: Collectives, lane: OperationQueue, messages: Transport, me: int, close: Callable[[], None]
     ) -> None:
         """Serve the ranks that `messages` joins; `me` is this one's number in the whole world, for error messages."""
         super().__init__(messages.rank, messages.size)  # type: ignore[call-arg]
@@ -32,7 +32,7 @@ class TuttiGroup(dist.ProcessGroup):
         self._check = Check(me, messages.size)
         self._close: Callable[[], None] | None = close
         self._name = self._description = "undefined"
-        self._coalesced: list[Operation] | None = None
+        self._coalesced: list[BackendWork] | None = None
 
     # Who it is
 
@@ -77,27 +77,27 @@ class TuttiGroup(dist.ProcessGroup):
 
     # Reductions
 
-    def allreduce(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
+    def allreduce(self, tensors: Any, opts: Any = None, **given: Any) -> BackendWork:
         opts = opts or c10d.AllreduceOptions()
         (tensor,) = self._check.only(tensors, "all_reduce")
         flats, found = self._reducible(tensor, opts)
         (flat,) = flats.inout(tensor)
         return self._ask(flats, self._reduced(self._collectives.all_reduce(flat, found), flat, found, tensor), opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Operation:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:
         opts = opts or c10d.AllreduceCoalescedOptions()
         flats, found = self._reducible(tensors[0], opts)
         parts = flats.inout(*tensors)
         return self._ask(flats, self._all_reduce_joined(parts, found, tensors[0]), opts)
 
-    def _all_reduce_joined(self, parts: list[Tensor], found: Operator, like: Tensor) -> Steps:
+    def _all_reduce_joined(self, parts: list[Tensor], found: ReduceOperator, like: Tensor) -> Operation:
         """One reduction of all tensors together, as Gloo makes it."""
         joined = torch.cat(parts)
         yield from self._reduced(self._collectives.all_reduce(joined, found), joined, found, like)
         for part, result in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
             part.copy_(result)
 
-    def reduce(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
+    def reduce(self, tensors: Any, opts: Any = None, **given: Any) -> BackendWork:
         opts = opts or c10d.ReduceOptions()
         (tensor,) = self._check.only(tensors, "reduce")
         flats, found = self._reducible(tensor, opts)
@@ -105,7 +105,7 @@ class TuttiGroup(dist.ProcessGroup):
         steps = self._collectives.reduce(flat, found, opts.rootRank)
         return self._ask(flats, self._reduced(steps, flat, found, tensor), opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> BackendWork:
         opts = opts or c10d.ReduceScatterOptions()
         (output,), (tensors,) = self._check.only(outputs, "reduce_scatter"), self._check.only(inputs, "reduce_scatter")
         flats, found = self._reducible(output, opts)
@@ -114,12 +114,12 @@ class TuttiGroup(dist.ProcessGroup):
         steps = self._collectives.reduce_parts(mine, parts, found)
         return self._ask(flats, self._reduced(steps, mine, found, output), opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> BackendWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Operation:
+    ) -> BackendWork:
         opts = opts or c10d.ReduceScatterOptions()
         flats, found = self._reducible(outputs[0], opts)
         steps = []
@@ -130,13 +130,13 @@ class TuttiGroup(dist.ProcessGroup):
             steps.append(self._reduced(made, mine, found, output))
         return self._ask(flats, _one_by_one(steps), opts)
 
-    def _reduced(self, steps: Steps, result: Tensor, found: Operator, tensor: Tensor) -> Steps:
+    def _reduced(self, steps: Operation, result: Tensor, found: ReduceOperator, tensor: Tensor) -> Operation:
         yield from steps
         found.conclude(result, self.size(), tensor.dtype)
 
     # Copies
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> BackendWork:
         opts = opts or c10d.AllgatherOptions()
         (everyones,), (tensor,) = self._check.only(outputs, "all_gather"), self._check.only(inputs, "all_gather")
         flats = Flats(self._me)
@@ -144,7 +144,7 @@ class TuttiGroup(dist.ProcessGroup):
         gathered = flats.outputs(*self._check.one_each(everyones, "all_gather", like=tensor))
         return self._ask(flats, self._collectives.all_gather(gathered, mine), opts)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
         opts = opts or c10d.AllgatherOptions()
         flats, steps = Flats(self._me), []
         for number, tensor in enumerate(inputs):
@@ -153,10 +153,10 @@ class TuttiGroup(dist.ProcessGroup):
             steps.append(self._collectives.all_gather(flats.outputs(*everyones), mine))
         return self._ask(flats, _one_by_one(steps), opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> BackendWork:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
         opts = opts or c10d.AllgatherOptions()
         flats, steps = Flats(self._me), []
         for whole, tensor in zip(outputs, inputs, strict=True):
@@ -166,14 +166,14 @@ class TuttiGroup(dist.ProcessGroup):
             steps.append(self._collectives.all_gather(parts, mine))
         return self._ask(flats, _one_by_one(steps), opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> Operation:
+    def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> BackendWork:
         opts = opts or c10d.BroadcastOptions()
         (tensor,) = self._check.only(tensors, "broadcast")
         flats = Flats(self._me)
         (flat,) = flats.inout(tensor)
         return self._ask(flats, self._collectives.broadcast(flat, opts.rootRank), opts)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> BackendWork:
         opts = opts or c10d.GatherOptions()
         (tensor,) = self._check.only(inputs, "gather")
         flats, everyones = Flats(self._me), None
@@ -183,7 +183,7 @@ class TuttiGroup(dist.ProcessGroup):
             everyones = flats.outputs(*self._check.one_each(tensors, "gather", like=tensor))
         return self._ask(flats, self._collectives.gather(everyones, mine, opts.rootRank), opts)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Operation:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> BackendWork:
         opts = opts or c10d.ScatterOptions()
         (tensor,) = self._check.only(outputs, "scatter")
         flats, parts = Flats(self._me), None
@@ -193,7 +193,7 @@ class TuttiGroup(dist.ProcessGroup):
         (mine,) = flats.outputs(tensor)
         return self._ask(flats, self._collectives.scatter(mine, parts, opts.rootRank), opts)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, **given: Any) -> Operation:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, **given: Any) -> BackendWork:
         opts = opts or c10d.AllToAllOptions()
         flats = Flats(self._me)
         sent = flats.inputs(*self._check.one_each(inputs, "all_to_all"))
@@ -208,7 +208,7 @@ class TuttiGroup(dist.ProcessGroup):
         input_splits: Sequence[int] | None = None,
         opts: Any = None,
         **given: Any,
-    ) -> Operation:
+    ) -> BackendWork:
         opts = opts or c10d.AllToAllOptions()
         flats = Flats(self._me)
         (whole,), (room,) = flats.inputs(input), flats.outputs(output)
@@ -216,35 +216,35 @@ class TuttiGroup(dist.ProcessGroup):
         received = self._check.split(room, output, output_splits, "output")
         return self._ask(flats, self._collectives.all_to_all(received, sent), opts)
 
-    def barrier(self, opts: Any = None, **given: Any) -> Operation:
+    def barrier(self, opts: Any = None, **given: Any) -> BackendWork:
         return self._ask(Flats(self._me), self._collectives.barrier(), opts or c10d.BarrierOptions())
 
     # Messages
 
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> Operation:
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> BackendWork:
         (tensor,) = self._check.only(tensors, "send")
         flats = Flats(self._me)
         (flat,) = flats.inputs(tensor)
 
-        def steps() -> Steps:
+        def steps() -> Operation:
             yield self._messages.isend(flat, dst, tag)
 
         return self._tell(flats, steps())
 
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Operation:
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> BackendWork:
         (tensor,) = self._check.only(tensors, "recv")
         flats = Flats(self._me)
         (flat,) = flats.outputs(tensor)
-        operation = Operation(self._me, [tensor])
+        operation = BackendWork(self._me, [tensor])
 
-        def steps() -> Steps:
+        def steps() -> Operation:
             receiving: Work = self._messages.irecv(flat, src, tag)
             yield receiving
             operation.source = receiving.source if src == ANY else src
 
         return self._tell(flats, steps(), operation)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Operation:
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> BackendWork:
         return self.recv(tensors, ANY, tag)
 
     # Other names of the same, in versions of torch from 2.9 on
@@ -260,31 +260,31 @@ class TuttiGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device | None = None) -> Together:
+    def _end_coalescing(self, device: torch.device | None = None) -> CoalescedWork:
         operations, self._coalesced = self._coalesced or [], None
-        return Together(operations)
+        return CoalescedWork(operations)
 
     # What they have in common
 
-    def _ask(self, flats: Flats, steps: Steps, opts: Any) -> Operation:
-        operation = Operation(self._me, flats.filled)
+    def _ask(self, flats: Flats, steps: Operation, opts: Any) -> BackendWork:
+        operation = BackendWork(self._me, flats.filled)
         self._lane.collective(operation, flats.landed(steps), here=not getattr(opts, "asyncOp", True))
         return self._noted(operation)
 
-    def _tell(self, flats: Flats, steps: Steps, operation: Operation | None = None) -> Operation:
-        operation = operation or Operation(self._me, flats.filled)
+    def _tell(self, flats: Flats, steps: Operation, operation: BackendWork | None = None) -> BackendWork:
+        operation = operation or BackendWork(self._me, flats.filled)
         self._lane.message(operation, flats.landed(steps))
         return self._noted(operation)
 
-    def _noted(self, operation: Operation) -> Operation:
+    def _noted(self, operation: BackendWork) -> BackendWork:
         if self._coalesced is not None:
             self._coalesced.append(operation)
         return operation
 
-    def _reducible(self, tensor: Tensor, opts: Any) -> tuple[Flats, Operator]:
+    def _reducible(self, tensor: Tensor, opts: Any) -> tuple[Flats, ReduceOperator]:
         return Flats(self._me), operator(opts.reduceOp, tensor.dtype, self._me)
 
 
-def _one_by_one(steps: list[Steps]) -> Steps:
+def _one_by_one(steps: list[Operation]) -> Operation:
     for each in steps:
         yield from each

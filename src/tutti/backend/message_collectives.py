@@ -6,30 +6,30 @@ import torch
 from torch import Tensor
 
 from tutti.backend.collectives import Collectives, fold, own_runs, whole_runs
-from tutti.backend.operators import Operator
+from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
 from tutti.collectives.doubling import recursive_doubling
 from tutti.collectives.ring import in_chunks, pass_on
 from tutti.collectives.tree import broadcast
-from tutti.transports.base import Steps, Transport, Work
+from tutti.transports.base import Operation, Transport, Work
 
 STRAIGHT_BYTES = 32 * 2**10
 """What may come to a rank from all others at once: more would overrun the buffers of its link."""
 
 
-class ByMessage(Collectives):
+class MessageCollectives(Collectives):
     """Small things take as few messages as can be; large ones go round a ring, whose links are all in use."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._rank, self._size = transport.rank, transport.size
 
-    def all_reduce(self, flat: Tensor, operator: Operator) -> Steps:
+    def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         if not self._straight(flat):
             return gloo_order.ring(flat, self._transport, operator.combine)
         return self._all_reduce_small(flat, operator)
 
-    def _all_reduce_small(self, flat: Tensor, operator: Operator) -> Steps:
+    def _all_reduce_small(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         everyones = yield from self._gather_quickly(flat)
         fold(flat, everyones, operator, whole_runs(flat, self._size))
 
@@ -47,12 +47,12 @@ class ByMessage(Collectives):
             have += more
         return [room[(other - rank) % size * numel :][:numel] for other in range(size)]
 
-    def reduce(self, flat: Tensor, operator: Operator, root: int) -> Steps:
+    def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
         yield from gloo_order.ring(flat, self._transport, operator.combine, scattered=True)
         parts = [flat[part] for part in gloo_order.blocks(flat.numel(), flat.itemsize, self._size)]
         yield from self.gather(parts if self._rank == root else None, parts[self._rank], root)
 
-    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: Operator) -> Steps:
+    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
         if self._straight(mine):
             everyones = [torch.empty_like(mine) for _ in range(self._size)]
             yield from self._exchange(everyones, _parts(flat, mine.numel(), self._size))
@@ -62,7 +62,7 @@ class ByMessage(Collectives):
         yield from gloo_order.ring(flat, self._transport, operator.combine, scattered=True)
         yield from self._shift(mine, flat)
 
-    def _shift(self, mine: Tensor, flat: Tensor) -> Steps:
+    def _shift(self, mine: Tensor, flat: Tensor) -> Operation:
         """Gloo's blocks are a little longer than what each rank is to have: hand on what is another's."""
         blocks, numel, rank = gloo_order.blocks(flat.numel(), flat.itemsize, self._size), mine.numel(), self._rank
         works = []
@@ -78,7 +78,7 @@ class ByMessage(Collectives):
                     works.append(self._transport.isend(flat[start:stop], other))
         yield from works
 
-    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: Operator) -> Steps:
+    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
         if self._straight(mine):
             everyones = [torch.empty_like(mine) for _ in range(self._size)]
             yield from self._exchange(everyones, parts)
@@ -90,7 +90,7 @@ class ByMessage(Collectives):
             if root == self._rank:
                 mine.copy_(flat)
 
-    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
+    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
         if self._straight(mine):
             for room, data in zip(everyones, (yield from self._gather_quickly(mine)), strict=True):
                 room.copy_(data)
@@ -99,10 +99,10 @@ class ByMessage(Collectives):
         chunks = [in_chunks(each, mine.nbytes) for each in everyones]
         yield from pass_on(chunks, self._transport, self._rank, 0, self._size - 1)
 
-    def broadcast(self, flat: Tensor, root: int) -> Steps:
+    def broadcast(self, flat: Tensor, root: int) -> Operation:
         return broadcast(flat, gloo_order.rooted(self._transport, root))
 
-    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Steps:
+    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Operation:
         if everyones is None:
             yield self._transport.isend(mine, root)
             return
@@ -111,7 +111,7 @@ class ByMessage(Collectives):
             everyones[root].copy_(mine)
         yield from receiving
 
-    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Steps:
+    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
         if parts is None:
             yield self._transport.irecv(mine, root)
             return
@@ -119,7 +119,7 @@ class ByMessage(Collectives):
         mine.copy_(parts[root])
         yield from sending
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
+    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
         """In every round each rank sends to one and receives from one: no link carries two messages at a time."""
         received[self._rank].copy_(sent[self._rank])
         for step in range(1, self._size):
@@ -128,14 +128,14 @@ class ByMessage(Collectives):
             yield self._transport.isend(sent[to], to)
             yield receiving
 
-    def barrier(self) -> Steps:
+    def barrier(self) -> Operation:
         return recursive_doubling(torch.zeros(1, dtype=torch.uint8), self._transport)
 
     def _straight(self, mine: Tensor) -> bool:
         """Whether what each rank sends to each is best sent at once."""
         return (self._size - 1) * mine.nbytes <= STRAIGHT_BYTES
 
-    def _exchange(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
+    def _exchange(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
         """Everything to everyone at once."""
         receiving = [self._transport.irecv(received[rank], rank) for rank in self._others()]
         sending = [self._transport.isend(sent[rank], rank) for rank in self._others()]

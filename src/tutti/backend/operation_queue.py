@@ -10,23 +10,23 @@ from weakref import WeakSet
 
 import torch
 
-from tutti.backend.thread_pool import Hands
-from tutti.backend.work import Operation
+from tutti.backend.thread_pool import ThreadPool
+from tutti.backend.work import BackendWork
 from tutti.errors import ConfigError, RankLost, TuttiError
 from tutti.transports.background import take
-from tutti.transports.base import Prompt, Steps, Transport, Work
+from tutti.transports.base import Operation, SpawnsInline, Transport, Work
 from tutti.transports.event_loop import Driven
 
 
-class Lane(ABC):
+class OperationQueue(ABC):
     """Takes steps, and tells their operation when they are over."""
 
     @abstractmethod
-    def collective(self, operation: Operation, steps: Steps, here: bool) -> None:
+    def collective(self, operation: BackendWork, steps: Operation, here: bool) -> None:
         """Take `steps` after those of the collectives before; `here`: the caller waits anyway."""
 
     @abstractmethod
-    def message(self, operation: Operation, steps: Steps) -> None:
+    def message(self, operation: BackendWork, steps: Operation) -> None:
         """Take `steps` of a message beside everything else."""
 
     @abstractmethod
@@ -34,7 +34,7 @@ class Lane(ABC):
         """Take no more; what is under way fails. The transport has been interrupted before. Idempotent."""
 
 
-class RealLane(Lane):
+class RealTimeQueue(OperationQueue):
     """Collectives that the caller waits for are done by the caller, others by a thread that is made when it is needed.
 
     Messages are moved by who waits for one, or by the thread of their own transport. None of these calls what somebody
@@ -42,16 +42,18 @@ class RealLane(Lane):
     """
 
     def __init__(self, messages: Transport, me: int) -> None:
-        self._send = messages.promptly if isinstance(messages, Prompt) else partial(messages.beside, patiently=True)
+        self._send = (
+            messages.spawn_inline if isinstance(messages, SpawnsInline) else partial(messages.spawn, deadline=False)
+        )
         self._me, self._patience_s = me, messages.timeout.total_seconds()
-        self._hands = Hands(f"rank {me}, collectives")
+        self._hands = ThreadPool(f"rank {me}, collectives")
         self._lock = threading.Lock()
-        self._queue: deque[tuple[Operation, Steps]] = deque()
+        self._queue: deque[tuple[BackendWork, Operation]] = deque()
         self._busy = False  # Whether somebody takes steps of collectives, or is about to.
         self._failure: Exception | None = None
-        self._underway: WeakSet[Operation] = WeakSet()  # Of messages.
+        self._underway: WeakSet[BackendWork] = WeakSet()  # Of messages.
 
-    def collective(self, operation: Operation, steps: Steps, here: bool) -> None:
+    def collective(self, operation: BackendWork, steps: Operation, here: bool) -> None:
         with self._lock:
             failure, free = self._failure, not self._busy
             if failure is None:
@@ -65,7 +67,7 @@ class RealLane(Lane):
         elif free:
             self._have_taken()
 
-    def message(self, operation: Operation, steps: Steps) -> None:
+    def message(self, operation: BackendWork, steps: Operation) -> None:
         operation.patience_s, operation.expected = self._patience_s, self._limit  # Its steps have no deadline.
         work = self._send(self._told(operation, steps))
         if isinstance(work, Driven):
@@ -79,7 +81,7 @@ class RealLane(Lane):
         for operation in list(self._underway):  # Steps that were never begun tell nobody.
             self._over(operation, self._closed())
 
-    def _take_here(self, operation: Operation, steps: Steps) -> None:
+    def _take_here(self, operation: BackendWork, steps: Operation) -> None:
         try:
             error = self._take(steps)
         finally:
@@ -115,7 +117,7 @@ class RealLane(Lane):
             self._busy = bool(self._queue)
             return self._busy
 
-    def _take(self, steps: Steps) -> Exception | None:
+    def _take(self, steps: Operation) -> Exception | None:
         """Take all of them, unless something before them failed; what went wrong."""
         if self._failure is not None:  # Of what came before: this would be out of step.
             return self._failure
@@ -134,7 +136,7 @@ class RealLane(Lane):
             self._failure = self._failure or error
         return error
 
-    def _told(self, operation: Operation, steps: Steps) -> Steps:
+    def _told(self, operation: BackendWork, steps: Operation) -> Operation:
         """The same steps of a message, and then their operation is over."""
         try:
             yield from steps
@@ -146,18 +148,18 @@ class RealLane(Lane):
             raise
         self._over(operation)
 
-    def _limit(self, operation: Operation) -> None:
+    def _limit(self, operation: BackendWork) -> None:
         """Somebody took a future of a message, and may wait for it, where nobody counts the time."""
         self._hands.compute_as_here()
         self._send(self._given_up(operation, time.monotonic() + self._patience_s))
 
-    def _given_up(self, operation: Operation, deadline_s: float) -> Steps:
+    def _given_up(self, operation: BackendWork, deadline_s: float) -> Operation:
         try:
             yield _Until(operation, deadline_s)
         finally:
             self._tell(operation.expire())
 
-    def _over(self, operation: Operation, error: Exception | None = None) -> None:
+    def _over(self, operation: BackendWork, error: Exception | None = None) -> None:
         self._tell(operation.conclude(error))
 
     def _tell(self, tell: Callable[[], None] | None) -> None:
@@ -171,7 +173,7 @@ class RealLane(Lane):
 class _Until(Work):
     """Done when an operation is over, or at a time, as long as somebody looks now and then."""
 
-    def __init__(self, operation: Operation, deadline_s: float) -> None:
+    def __init__(self, operation: BackendWork, deadline_s: float) -> None:
         self._operation, self._deadline_s = operation, deadline_s
 
     def done(self) -> bool:

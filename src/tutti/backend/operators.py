@@ -15,7 +15,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True)
-class Operator:
+class ReduceOperator:
     """One way to combine two tensors."""
 
     name: str
@@ -68,19 +68,19 @@ _NUMBERS = (*_FLOATS, *_INTEGERS)
 OPERATORS = {
     each.name: each
     for each in (
-        Operator("SUM", _add, (*_NUMBERS, *_COMPLEX)),
-        Operator("AVG", _add, (*_FLOATS, *_COMPLEX), averages=True),
-        Operator("PRODUCT", _multiply, _NUMBERS),
-        Operator("MIN", _minimum, _NUMBERS),
-        Operator("MAX", _maximum, _NUMBERS),
-        Operator("BAND", _and, _INTEGERS),
-        Operator("BOR", _or, _INTEGERS),
-        Operator("BXOR", _xor, _INTEGERS),
+        ReduceOperator("SUM", _add, (*_NUMBERS, *_COMPLEX)),
+        ReduceOperator("AVG", _add, (*_FLOATS, *_COMPLEX), averages=True),
+        ReduceOperator("PRODUCT", _multiply, _NUMBERS),
+        ReduceOperator("MIN", _minimum, _NUMBERS),
+        ReduceOperator("MAX", _maximum, _NUMBERS),
+        ReduceOperator("BAND", _and, _INTEGERS),
+        ReduceOperator("BOR", _or, _INTEGERS),
+        ReduceOperator("BXOR", _xor, _INTEGERS),
     )
 }
 
 
-def operator(op: Any, dtype: torch.dtype, rank: int) -> Operator:
+def operator(op: Any, dtype: torch.dtype, rank: int) -> ReduceOperator:
     """The operator that torch calls `op`, for tensors of `dtype`."""
     name = getattr(op, "op", op).name
     if name not in OPERATORS:

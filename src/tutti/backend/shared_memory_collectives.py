@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tutti.backend.collectives import Collectives, Run, own_runs, whole_runs
-from tutti.backend.message_collectives import ByMessage
-from tutti.backend.operators import Operator
+from tutti.backend.message_collectives import MessageCollectives
+from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
 from tutti.collectives.steps import parts as even_parts
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 from tutti.transports.shared_memory.reduction import KERNELS, Kernel
-from tutti.transports.shared_memory.rounds import Rounds
+from tutti.transports.shared_memory.rounds import SharedMemoryRounds
 from tutti.transports.shared_memory.transport import SharedMemoryTransport
 
 _ROOM_BYTES = 4 * 2**20
@@ -26,23 +26,23 @@ _NAMES = (
 )  # fmt: skip
 
 
-class InMemory(Collectives):
+class SharedMemoryCollectives(Collectives):
     """Every rank copies what it has to where all can read it, and what it needs from there."""
 
     def __init__(self, transport: SharedMemoryTransport) -> None:
         """Open the memory. Collective."""
-        self._rounds = Rounds(transport, _ROOM_BYTES, _NAMES)
-        self._by_message = ByMessage(transport.inner)
+        self._rounds = SharedMemoryRounds(transport, _ROOM_BYTES, _NAMES)
+        self._by_message = MessageCollectives(transport.inner)
         self._rank, self._size = transport.rank, transport.size
         self._ones = np.ones(self._size)
         self._orders = [np.array(gloo_order.order(block, self._size)) for block in range(self._size)]
 
-    def all_reduce(self, flat: Tensor, operator: Operator) -> Steps:
+    def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         if self._size > 2 and flat.nbytes > _SHARED_BYTES:
             return self._all_reduce_shared(flat, operator)
         return self._reduce_whole("all-reduce", flat, operator, here=True)
 
-    def _all_reduce_shared(self, flat: Tensor, operator: Operator) -> Steps:
+    def _all_reduce_shared(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         rounds, rank = self._rounds, self._rank
         cut = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
         for start, piece in self._pieces(flat):
@@ -58,10 +58,10 @@ class InMemory(Collectives):
                 piece[share].copy_(box[share])
             rounds.end()
 
-    def reduce(self, flat: Tensor, operator: Operator, root: int) -> Steps:
+    def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
         return self._reduce_whole("reduce", flat, operator, here=self._rank == root)
 
-    def _reduce_whole(self, name: str, flat: Tensor, operator: Operator, here: bool) -> Steps:
+    def _reduce_whole(self, name: str, flat: Tensor, operator: ReduceOperator, here: bool) -> Operation:
         rounds = self._rounds
         cut = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
         for start, piece in self._pieces(flat):
@@ -72,15 +72,17 @@ class InMemory(Collectives):
                 self._fold(piece, 0, operator, _runs(cut, start, start + len(piece), start))
             rounds.end()
 
-    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: Operator) -> Steps:
+    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
         numel = mine.numel()
         parts = [flat[rank * numel : (rank + 1) * numel] for rank in range(self._size)]
         return self._reduce_own("reduce-scatter", mine, parts, operator, own_runs(flat, numel, self._rank, self._size))
 
-    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: Operator) -> Steps:
+    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
         return self._reduce_own("reduce-scatter of parts", mine, parts, operator, whole_runs(mine, self._size))
 
-    def _reduce_own(self, name: str, mine: Tensor, parts: list[Tensor], operator: Operator, runs: list[Run]) -> Steps:
+    def _reduce_own(
+        self, name: str, mine: Tensor, parts: list[Tensor], operator: ReduceOperator, runs: list[Run]
+    ) -> Operation:
         rounds, width = self._rounds, self._rounds.room // mine.itemsize // self._size
         for start, piece in self._pieces(mine, width):
             yield rounds.begin()
@@ -97,13 +99,13 @@ class InMemory(Collectives):
             self._fold(piece, at, operator, here)
             rounds.end()
 
-    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
+    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
         return self._gather("all-gather", everyones, mine)
 
-    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Steps:
+    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Operation:
         return self._gather("gather", everyones, mine)
 
-    def _gather(self, name: str, everyones: list[Tensor] | None, mine: Tensor) -> Steps:
+    def _gather(self, name: str, everyones: list[Tensor] | None, mine: Tensor) -> Operation:
         rounds = self._rounds
         for start, piece in self._pieces(mine):
             yield rounds.begin()
@@ -114,7 +116,7 @@ class InMemory(Collectives):
                 out[start : start + len(piece)].copy_(box[: len(piece)])
             rounds.end()
 
-    def broadcast(self, flat: Tensor, root: int) -> Steps:
+    def broadcast(self, flat: Tensor, root: int) -> Operation:
         rounds = self._rounds
         for _, piece in self._pieces(flat):
             yield rounds.begin()
@@ -126,7 +128,7 @@ class InMemory(Collectives):
                 piece.copy_(box[: len(piece)])
             rounds.end()
 
-    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Steps:
+    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
         rounds, width = self._rounds, self._rounds.room // mine.itemsize // self._size
         for start, piece in self._pieces(mine, width):
             yield rounds.begin()
@@ -137,10 +139,10 @@ class InMemory(Collectives):
             piece.copy_(box[self._rank * width :][: len(piece)])
             rounds.end()
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
+    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
         return self._by_message.all_to_all(received, sent)
 
-    def barrier(self) -> Steps:
+    def barrier(self) -> Operation:
         yield self._rounds.begin()
         yield self._rounds.shown("barrier", 0, torch.uint8)
         self._rounds.end()
@@ -154,7 +156,7 @@ class InMemory(Collectives):
         for start in range(0, flat.numel(), width):
             yield start, flat[start : start + width]
 
-    def _fold(self, out: Tensor, at: int, operator: Operator, runs: list[Run]) -> None:
+    def _fold(self, out: Tensor, at: int, operator: ReduceOperator, runs: list[Run]) -> None:
         """Combine what all have in their boxes, in Gloo's order; `out` begins at element `at` of the boxes."""
         kernel = KERNELS.get(out.dtype) if operator.name in ("SUM", "AVG") else None
         if kernel is not None:

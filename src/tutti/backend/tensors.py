@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
 class Flats:
@@ -33,13 +33,13 @@ class Flats:
         self.filled += tensors
         return [self._flat(tensor, read=True, written=True) for tensor in tensors]
 
-    def landed(self, steps: Steps) -> Steps:
+    def landed(self, steps: Operation) -> Operation:
         """Take `steps`, and put what they left elsewhere where it belongs."""
         if not self._homes:
             return steps
         return self._landed(steps)
 
-    def _landed(self, steps: Steps) -> Steps:
+    def _landed(self, steps: Operation) -> Operation:
         yield from steps
         for home, flat in self._homes:
             home.copy_(flat.view(home.shape))

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import torch
 
 
-class Hands:
+class ThreadPool:
     """As many threads as have something to do at once, each made when it is needed: none waits for another."""
 
     def __init__(self, name: str) -> None:

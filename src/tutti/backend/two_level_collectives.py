@@ -4,44 +4,44 @@ import torch
 from torch import Tensor
 
 from tutti.backend.collectives import Collectives, fold, whole_runs
-from tutti.backend.message_collectives import ByMessage
-from tutti.backend.operators import Operator
+from tutti.backend.message_collectives import MessageCollectives
+from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
 from tutti.collectives.ring import in_chunks, pass_on
-from tutti.transports import HostsTransport, ProcessGroupTransport
-from tutti.transports.base import SharesAll, Steps
+from tutti.transports import HostsTransport, SocketTransport
+from tutti.transports.base import Operation, SharesAll
 
 
-class ByHosts(ByMessage):
+class TwoLevelCollectives(MessageCollectives):
     """Sums go round a ring of all ranks, whose order is Gloo's; results are handed out host by host."""
 
     def __init__(self, transport: HostsTransport) -> None:
         """Open the memory of this host. Collective."""
         super().__init__(transport.inner)
         self._within, self._across = transport.within, transport.across
-        self._in_memory: Collectives = ByMessage(self._within)
+        self._in_memory: Collectives = MessageCollectives(self._within)
         if isinstance(self._within, SharesAll):
-            from tutti.backend.shared_memory_collectives import InMemory  # Costs a compiler's import.
+            from tutti.backend.shared_memory_collectives import SharedMemoryCollectives  # Costs a compiler's import.
 
-            self._in_memory = InMemory(self._within)  # type: ignore[arg-type]
+            self._in_memory = SharedMemoryCollectives(self._within)  # type: ignore[arg-type]
         names = sorted(set(transport.hosts), key=transport.hosts.index)
         self._hosts = [[rank for rank, host in enumerate(transport.hosts) if host == name] for name in names]
         """The ranks of each, the first of which leads; in the order of those."""
         self._here = names.index(transport.hosts[transport.rank])
 
-    def all_reduce(self, flat: Tensor, operator: Operator) -> Steps:
+    def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         return self._told(self._all_reduce(flat, operator))
 
-    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
+    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
         return self._told(self._all_gather(everyones, mine))
 
-    def broadcast(self, flat: Tensor, root: int) -> Steps:
+    def broadcast(self, flat: Tensor, root: int) -> Operation:
         return self._told(self._broadcast(flat, root))
 
-    def barrier(self) -> Steps:
+    def barrier(self) -> Operation:
         return self._told(self._barrier())
 
-    def _all_reduce(self, flat: Tensor, operator: Operator) -> Steps:
+    def _all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         if self._straight(flat):
             everyones = [torch.empty_like(flat) for _ in range(self._size)]
             yield from self._all_gather(everyones, flat)
@@ -51,7 +51,7 @@ class ByHosts(ByMessage):
         blocks = [flat[part] for part in gloo_order.blocks(flat.numel(), flat.itemsize, self._size)]
         yield from self._all_gather(blocks, blocks[self._rank])
 
-    def _all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
+    def _all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
         """What ranks have may differ in length, as long as all know it."""
         width = max(each.numel() for each in everyones)
         room = mine.new_empty((self._size, width))  # Ranks of a host side by side.
@@ -72,28 +72,28 @@ class ByHosts(ByMessage):
         for rank, each in enumerate(everyones):
             each.copy_(room[places[rank]][: each.numel()])
 
-    def _broadcast(self, flat: Tensor, root: int) -> Steps:
+    def _broadcast(self, flat: Tensor, root: int) -> Operation:
         source = next(number for number, host in enumerate(self._hosts) if root in host)
         if self._here == source:
             yield from self._in_memory.broadcast(flat, self._hosts[source].index(root))
         if self._across is not None:
-            yield from ByMessage(self._across).broadcast(flat, source)
+            yield from MessageCollectives(self._across).broadcast(flat, source)
         if self._here != source:
             yield from self._in_memory.broadcast(flat, 0)
 
-    def _barrier(self) -> Steps:
+    def _barrier(self) -> Operation:
         yield from self._in_memory.barrier()
         if self._across is not None:
-            yield from ByMessage(self._across).barrier()
+            yield from MessageCollectives(self._across).barrier()
         yield from self._in_memory.barrier()
 
-    def _told(self, steps: Steps) -> Steps:
+    def _told(self, steps: Operation) -> Operation:
         """Steps for which others wait in other conversations too: all are told if this rank cannot go on."""
         try:
             yield from steps
         except Exception:
             if isinstance(self._within, SharesAll):
-                self._within.give_up()
-            if isinstance(self._across, ProcessGroupTransport):
-                self._across.conversation.give_up()
+                self._within.abort()
+            if isinstance(self._across, SocketTransport):
+                self._across.conversation.abort()
             raise

@@ -17,7 +17,7 @@ from tutti.errors import DeadlineExceeded
 _NONE = timedelta(0)
 
 
-class Operation(dist.Work):
+class BackendWork(dist.Work):
     """Something a group was asked to do. Whoever does it says when it is over."""
 
     def __init__(self, rank: int, outputs: list[Tensor]) -> None:
@@ -36,7 +36,7 @@ class Operation(dist.Work):
         """How long to wait where no deadline is given; negative: for ever, as whoever does it has one."""
         self.drive: Callable[[float], None] | None = None
         """Lets who waits do, for so many seconds at most, what somebody else would do otherwise."""
-        self.expected: Callable[[Operation], None] | None = None
+        self.expected: Callable[[BackendWork], None] | None = None
         """Called when somebody takes a future before it is over."""
         self._done: Callable[[], bool] | None = None
         self._finish: Callable[[], None] | None = None
@@ -158,10 +158,10 @@ def _fail(future: Any, error: Exception) -> None:
     future.set_result(copy(error))
 
 
-class Together(dist.Work):
+class CoalescedWork(dist.Work):
     """Several operations as one."""
 
-    def __init__(self, operations: list[Operation]) -> None:
+    def __init__(self, operations: list[BackendWork]) -> None:
         super().__init__()
         self._operations = operations
 

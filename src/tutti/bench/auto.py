@@ -6,21 +6,21 @@ from typing import Any
 
 import torch
 
-from tutti.bench.rounds import Rounds, Ways
-from tutti.bench.step import ddp, make_case, solo, stepper, torch_group
-from tutti.collectives import gather_json
+from tutti.bench.interleaved import Candidates, InterleavedTimer
+from tutti.bench.step import ddp, make_benchmark_model, solo, stepper, torch_group
+from tutti.collectives import all_gather_json
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
+from tutti.plan.auto import PlanStatus
 from tutti.strategies import AllReduce, Auto
-from tutti.strategies.base import Planned
 
 MOST_STEPS = 100
 """In which it should have settled."""
 
 
 @dataclass(frozen=True)
-class Beside:
+class AutoReport:
     """Of one model in one place."""
 
     model: str
@@ -41,13 +41,13 @@ class Beside:
         return {**vars(self), "times_ddp": self.times_ddp}
 
 
-def measure(model: str, rounds: int) -> Beside:
+def measure(model: str, rounds: int) -> AutoReport:
     """Train until Auto has settled, and then time its steps and others' in turns, on this rank and its peers."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
-    case = make_case(model, world.size)
+    case = make_benchmark_model(model, world.size)
     chooses, plain = copy.deepcopy(case.model), copy.deepcopy(case.model)
-    ways: Ways = {"solo": solo(case)}
+    ways: Candidates = {"solo": solo(case)}
     ways["native"], optimizer = stepper(plain, case)
     ways["auto"], other = stepper(chooses, case)
     now = world.transport.now
@@ -59,17 +59,17 @@ def measure(model: str, rounds: int) -> Beside:
         link.progress(doing="auto plans")
         with distribute(chooses, other, Auto(), world=world) as job:
             start_s, steps = now(), 0
-            while steps < MOST_STEPS and not _settled(job.metrics.planned):
+            while steps < MOST_STEPS and not _settled(job.metrics.strategy.get("planned")):
                 ways["auto"]()
                 steps += 1
-            spent_s = max(gather_json(now() - start_s, world.transport))
-            turns = Rounds(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
+            spent_s = max(all_gather_json(now() - start_s, world.transport))
+            turns = InterleavedTimer(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
             seconds = turns.medians(ways, world.transport, lambda text: link.progress(doing=text))
-            planned = job.metrics.planned
-    return Beside(
+            planned = job.metrics.strategy.get("planned")
+    return AutoReport(
         model, world.size, seconds, planned.chosen if planned else "", steps, spent_s - steps * seconds["auto"]
     )
 
 
-def _settled(planned: Planned | None) -> bool:
+def _settled(planned: PlanStatus | None) -> bool:
     return planned is not None and planned.settled

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tutti.bench.rounds import Rounds, Ways
-from tutti.bench.step import Case, make_case, stepper, torch_group
+from tutti.bench.interleaved import Candidates, InterleavedTimer
+from tutti.bench.step import BenchmarkModel, make_benchmark_model, stepper, torch_group
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 
 BACKENDS = ("gloo", "tutti")
 SIZES, LAB_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20), (4, 4 * 2**10, 256 * 2**10)
@@ -25,7 +25,7 @@ _WARM_UP = 4
 
 
 @dataclass(frozen=True)
-class Request:
+class BackendBenchmark:
     """What to time."""
 
     models: tuple[str, ...]
@@ -34,31 +34,31 @@ class Request:
     round_s: float = 0.1
 
 
-def measure(request: Request) -> list[dict[str, Any]]:
+def measure(request: BackendBenchmark) -> list[dict[str, Any]]:
     """Time steps and single operations on both backends, on this rank and its peers; the rows, on every rank."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     rows = []
     with torch_group(world):
         groups = {"gloo": dist.group.WORLD, "tutti": dist.new_group(backend="tutti")}
         jobs: list[tuple[str, str, Callable[[Any], Callable[[], Any]]]] = []
         for model in request.models:
-            case = make_case(model, world.size)
+            case = make_benchmark_model(model, world.size)
             jobs += [(way, model, partial(_stepper, case, way)) for way in WAYS]
         for size in request.sizes:
             jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
         for name, subject, make in jobs:
             link.progress(doing=f"{name} {subject}")
-            ways: Ways = {backend: make(groups[backend]) for backend in BACKENDS}
+            ways: Candidates = {backend: make(groups[backend]) for backend in BACKENDS}
             for way in ways.values():
                 for _ in range(_WARM_UP):
                     way()
-            times = Rounds(request.rounds, request.round_s, 200, total_s=60.0).medians(ways, world.transport)
+            times = InterleavedTimer(request.rounds, request.round_s, 200, total_s=60.0).medians(ways, world.transport)
             rows.append({"way": name, "subject": subject, "workers": world.size, "seconds": times})
     return rows
 
 
-def _stepper(case: Case, way: str, group: Any) -> Callable[[], None]:
+def _stepper(case: BenchmarkModel, way: str, group: Any) -> Callable[[], None]:
     return stepper(WAYS[way](copy.deepcopy(case.model), group), case)[0]
 
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.bench.backend import BACKENDS, WAYS, shard
 from tutti.cluster import Cluster, Compute
-from tutti.collectives import gather_json, recursive_doubling, run
+from tutti.collectives import all_gather_json, recursive_doubling, run
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab
 from tutti.plan.network import cluster_with, measure_network
@@ -27,7 +27,7 @@ _WARM_UP = 3
 
 
 @dataclass(frozen=True)
-class Fidelity:
+class FSDPFidelity:
     """One model under FSDP2."""
 
     model: str
@@ -47,7 +47,7 @@ class Fidelity:
         return {**vars(self), "error": self.error}
 
 
-def compare(model: str, hosts: Lab, steps: int) -> Fidelity:
+def compare(model: str, hosts: Lab, steps: int) -> FSDPFidelity:
     """Train under FSDP2 in a lab, on Gloo and on Tutti, and in virtual time.
 
     What a step of DDP takes in the lab beyond the same in virtual time is charged to every step: threads that wake each
@@ -61,7 +61,7 @@ def compare(model: str, hosts: Lab, steps: int) -> Fidelity:
     charged = replace(compute, step_s=found["step_s"] + max(0.0, unexplained_s))
     step_s, digest = _simulated(model, "FSDP2", steps, workers, replace(cluster, compute=charged))
     same_bits = {backend: found["digests"][backend] == digest for backend in BACKENDS}
-    return Fidelity(model, workers, found["seconds"], step_s, same_bits)
+    return FSDPFidelity(model, workers, found["seconds"], step_s, same_bits)
 
 
 def _simulated(model: str, way: str, steps: int, workers: int, cluster: Cluster) -> tuple[float, str]:
@@ -72,13 +72,13 @@ def _simulated(model: str, way: str, steps: int, workers: int, cluster: Cluster)
 def _in_lab(model: str, steps: int) -> dict[str, Any]:
     """On one rank: how fast it computes while all do, and steps and parameters on both backends."""
     here = init()
-    store = here.transport.roster.store  # type: ignore[attr-defined]
+    store = here.transport.membership.store  # type: ignore[attr-defined]
     found: dict[str, Any] = {"network": measure_network(here.transport), **_measure_computing(model, here, store)}
 
     def trained(way: str, backend: str) -> tuple[float, str]:
         where = {"store": dist.PrefixStore(f"{way}/{backend}", store), "rank": here.rank, "world_size": here.size}
         mine_s, digest = train_steps(model, way, steps, backend, where)
-        return max(gather_json(mine_s, here.transport)), digest
+        return max(all_gather_json(mine_s, here.transport)), digest
 
     fsdp = {backend: trained("FSDP2", backend) for backend in BACKENDS}
     found["reference_s"] = trained("DDP", "tutti")[0]
@@ -138,6 +138,6 @@ def _measure_computing(model: str, here: World, store: dist.Store) -> dict[str, 
         made.loss(sharded(x), y).backward()
     dist.destroy_process_group()
     computing_s, step_s = (statistics.median(column) for column in zip(*rows[_WARM_UP:], strict=True))
-    everyones = gather_json([computing_s, step_s], here.transport)
+    everyones = all_gather_json([computing_s, step_s], here.transport)
     slowest_s, step_s = (max(column) for column in zip(*everyones, strict=True))
     return {"flops": counter.get_total_flops() / slowest_s, "step_s": step_s}

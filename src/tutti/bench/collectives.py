@@ -5,21 +5,21 @@ from typing import Any
 
 import torch
 
-from tutti.bench.rounds import Rounds, Ways
+from tutti.bench.interleaved import Candidates, InterleavedTimer
 from tutti.bench.under_mpi import communicator
 from tutti.cluster import Link
 from tutti.collectives import (
     ALGORITHMS,
-    Choice,
     Collective,
-    as_seen_by,
-    choices,
+    CollectiveChoice,
+    link_as_used_by,
+    measure_collectives,
     measure_links,
-    own_sums,
+    native_all_reduce,
     run,
 )
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link as Reporter
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.transports import AllReduces, HostsTransport, SharesMemory, Transport
 
 _ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0
@@ -27,15 +27,15 @@ _ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0
 
 def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     """Time every algorithm at every size, on this rank and its peers; the same result on every rank."""
-    transport, reporter = init().transport, Reporter()
-    choice = choices(transport)
+    transport, reporter = init().transport, SupervisorPipe()
+    choice = measure_collectives(transport)
     link = choice.link or measure_links(transport).link
     links = _links(transport, link)
     rows = []
     for number, num_bytes in enumerate(sizes):
         reporter.progress(done=number, total=len(sizes))
         ways = _ways(torch.zeros(num_bytes // 4), transport, choice)
-        seconds = Rounds(rounds, _ROUND_S, _MOST_REPEATS, _SIZE_S).medians(ways, transport)
+        seconds = InterleavedTimer(rounds, _ROUND_S, _MOST_REPEATS, _SIZE_S).medians(ways, transport)
         best = choice.best(num_bytes).name
         rows.append(
             {
@@ -53,9 +53,9 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     }
 
 
-def _ways(tensor: torch.Tensor, transport: Transport, choice: Choice) -> Ways:
+def _ways(tensor: torch.Tensor, transport: Transport, choice: CollectiveChoice) -> Candidates:
     collectives = {**ALGORITHMS, "cheapest": choice.best(tensor.nbytes)}
-    ways: Ways = {name: partial(_take, each, tensor, transport) for name, each in collectives.items()}
+    ways: Candidates = {name: partial(_take, each, tensor, transport) for name, each in collectives.items()}
     if isinstance(transport, SharesMemory) and isinstance(transport.inner, AllReduces):
         gloo = transport.inner
         ways["gloo"] = lambda: gloo.all_reduce(tensor).wait()
@@ -74,13 +74,13 @@ def _take(collective: Collective, tensor: torch.Tensor, transport: Transport) ->
 def _links(transport: Transport, link: Link) -> dict[str, Link]:
     """The link as measured; but the transport's own sums have a latency of their own."""
     links = dict.fromkeys(ALGORITHMS, link)
-    if own_sums(transport, "cpu") is not None:
-        links["native"] = as_seen_by(ALGORITHMS["native"], transport.size, transport, link)
+    if native_all_reduce(transport, "cpu") is not None:
+        links["native"] = link_as_used_by(ALGORITHMS["native"], transport.size, transport, link)
     return links
 
 
 def _predicted(name: str, num_bytes: int, transport: Transport, link: Link) -> float:
     two_levels = isinstance(transport, HostsTransport) and name in ("hierarchical", "native")
     num_ranks = len(set(transport.hosts)) if two_levels or name == "hierarchical" else transport.size
-    by_messages = name == "native" and own_sums(transport, "cpu") is None  # Then it is the cheapest of those.
+    by_messages = name == "native" and native_all_reduce(transport, "cpu") is None  # Then it is the cheapest of those.
     return ALGORITHMS["hierarchical" if two_levels or by_messages else name].cost(num_ranks, num_bytes, link)

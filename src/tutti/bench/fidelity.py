@@ -7,7 +7,7 @@ from typing import Any
 from tutti.errors import UnknownName
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab, LabSpec
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.plan.network import measure_network
 from tutti.recipes import recipe
 from tutti.simulation.runs.calibrate import cluster_of, measure_training, train_steps
@@ -21,7 +21,7 @@ HOSTS = 4
 
 
 @dataclass(frozen=True)
-class Row:
+class SimulationCheck:
     """One job, both ways."""
 
     model: str
@@ -43,7 +43,7 @@ class Row:
 
 def in_lab(pairs: list[tuple[str, str]], steps: int) -> dict[str, Any]:
     """All that is done on the hosts of one lab: links and computing measured, and every job, on this rank."""
-    transport, reporter = init().transport, Link()
+    transport, reporter = init().transport, SupervisorPipe()
     found: dict[str, Any] = {"network": measure_network(transport), "training": {}, "jobs": {}}
     for number, (model, strategy) in enumerate(pairs):
         reporter.progress(done=number, total=len(pairs), job=f"{model}, {strategy}")
@@ -73,7 +73,7 @@ def chosen(models: list[str], strategies: list[str], rates: list[str]) -> Chosen
     return found
 
 
-def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[Row]:
+def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[SimulationCheck]:
     """Run and simulate everything."""
     rows = []
     for (rate, ranks), pairs in cases.items():
@@ -93,5 +93,5 @@ def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[Row]:
             lived = [mine["jobs"][model, strategy] for mine in real]
             bits = {digest for _, digest in (*lived, *simulated) if digest}
             seconds = [max(step_s for step_s, _ in run) for run in (lived, simulated)]
-            rows.append(Row(model, strategy, rate, ranks, seconds[0], seconds[1], len(bits) == 1))
+            rows.append(SimulationCheck(model, strategy, rate, ranks, seconds[0], seconds[1], len(bits) == 1))
     return rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tutti.bench.rounds import Rounds
+from tutti.bench.interleaved import InterleavedTimer
 from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError
 from tutti.job import Job, distribute
@@ -37,7 +37,7 @@ _LATENCY = "50us"
 
 
 @dataclass(frozen=True)
-class Row:
+class MeshCheck:
     """One mesh for one model on one link."""
 
     model: str
@@ -57,18 +57,18 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Case:
+class MeshComparison:
     """All meshes of so many workers for one model on one link, and what the planner makes of them."""
 
-    rows: Sequence[Row]
+    rows: Sequence[MeshCheck]
     plan: MeshPlan
 
     @property
-    def chosen(self) -> Row:
+    def chosen(self) -> MeshCheck:
         return next(row for row in self.rows if row.prediction is self.plan.best)
 
     @property
-    def fastest(self) -> Row:
+    def fastest(self) -> MeshCheck:
         return min(self.rows, key=lambda row: row.taken_s)
 
     @property
@@ -103,7 +103,9 @@ def _measured(found: Recipe, numbers: Iterable[int], clock: Clock | None = None)
     return profile, parts
 
 
-def compare(model: str, rate: str, workers: int, tried: tuple[Profile, Parts], say: Callable[[str], Any]) -> Case:
+def compare(
+    model: str, rate: str, workers: int, tried: tuple[Profile, Parts], say: Callable[[str], Any]
+) -> MeshComparison:
     """Price every mesh of so many workers, and simulate each."""
     profile, parts = tried
     cluster = Cluster(link=Link(rate, _LATENCY), compute=_COMPUTE)
@@ -113,8 +115,8 @@ def compare(model: str, rate: str, workers: int, tried: tuple[Profile, Parts], s
         say(f"{model}, {rate}, {in_words(each.mesh)}")
         ends = simulate(train, model, each.mesh, workers=workers, cluster=cluster).results
         first, second = (max(of_ranks) for of_ranks in zip(*ends, strict=True))
-        rows.append(Row(model, rate, each, second - first))
-    return Case(rows, plan)
+        rows.append(MeshCheck(model, rate, each, second - first))
+    return MeshComparison(rows, plan)
 
 
 def train(model: str, mesh: Mesh) -> list[float]:
@@ -152,13 +154,13 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
-def in_lab(model: str, lab: Lab, rounds: int) -> Case:
+def in_lab(model: str, lab: Lab, rounds: int) -> MeshComparison:
     """Price every mesh of a lab's ranks from what was measured there, and time each."""
     (case, *_) = launch(_in_lab, model, str(lab.spec), rounds, lab=lab)
     return case
 
 
-def _in_lab(model: str, name: str, rounds: int) -> Case:
+def _in_lab(model: str, name: str, rounds: int) -> MeshComparison:
     """On one rank, with all others at the same."""
     world, found = init(), recipe(model)
     torch.set_num_threads(1)
@@ -171,13 +173,15 @@ def _in_lab(model: str, name: str, rounds: int) -> Case:
         if each is None:
             continue
         step, job = _job(found, mesh)
-        taken = Rounds(rounds, round_s=0.5, most_repeats=5, total_s=30).medians({"step": step}, world.transport)
+        taken = InterleavedTimer(rounds, round_s=0.5, most_repeats=5, total_s=30).medians(
+            {"step": step}, world.transport
+        )
         job.finish()
-        rows.append(Row(model, name, each, taken["step"]))
-    return Case(rows, plan)
+        rows.append(MeshCheck(model, name, each, taken["step"]))
+    return MeshComparison(rows, plan)
 
 
-def off_by(rows: Sequence[Row]) -> tuple[float, float]:
+def error_summary(rows: Sequence[MeshCheck]) -> tuple[float, float]:
     """The median and the worst of the errors, too fast or too slow."""
     errors = [abs(row.error) for row in rows]
     return statistics.median(errors), max(errors)

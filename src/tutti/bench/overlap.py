@@ -1,11 +1,11 @@
-"""What overlap is worth: how much of the communication that could run behind backward does."""
+"""The benefit of overlap: how much of the communication that could run behind backward does."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from tutti.bench import strategies
-from tutti.bench.reference import Measured, measure_place
-from tutti.bench.strategies import Request
+from tutti.bench.planner_inputs import PlannerInputs, measure_planner_inputs
+from tutti.bench.strategies import StrategyBenchmark
 from tutti.cluster import Cluster, Link
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab
@@ -17,7 +17,7 @@ WAYS = ("poseidon", "poseidon:overlap=0")
 
 
 @dataclass(frozen=True)
-class Worth:
+class OverlapReport:
     """Seconds a step of one model between some hosts."""
 
     model: str
@@ -41,17 +41,17 @@ class Worth:
         return {**vars(self), "hidden_s": self.hidden_s, "share": self.share}
 
 
-def in_lab(request: Request) -> tuple[Measured, dict[str, float]]:
+def in_lab(request: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
     """What the formula needs, and the seconds of a step, on this rank and its peers."""
-    return measure_place(request.model, init().transport), strategies.measure(request)["seconds"]
+    return measure_planner_inputs(request.model, init().transport), strategies.measure(request)["seconds"]
 
 
-def worth(model: str, hosts: Lab, rounds: int) -> Worth:
+def measure_overlap(model: str, hosts: Lab, rounds: int) -> OverlapReport:
     """Time steps with and without overlap in a lab, and say what could have been gained."""
-    everyones = launch(in_lab, Request(model, WAYS, rounds), lab=hosts)
+    everyones = launch(in_lab, StrategyBenchmark(model, WAYS, rounds), lab=hosts)
     found, seconds = everyones[0]
     profile = slowed(found.profile, seconds["solo"] / found.profile.seconds)
     cluster = Cluster(link=Link(*found.link))
     quick_s, slow_s = (price(parse(way), profile, len(everyones), cluster).step_s for way in WAYS)
     with_s, without_s = (seconds[way] for way in WAYS)
-    return Worth(model, seconds["solo"], with_s, without_s, could_s=max(0.0, slow_s - quick_s))
+    return OverlapReport(model, seconds["solo"], with_s, without_s, could_s=max(0.0, slow_s - quick_s))

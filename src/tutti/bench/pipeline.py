@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tutti.bench.rounds import Rounds
+from tutti.bench.interleaved import InterleavedTimer
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline.settings import ScheduleName
 from tutti.parallel.pipeline.step import PipelineStep
@@ -27,7 +27,7 @@ SOLO = "one process"
 
 
 @dataclass(frozen=True)
-class Request:
+class PipelineBenchmark:
     """What to measure: an MLP of equal layers, each process on one core; or layers that take `steady_s` a sample."""
 
     schedules: Sequence[ScheduleName]
@@ -39,9 +39,9 @@ class Request:
     steady_s: float | None = None
 
 
-def measure(request: Request) -> dict[str, Any]:
+def measure(request: PipelineBenchmark) -> dict[str, Any]:
     """Time all schedules on this rank and its peers; the result on every rank."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = mlp(*[request.width] * (request.depth + 1))
@@ -55,7 +55,7 @@ def measure(request: Request) -> dict[str, Any]:
         settings = Pipeline(schedule=schedule, microbatches=request.microbatches)
         ways[schedule], job, pipeline = _pipelined(model, batch, world, settings)
         lines[schedule] = job, pipeline
-    rounds = Rounds(request.rounds, round_s=0.5, most_repeats=4, total_s=90)
+    rounds = InterleavedTimer(request.rounds, round_s=0.5, most_repeats=4, total_s=90)
     seconds = rounds.medians(ways, world.transport, lambda text: link.progress(doing=text))
     rows = []
     for name, (job, pipeline) in lines.items():

@@ -5,15 +5,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tutti.bench import strategies
-from tutti.bench.first_choice import Row
-from tutti.bench.reference import Measured, basis, measure_place, references
+from tutti.bench.planner_accuracy import PredictionCheck
+from tutti.bench.planner_inputs import PlannerInputs, measure_planner_inputs, profile_with_overhead, reference_jobs
 from tutti.bench.step import CASES
-from tutti.bench.strategies import Request
+from tutti.bench.strategies import StrategyBenchmark
 from tutti.cluster import Cluster, Link
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab, LabSpec
-from tutti.launch.supervisor_pipe import Link as Reporter
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.plan import Overhead, price
 from tutti.plan.cost import formula_of
 from tutti.strategies import parse
@@ -31,12 +31,12 @@ STRATEGIES = (
     "poseidon",
     "ps:bsp",
     "ps:bsp,servers=1",
-    "native+bf16",
-    "native+fp8",
-    "native+quantize:4",
-    "native+onebit",
-    "native+topk",
-    "native+lowrank",
+    "bf16",
+    "fp8",
+    "quantize:4",
+    "onebit",
+    "topk",
+    "lowrank",
     "ps:ssp=3",
     "ps:async",
     "bmuf:every=16",
@@ -49,10 +49,10 @@ STRATEGIES = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanComparison:
     """One model on one link."""
 
-    rows: list[Row]
+    rows: list[PredictionCheck]
     link: Link
     overhead: Overhead
     given_s: dict[str, float]
@@ -77,37 +77,42 @@ def check(models: list[str], rates: list[str], ways: list[str]) -> None:
     for way in ways:
         strategy = parse(way)
         formula_of(strategy)
-        strategy.check_size(HOSTS + strategy.num_serving)
+        strategy.check_size(HOSTS + strategy.num_dedicated_servers)
 
 
-def in_lab(request: Request) -> tuple[Measured, dict[str, float]]:
+def in_lab(request: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
     """What predictions need, and the seconds of every way, measured on this rank and its peers."""
-    reporter = Reporter()
+    reporter = SupervisorPipe()
     reporter.progress(doing="measuring links and a step")
-    found = measure_place(request.model, init().transport)
+    found = measure_planner_inputs(request.model, init().transport)
     return found, strategies.measure(request)["seconds"]
 
 
-def compare(model: str, rate: str, ways: list[str], rounds: int, say: Callable[[str], None]) -> Outcome:
+def compare(model: str, rate: str, ways: list[str], rounds: int, say: Callable[[str], None]) -> PlanComparison:
     """Measure every way in a lab of such links, and predict each from the same lab."""
-    jobs = references(model, HOSTS)
-    beside = [way for way in ways if not parse(way).num_serving]
-    request = Request(model, tuple(dict.fromkeys((*beside, *jobs))), rounds)
+    jobs = reference_jobs(model, HOSTS)
+    beside = [way for way in ways if not parse(way).num_dedicated_servers]
+    request = StrategyBenchmark(model, tuple(dict.fromkeys((*beside, *jobs))), rounds)
     everyones = _launched(in_lab, request, rate, HOSTS, say)
     seconds = dict(everyones[0][1])
     for way in ways:
-        if num_serving := parse(way).num_serving:
-            alone = Request(model, (way,), rounds)
-            seconds[way] = _launched(strategies.measure, alone, rate, HOSTS + num_serving, say)[0]["seconds"][way]
+        if num_dedicated_servers := parse(way).num_dedicated_servers:
+            alone = StrategyBenchmark(model, (way,), rounds)
+            measured = _launched(strategies.measure, alone, rate, HOSTS + num_dedicated_servers, say)[0]
+            seconds[way] = measured["seconds"][way]
     slowest = max((found for found, _ in everyones), key=lambda found: found.profile.seconds)
-    profile, link = basis(slowest, HOSTS, seconds, jobs)
+    profile, link = profile_with_overhead(slowest, HOSTS, seconds, jobs)
     cluster = Cluster(name=rate, link=link)
-    rows = [Row(model, rate, price(parse(way), profile, HOSTS, cluster), seconds[way]) for way in ways]
-    return Outcome(rows, link, profile.overhead, {way: seconds[way] for way in ("solo", *jobs)})
+    rows = [PredictionCheck(model, rate, price(parse(way), profile, HOSTS, cluster), seconds[way]) for way in ways]
+    return PlanComparison(rows, link, profile.overhead, {way: seconds[way] for way in ("solo", *jobs)})
 
 
 def _launched(
-    function: Callable[[Request], Any], request: Request, rate: str, hosts: int, say: Callable[[str], None]
+    function: Callable[[StrategyBenchmark], Any],
+    request: StrategyBenchmark,
+    rate: str,
+    hosts: int,
+    say: Callable[[str], None],
 ) -> list[Any]:
     def show(rank: int, values: dict[str, Any]) -> None:
         if rank == 0 and "doing" in values:

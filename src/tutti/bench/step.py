@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tutti.bench.under_mpi import communicator
-from tutti.collectives import gather_json
+from tutti.collectives import all_gather_json
 from tutti.errors import UnknownName
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.recipes import RECIPES, recipe
 from tutti.recipes.models import mlp
 from tutti.transports import HostsTransport
@@ -27,7 +27,7 @@ from tutti.world import World
 ROUND_SECONDS = 0.1
 
 
-class Case(NamedTuple):
+class BenchmarkModel(NamedTuple):
     """A model, a batch per rank and a loss."""
 
     model: nn.Module
@@ -43,7 +43,7 @@ MLP_BATCH = 64
 
 
 @dataclass(frozen=True)
-class Row:
+class StepTimes:
     """Median seconds per step of each way to train, for one model and number of workers."""
 
     case: str
@@ -72,21 +72,21 @@ class Row:
         }
 
 
-def make_case(name: str, workers: int, batch_size: int | None = None) -> Case:
+def make_benchmark_model(name: str, workers: int, batch_size: int | None = None) -> BenchmarkModel:
     """The case of that name, with so many samples, or this rank's share of its own batch."""
     if name in MLPS:
         size = batch_size or MLP_BATCH
         batch = torch.randn(size, 784), torch.randint(0, 10, (size,))
-        return Case(mlp(*MLPS[name]), batch, F.cross_entropy)
+        return BenchmarkModel(mlp(*MLPS[name]), batch, F.cross_entropy)
     if name not in RECIPES:
         raise UnknownName("benchmark case", name, CASES)
     made = recipe(name)
-    return Case(made.model(), made.example(batch_size or max(1, made.batch_size // workers)), made.loss)
+    return BenchmarkModel(made.model(), made.example(batch_size or max(1, made.batch_size // workers)), made.loss)
 
 
 def measure(cases: list[str], rounds: int) -> list[dict[str, Any]]:
     """Time every case on this rank and its peers; the rows, on every rank."""
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
     rows = []
     with torch_group(world):
@@ -100,8 +100,8 @@ def measure(cases: list[str], rounds: int) -> list[dict[str, Any]]:
 def torch_group(world: World) -> Iterator[None]:
     """torch's default group, for DDP, between the same processes."""
     transport = world.transport.inner if isinstance(world.transport, HostsTransport) else world.transport
-    roster = getattr(transport, "roster", None)
-    store = dist.PrefixStore("ddp", roster.store) if roster is not None else dist.HashStore()
+    membership = getattr(transport, "membership", None)
+    store = dist.PrefixStore("ddp", membership.store) if membership is not None else dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     try:
         yield
@@ -109,8 +109,8 @@ def torch_group(world: World) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _measure_case(name: str, world: World, rounds: int) -> Row:
-    case = make_case(name, world.size)
+def _measure_case(name: str, world: World, rounds: int) -> StepTimes:
+    case = make_benchmark_model(name, world.size)
     num_parameters = sum(p.numel() for p in case.model.parameters())
     ways: dict[str, Callable[[], Any]] = {"solo": solo(case), "ddp": ddp(case)}
     ways["tutti"], job = _tutti(case, world)
@@ -118,7 +118,7 @@ def _measure_case(name: str, world: World, rounds: int) -> Row:
         ways["mpi"] = _mpi(case, everyone)
     times = _interleaved(ways, world, rounds)
     job.finish()
-    return Row(name, num_parameters, world.size, times)
+    return StepTimes(name, num_parameters, world.size, times)
 
 
 def _interleaved(ways: dict[str, Callable[[], Any]], world: World, rounds: int) -> dict[str, float]:
@@ -143,12 +143,12 @@ def _interleaved(ways: dict[str, Callable[[], Any]], world: World, rounds: int) 
 
 
 def _slowest(seconds: float, world: World) -> float:
-    return max(gather_json(seconds, world.transport))
+    return max(all_gather_json(seconds, world.transport))
 
 
 def stepper(
     model: nn.Module,
-    case: Case,
+    case: BenchmarkModel,
     between: Callable[[], None] = lambda: None,
     wrap: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer,
 ) -> tuple[Callable[[], None], Any]:
@@ -165,21 +165,21 @@ def stepper(
     return step, optimizer
 
 
-def solo(case: Case) -> Callable[[], None]:
+def solo(case: BenchmarkModel) -> Callable[[], None]:
     return stepper(copy.deepcopy(case.model), case)[0]
 
 
-def ddp(case: Case) -> Callable[[], None]:
+def ddp(case: BenchmarkModel) -> Callable[[], None]:
     return stepper(DistributedDataParallel(copy.deepcopy(case.model), gradient_as_bucket_view=True), case)[0]
 
 
-def _tutti(case: Case, world: World) -> tuple[Callable[[], None], Any]:
+def _tutti(case: BenchmarkModel, world: World) -> tuple[Callable[[], None], Any]:
     model = copy.deepcopy(case.model)
     step, optimizer = stepper(model, case)
     return step, distribute(model, optimizer, world=world)
 
 
-def _mpi(case: Case, everyone: Any) -> Callable[[], None]:
+def _mpi(case: BenchmarkModel, everyone: Any) -> Callable[[], None]:
     """One flat MPI all-reduce after backward: what a careful user of mpi4py would write."""
     from mpi4py import MPI
 

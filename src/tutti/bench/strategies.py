@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tutti.bench.rounds import Rounds, Ways
-from tutti.bench.step import Case, ddp, make_case, solo, stepper, torch_group
+from tutti.bench.interleaved import Candidates, InterleavedTimer
+from tutti.bench.step import BenchmarkModel, ddp, make_benchmark_model, solo, stepper, torch_group
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.strategies import parse
 from tutti.world import World
 
@@ -24,7 +24,7 @@ WARM_UP = 4
 
 
 @dataclass(frozen=True)
-class Request:
+class StrategyBenchmark:
     """What to time."""
 
     model: str
@@ -39,18 +39,18 @@ class Request:
     """Of a worker; the model's own by default."""
 
 
-def measure(request: Request) -> dict[str, Any]:
+def measure(request: StrategyBenchmark) -> dict[str, Any]:
     """Time a step of every way, on this rank and its peers: seconds, the slowest rank's, and bytes, on every rank.
 
     A rank that serves only takes part in the one way there is then, and gives nothing.
     """
-    world, link = init(), Link()
+    world, link = init(), SupervisorPipe()
     torch.manual_seed(0)
-    num_serving = parse(request.ways[0]).num_serving
-    case = make_case(request.model, world.size - num_serving, request.batch_size)
+    num_dedicated_servers = parse(request.ways[0]).num_dedicated_servers
+    case = make_benchmark_model(request.model, world.size - num_dedicated_servers, request.batch_size)
     link.progress(doing="warming up")
     jobs: dict[str, Job] = {}
-    ways: Ways = {}
+    ways: Candidates = {}
     for text in request.ways:
         ways[text], jobs[text] = _tutti(case, text, world)
     trains = jobs[request.ways[0]].world
@@ -69,26 +69,28 @@ def measure(request: Request) -> dict[str, Any]:
         "slowness": request.slowness,
         "seconds": seconds,
         "bytes_sent": {text: its.bytes_sent / its.steps for text, its in metrics.items()},
-        "staleness": {text: its.staleness for text, its in metrics.items()},
+        "staleness": {text: its.strategy.get("staleness", {}) for text, its in metrics.items()},
     }
 
 
-def _timed(ways: Ways, jobs: dict[str, Job], request: Request, link: Link) -> dict[str, float]:
+def _timed(
+    ways: Candidates, jobs: dict[str, Job], request: StrategyBenchmark, link: SupervisorPipe
+) -> dict[str, float]:
     """Seconds a step, of every way."""
     trains = jobs[request.ways[0]].world
     if request.slowness > 1 and trains.rank == trains.size - 1:
         extra_s = (request.slowness - 1) * _seconds(ways["solo"])
         ways = {name: _slowed(way, extra_s) for name, way in ways.items()}
     lengths = {name: _block(name, request) for name in ways}
-    blocks: Ways = {name: _repeated(way, lengths[name]) for name, way in ways.items()}
+    blocks: Candidates = {name: _repeated(way, lengths[name]) for name, way in ways.items()}
     # What is still under way would be in the way of others, and peers wait for those who train elsewhere.
-    settled = [name for name in jobs if lengths[name] > 1 or not parse(name).lockstep]
-    settle: Ways = {name: partial(_settle, jobs[name]) for name in settled}
+    settled = [name for name in jobs if lengths[name] > 1 or not parse(name).synchronous]
+    settle: Candidates = {name: partial(_settle, jobs[name]) for name in settled}
     for name, block in blocks.items():
         for _ in range(-(-WARM_UP // lengths[name])):
             block()
         settle.get(name, _nothing)()
-    rounds = Rounds(
+    rounds = InterleavedTimer(
         request.rounds,
         round_s=1.0,
         most_repeats=200,
@@ -100,7 +102,7 @@ def _timed(ways: Ways, jobs: dict[str, Job], request: Request, link: Link) -> di
     return {name: each / lengths[name] for name, each in seconds.items()}
 
 
-def _block(name: str, request: Request) -> int:
+def _block(name: str, request: StrategyBenchmark) -> int:
     """After how many steps a way has done all that it does."""
     if name not in request.ways:
         return request.peers if request.peers and name.startswith("Post") else 1
@@ -125,7 +127,7 @@ def _repeated(way: Callable[[], Any], times: int) -> Callable[[], None]:
     return block
 
 
-def _post_local_sgd(case: Case, every: int) -> Callable[[], None]:
+def _post_local_sgd(case: BenchmarkModel, every: int) -> Callable[[], None]:
     """torch's own: gradients stay on each rank, and parameters are averaged by a flat all-reduce."""
     # They cost a compiler's import, and a warning.
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -140,7 +142,7 @@ def _post_local_sgd(case: Case, every: int) -> Callable[[], None]:
     return stepper(model, case, wrap=lambda optimizer: PostLocalSGDOptimizer(optimizer, averager))[0]
 
 
-def _tutti(case: Case, text: str, world: World) -> tuple[Callable[[], None], Job]:
+def _tutti(case: BenchmarkModel, text: str, world: World) -> tuple[Callable[[], None], Job]:
     model = copy.deepcopy(case.model)
     step, optimizer = stepper(model, case)
     return step, distribute(model, optimizer, parse(text), world=world)

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench.backend import LAB_SIZES, SIZES, Request, measure
+from tutti.bench.backend import LAB_SIZES, SIZES, BackendBenchmark, measure
 from tutti.bench.step import CASES
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, lab_if_any, numbers_of_workers
@@ -44,7 +44,7 @@ def backend(
     if simulate is not None:
         _simulate(simulate, lab, rounds, json_file, console)
         return
-    request, rows = Request(names, rounds, SIZES if lab is None else LAB_SIZES), []
+    request, rows = BackendBenchmark(names, rounds, SIZES if lab is None else LAB_SIZES), []
     with lab_if_any(lab) as hosts, console.status("starting") as status:
 
         def show(rank: int, values: dict[str, Any]) -> None:

@@ -210,7 +210,7 @@ def _codecs_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _fidelity_table(rows: list[fidelity_bench.Row]) -> Table:
+def _fidelity_table(rows: list[fidelity_bench.SimulationCheck]) -> Table:
     table = Table(title="median ms a step, 4 hosts", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("model", "strategy", "rate", "ranks", "lab", "simulated", "off by", "bits"):
         table.add_column(heading, justify="left" if heading in ("model", "strategy") else "right", no_wrap=True)

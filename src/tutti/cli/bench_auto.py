@@ -54,7 +54,7 @@ def auto(
     write_json(json_file, {"place": where, "rows": [each.as_dict() for each in found]})
 
 
-def _table(found: list[bench.Beside], where: str) -> Table:
+def _table(found: list[bench.AutoReport], where: str) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"{where}: ms a step")
     table.add_column("")
     for heading in ("no exchange", "DDP", "native", "auto", "× DDP"):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tutti.bench import meshes as bench
-from tutti.bench.first_choice import NEAR_BEST
+from tutti.bench.planner_accuracy import NEAR_BEST
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import lab_if_any, numbers_of_workers
 from tutti.cluster import Link, format_time
@@ -44,7 +44,7 @@ def meshes(
     numbers = [4] if quick else numbers_of_workers(workers, 2, "2,4")
     if max(numbers) > max(bench.WORKERS):
         raise ConfigError(f"--workers goes up to {max(bench.WORKERS)}, got {max(numbers)}.")
-    console, cases = Console(), list[bench.Case]()
+    console, cases = Console(), list[bench.MeshComparison]()
     with console.status("starting") as status:
         for name in names:
             if lab is not None:
@@ -61,7 +61,7 @@ def meshes(
                 write_json(json_file, _as_dict(cases))
     write_json(json_file, _as_dict(cases))
     rows = [row for case in cases for row in case.rows]
-    middle, worst = bench.off_by(rows)
+    middle, worst = bench.error_summary(rows)
     right = sum(case.times <= NEAR_BEST for case in cases)
     console.print(f"steps off by {middle:.1%} (median), {worst:.1%} (worst) of {len(rows)}", highlight=False)
     console.print(
@@ -73,12 +73,12 @@ def _parts(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def _as_dict(cases: list[bench.Case]) -> dict[str, Any]:
-    middle, worst = bench.off_by([row for case in cases for row in case.rows])
+def _as_dict(cases: list[bench.MeshComparison]) -> dict[str, Any]:
+    middle, worst = bench.error_summary([row for case in cases for row in case.rows])
     return {"median_error": middle, "worst_error": worst, "cases": [case.as_dict() for case in cases]}
 
 
-def _table(case: bench.Case, taken: str) -> Table:
+def _table(case: bench.MeshComparison, taken: str) -> Table:
     first = case.rows[0]
     table = Table(title=f"{first.model}, {first.rate}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.caption = f"> the planner's first choice, {case.times:.2f} times the fastest"

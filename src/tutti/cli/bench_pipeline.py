@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench.pipeline import Request, measure, timeline_of
+from tutti.bench.pipeline import PipelineBenchmark, measure, timeline_of
 from tutti.cli.json_file import check_writable, write_json
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import launch
@@ -51,7 +51,7 @@ def pipeline(
                 status.update(f"timing {len(names)} schedules on {workers} ranks: {values['doing']}")
 
         steady_s = None if steady is None else 1e-6 * steady
-        request = Request(names, microbatches, rounds, width, 16 * workers, batch, steady_s)
+        request = PipelineBenchmark(names, microbatches, rounds, width, 16 * workers, batch, steady_s)
         result = launch(measure, request, workers=workers, watch=show)[0]
     console.print(_table(result))
     write_json(json_file, result)

@@ -11,7 +11,15 @@ from rich.status import Status
 from rich.table import Table
 
 from tutti.bench import plan as bench
-from tutti.bench.first_choice import NEAR_BEST, Allowed, Choice, Row, choices_of, num_right, off_by
+from tutti.bench.planner_accuracy import (
+    NEAR_BEST,
+    Allowed,
+    PlannerChoice,
+    PredictionCheck,
+    error_summary,
+    num_right,
+    planner_choices,
+)
 from tutti.bench.step import CASES
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.strategies import strategies_to_time
@@ -35,7 +43,7 @@ def plan(
     cases = [(model, rate) for rate in _parts(rates) for model in _parts(models)]
     bench.check(_parts(models), _parts(rates), texts)
     console = Console()
-    outcomes: list[bench.Outcome] = []
+    outcomes: list[bench.PlanComparison] = []
     with console.status("starting") as status:
         for number, (model, rate) in enumerate(cases):
             say = partial(_say, status, f"{number + 1} of {len(cases)}")
@@ -43,20 +51,20 @@ def plan(
             console.print(_table(outcomes[-1].rows))
             write_json(json_file, _as_dict(outcomes))  # It takes long: what there is is kept.
     rows = [row for outcome in outcomes for row in outcome.rows]
-    choices = choices_of(rows)
+    choices = planner_choices(rows)
     console.print(_choices(choices))
     for line in _verdict(rows, choices):
         console.print(line, highlight=False)
 
 
-def _as_dict(outcomes: list[bench.Outcome]) -> dict[str, Any]:
+def _as_dict(outcomes: list[bench.PlanComparison]) -> dict[str, Any]:
     rows = [row for outcome in outcomes for row in outcome.rows]
-    middle, worst = off_by(rows)
+    middle, worst = error_summary(rows)
     return {
         "median_error": middle,
         "worst_error": worst,
         "rows": [row.as_dict() for row in rows],
-        "choices": [choice.as_dict() for choice in choices_of(rows)],
+        "choices": [choice.as_dict() for choice in planner_choices(rows)],
         "measured": [outcome.as_dict() for outcome in outcomes],
     }
 
@@ -69,7 +77,7 @@ def _parts(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[PredictionCheck]) -> Table:
     title = f"{rows[0].model}, {bench.HOSTS} hosts, {rows[0].rate}: ms a step"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", overflow="fold")
@@ -81,7 +89,7 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
-def _choices(choices: list[Choice]) -> Table:
+def _choices(choices: list[PlannerChoice]) -> Table:
     table = Table(title="the planner's first choice, and what was fastest", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.caption = "×: times as long as the fastest, as measured"
     for heading in ("model", "rate", "allowed"):
@@ -97,8 +105,8 @@ def _choices(choices: list[Choice]) -> Table:
 _WORDS: dict[Allowed, str] = {"exact": "among exact ones", "lossy too": "with lossy ones allowed"}
 
 
-def _verdict(rows: list[Row], choices: list[Choice]) -> list[str]:
-    middle, worst = off_by(rows)
+def _verdict(rows: list[PredictionCheck], choices: list[PlannerChoice]) -> list[str]:
+    middle, worst = error_summary(rows)
     lines = [f"step times off by {middle:.1%} (median), {worst:.1%} (worst) of {len(rows)}"]
     for allowed, words in _WORDS.items():
         right, total = num_right(choices, allowed)

@@ -1,4 +1,4 @@
-"""`tutti bench overlap`: what exchange behind backward is worth."""
+"""`tutti bench overlap`: what exchange behind backward is measure_overlap."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench.overlap import Worth, worth
+from tutti.bench.overlap import OverlapReport, measure_overlap
 from tutti.bench.step import CASES
 from tutti.cli.json_file import check_writable, write_json
 from tutti.errors import ConfigError, UnknownName
@@ -39,12 +39,12 @@ def overlap(
     with console.status("measuring") as status, Lab(spec) as hosts:
         for name in names:
             status.update(f"measuring {name}")
-            found.append(worth(name, hosts, rounds))
+            found.append(measure_overlap(name, hosts, rounds))
     console.print(_table(found, lab))
     write_json(json_file, {"lab": lab, "rows": [each.as_dict() for each in found]})
 
 
-def _table(found: list[Worth], lab: str) -> Table:
+def _table(found: list[OverlapReport], lab: str) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"{lab}: ms a step")
     table.add_column("")
     for heading in ("no exchange", "overlap", "none", "hidden", "could be", ""):

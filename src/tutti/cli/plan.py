@@ -27,8 +27,8 @@ from tutti.plan.profile import profile as profile_model
 from tutti.plan.profile.problem import Problem
 from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
 from tutti.recipes import RECIPES, recipe
-from tutti.recipes.training import GlobalBatches, Task
-from tutti.simulation.runs.dry_run import rehearse
+from tutti.recipes.training import GlobalBatches, TrainingConfig
+from tutti.simulation.runs.dry_run import dry_run
 from tutti.simulation.runs.time_to_accuracy import reach
 from tutti.strategies import Strategy
 
@@ -143,7 +143,7 @@ def planned(
         mesh_plan.show(arranged, total, console)
         written["meshes"] = arranged.as_dict()
     if target is not None:
-        task = Task(
+        task = TrainingConfig(
             recipe=subject, options=parse_options(option), data=str(data) if data else None, epochs=epochs,
             batch_size=global_batch, until=target,
         )  # fmt: skip
@@ -213,7 +213,7 @@ def _parts_of(subject: str, options: dict[str, Any], batch: int | None, input_sh
 
 def _simulated(profile: Profile, workers: int, cluster: Cluster, say: Any, strategy: Strategy) -> float:
     say(f"simulating {strategy}")
-    return rehearse(strategy, profile, workers, cluster)
+    return dry_run(strategy, profile, workers, cluster)
 
 
 def _show(made: Plan, console: Console) -> None:

@@ -11,12 +11,12 @@ import typer
 
 from tutti.errors import ConfigError, TuttiError
 from tutti.recipes import RECIPES, Recipe, recipe
-from tutti.recipes.training import GlobalBatches, Outcome, Task
+from tutti.recipes.training import GlobalBatches, TrainingConfig, TrainingResult
 from tutti.strategies import parse
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.")]
 StrategyText = Annotated[
-    str, typer.Option("--strategy", help="How replicas stay together, such as ring, ring+onebit or ps:ssp=3.")
+    str, typer.Option("--strategy", help="How replicas stay together, such as ring, onebit or ps:ssp=3.")
 ]
 DataFolder = Annotated[Path | None, typer.Option("--data", envvar="TUTTI_DATA", help="Folder with datasets.")]
 Epochs = Annotated[
@@ -42,12 +42,12 @@ def parse_options(texts: list[str] | None) -> dict[str, Any]:
         raise ConfigError(f"--option takes NAME=NUMBER, got {', '.join(texts or [])}.") from None
 
 
-def checked(task: Task, workers: int) -> tuple[Recipe, Task]:
+def checked(task: TrainingConfig, workers: int) -> tuple[Recipe, TrainingConfig]:
     """The recipe, and the task with its strategy spelt out; what no worker could do is refused here, once."""
     made = recipe(task.recipe, **task.options)
     parsed = parse(task.strategy)
     if workers > 1:
-        parsed.check_size(workers + parsed.num_serving)
+        parsed.check_size(workers + parsed.num_dedicated_servers)
     strategy = str(parsed)
     if not 0 < task.lr_scale < float("inf"):
         raise ConfigError(f"--lr-scale must be a number above 0 such as 0.25, got {task.lr_scale}.")
@@ -58,7 +58,7 @@ def checked(task: Task, workers: int) -> tuple[Recipe, Task]:
     return made, replace(task, recipe=made.name, strategy=strategy)
 
 
-def summarise(task: Task, made: Recipe, workers: int, outcome: Outcome) -> dict[str, Any]:
+def summarise(task: TrainingConfig, made: Recipe, workers: int, outcome: TrainingResult) -> dict[str, Any]:
     """What was asked for, and what came of it."""
     return {
         **{"recipe": task.recipe, "options": task.options, "strategy": task.strategy, "workers": workers},
@@ -67,7 +67,7 @@ def summarise(task: Task, made: Recipe, workers: int, outcome: Outcome) -> dict[
     }
 
 
-def outcome_of(outcomes: list[Outcome | None]) -> Outcome:
+def outcome_of(outcomes: list[TrainingResult | None]) -> TrainingResult:
     """What the rank found that knows the accuracy; servers and ranks that were lost have found nothing."""
     found = [each for each in outcomes if each is not None and not isnan(each.accuracy)]
     if not found:

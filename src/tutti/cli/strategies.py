@@ -16,7 +16,7 @@ from tutti.cluster import format_size
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import launch
 from tutti.launch.lab.lab import LabSpec
-from tutti.strategies import STRATEGIES, parse
+from tutti.strategies import STRATEGY_NAMES, parse
 
 WAYS = "native,ps:bsp,ps:ssp=3,ps:async,ps:async,locks,ps:bsp,servers=1"
 
@@ -55,13 +55,15 @@ def strategies(
     texts = strategies_to_time(ways)
     by_serving: dict[int, list[str]] = {}
     for text in texts:
-        by_serving.setdefault(parse(text).num_serving, []).append(text)
+        by_serving.setdefault(parse(text).num_dedicated_servers, []).append(text)
     console = Console()
     results: list[dict[str, Any]] = []
-    for num_serving, alike in by_serving.items():
-        for group in [tuple(alike)] if not num_serving else [(way,) for way in alike]:
-            request = bench.Request(model, group, rounds, slow, None if num_serving else peers, batch)
-            results.append(_timed(request, workers or 2, lab, num_serving, console))
+    for num_dedicated_servers, alike in by_serving.items():
+        for group in [tuple(alike)] if not num_dedicated_servers else [(way,) for way in alike]:
+            request = bench.StrategyBenchmark(
+                model, group, rounds, slow, None if num_dedicated_servers else peers, batch
+            )
+            results.append(_timed(request, workers or 2, lab, num_dedicated_servers, console))
     where = described(workers or 2, None) if lab is None else f"lab {lab}"
     console.print(_table(results, f"{model}, {where}"))
     if slow > 1:
@@ -84,26 +86,28 @@ def split_strategies(text: str) -> list[str]:
     found: list[str] = []
     for part in text.split(","):
         name = part.strip().partition(":")[0].partition("+")[0]
-        if found and name not in STRATEGIES and ":" in found[-1]:
+        if found and name not in STRATEGY_NAMES and ":" in found[-1]:
             found[-1] += f",{part.strip()}"
         elif part.strip():
             found.append(part.strip())
     return found
 
 
-def _timed(request: bench.Request, workers: int, lab: str | None, num_serving: int, console: Console) -> dict[str, Any]:
-    if lab is not None and num_serving:
+def _timed(
+    request: bench.StrategyBenchmark, workers: int, lab: str | None, num_dedicated_servers: int, console: Console
+) -> dict[str, Any]:
+    if lab is not None and num_dedicated_servers:
         spec = LabSpec.parse(lab)
         if spec.ranks_per_host > 1 or len(set(spec.rates)) > 1:
             raise ConfigError("with servers of their own, a lab needs one rank a host and one rate.")
-        lab = lab.replace(f"hosts={spec.hosts}", f"hosts={spec.hosts + num_serving}")
+        lab = lab.replace(f"hosts={spec.hosts}", f"hosts={spec.hosts + num_dedicated_servers}")
     with lab_if_any(lab) as hosts, console.status(f"{', '.join(request.ways)}: starting") as status:
 
         def show(rank: int, values: dict[str, str]) -> None:
             if rank == 0 and "doing" in values:
                 status.update(f"{', '.join(request.ways)}: {values['doing']}")
 
-        chosen = {"workers": workers + num_serving} if hosts is None else {"lab": hosts}
+        chosen = {"workers": workers + num_dedicated_servers} if hosts is None else {"lab": hosts}
         return dict(launch(bench.measure, request, watch=show, **chosen)[0])
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tutti.cli.board import board, in_bytes, in_words, loss_and_accuracy, planned
+from tutti.cli.board import board, in_bytes, loss_and_accuracy, strategy_rows
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.recipe_task import (
     DataFolder,
@@ -31,7 +31,8 @@ from tutti.cli.recipe_task import (
 from tutti.cli.run_folder import kept, new_folder
 from tutti.errors import ConfigError, TuttiError
 from tutti.launch import launch
-from tutti.recipes.training import Outcome, Task
+from tutti.plan.reason import has_codec
+from tutti.recipes.training import TrainingConfig, TrainingResult
 from tutti.recipes.training import train as train_worker
 from tutti.strategies import parse
 
@@ -55,7 +56,7 @@ def train(
     json_file: JsonFile = None,
 ) -> None:
     """Train RECIPE with several workers and record the run under runs/."""
-    asked = Task(
+    asked = TrainingConfig(
         recipe=recipe_name,
         options=parse_options(option),
         strategy=strategy,
@@ -66,7 +67,7 @@ def train(
         double=check,
     )
     made, task = checked(asked, workers)
-    if check and "+" in strategy:
+    if check and has_codec(parse(strategy)):
         raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
     check_writable(json_file)
     folder = new_folder(name, f"{made.name}-{workers}x")
@@ -83,11 +84,11 @@ def train(
     judge(summary, made)
 
 
-def _run(task: Task, workers: int, record: Path, console: Console) -> Outcome:
+def _run(task: TrainingConfig, workers: int, record: Path, console: Console) -> TrainingResult:
     console.print(f"{task.recipe}, {workers} {'workers' if workers > 1 else 'worker'}, {task.strategy}")
     with board(record, console, _numbers) as shown:
-        serving = parse(task.strategy).num_serving if workers > 1 else 0
-        results: list[Outcome | None] = launch(train_worker, task, workers=workers + serving, watch=shown.show)
+        serving = parse(task.strategy).num_dedicated_servers if workers > 1 else 0
+        results: list[TrainingResult | None] = launch(train_worker, task, workers=workers + serving, watch=shown.show)
     return outcome_of(results)
 
 
@@ -110,15 +111,13 @@ def _table(summary: dict[str, Any]) -> Table:
         ("samples/s", f"{rate:,.0f}"),
         ("bytes sent per worker", in_bytes(summary["bytes_sent"])),
         ("waiting for other workers", f"{summary['waiting_share']:.1%}"),
-        *([("staleness of updates", in_words(summary["staleness"]))] if summary["staleness"] else []),
-        *([("spectral gap", f"{summary['spectral_gap']:.4f}")] if summary["spectral_gap"] is not None else []),
-        *planned(summary),
+        *strategy_rows(summary["strategy_metrics"]),
     ):
         table.add_row(label, value)
     return table
 
 
-def _compare(task: Task, workers: int, outcome: Outcome, console: Console) -> dict[str, float]:
+def _compare(task: TrainingConfig, workers: int, outcome: TrainingResult, console: Console) -> dict[str, float]:
     """Train the same with one worker and say how far apart the parameters ended."""
     alone = _run(replace(task, strategy="native"), 1, Path(os.devnull), console)
     scale = alone.parameters.abs().max()

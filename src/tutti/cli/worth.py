@@ -9,13 +9,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tutti.bench import worth as worth_bench
+from tutti.bench import compression as compression_bench
 from tutti.bench.step import CASES
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, described, lab_if_any
 from tutti.cluster import format_size
+from tutti.codecs import parse_codec
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import launch
+from tutti.plan.reason import has_codec
 from tutti.strategies import parse
 
 
@@ -27,9 +29,9 @@ def worth(
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", min=2, help="Processes on this machine; 2 by default.")
     ] = None,
-    strategy: Annotated[str, typer.Option(help="What carries the codecs, and is exact without one.")] = "ring",
+    strategy: Annotated[str, typer.Option(help="Exact strategy that the codecs are compared with.")] = "ring",
     codecs: Annotated[str, typer.Option(help="Codecs to time, with commas between; chains have a plus.")] = ",".join(
-        worth_bench.DEFAULTS
+        compression_bench.DEFAULTS
     ),
     peers: Annotated[bool, typer.Option(help="Also time DDP with its fp16 and PowerSGD hooks.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of every way, in turn; the median counts.")] = 9,
@@ -40,14 +42,14 @@ def worth(
     check_one_place(workers, lab)
     if model not in CASES:
         raise UnknownName("model", model, CASES)
-    if "+" in strategy:
+    if has_codec(parse(strategy)):
         raise ConfigError(f"--strategy is what is exact, such as ring; codecs go into --codecs. Got '{strategy}'.")
     # A comma may also be between a codec's own options.
     names = [name.strip() for name in re.split(r",(?!\s*\w+=)", codecs) if name.strip()]
     if not names:
         raise ConfigError("--codecs needs one or more, such as onebit,lowrank.")
     for name in names:
-        parse(f"{strategy}+{name}")
+        parse_codec(name)
     console = Console()
     with lab_if_any(lab) as hosts:
         where = described(workers or 2, hosts)
@@ -58,8 +60,8 @@ def worth(
                 if rank == 0 and "doing" in values:
                     status.update(f"{model}, {where}: {values['doing']}")
 
-            found = launch(worth_bench.measure, model, strategy, names, peers, rounds, watch=show, **chosen)[0]
-    result = worth_bench.Worth(**found)
+            found = launch(compression_bench.measure, model, strategy, names, peers, rounds, watch=show, **chosen)[0]
+    result = compression_bench.CompressionReport(**found)
     console.print(_table(result, where))
     console.print(result.verdict())
     write_json(json_file, {"lab": lab, **found, "verdict": result.verdict()})
@@ -68,7 +70,7 @@ def worth(
 _LABELS = {"solo": "no exchange", "ddp": "DDP", "ddp fp16": "DDP, fp16 hook", "ddp powersgd": "DDP, PowerSGD hook"}
 
 
-def _table(result: worth_bench.Worth, where: str) -> Table:
+def _table(result: compression_bench.CompressionReport, where: str) -> Table:
     title = f"{result.model}, {result.num_parameters:,} parameters, {where}: median ms a step"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("", "ms", "× DDP", f"× {result.exact}", "sent by a rank"):

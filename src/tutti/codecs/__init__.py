@@ -1,6 +1,6 @@
 """Ways to say a tensor in fewer bytes, and to sum what was said."""
 
-from tutti.codecs.base import Codec, Linear, Packet, State
+from tutti.codecs.base import Codec, CodecSpeed, LinearCodec, Packet, State
 from tutti.codecs.cast import Cast
 from tutti.codecs.chain import Chain
 from tutti.codecs.feedback import ErrorFeedback
@@ -9,7 +9,7 @@ from tutti.codecs.onebit import OneBit
 from tutti.codecs.parse import CODECS, parse_codec, print_codec
 from tutti.codecs.quantize import Quantize
 from tutti.codecs.randomk import RandomK
-from tutti.codecs.runs import Runs
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.codecs.threshold import Threshold
 from tutti.codecs.topk import TopK
 
@@ -18,14 +18,15 @@ __all__ = [
     "Cast",
     "Chain",
     "Codec",
+    "CodecSpeed",
     "ErrorFeedback",
-    "Linear",
+    "LinearCodec",
     "LowRank",
     "OneBit",
     "Packet",
     "Quantize",
     "RandomK",
-    "Runs",
+    "ScaleGroups",
     "State",
     "Threshold",
     "TopK",

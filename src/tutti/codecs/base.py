@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from tutti.codecs.runs import Runs
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -19,15 +19,28 @@ State = dict[str, Any]
 """What a codec remembers from one call to the next, by name. The call that takes it uses it up and hands one back."""
 
 
+class CodecSpeed(NamedTuple):
+    """How fast a codec works on one CPU core, as `tutti bench codecs` measures it (docs/benchmarks.md)."""
+
+    encode_bytes_per_s: float
+    """Bytes of float32 input that are encoded per second, error feedback included."""
+    decode_bytes_per_s: float
+    """Bytes of float32 output that are filled per second when a packet is decoded."""
+
+
 class Codec(ABC):
     """A way to say a tensor in fewer bytes: frozen, comparable, printed as at the command line (`print_codec`)."""
 
     name: ClassVar[str]
     """At the command line."""
     linear: ClassVar[bool] = False
-    """Whether what several ranks send may be summed before it is decoded; then it has `rounds` (`Linear`)."""
+    """Whether what several ranks send may be summed before it is decoded; then it has `rounds` (`LinearCodec`)."""
     sparse: ClassVar[bool] = False
     """Whether it sends some values and says nothing of the others, in as many bytes as that takes."""
+
+    speed: ClassVar[CodecSpeed] = CodecSpeed(1e9, 5e9)
+    """With error feedback, as `tutti bench codecs` measures it (docs/benchmarks.md). The planner predicts encoding and
+    decoding times from it. The default is a cautious guess for a codec that has not been measured."""
 
     @property
     def needs_feedback(self) -> bool:
@@ -43,7 +56,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(
-        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
         """Say `tensor`, which stays as it is.
 
@@ -51,12 +64,12 @@ class Codec(ABC):
             state: from `start`, or from the call before.
             residual: what earlier calls left out, flat, in float32. It is added to `tensor` first, and what this call
                 leaves out is in it afterwards. Where NaN or infinity is sent, it stays as it was.
-            runs: which values share a scale, where a codec has scales; the rows of `tensor` by default.
+            groups: which values share a scale, where a codec has scales; the rows of `tensor` by default.
         """
 
     @abstractmethod
     def decode(
-        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+        self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
     ) -> None:
         """Overwrite `out` with what `packet` says, times `scale`, or add that.
 
@@ -64,8 +77,8 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
-        """Bytes of a packet for so many elements with these runs; an estimate where it depends on the elements."""
+    def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
+        """Bytes of a packet for so many elements with these groups; an estimate where it depends on the elements."""
 
     @abstractmethod
     def __str__(self) -> str: ...
@@ -86,25 +99,25 @@ def flat_view(out: Tensor) -> Tensor:
     return flat.reshape(-1).to(torch.float32).clone()
 
 
-def give_back(flat: Tensor, out: Tensor) -> None:
+def copy_back(flat: Tensor, out: Tensor) -> None:
     """Let `out` hold what was decoded into `flat_view` of it."""
     if flat.data_ptr() != out.data_ptr():
         out.detach().copy_(flat.view(out.shape))
 
 
-def of_rows(tensor: Tensor, runs: Runs | None) -> Runs:
-    """`runs`, or the rows of `tensor`."""
-    if runs is None:
-        return Runs.of(tuple(tensor.shape))
-    if runs.numel != tensor.numel():
-        raise ConfigError(f"runs of a tensor of {runs.numel} elements were given with one of {tensor.numel()}.")
-    return runs
+def groups_or_rows(tensor: Tensor, groups: ScaleGroups | None) -> ScaleGroups:
+    """`groups`, or the rows of `tensor`."""
+    if groups is None:
+        return ScaleGroups.from_shape(tuple(tensor.shape))
+    if groups.numel != tensor.numel():
+        raise ConfigError(f"groups of a tensor of {groups.numel} elements were given with one of {tensor.numel()}.")
+    return groups
 
 
-Places = tuple[tuple[int, tuple[int, ...]], ...]
+TensorLayout = tuple[tuple[int, tuple[int, ...]], ...]
 """Tensors that lie in a flat one: where each begins, and its shape."""
 
-Rounds = Generator[Tensor, None, State]
+SumRounds = Generator[Tensor, None, State]
 """Tensors to be summed over ranks, in place, each before the next is asked for; then the state to go on with.
 
 All of them may be divided by a number before they are handed back, and the result is then divided by it, once.
@@ -112,13 +125,13 @@ All of them may be divided by a number before they are handed back, and the resu
 
 
 @runtime_checkable
-class Linear(Protocol):
+class LinearCodec(Protocol):
     """A codec whose sums over ranks need no decoding between."""
 
-    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None = None) -> Rounds:
+    def rounds(self, values: Tensor, layout: TensorLayout, state: State, residual: Tensor | None = None) -> SumRounds:
         """Replace flat `values` by about their sum over ranks, in rounds of small sums; float32, as the rounds are."""
         ...
 
-    def round_sizes(self, places: Places) -> list[int]:
+    def round_sizes(self, layout: TensorLayout) -> list[int]:
         """How many numbers each round sums."""
         ...

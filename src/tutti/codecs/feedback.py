@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import CPU, Codec, Linear, Packet, Places, Rounds, State
-from tutti.codecs.runs import Runs
+from tutti.codecs.base import CPU, Codec, CodecSpeed, LinearCodec, Packet, State, SumRounds, TensorLayout
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.errors import ConfigError
 
 
@@ -29,6 +29,10 @@ class ErrorFeedback(Codec):
     def sparse(self) -> bool:  # type: ignore[override]
         return self.inner.sparse
 
+    @property
+    def speed(self) -> CodecSpeed:  # type: ignore[override]
+        return self.inner.speed  # Speeds are measured with error feedback.
+
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
         return {
             **self.inner.start(numel, seed, device),
@@ -36,7 +40,7 @@ class ErrorFeedback(Codec):
         }
 
     def encode(
-        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
         if residual is not None:
             raise ConfigError("ErrorFeedback keeps its own residual, in its state.")
@@ -47,27 +51,27 @@ class ErrorFeedback(Codec):
                 f"a tensor of {tensor.numel()} elements needs a state for as many, got {of}: make it by "
                 f"start({tensor.numel()}), and hand in what the call before handed back."
             )
-        packet, inner = self.inner.encode(tensor, state, residual=kept, runs=runs)
+        packet, inner = self.inner.encode(tensor, state, residual=kept, groups=groups)
         return packet, {**inner, "residual": kept}
 
     def decode(
-        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+        self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
     ) -> None:
-        self.inner.decode(packet, out, runs=runs, add=add, scale=scale)
+        self.inner.decode(packet, out, groups=groups, add=add, scale=scale)
 
-    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
-        return self.inner.packet_bytes(numel, runs)
+    def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
+        return self.inner.packet_bytes(numel, groups)
 
-    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None = None) -> Rounds:
-        assert isinstance(self.inner, Linear)
+    def rounds(self, values: Tensor, layout: TensorLayout, state: State, residual: Tensor | None = None) -> SumRounds:
+        assert isinstance(self.inner, LinearCodec)
         assert residual is None
         kept = state["residual"]
-        inner = yield from self.inner.rounds(values, places, state, kept)
+        inner = yield from self.inner.rounds(values, layout, state, kept)
         return {**inner, "residual": kept}
 
-    def round_sizes(self, places: Places) -> list[int]:
-        assert isinstance(self.inner, Linear)
-        return self.inner.round_sizes(places)
+    def round_sizes(self, layout: TensorLayout) -> list[int]:
+        assert isinstance(self.inner, LinearCodec)
+        return self.inner.round_sizes(layout)
 
     def __str__(self) -> str:
         return str(self.inner)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import kernels
-from tutti.codecs.base import Codec, Packet, State, flat_float32, flat_view, give_back, of_rows
+from tutti.codecs.base import Codec, CodecSpeed, Packet, State, copy_back, flat_float32, flat_view, groups_or_rows
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
-from tutti.codecs.runs import Runs
+from tutti.codecs.scale_groups import ScaleGroups
 
 _KIND = 1
 
@@ -21,33 +21,36 @@ class OneBit(Codec):
     """
 
     name = "onebit"
+    speed = CodecSpeed(8.0e9, 27e9)
 
     def encode(
-        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
-        values, runs = flat_float32(tensor, "OneBit"), of_rows(tensor, runs)
-        count, table = len(runs), runs.table(1, values.device)
+        values, groups = flat_float32(tensor, "OneBit"), groups_or_rows(tensor, groups)
+        count, table = len(groups), groups.table(1, values.device)
         packet, payload = new_packet(Header(_KIND, count, values.numel()), 8 * count + table.num_bytes, values.device)
         scales, codes = payload[: 8 * count].view(torch.float32), payload[8 * count :]
-        kernels.of(values.device).onebit_encode(values, residual, table, scales, codes)
+        kernels.for_device(values.device).onebit_encode(values, residual, table, scales, codes)
         return packet, state
 
     def decode(
-        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+        self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
     ) -> None:
-        runs = of_rows(out, runs)
+        groups = groups_or_rows(out, groups)
         header, payload = read(packet, _KIND, out.numel())
-        count, table = len(runs), runs.table(1, out.device)
-        expect("runs", header.count, count)
+        count, table = len(groups), groups.table(1, out.device)
+        expect("groups", header.count, count)
         expect("parameter", header.parameter, 0)
         expect("payload bytes", payload.numel(), 8 * count + table.num_bytes)
         flat = flat_view(out)
-        kernels.of(flat.device).onebit_decode(payload[8 * count :], floats(payload, 2 * count, scale), table, flat, add)
-        give_back(flat, out)
+        kernels.for_device(flat.device).onebit_decode(
+            payload[8 * count :], floats(payload, 2 * count, scale), table, flat, add
+        )
+        copy_back(flat, out)
 
-    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
-        runs = Runs.of((numel,)) if runs is None else runs
-        return HEADER.size + 8 * len(runs) + runs.num_bytes(1)
+    def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
+        groups = ScaleGroups.from_shape((numel,)) if groups is None else groups
+        return HEADER.size + 8 * len(groups) + groups.num_bytes(1)
 
     def __str__(self) -> str:
         return self.name

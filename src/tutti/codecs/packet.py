@@ -5,7 +5,7 @@
 | 0-1 | `Tt` |
 | 2 | version of this layout |
 | 3 | kind: which codec made it |
-| 4-7 | how many runs have a scale, or how many values are sent |
+| 4-7 | how many groups have a scale, or how many values are sent |
 | 8-15 | elements of the tensor |
 | 16-23 | bytes of the packet, header included |
 | 24-31 | a parameter of the codec's: bits, seed, or the length of a code |

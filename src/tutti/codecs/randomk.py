@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import kernels
-from tutti.codecs.base import CPU, Codec, Packet, Places, Rounds, State, flat_float32
+from tutti.codecs.base import CPU, Codec, CodecSpeed, Packet, State, SumRounds, TensorLayout, flat_float32
 from tutti.codecs.kernels.reference import edges
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
-from tutti.codecs.runs import Runs
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.codecs.topk import put
 from tutti.errors import ConfigError
 
@@ -21,7 +21,7 @@ _KIND = 6
 class RandomK(Codec):
     """One value out of every stretch of 1/density, at random (Stich, Cordonnier & Jaggi 2018).
 
-    Ranks choose the same places, so that sums of what they send are what sums would send; places need not be said.
+    All ranks choose the same indices, so packets can be summed without decoding, and no index is sent.
     Nothing is scaled up: without feedback, what arrives is the smaller by the density.
 
     Args:
@@ -31,6 +31,7 @@ class RandomK(Codec):
     density: float = 0.5
     name = "randomk"
     linear = True
+    speed = CodecSpeed(0.8e9, 2.5e9)
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
@@ -40,7 +41,7 @@ class RandomK(Codec):
         return {"step": 0}  # Whatever the seed: ranks must choose alike.
 
     def encode(
-        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
         values = flat_float32(tensor, "RandomK")
         chosen = self._choose(state["step"], values)
@@ -51,7 +52,7 @@ class RandomK(Codec):
         return packet, {"step": state["step"] + 1}
 
     def decode(
-        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+        self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
     ) -> None:
         header, payload = read(packet, _KIND, out.numel())
         count = self._count(out.numel())
@@ -59,17 +60,17 @@ class RandomK(Codec):
         expect("payload bytes", payload.numel(), 4 * count)
         put(self._choose(header.parameter, out), floats(payload, count, scale), out, add)
 
-    def rounds(self, values: Tensor, places: Places, state: State, residual: Tensor | None = None) -> Rounds:
+    def rounds(self, values: Tensor, layout: TensorLayout, state: State, residual: Tensor | None = None) -> SumRounds:
         chosen = self._choose(state["step"], values)
         found = _take(values, residual, chosen)
         yield found
         put(chosen, found, values, add=False)
         return {**state, "step": state["step"] + 1}
 
-    def round_sizes(self, places: Places) -> list[int]:
-        return [self._count(max((start + math.prod(shape) for start, shape in places), default=0))]
+    def round_sizes(self, layout: TensorLayout) -> list[int]:
+        return [self._count(max((start + math.prod(shape) for start, shape in layout), default=0))]
 
-    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
+    def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
         return HEADER.size + 4 * self._count(numel)
 
     def _count(self, numel: int) -> int:
@@ -78,7 +79,7 @@ class RandomK(Codec):
     def _choose(self, step: int, like: Tensor) -> Tensor:
         count = self._count(like.numel())
         seed = step * 0xC2B2AE35 % 2**32
-        return kernels.of(like.device).draw(like.numel(), count, seed, like.device)
+        return kernels.for_device(like.device).draw(like.numel(), count, seed, like.device)
 
     def __str__(self) -> str:
         return self.name if self == type(self)() else f"{self.name}:{self.density!r}"

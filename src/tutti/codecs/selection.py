@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from tutti.codecs import kernels
-from tutti.codecs.places import check_room
+from tutti.codecs.indices import check_room
 
 _SAMPLE = 2**15
 """Values to look at: with a hundredth of them wanted, it is right within a few percent."""
@@ -27,21 +27,21 @@ def about_largest(values: Tensor, residual: Tensor | None, density: float, spare
 
 
 def largest(values: Tensor, residual: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """The places, in order, of the `count` values of largest magnitude, and those values; fewer if the others are zero.
+    """The indices, in order, and the values of the `count` largest magnitudes; fewer if the others are zero.
 
     Values are added to the residual first, if there is one. What is not finite counts as largest, and leaves the
     residual as it was.
     """
     check_room(values.numel())
-    pick = kernels.of(values.device).pick
+    pick = kernels.for_device(values.device).pick
     limit = about_largest(values, residual, count / max(1, values.numel()), spare=4.0)
-    places, found = pick(values, residual, limit)
-    if len(places) < count and limit > 0:  # The sample was not like the rest.
+    indices, found = pick(values, residual, limit)
+    if len(indices) < count and limit > 0:  # The sample was not like the rest.
         source = values if residual is None else residual.clone()
-        source[places.long()] = found
-        places, found = pick(source, None, 0.0)
-    if len(places) <= count:
-        return places, found
+        source[indices.long()] = found
+        indices, found = pick(source, None, 0.0)
+    if len(indices) <= count:
+        return indices, found
     magnitude = found.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     least = _least_of_largest(magnitude, count)
     chosen = magnitude >= least
@@ -49,7 +49,7 @@ def largest(values: Tensor, residual: Tensor | None, count: int) -> tuple[Tensor
         ties = (magnitude == least).nonzero().flatten()
         chosen[ties[-surplus:]] = False
     kept = chosen.nonzero().flatten()
-    return places.index_select(0, kept), found.index_select(0, kept)
+    return indices.index_select(0, kept), found.index_select(0, kept)
 
 
 def _least_of_largest(magnitudes: Tensor, count: int) -> float:

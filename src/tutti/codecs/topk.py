@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import CPU, Codec, Packet, State, flat_float32, flat_view, give_back
+from tutti.codecs.base import CPU, Codec, CodecSpeed, Packet, State, copy_back, flat_float32, flat_view
+from tutti.codecs.indices import decode_symbols, encode_symbols, from_gaps, gaps, index_bytes, order_for
 from tutti.codecs.packet import HEADER, Header, floats, new_packet, read
-from tutti.codecs.places import coded_bytes, decode_symbols, encode_symbols, from_gaps, gaps, order_for
-from tutti.codecs.runs import Runs
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.codecs.selection import largest
 from tutti.errors import ConfigError, PacketError
 
@@ -19,7 +19,7 @@ _WARM_DENSITY = 0.25
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The values of largest magnitude as they are, with their places; nothing is said of the others (Lin et al. 2018).
+    """The values of largest magnitude as they are, with their indices; nothing is said of the others (Lin et al. 2018).
 
     Args:
         density: the share of values to send.
@@ -33,6 +33,7 @@ class TopK(Codec):
     momentum: float = 0.0
     name = "topk"
     sparse = True
+    speed = CodecSpeed(3.2e9, 14e9)
 
     def __post_init__(self) -> None:
         mistakes = []
@@ -54,7 +55,7 @@ class TopK(Codec):
         return {**state, "velocity": torch.zeros(numel, dtype=torch.float32, device=device)} if self.momentum else state
 
     def select(self, tensor: Tensor, state: State, residual: Tensor | None) -> tuple[Tensor, Tensor, State]:
-        """The places and values to send, taken out of the residual, and the state to go on with."""
+        """The indices and values to send, taken out of the residual, and the state to go on with."""
         values = flat_float32(tensor, "TopK")
         if self.momentum:
             if residual is None:
@@ -62,30 +63,30 @@ class TopK(Codec):
             values = self.momentum * state["velocity"] + values
             state["velocity"].copy_(torch.where(values.isfinite(), values, state["velocity"]))
         count = math.ceil(self._density_at(state.get("step", 0)) * values.numel())
-        places, found = largest(values, residual, count)
+        indices, found = largest(values, residual, count)
         if residual is not None:
-            sent = places[found.isfinite()].long()
+            sent = indices[found.isfinite()].long()
             for kept in (residual, *([state["velocity"]] if self.momentum else [])):
                 kept.index_fill_(0, sent, 0.0)
-        return places, found, {**state, "step": state["step"] + 1} if self.warmup_steps else state
+        return indices, found, {**state, "step": state["step"] + 1} if self.warmup_steps else state
 
     def encode(
-        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, runs: Runs | None = None
+        self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
-        places, found, state = self.select(tensor, state, residual)
+        indices, found, state = self.select(tensor, state, residual)
         said = found.view(torch.uint8) if len(found) else found.to(torch.uint8)  # Nothing at all has no strides.
-        return pack(places, said, tensor.numel()), state
+        return pack(indices, said, tensor.numel()), state
 
     def decode(
-        self, packet: Packet, out: Tensor, *, runs: Runs | None = None, add: bool = False, scale: float = 1.0
+        self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
     ) -> None:
-        places, rest = unpack(packet, out.numel())
-        if rest.numel() != 4 * len(places):
-            raise PacketError(f"a packet of {len(places)} places with {rest.numel()} bytes of values")
-        put(places, floats(rest, len(places), scale), out, add)
+        indices, rest = unpack(packet, out.numel())
+        if rest.numel() != 4 * len(indices):
+            raise PacketError(f"a packet of {len(indices)} indices with {rest.numel()} bytes of values")
+        put(indices, floats(rest, len(indices), scale), out, add)
 
-    def packet_bytes(self, numel: int, runs: Runs | None = None) -> int:
-        return HEADER.size + 8 + 4 * math.ceil(self.density * numel) + coded_bytes(numel, self.density)
+    def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
+        return HEADER.size + 8 + 4 * math.ceil(self.density * numel) + index_bytes(numel, self.density)
 
     def _density_at(self, step: int) -> float:
         if step >= self.warmup_steps:
@@ -105,22 +106,22 @@ class TopK(Codec):
         return f"{self.name}:{','.join([repr(self.density), *more])}"
 
 
-def pack(places: Tensor, values: Tensor, numel: int) -> Packet:
-    """A packet of places and of bytes that say what is there."""
-    steps = gaps(places.cpu().numpy())
+def pack(indices: Tensor, values: Tensor, numel: int) -> Packet:
+    """A packet of indices and of bytes that say what is there."""
+    steps = gaps(indices.cpu().numpy())
     order = order_for(steps)
-    coded = torch.from_numpy(encode_symbols(steps, order))
-    room = -(-values.numel() // 8) * 8  # The places follow, aligned.
-    packet, payload = new_packet(Header(_KIND, len(places), numel, order), 8 + room + coded.numel(), values.device)
+    encoded = torch.from_numpy(encode_symbols(steps, order))
+    room = -(-values.numel() // 8) * 8  # The indices follow, aligned.
+    packet, payload = new_packet(Header(_KIND, len(indices), numel, order), 8 + room + encoded.numel(), values.device)
     payload[:8].view(torch.int64).fill_(values.numel())
     payload[8 : 8 + values.numel()] = values
     payload[8 + values.numel() : 8 + room] = 0
-    payload[8 + room :] = coded.to(values.device)
+    payload[8 + room :] = encoded.to(values.device)
     return packet
 
 
 def unpack(packet: Packet, numel: int) -> tuple[Tensor, Tensor]:
-    """The places, and the bytes that say what is there. Raises `PacketError`."""
+    """The indices, and the bytes that say what is there. Raises `PacketError`."""
     header, payload = read(packet, _KIND, numel)
     if payload.numel() < 8:
         raise PacketError(f"a packet with {payload.numel()} bytes of payload, wanted 8 or more")
@@ -132,13 +133,13 @@ def unpack(packet: Packet, numel: int) -> tuple[Tensor, Tensor]:
     return from_gaps(steps, numel), payload[8 : 8 + num_bytes]
 
 
-def put(places: Tensor, found: Tensor, out: Tensor, add: bool) -> None:
-    """Overwrite `out` with these values at these places and zeros elsewhere, or add them."""
+def put(indices: Tensor, found: Tensor, out: Tensor, add: bool) -> None:
+    """Overwrite `out` with these values at these indices and zeros elsewhere, or add them."""
     flat = flat_view(out)
-    places = places.to(flat.device)
+    indices = indices.to(flat.device)
     if add:
-        flat.index_add_(0, places, found)
+        flat.index_add_(0, indices, found)
     else:
         flat.zero_()
-        flat.scatter_(0, places, found)
-    give_back(flat, out)
+        flat.scatter_(0, indices, found)
+    copy_back(flat, out)

@@ -1,14 +1,14 @@
 """Collective operations: plain functions over a transport, each with its cost beside it."""
 
 from tutti.collectives.broadcast import broadcast_all
-from tutti.collectives.choose import Choice, as_seen_by, choices
-from tutti.collectives.clocks import clocks_ahead
+from tutti.collectives.choose import CollectiveChoice, link_as_used_by, measure_collectives
+from tutti.collectives.clocks import clock_offsets
 from tutti.collectives.collective import Collective
 from tutti.collectives.hierarchical import cheapest
-from tutti.collectives.links import Fit, LinkMeasurement, measure_links
+from tutti.collectives.links import LinkFit, LinkMeasurement, measure_links
 from tutti.collectives.mean import mean
-from tutti.collectives.messages import gather_json, share_json
-from tutti.collectives.native import own_sums
+from tutti.collectives.messages import all_gather_json, broadcast_json
+from tutti.collectives.native import native_all_reduce
 from tutti.collectives.registry import (
     ALGORITHMS,
     all_gather,
@@ -22,35 +22,35 @@ from tutti.collectives.registry import (
     ring_blocking,
     tree,
 )
-from tutti.collectives.steps import own_part, parts, run
+from tutti.collectives.steps import local_part, parts, run
 
 __all__ = [
     "ALGORITHMS",
-    "Choice",
     "Collective",
-    "Fit",
+    "CollectiveChoice",
+    "LinkFit",
     "LinkMeasurement",
     "all_gather",
-    "as_seen_by",
+    "all_gather_json",
     "broadcast",
     "broadcast_all",
+    "broadcast_json",
     "butterfly",
     "cheapest",
-    "choices",
-    "clocks_ahead",
-    "gather_json",
+    "clock_offsets",
     "hierarchical",
+    "link_as_used_by",
+    "local_part",
     "mean",
+    "measure_collectives",
     "measure_links",
     "native",
-    "own_part",
-    "own_sums",
+    "native_all_reduce",
     "parts",
     "recursive_doubling",
     "reduce_scatter",
     "ring",
     "ring_blocking",
     "run",
-    "share_json",
     "tree",
 ]

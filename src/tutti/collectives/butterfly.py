@@ -6,10 +6,10 @@ from torch import Tensor
 
 from tutti.cluster import Link
 from tutti.collectives.steps import Fold, exchange, room_like
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Operation, Transport
 
 
-def butterfly(flat: Tensor, transport: Transport) -> Steps:
+def butterfly(flat: Tensor, transport: Transport) -> Operation:
     """Sum over ranks, in place: recursive halving, then recursive doubling (Rabenseifner 2004).
 
     Each round halves the part that a rank is adding up, until every rank has one part of the sum; the same rounds
@@ -30,7 +30,7 @@ def butterfly_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
     return cost + (2 * link.seconds(num_bytes) if inner != num_ranks else 0.0)
 
 
-def _halve_and_double(flat: Tensor, transport: Transport, num_ranks: int) -> Steps:
+def _halve_and_double(flat: Tensor, transport: Transport, num_ranks: int) -> Operation:
     halves = []
     start, stop, distance = 0, flat.numel(), num_ranks
     while distance := distance // 2:

@@ -12,8 +12,8 @@ from tutti.cluster import Link
 from tutti.collectives.collective import Collective
 from tutti.collectives.hierarchical import hierarchical as hierarchical_steps
 from tutti.collectives.links import measure_links
-from tutti.collectives.messages import share_json
-from tutti.collectives.native import own_sums
+from tutti.collectives.messages import broadcast_json
+from tutti.collectives.native import native_all_reduce
 from tutti.collectives.registry import (
     butterfly,
     hierarchical,
@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class CollectiveChoice:
     """Collectives to choose from."""
 
     link: Link | None
@@ -59,31 +59,33 @@ class Choice:
         return min(self.candidates, key=lambda each: each.cost(num_bytes)).collective
 
 
-def choices(transport: Transport) -> Choice:
+def measure_collectives(transport: Transport) -> CollectiveChoice:
     """Measure the link between ranks, if there is anything to choose, and say what there is. Collective."""
     if transport.size == 1 or isinstance(transport, Averages):  # Shared memory: nothing sends less than it.
-        return Choice(None, (Candidate(native, transport.size, Link("100gbit")),))  # A rate of no consequence.
+        return CollectiveChoice(None, (Candidate(native, transport.size, Link("100gbit")),))
     two_levels = isinstance(transport, HostsTransport)
     between = transport.across if isinstance(transport, HostsTransport) else transport
     link = _rank_0s(measure_links(between).link if between is not None else None, transport)
     # Ranks that share a host share its link, unless only one of them uses it.
     share = Link(link.bits_per_s / max(Counter(transport.hosts).values()), link.latency_s)
-    candidates = [Candidate(each, transport.size, as_seen_by(each, transport.size, transport, share)) for each in _FLAT]
+    candidates = [
+        Candidate(each, transport.size, link_as_used_by(each, transport.size, transport, share)) for each in _FLAT
+    ]
     if two_levels:
         num_hosts = len(set(transport.hosts))
         informed = replace(hierarchical, steps=partial(hierarchical_steps, link=link))
-        candidates.append(Candidate(informed, num_hosts, as_seen_by(informed, num_hosts, transport, link)))
-    elif own_sums(transport, "cpu") is not None:
-        candidates.append(Candidate(native, transport.size, as_seen_by(native, transport.size, transport, link)))
-    return Choice(link, tuple(candidates))
+        candidates.append(Candidate(informed, num_hosts, link_as_used_by(informed, num_hosts, transport, link)))
+    elif native_all_reduce(transport, "cpu") is not None:
+        candidates.append(Candidate(native, transport.size, link_as_used_by(native, transport.size, transport, link)))
+    return CollectiveChoice(link, tuple(candidates))
 
 
 def _rank_0s(link: Link | None, transport: Transport) -> Link:
     """Rank 0's measurement, on every rank: so that all choose the same."""
-    return Link(*share_json([link.bits_per_s, link.latency_s] if link is not None else None, transport))
+    return Link(*broadcast_json([link.bits_per_s, link.latency_s] if link is not None else None, transport))
 
 
-def as_seen_by(collective: Collective, num_ranks: int, transport: Transport, link: Link) -> Link:
+def link_as_used_by(collective: Collective, num_ranks: int, transport: Transport, link: Link) -> Link:
     """The link, with the latency that this collective's messages have: ranks may share cores, or be slow to wake.
 
     `num_ranks` are those that its cost formula counts.

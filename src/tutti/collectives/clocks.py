@@ -2,13 +2,13 @@
 
 import torch
 
-from tutti.collectives.messages import share_json
+from tutti.collectives.messages import broadcast_json
 from tutti.transports import Transport
 
 _ASKS = 5
 
 
-def clocks_ahead(transport: Transport) -> list[float]:
+def clock_offsets(transport: Transport) -> list[float]:
     """By rank, the seconds by which its clock is ahead of rank 0's. Collective.
 
     Ranks of one host have one clock. Of others, rank 0 asks what time it is there, and takes the answer that came
@@ -33,5 +33,5 @@ def clocks_ahead(transport: Transport) -> list[float]:
             transport.irecv(ask, 0).wait()
             answer.fill_(transport.now())
             transport.isend(answer, 0).wait()
-    shared: list[float] = share_json(found, transport)
+    shared: list[float] = broadcast_json(found, transport)
     return shared

@@ -11,7 +11,7 @@ from tutti.cluster import Link
 from tutti.collectives.doubling import recursive_doubling
 from tutti.collectives.steps import run
 from tutti.errors import ReplicaMismatch
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Operation, Transport
 from tutti.transports.sockets.frames import DTYPES
 
 
@@ -25,7 +25,7 @@ class Collective:
     """
 
     name: str
-    steps: Callable[[Tensor, Transport], Steps]
+    steps: Callable[[Tensor, Transport], Operation]
     cost: Callable[[int, float, Link], float]
     """Seconds for a number of ranks, of bytes and a link."""
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from tutti.cluster import Link
 from tutti.collectives.steps import Fold, exchange, room_like
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Operation, Transport
 
 
-def recursive_doubling(flat: Tensor, transport: Transport) -> Steps:
+def recursive_doubling(flat: Tensor, transport: Transport) -> Operation:
     """Sum over ranks, in place: exchange with a partner at distance 1, 2, 4, ... (Thakur, Rabenseifner & Gropp 2005).
 
     Both partners add the same two numbers, so all ranks hold the same bits after every round.

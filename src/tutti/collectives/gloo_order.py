@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from tutti.collectives.ring import in_chunks, pass_on
-from tutti.transports.base import Added, Steps, Transport, Work
+from tutti.transports.base import Operation, Transport, TransportWrapper, Work
 
 _SEGMENT_BYTES = 2**20
 
@@ -47,7 +47,7 @@ def runs(cut: Sequence[slice], start: int, stop: int) -> Iterator[tuple[int, int
             yield block, first, last
 
 
-class Renumbered(Added):
+class Renumbered(TransportWrapper):
     """The same conversation with its ranks numbered otherwise."""
 
     def __init__(self, inner: Transport, numbers: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ def rooted(transport: Transport, root: int) -> Transport:
     return Renumbered(transport, [(root + rank) % transport.size for rank in range(transport.size)])
 
 
-def ring(flat: Tensor, transport: Transport, combine: Combine, scattered: bool = False) -> Steps:
+def ring(flat: Tensor, transport: Transport, combine: Combine, scattered: bool = False) -> Operation:
     """Reduce over ranks, in place. If `scattered`, each rank ends with its own block, and the rest is spoilt."""
     size = transport.size
     cut = blocks(flat.numel(), flat.itemsize, size)

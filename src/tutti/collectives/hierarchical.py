@@ -9,13 +9,13 @@ from tutti.collectives.ring import ring, ring_cost
 from tutti.collectives.steps import FlatSteps, on_flat
 from tutti.collectives.tree import broadcast
 from tutti.transports import AllReduces, Broadcasts, HostsTransport, Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 TYPICAL_LINK = Link("1gbit", "100us")
 """What a leader assumes of the network between hosts to choose its algorithm, where nobody has measured it."""
 
 
-def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK) -> Steps:
+def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK) -> Operation:
     """Sum over ranks, in place: over each host, over one leader of each host, and back to all of the host.
 
     Over the network goes what one rank per host would send: the "hybrid all-reduce" of Jia et al. 2018. Where no two
@@ -30,7 +30,7 @@ def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK
     if across is not None:
         yield from cheapest(across.size, tensor.nbytes, link)(tensor, across)
     if within is not None and within is not transport:
-        yield from hand_out(tensor, within)
+        yield from broadcast_within(tensor, within)
 
 
 def hierarchical_cost(num_hosts: int, num_bytes: float, link: Link) -> float:
@@ -46,7 +46,7 @@ def cheapest(num_ranks: int, num_bytes: int, link: Link = TYPICAL_LINK) -> FlatS
     return on_flat(min(_ACROSS, key=lambda pair: pair[1](num_ranks, num_bytes, link))[0])
 
 
-def sum_within(tensor: Tensor, within: Transport) -> Steps:
+def sum_within(tensor: Tensor, within: Transport) -> Operation:
     """Sum over the ranks of a host, in place."""
     if isinstance(within, AllReduces):
         yield within.all_reduce(tensor)
@@ -54,7 +54,7 @@ def sum_within(tensor: Tensor, within: Transport) -> Steps:
         yield from on_flat(butterfly)(tensor, within)
 
 
-def hand_out(tensor: Tensor, within: Transport) -> Steps:
+def broadcast_within(tensor: Tensor, within: Transport) -> Operation:
     """Give the ranks of a host what its first has."""
     if isinstance(within, Broadcasts):
         yield within.broadcast(tensor)

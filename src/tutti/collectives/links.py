@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutti.cluster import Link
-from tutti.collectives.messages import gather_json
+from tutti.collectives.messages import all_gather_json
 from tutti.errors import ConfigError
 from tutti.transports import Transport
 
@@ -25,7 +25,7 @@ _MAX_PARTNERS = 8
 
 
 @dataclass(frozen=True)
-class Fit:
+class LinkFit:
     """A link between two ranks, fitted to ping-pong times."""
 
     link: Link
@@ -35,7 +35,7 @@ class Fit:
     """Bytes of a message, and the median of the seconds it took one way."""
 
     @classmethod
-    def of(cls, points: Sequence[tuple[int, float]]) -> "Fit":
+    def from_points(cls, points: Sequence[tuple[int, float]]) -> "LinkFit":
         """The latency of the smallest message, and the slope between the two largest.
 
         Not one line through all of them: on real links messages of middle sizes are faster than that, as they travel in
@@ -62,7 +62,7 @@ class Fit:
 class LinkMeasurement:
     """Links between pairs of ranks, the same on every rank."""
 
-    fits: dict[tuple[int, int], Fit]
+    fits: dict[tuple[int, int], LinkFit]
 
     @property
     def link(self) -> Link:
@@ -85,12 +85,14 @@ def measure_links(transport: Transport) -> LinkMeasurement:
     """
     if transport.size == 1:
         raise ConfigError("a link is between two ranks, and there is only one.")
-    found: dict[tuple[int, int], Fit] = {}
+    found: dict[tuple[int, int], LinkFit] = {}
     for pairs in _rounds(transport.hosts):
         mine = next((pair for pair in pairs if transport.rank in pair), None)
         points = _ping_pong(transport, *mine) if mine is not None else []
-        everyones = gather_json(points, transport)
-        found |= {pair: Fit.of([(size, seconds) for size, seconds in everyones[pair[0]]]) for pair in pairs}
+        everyones = all_gather_json(points, transport)
+        found |= {
+            pair: LinkFit.from_points([(size, seconds) for size, seconds in everyones[pair[0]]]) for pair in pairs
+        }
     return LinkMeasurement(dict(sorted(found.items())))
 
 

@@ -7,7 +7,7 @@ from tutti.collectives.collective import Collective, compare
 from tutti.collectives.doubling import recursive_doubling
 from tutti.collectives.steps import run
 from tutti.errors import ConfigError, WeightRefused
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Operation, Transport
 
 
 def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: float = 1.0) -> None:
@@ -21,22 +21,22 @@ def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: fl
         raise ConfigError(
             f"rank {transport.rank}: the mean of {tensor.dtype} tensors is not an integer; use a sum, or convert first."
         )
-    weights = own_weight(weight, transport)
+    weights = local_weights(weight, transport)
     run(share_weights(weights, transport))
     weigh(tensor, weights, transport.rank)
     run(algorithm.steps(tensor, transport))
     tensor.detach().div_(transport.size)
 
 
-def own_weight(weight: float, transport: Transport) -> Tensor:
+def local_weights(weight: float, transport: Transport) -> Tensor:
     """Room for the weights of all ranks, with this rank's in its place."""
     weights = torch.zeros(transport.size, dtype=torch.float64, device="cpu")
     weights[transport.rank] = weight
     return weights
 
 
-def share_weights(weights: Tensor, transport: Transport) -> Steps:
-    """Fill in what `own_weight` left open."""
+def share_weights(weights: Tensor, transport: Transport) -> Operation:
+    """Fill in what `local_weights` left open."""
     yield from recursive_doubling(weights, transport)
 
 

@@ -10,7 +10,7 @@ from tutti.collectives.tree import broadcast
 from tutti.transports import Transport
 
 
-def gather_json(value: Any, transport: Transport) -> list[Any]:
+def all_gather_json(value: Any, transport: Transport) -> list[Any]:
     """Every rank's `value`, by rank, on every rank."""
     if transport.size == 1:
         return [value]
@@ -21,7 +21,7 @@ def gather_json(value: Any, transport: Transport) -> list[Any]:
     return list(_share(None, transport))
 
 
-def share_json(value: Any, transport: Transport) -> Any:
+def broadcast_json(value: Any, transport: Transport) -> Any:
     """Rank 0's `value`, on every rank."""
     return value if transport.size == 1 else _share(value, transport)
 

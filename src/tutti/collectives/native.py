@@ -7,26 +7,26 @@ from torch import Tensor
 from tutti.cluster import Link
 from tutti.collectives.hierarchical import cheapest, hierarchical
 from tutti.collectives.ring import round_cost
-from tutti.transports import AllReduces, HostsTransport, ProcessGroupTransport, Transport, Work
-from tutti.transports.base import Steps
+from tutti.transports import AllReduces, HostsTransport, SocketTransport, Transport, Work
+from tutti.transports.base import Operation
 
 
-def native(tensor: Tensor, transport: Transport) -> Steps:
+def native(tensor: Tensor, transport: Transport) -> Operation:
     """Sum over ranks, in place, in whatever way the transport does best: by messages, if it has nothing better."""
     if isinstance(transport, HostsTransport):
         yield from hierarchical(tensor, transport)
-    elif (all_reduce := own_sums(transport, tensor.device.type)) is not None:
+    elif (all_reduce := native_all_reduce(transport, tensor.device.type)) is not None:
         yield all_reduce(tensor)
     else:
         yield from cheapest(transport.size, tensor.nbytes)(tensor, transport)
 
 
-def own_sums(transport: Transport, device_type: str) -> Callable[[Tensor], Work] | None:
+def native_all_reduce(transport: Transport, device_type: str) -> Callable[[Tensor], Work] | None:
     """What a transport sums tensors of such devices with, if it is better than messages.
 
     Gloo is not: it is no faster, and a sum of its that has begun cannot be interrupted.
     """
-    by_gloo = isinstance(transport, ProcessGroupTransport) and device_type == "cpu"
+    by_gloo = isinstance(transport, SocketTransport) and device_type == "cpu"
     return transport.all_reduce if isinstance(transport, AllReduces) and not by_gloo else None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tutti.cluster import Link
 from tutti.collectives.steps import parts, room_like
-from tutti.transports.base import Steps, Transport, Work
+from tutti.transports.base import Operation, Transport, Work
 
 _CHUNK_BYTES = 256 * 2**10
 _AHEAD = 4
@@ -25,13 +25,13 @@ _UNCHECKED = 8
 """Sends that are not looked after; what was sent before them has long gone."""
 
 
-def ring(flat: Tensor, transport: Transport) -> Steps:
+def ring(flat: Tensor, transport: Transport) -> Operation:
     """Sum over ranks, in place."""
     num_adds = transport.size - 1
     return pass_on(_chunked(flat, transport.size), transport, transport.rank, num_adds, 2 * num_adds)
 
 
-def ring_blocking(flat: Tensor, transport: Transport) -> Steps:
+def ring_blocking(flat: Tensor, transport: Transport) -> Operation:
     """Sum over ranks, in place: in every step even ranks send before they receive, and odd ones the other way round."""
     rank, size = transport.rank, transport.size
     blocks = parts(flat.numel(), size)
@@ -48,13 +48,13 @@ def ring_blocking(flat: Tensor, transport: Transport) -> Steps:
             theirs += received
 
 
-def reduce_scatter(flat: Tensor, transport: Transport) -> Steps:
+def reduce_scatter(flat: Tensor, transport: Transport) -> Operation:
     """Sum over ranks; each rank ends with its own part of the sum, and the rest of `flat` is spoilt."""
     num_steps = transport.size - 1
     return pass_on(_chunked(flat, transport.size), transport, transport.rank - 1, num_steps, num_steps)
 
 
-def all_gather(flat: Tensor, transport: Transport) -> Steps:
+def all_gather(flat: Tensor, transport: Transport) -> Operation:
     """Give every rank every other's part of `flat`."""
     return pass_on(_chunked(flat, transport.size), transport, transport.rank, 0, transport.size - 1)
 
@@ -93,7 +93,7 @@ def pass_on(
     num_adds: int,
     num_steps: int,
     add: Callable[[Tensor, Tensor], object] = _add,
-) -> Steps:
+) -> Operation:
     """Send block `first` to the right and pass on what comes from the left. A block is a list of chunks.
 
     In each of `num_steps` steps the block before the last one arrives: in the first `num_adds` it is added to, after

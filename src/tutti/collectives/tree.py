@@ -6,10 +6,10 @@ from torch import Tensor
 
 from tutti.cluster import Link
 from tutti.collectives.steps import room_like
-from tutti.transports.base import Steps, Transport
+from tutti.transports.base import Operation, Transport
 
 
-def tree(flat: Tensor, transport: Transport) -> Steps:
+def tree(flat: Tensor, transport: Transport) -> Operation:
     """Sum over ranks, in place: towards rank 0 along a binomial tree, and back (Thakur, Rabenseifner & Gropp 2005)."""
     rank, size = transport.rank, transport.size
     hop = 1
@@ -25,7 +25,7 @@ def tree(flat: Tensor, transport: Transport) -> Steps:
     yield from broadcast(flat, transport)
 
 
-def broadcast(flat: Tensor, transport: Transport) -> Steps:
+def broadcast(flat: Tensor, transport: Transport) -> Operation:
     """Overwrite `flat` on every rank with rank 0's, along a binomial tree."""
     rank, size = transport.rank, transport.size
     hop = 1 << (size - 1).bit_length()

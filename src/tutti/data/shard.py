@@ -14,9 +14,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from tutti.collectives import share_json
+from tutti.collectives import broadcast_json
 from tutti.errors import ConfigError
-from tutti.replica import Draws
+from tutti.replica import SampleCounts
 from tutti.replica.samples import num_rows
 from tutti.world import World
 from tutti.world import world as current_world
@@ -82,7 +82,7 @@ def _refuse_empty(num_samples: int) -> None:
 
 def _refuse_servers(world: World) -> None:
     """Data that was dealt to servers as well would be lost."""
-    if (trained := world.draws.num_dealt_to) not in (None, world.size):
+    if (trained := world.sample_counts.num_training_ranks) not in (None, world.size):
         raise ConfigError(
             f"shard: this deals to all {world.size} ranks, of which {trained} train and the others serve. Call "
             "tutti.data.shard after tutti.distribute, or with world=job.world."
@@ -131,7 +131,7 @@ class ShardedLoader:
         self._own.batches = self._deal(self._epoch_batches())
         self._epoch += 1
         sizes = [len(batch) for batch in self._own.batches]
-        return _counted(iter(self._loader), iter(sizes), self._world.draws)
+        return _counted(iter(self._loader), iter(sizes), self._world.sample_counts)
 
     def __len__(self) -> int:
         return len(self._own)
@@ -164,7 +164,7 @@ class ShardedLoader:
             return list(self._source.batch_sampler)
         # A sampler of the user's own may draw from any generator: rank 0's draw holds for all.
         drawn = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None
-        return share_json(drawn, self._world.transport)
+        return broadcast_json(drawn, self._world.transport)
 
     def _batched(self, order: Batch) -> Sequence[Batch]:
         assert self._source.batch_size is not None
@@ -201,9 +201,9 @@ def _rebuilt(loader: DataLoader[Any], batches: _OwnBatches) -> DataLoader[Any]:
     )
 
 
-def _counted(items: Iterator[Any], sizes: Iterator[int], draws: Draws) -> Iterator[Any]:
+def _counted(items: Iterator[Any], sizes: Iterator[int], sample_counts: SampleCounts) -> Iterator[Any]:
     for item, size in zip(items, sizes, strict=True):
-        draws.drew(size)
+        sample_counts.record_batch(size)
         yield item
 
 
@@ -226,7 +226,7 @@ class ShardedDataset:
 
     def __len__(self) -> int:
         own = len(range(self._world.rank, len(self._dataset), self._world.size))
-        return -(-len(self._dataset) // self._world.size) if self._world.draws.in_training else own
+        return -(-len(self._dataset) // self._world.size) if self._world.sample_counts.in_training else own
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch, as after loading a checkpoint."""
@@ -257,11 +257,11 @@ def _in_turn(items: Iterator[tuple[int, Any]], world: World, get: Callable[[Any]
     for number, item in items:
         if number % world.size == world.rank:
             mine = [get(item)]
-            world.draws.drew(num_rows(mine))
+            world.sample_counts.record_batch(num_rows(mine))
             yield mine[0]
     _refuse_empty(number + 1)
     _refuse_too_few(number + 1, world.size)
     left_over = (number + 1) % world.size
-    if mine and left_over and world.rank >= left_over and world.draws.in_training:
-        world.draws.drew(0)
+    if mine and left_over and world.rank >= left_over and world.sample_counts.in_training:
+        world.sample_counts.record_batch(0)
         yield mine[0]

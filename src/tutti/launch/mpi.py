@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from tutti.errors import ConfigError, EnvironmentConflict
-from tutti.launch.environment import Place
-from tutti.transports.membership import Roster
+from tutti.launch.environment import RankEnvironment
+from tutti.transports.membership import Membership
 from tutti.transports.mpi.algorithms import ALLREDUCE_ALGORITHMS, Rules
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def prepare(kind: str) -> None:
     os.environ.update(settings)
 
 
-def check(place: Place, kind: str) -> None:
+def check(place: RankEnvironment, kind: str) -> None:
     """Refuse ranks that MPI does not know, or knows by other numbers, or whose MPI has other algorithms."""
     if place.launcher not in ("Open MPI", "MPICH"):
         by = "by nobody" if place.launcher == "none" else f"as {place.launcher} says"
@@ -73,13 +73,13 @@ def check(place: Place, kind: str) -> None:
         )
 
 
-def connect(roster: Roster) -> "MpiTransport":
-    """A transport over MPI to everyone in `roster`, that is to all of MPI's world. Collective."""
+def connect(membership: Membership) -> "MpiTransport":
+    """A transport over MPI to everyone in `membership`, that is to all of MPI's world. Collective."""
     from mpi4py import MPI
 
     from tutti.transports.mpi.transport import MpiTransport
 
-    link = MpiTransport(roster, MPI.COMM_WORLD.Dup(), rules=rules_in(os.environ))
+    link = MpiTransport(membership, MPI.COMM_WORLD.Dup(), rules=rules_in(os.environ))
     _end_together(link)
     return link
 

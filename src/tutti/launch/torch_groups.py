@@ -9,11 +9,11 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from tutti.backend import Opened
-from tutti.launch.environment import Place
+from tutti.launch.environment import RankEnvironment
 from tutti.launch.rendezvous import listen_address, meet
 from tutti.simulation import operator_clock
-from tutti.transports import AloneTransport, ProcessGroupTransport, Roster, Transport
-from tutti.transports.base import Added
+from tutti.transports import Membership, SingleRankTransport, SocketTransport, Transport
+from tutti.transports.base import TransportWrapper
 from tutti.transports.hosts import shared_where_possible
 from tutti.world import current_world
 
@@ -31,27 +31,27 @@ def open_group(options: Any) -> Opened:
         if along is not None and along.cluster is not None:
             stack.enter_context(operator_clock.counting(along))
         if size == 1:
-            transport: Transport = AloneTransport(options.timeout)
+            transport: Transport = SingleRankTransport(options.timeout)
         elif along is not None:
             transport = along.channel(f"torch {options.group_id}", numbers)
         else:
-            roster, address = _meet(options, numbers)
-            stack.callback(roster.leave)
-            transport = _connect(roster, address)
+            membership, address = _meet(options, numbers)
+            stack.callback(membership.leave)
+            transport = _connect(membership, address)
         return Opened(transport, numbers[rank], stack.pop_all().close)
 
 
-def _meet(options: Any, numbers: list[int]) -> tuple[Roster, str]:
+def _meet(options: Any, numbers: list[int]) -> tuple[Membership, str]:
     """Who the others are, and where to listen for them."""
     _generations[options.group_id] += 1
     store = PrefixStore(f"tutti/{_generations[options.group_id]}", options.store)
-    place = Place("torch.distributed", options.group_rank, options.group_size, 0, *_address(options.store))
-    roster = _in_the_world(meet(place, store, options.timeout), numbers)
-    return roster, listen_address(place, roster)
+    place = RankEnvironment("torch.distributed", options.group_rank, options.group_size, 0, *_address(options.store))
+    membership = _in_the_world(meet(place, store, options.timeout), numbers)
+    return membership, listen_address(place, membership)
 
 
-def _connect(roster: Roster, address: str) -> Transport:
-    transport = ProcessGroupTransport(roster, address=address)
+def _connect(membership: Membership, address: str) -> Transport:
+    transport = SocketTransport(membership, address=address)
     try:
         return shared_where_possible(transport)
     except BaseException:
@@ -61,7 +61,7 @@ def _connect(roster: Roster, address: str) -> Transport:
 
 def _taken_along(transport: Transport) -> Transport | None:
     """The transport of the world there is, if groups are to use that: ranks that are simulated, or on MPI."""
-    while isinstance(transport, Added):
+    while isinstance(transport, TransportWrapper):
         transport = transport.inner
     if transport.cluster is not None:
         return transport
@@ -69,10 +69,10 @@ def _taken_along(transport: Transport) -> Transport | None:
     return transport if mpi is not None and isinstance(transport, mpi.MpiTransport) else None
 
 
-def _in_the_world(roster: Roster, numbers: list[int]) -> Roster:
+def _in_the_world(membership: Membership, numbers: list[int]) -> Membership:
     """The same ranks, named as in the whole world."""
-    peers = [replace(peer, rank=number) for peer, number in zip(roster.peers, numbers, strict=True)]
-    made = Roster(roster.rank, peers, roster.store, roster.timeout)
+    peers = [replace(peer, rank=number) for peer, number in zip(membership.peers, numbers, strict=True)]
+    made = Membership(membership.rank, peers, membership.store, membership.timeout)
     made.more_time = "the timeout of init_process_group or new_group"
     return made
 

@@ -29,7 +29,7 @@ from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.gathered import gather_state
 from tutti.simulation import operator_clock
 from tutti.strategies import Auto, Strategy
-from tutti.transports import AloneTransport, Transport
+from tutti.transports import SingleRankTransport, Transport
 
 if TYPE_CHECKING:
     from tutti.parallel.tensor.split import TensorSplit
@@ -60,7 +60,7 @@ class Arrangement:
         self._together = (
             transport.channel("replica", together)
             if len(together) > 1
-            else AloneTransport(transport.timeout, transport.world_rank)
+            else SingleRankTransport(transport.timeout, transport.world_rank)
         )
         """Between the ranks that have a replica together."""
         self.data = self._rows["data"]
@@ -230,9 +230,9 @@ def _refuse_uneven(model: nn.Module, plan: TensorPlan, strategy: Strategy) -> li
     A sum is the same whatever is beside a gradient; what a codec says may not be, nor who comes first to a server.
     """
     codec = getattr(strategy, "codec", None)
-    if strategy.lockstep and (codec is None or isinstance(codec, Cast)):
+    if strategy.synchronous and (codec is None or isinstance(codec, Cast)):
         return []
-    exact_below = getattr(strategy, "exact_below", 0) if strategy.lockstep else 0
+    exact_below = getattr(strategy, "exact_below", 0) if strategy.synchronous else 0
     large = [
         layer.name
         for layer in plan.layers
@@ -249,7 +249,7 @@ def _refuse_uneven(model: nn.Module, plan: TensorPlan, strategy: Strategy) -> li
 
 def _row(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
     if mesh.shape[axis] == 1 and transport.cluster is None:
-        return AloneTransport(transport.timeout, transport.world_rank)
+        return SingleRankTransport(transport.timeout, transport.world_rank)
     return transport.channel(axis, mesh.along(axis, transport.rank))
 
 

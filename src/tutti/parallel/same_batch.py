@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tutti.collectives import gather_json
+from tutti.collectives import all_gather_json
 from tutti.errors import ConfigError
 from tutti.transports import Transport
 
@@ -28,7 +28,7 @@ class SameBatch:
         if self._compared:
             return
         mine = [self._transport.world_rank, *(_told(each) for each in tree_leaves(batch) if isinstance(each, Tensor))]
-        everyone = gather_json(mine, self._transport)
+        everyone = all_gather_json(mine, self._transport)
         for other, *theirs in everyone:
             if theirs != everyone[0][1:]:
                 raise ConfigError(

@@ -2,12 +2,12 @@
 
 from math import ceil, inf
 
-from tutti.cluster import parse_time
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile.record import Profile
-from tutti.plan.sums import coded_sum, exact_sum
+from tutti.plan.sums import compressed_sum, exact_sum
 from tutti.plan.toll import Toll
+from tutti.strategies.averaging.cadence import block_seconds
 from tutti.strategies.averaging.strategy import Blocks
 
 _ROLL_BYTES = 48
@@ -21,7 +21,8 @@ def blocks(strategy: Blocks, profile: Profile, place: Place) -> Toll:
     codec = strategy.codec
     loads = loads_of(profile, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
     sums = [
-        exact_sum("native", load.num_bytes, place) if codec is None else coded_sum(load, codec, place) for load in loads
+        exact_sum("native", load.num_bytes, place) if codec is None else compressed_sum(load, codec, place)
+        for load in loads
     ]
     if strategy.optimizer_state == "average":  # Of each parameter one number is remembered, as a rule.
         sums += [exact_sum("native", load.num_bytes, place) for load in loads]
@@ -54,7 +55,7 @@ def _length(strategy: Blocks, exchange_s: float, computing_s: float) -> float:
     if strategy.every == "end":
         return inf
     worth = 1.0 if strategy.overlap else (1 - strategy.share) / strategy.share
-    spent_s = worth * exchange_s if strategy.every == "auto" else parse_time(strategy.every)
+    spent_s = worth * exchange_s if strategy.every == "auto" else block_seconds(strategy.every)
     return max(1, min(_MOST_STEPS, ceil(spent_s / computing_s) if computing_s else _MOST_STEPS))
 
 

@@ -151,6 +151,6 @@ def _looked_at(
 
 def _compress(found: Sequence[Prediction]) -> bool:
     """Whether a codec makes all-reduce clearly faster, or is part of the first of these."""
-    coded, plain = sums_with_and_without(found)
-    gains = coded is not None and (plain is None or coded.step_s * GAIN <= plain.step_s)
+    compressed, plain = sums_with_and_without(found)
+    gains = compressed is not None and (plain is None or compressed.step_s * GAIN <= plain.step_s)
     return has_codec(found[0].strategy) or gains

@@ -6,7 +6,7 @@ from tutti.collectives import recursive_doubling
 from tutti.plan.loads import Load, exposed, loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile.record import Profile
-from tutti.plan.sums import Sum, coded_sum, exact_sum
+from tutti.plan.sums import Sum, compressed_sum, exact_sum
 from tutti.plan.toll import Toll
 from tutti.strategies import AllReduce
 
@@ -19,7 +19,7 @@ def all_reduce(strategy: AllReduce, profile: Profile, place: Place) -> Toll:
     codec = strategy.codec
     loads = loads_of(profile, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
     sums = [
-        exact_sum(strategy.algorithm, load.num_bytes, place) if codec is None else coded_sum(load, codec, place)
+        exact_sum(strategy.algorithm, load.num_bytes, place) if codec is None else compressed_sum(load, codec, place)
         for load in loads
     ]
     kept = 0 if codec is None else sum(4 * load.numel for load in loads)

@@ -7,11 +7,11 @@ from math import prod
 
 import torch
 
-from tutti.codecs.base import Places
-from tutti.codecs.runs import Runs
+from tutti.codecs.base import TensorLayout
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.plan.profile.record import Gradient, LayerProfile, Profile
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
-from tutti.transports import AloneTransport
+from tutti.transports import SingleRankTransport
 
 _DTYPES = {2: torch.float16, 8: torch.float64}
 """By bytes of an element: dtypes of one size travel alike. Anything else is float32."""
@@ -28,9 +28,9 @@ class Load:
     """Elements that may be said in a lossy way."""
     exact_bytes: int
     """Of the rest: small gradients, and marks."""
-    places: Places
+    layout: TensorLayout
     """Where in the lossy part each gradient begins, and its shape."""
-    runs: Runs
+    groups: ScaleGroups
 
 
 @lru_cache(maxsize=64)
@@ -40,7 +40,7 @@ def loads_of(profile: Profile, bucket_bytes: int, exact_below: int = 0) -> tuple
     kinds: dict[Kind, list[Slot]] = {}
     for slot in slots:
         kinds.setdefault(kind_of(slot.tensor), []).append(slot)
-    alone = AloneTransport()
+    alone = SingleRankTransport()
     memories = {kind: Memory(alike, alone, True, exact_below) for kind, alike in kinds.items()}
     ready = {gradient.name: gradient.ready_s for gradient in profile.gradients}
     return tuple(_load(bucket, ready) for bucket in cut((slots, []), memories, bucket_bytes))
@@ -103,7 +103,7 @@ def stand_in(gradient: Gradient) -> torch.Tensor:
 
 def _load(bucket: Bucket, ready: dict[str, float]) -> Load:
     numel = bucket.values.numel()
-    places = tuple(
+    layout = tuple(
         (start, tuple(slot.tensor.shape))
         for start, slot in zip(bucket.starts, bucket.slots, strict=True)
         if start < numel
@@ -113,6 +113,6 @@ def _load(bucket: Bucket, ready: dict[str, float]) -> Load:
         num_bytes=bucket.flat.nbytes,
         numel=numel,
         exact_bytes=bucket.exact.nbytes,
-        places=places,
-        runs=Runs.within(places, numel),
+        layout=layout,
+        groups=ScaleGroups.from_layout(layout, numel),
     )

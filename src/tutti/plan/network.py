@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tutti.cluster import Cluster, Link
-from tutti.collectives import ALGORITHMS, Collective, gather_json, measure_links, share_json
+from tutti.collectives import ALGORITHMS, Collective, all_gather_json, broadcast_json, measure_links
 from tutti.plan.quick_link import quick_link
 from tutti.transports import AllReduces, HostsTransport, Transport
 
@@ -34,7 +34,7 @@ def measure_network(transport: Transport, quickly: bool = False) -> dict[str, An
     elif transport.size > 1:
         links["link"] = _link(transport, quickly)
     if "within" in links:  # Rank 0 is the first of its host: it knows both. Else all know the same.
-        links = gather_json(links, transport)[0]
+        links = all_gather_json(links, transport)[0]
     return {"links": links, "hosts": len(set(transport.hosts)), "size": transport.size}
 
 
@@ -69,7 +69,7 @@ def _seconds(collective: Collective, numel: int, transport: Transport) -> float:
         start_s = transport.now()
         transport.start(collective.steps(tensor, transport)).wait()
         times.append(transport.now() - start_s)
-    return float(share_json(statistics.median(times), transport))
+    return float(broadcast_json(statistics.median(times), transport))
 
 
 def _memory(transport: Transport, quickly: bool) -> tuple[float, float]:

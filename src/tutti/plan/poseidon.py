@@ -11,7 +11,7 @@ from tutti.plan.profile.record import Profile
 from tutti.plan.sums import exact_sum
 from tutti.plan.toll import Toll
 from tutti.strategies import Poseidon
-from tutti.strategies.poseidon import Decision, Shape
+from tutti.strategies.poseidon import Decision, LayerShape
 from tutti.strategies.poseidon.rule import Method, decide
 
 
@@ -82,7 +82,7 @@ def per_layer(strategy: Poseidon, profile: Profile, place: Place) -> list[Decisi
     return [decide(shape, strategy.rule, place.num_ranks, place.crowded, more_s, flops) for shape in shapes]
 
 
-def shapes_of(profile: Profile) -> list[Shape]:
+def shapes_of(profile: Profile) -> list[LayerShape]:
     """Layers that have factors."""
     gradients = {gradient.name: gradient for gradient in profile.gradients}
     found = []
@@ -92,7 +92,7 @@ def shapes_of(profile: Profile) -> list[Shape]:
             num_out, num_in = gradient.shape[:2]
             itemsize = gradient.num_bytes // (num_out * num_in)
             convolution = len(gradient.shape) > 2
-            found.append(Shape(gradient.name, num_out, num_in, layer.rows, itemsize, convolution))
+            found.append(LayerShape(gradient.name, num_out, num_in, layer.rows, itemsize, convolution))
     return found
 
 

@@ -23,8 +23,8 @@ def has_codec(strategy: Strategy) -> bool:
 def sums_with_and_without(found: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
     """The fastest all-reduce with a codec, and the fastest without, if there are any."""
     sums = [each for each in found if isinstance(each.strategy, AllReduce)]
-    coded, plain = ([each for each in sums if has_codec(each.strategy) is wanted] for wanted in (True, False))
-    return _fastest(coded) if coded else None, _fastest(plain) if plain else None
+    compressed, plain = ([each for each in sums if has_codec(each.strategy) is wanted] for wanted in (True, False))
+    return _fastest(compressed) if compressed else None, _fastest(plain) if plain else None
 
 
 def _use(plan: "Plan") -> str:
@@ -63,11 +63,11 @@ def _exactness(plan: "Plan") -> list[str]:
 def _codecs(plan: "Plan") -> list[str]:
     if plan.compress is not False:
         return []
-    coded, plain = sums_with_and_without(plan.predictions)
-    if coded is None or plain is None:
+    compressed, plain = sums_with_and_without(plan.predictions)
+    if compressed is None or plain is None:
         return []
-    share = f"takes {coded.step_s / plain.step_s:.0%} of the time of {plain.strategy}"
-    return [f"Do not compress: the fastest codec, {coded.strategy}, {share}."]
+    share = f"takes {compressed.step_s / plain.step_s:.0%} of the time of {plain.strategy}"
+    return [f"Do not compress: the fastest codec, {compressed.strategy}, {share}."]
 
 
 def _fastest(found: list[Prediction]) -> Prediction:

@@ -1,13 +1,13 @@
-"""What one sum over all ranks costs, exact or coded."""
+"""What one sum over all ranks costs, exact or compressed."""
 
 from math import ceil, log2
 from typing import NamedTuple, cast
 
 from tutti.cluster import Link
-from tutti.codecs import Codec, Linear
+from tutti.codecs import Codec, LinearCodec
 from tutti.codecs.packet import HEADER
 from tutti.collectives import ALGORITHMS, butterfly, recursive_doubling, ring
-from tutti.collectives.compressed import GatheredSum, SumInRounds, way_of
+from tutti.collectives.compressed import GatheredSum, LinearSum, compressed_sum_for
 from tutti.collectives.compressed.messages import aligned
 from tutti.collectives.hierarchical import TYPICAL_LINK
 from tutti.plan.coding import coding_seconds
@@ -58,35 +58,35 @@ def exact_sum(algorithm: Algorithm, num_bytes: float, place: Place) -> Sum:
     )
 
 
-def coded_sum(load: Load, codec: Codec, place: Place) -> Sum:
+def compressed_sum(load: Load, codec: Codec, place: Place) -> Sum:
     """The sum of a bucket in the way that packets of this codec are summed; what is all exact has the cheapest."""
     if not load.numel:
         return exact_sum("cheapest", load.num_bytes, place)
-    found = _coded(load, codec, place.num_hosts if place.two_levels else place.num_ranks, place)
+    found = _compressed(load, codec, place.num_hosts if place.two_levels else place.num_ranks, place)
     return found._replace(wire_s=found.wire_s + 2 * _in_memory(load.num_bytes, place)) if place.two_levels else found
 
 
-def _coded(load: Load, codec: Codec, num_ranks: int, place: Place) -> Sum:
-    way, others, link = way_of(codec), num_ranks - 1, place.link if place.two_levels else place.crowded
-    if way is SumInRounds:
+def _compressed(load: Load, codec: Codec, num_ranks: int, place: Place) -> Sum:
+    way, others, link = compressed_sum_for(codec), num_ranks - 1, place.link if place.two_levels else place.crowded
+    if way is LinearSum:
         return _in_rounds(load, codec, num_ranks, link)
-    packet = codec.packet_bytes(load.numel, load.runs)
+    packet = codec.packet_bytes(load.numel, load.groups)
     if way is GatheredSum:  # Everyone's packet to everyone.
         num_bytes: float = others * (_LENGTH_BYTES + aligned(load.exact_bytes) + packet)
-        times, coding_s = 1, coding_seconds(codec, load.numel, 1, num_ranks)
+        times, coding_s = 1, coding_seconds(codec.speed, load.numel, 1, num_ranks)
     else:  # Pieces to their owners, and sums of pieces back.
         num_bytes = 2 * others * (HEADER.size + (packet - HEADER.size + load.exact_bytes) / num_ranks)
-        times, coding_s = 2, coding_seconds(codec, load.numel, 1, 2 * others / num_ranks)
+        times, coding_s = 2, coding_seconds(codec.speed, load.numel, 1, 2 * others / num_ranks)
     return Sum(num_bytes, num_bytes * link.seconds_per_byte, times * link.latency_s, coding_s)
 
 
 def _in_rounds(load: Load, codec: Codec, num_ranks: int, link: Link) -> Sum:
     """Small sums one after another, each by the cheapest algorithm."""
-    first, *later = cast(Linear, codec).round_sizes(load.places)
+    first, *later = cast(LinearCodec, codec).round_sizes(load.layout)
     sizes = [4 * first + load.exact_bytes, *(4 * size for size in later)]
     found = [_cheapest(num_ranks, size, link) for size in sizes]
     num_bytes, wire_s = sum(each.num_bytes for each in found), sum(each.wire_s for each in found)
-    return Sum(num_bytes, wire_s, coding_s=coding_seconds(codec, load.numel, 1, 1))
+    return Sum(num_bytes, wire_s, coding_s=coding_seconds(codec.speed, load.numel, 1, 1))
 
 
 def _cheapest(num_ranks: int, num_bytes: float, link: Link) -> Sum:

@@ -1,18 +1,23 @@
-"""Things to train: model, data, optimiser and the accuracy to reach, for examples, benchmarks and papers.
+"""Recipes: a model, its data, its optimiser and the accuracy to reach, for examples, benchmarks and reproductions.
 
-A recipe is a function that returns a `Recipe`; `RECIPES`
-lists those the command line knows by name. docs/data.md says which files they need.
+A recipe is a function that returns a `Recipe`. `RECIPES` lists those that the command line knows by name; docs/data.md
+lists the files that they need. To add one, write its function and add its line to `RECIPES`.
+
+This package imports torch only when a recipe or a class is first used, so that `tutti --help` can list names quickly.
 """
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from tutti.errors import ConfigError, UnknownName
-from tutti.recipes.data import ArrayDataset, MapDataset, Splits, collate
-from tutti.recipes.images import cifar_quick, digits, fashion_cnn, mnist_mlp
-from tutti.recipes.recipe import Recipe, accuracy, cross_entropy
-from tutti.recipes.text import char_gpt, char_lstm
+from tutti.recipes.registry import LazyRegistry, load
+
+if TYPE_CHECKING:
+    from tutti.recipes.base import Recipe, accuracy, cross_entropy
+    from tutti.recipes.data import ArrayDataset, MapDataset, Splits, collate
+    from tutti.recipes.images import cifar_quick, digits, fashion_cnn, mnist_mlp
+    from tutti.recipes.text import char_gpt, char_lstm
 
 __all__ = [
     "RECIPES",
@@ -32,18 +37,35 @@ __all__ = [
     "recipe",
 ]
 
-RECIPES: dict[str, Callable[..., Recipe]] = {
-    "digits": digits,
-    "mnist-mlp": mnist_mlp,
-    "fashion-cnn": fashion_cnn,
-    "cifar-quick": cifar_quick,
-    "char-lstm": char_lstm,
-    "char-gpt": char_gpt,
+RECIPES: Mapping[str, "Callable[..., Recipe]"] = LazyRegistry(
+    {
+        "digits": "tutti.recipes.images:digits",
+        "mnist-mlp": "tutti.recipes.images:mnist_mlp",
+        "fashion-cnn": "tutti.recipes.images:fashion_cnn",
+        "cifar-quick": "tutti.recipes.images:cifar_quick",
+        "char-lstm": "tutti.recipes.text:char_lstm",
+        "char-gpt": "tutti.recipes.text:char_gpt",
+    }
+)
+
+_MODULES = {
+    "base": ("Recipe", "accuracy", "cross_entropy"),
+    "data": ("ArrayDataset", "MapDataset", "Splits", "collate"),
+    "images": ("cifar_quick", "digits", "fashion_cnn", "mnist_mlp"),
+    "text": ("char_gpt", "char_lstm"),
 }
+"""The module that defines each exported name."""
 
 
-def recipe(name: str, **options: Any) -> Recipe:
-    """The recipe listed as `name`, made with `options`: `recipe("mnist-mlp", second_hidden=800)`."""
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return load(f"{__name__}.{module}:{name}")
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def recipe(name: str, **options: Any) -> "Recipe":
+    """Make the recipe listed as `name` with its own `options`: `recipe("mnist-mlp", second_hidden=800)`."""
     if name not in RECIPES:
         raise UnknownName("recipe", name, RECIPES)
     known = inspect.signature(RECIPES[name]).parameters

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tutti.errors import ConfigError
 from tutti.recipes import data, models
-from tutti.recipes.recipe import Recipe, accuracy, cross_entropy
+from tutti.recipes.base import Recipe, accuracy, cross_entropy
 
 
 def digits() -> Recipe:

@@ -44,7 +44,7 @@ H200: dict[str, dict[int, StepTime]] = {
         512: StepTime(140.083, 329.518, 0.291),
     },
 }
-"""By batch size, medians of 30 as `python -m tutti.bench.images` takes them: torch 2.11, float32 without TF32."""
+"""Medians of 30 by batch size, from `python -m tutti.bench.gpu_step_times`: torch 2.11, float32 without TF32."""
 
 PUBLISHED_AT = {"resnet50": 64, "alexnet": 512}
 """The batch sizes at which the speeds of a K80 in `tutti.recipes.speeds` were published."""

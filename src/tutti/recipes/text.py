@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.recipes import data, models
-from tutti.recipes.recipe import Recipe, accuracy, cross_entropy
+from tutti.recipes.base import Recipe, accuracy, cross_entropy
 
 _WINDOW = 64
 

@@ -8,20 +8,20 @@ from torch.autograd.function import once_differentiable
 
 from tutti.collectives import native, run
 from tutti.errors import ConfigError
-from tutti.replica.samples import Draws
-from tutti.transports import Transport, suited
+from tutti.replica.samples import SampleCounts
+from tutti.transports import Transport, for_devices
 
 
-def synced(model: nn.Module, transport: Transport, draws: Draws) -> nn.Module:
+def synced(model: nn.Module, transport: Transport, sample_counts: SampleCounts) -> nn.Module:
     """Replace every BatchNorm layer of `model` by one that normalises over all ranks. Collective."""
     devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
-    channel = suited(transport, devices).channel("batchnorm")
+    channel = for_devices(transport, devices).channel("batchnorm")
     made: dict[nn.Module, nn.Module] = {}  # A layer that is registered twice stays one layer.
 
     def convert(module: nn.Module) -> nn.Module:
         if module not in made:
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncedBatchNorm):
-                made[module] = SyncedBatchNorm(module, channel, draws)
+                made[module] = SyncedBatchNorm(module, channel, sample_counts)
             else:
                 made[module] = module
                 for name, child in module._modules.items():
@@ -34,13 +34,15 @@ def synced(model: nn.Module, transport: Transport, draws: Draws) -> nn.Module:
 class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """A BatchNorm layer whose statistics, forward and backward, are those of all ranks' samples."""
 
-    def __init__(self, layer: nn.modules.batchnorm._BatchNorm, transport: Transport, draws: Draws) -> None:
+    def __init__(
+        self, layer: nn.modules.batchnorm._BatchNorm, transport: Transport, sample_counts: SampleCounts
+    ) -> None:
         super().__init__(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         self.weight, self.bias = layer.weight, layer.bias
         self.running_mean, self.running_var = layer.running_mean, layer.running_var
         self.num_batches_tracked = layer.num_batches_tracked
         self._transport = transport
-        self._draws = draws
+        self._sample_counts = sample_counts
         self.train(layer.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -51,7 +53,9 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        counts = self._draws.number == 0 or self._draws.num_samples > 0  # Not a batch that only keeps in step.
+        counts = (
+            self._sample_counts.num_batches == 0 or self._sample_counts.num_samples > 0
+        )  # Not a batch that only keeps in step.
         how = (self.eps, self._transport, counts)
         output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, how)
         if self.training and self.running_mean is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError
-from tutti.simulation.sizes import Extent
+from tutti.simulation.sizes import SizeOnlyTensor
 from tutti.transports import SharesMemory, Transport
 
 _LINE_BYTES = 64
@@ -127,7 +127,7 @@ class Memory:
         self._line = max(1, _LINE_BYTES // tensor.itemsize)
         numel = sum(self._aligned(slot.tensor.numel()) + 2 * self._line for slot in slots)
         if sizes_only:
-            self.flat = cast(Tensor, Extent(numel, tensor.dtype, tensor.itemsize))
+            self.flat = cast(Tensor, SizeOnlyTensor(numel, tensor.dtype, tensor.itemsize))
         elif tensor.device.type == "cpu" and isinstance(transport, SharesMemory):
             self.flat = transport.empty(numel, tensor.dtype)
         else:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.collectives import all_gather, gather_json, parts, run
+from tutti.collectives import all_gather, all_gather_json, parts, run
 from tutti.replica.state import pack, unpack
 from tutti.transports import Transport
 
@@ -17,7 +17,7 @@ def gather_state(mine: Any, transport: Transport) -> list[Any]:
     if transport.size == 1:
         return [mine]
     data = _to_bytes(mine)
-    sizes = gather_json(data.numel(), transport)
+    sizes = all_gather_json(data.numel(), transport)
     rows = torch.zeros(max(sizes) * transport.size, dtype=torch.uint8, device="cpu")
     places = parts(rows.numel(), transport.size)
     rows[places[transport.rank]][: data.numel()] = data

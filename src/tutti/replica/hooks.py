@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from tutti.collectives import share_json
+from tutti.collectives import broadcast_json
 from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
 from tutti.replica.factors import Catcher, FactoredLayer, Pair
-from tutti.replica.owned_hooks import LeftBehind
+from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.replica import Heard, Listener, Replica
-from tutti.replica.samples import Contribution, Draws
+from tutti.replica.samples import Contribution, SampleCounts
 
 
 class HookedReplica(Replica):
@@ -27,10 +27,10 @@ class HookedReplica(Replica):
     gradients came in, so that all ranks start the same exchanges in the same order.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, draws: Draws) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, sample_counts: SampleCounts) -> None:
         super().__init__(model, optimizer)
-        self.contribution = Contribution(draws)
-        self._draws = draws
+        self.contribution = Contribution(sample_counts)
+        self._sample_counts = sample_counts
         self.syncing = True
         self.away = False
         """Whether this rank takes no part for the moment."""
@@ -58,7 +58,7 @@ class HookedReplica(Replica):
             return
         self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
         if to == "gradients":
-            self._draws.models.add(self.model)
+            self._sample_counts.models.add(self.model)
         for slot in self.slots:
             hook = self._gradient_hook(slot) if to == "gradients" else self._counting_hook()
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
@@ -74,7 +74,7 @@ class HookedReplica(Replica):
         if self._catcher is not None:
             self._catcher.detach()
         self._catcher, self.apart, self.left_out = None, frozenset(), frozenset()
-        self._draws.models.discard(self.model)
+        self._sample_counts.models.discard(self.model)
         for slot in self.slots:
             if slot.tensor.grad is slot.view:
                 slot.tensor.grad = slot.view.clone()
@@ -280,7 +280,7 @@ class HookedReplica(Replica):
     def _cut_again(self, order: list[Slot]) -> None:
         """Re-cut the buckets in the order in which rank 0 saw gradients arrive."""
         numbers = {slot: number for number, slot in enumerate(self.slots)}
-        seen = share_json([numbers[slot] for slot in order], self._transport)
+        seen = broadcast_json([numbers[slot] for slot in order], self._transport)
         unseen = sorted(set(numbers.values()) - set(seen))
         self.arrange([self.slots[number].name for number in [*seen, *unseen]])
 
@@ -333,7 +333,7 @@ class HookedReplica(Replica):
         self._listener.after_step()
 
 
-class _ForwardHook(LeftBehind):
+class _ForwardHook(OwnedHook):
     """Tells a replica of its model's forward passes."""
 
     def __init__(self, replica: HookedReplica) -> None:

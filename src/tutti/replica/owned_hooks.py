@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class LeftBehind:
+class OwnedHook:
     """A hook of a model that a copy of the model, also a pickled one, leaves behind."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor, nn
 
 
-class Draws:
+class SampleCounts:
     """Between `shard` and the replicas of a world: how large the last batch was, and whether models train."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.num_batches = 0
         self.num_samples = 0
         self.models: WeakSet[nn.Module] = WeakSet()
-        self.num_dealt_to: int | None = None
+        self.num_training_ranks: int | None = None
         """How many ranks train, where that is not all of them."""
 
-    def drew(self, num_samples: int) -> None:
+    def record_batch(self, num_samples: int) -> None:
         """Note a batch handed out. Under no_grad it is for evaluation, and nobody's contribution."""
         if torch.is_grad_enabled():
-            self.number += 1
+            self.num_batches += 1
             self.num_samples = num_samples
 
     @property
@@ -37,9 +37,9 @@ class Contribution:
     compiled graphs, so it only notes a number and looks at nothing that changes.
     """
 
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
-        self._seen = draws.number
+    def __init__(self, sample_counts: SampleCounts) -> None:
+        self._sample_counts = sample_counts
+        self._seen = sample_counts.num_batches
         self._rows: int | None = None
         self._said: float | None = None
         self._counted: float | None = None
@@ -55,13 +55,13 @@ class Contribution:
 
     def backward(self) -> None:
         """Count what went forward for the backward pass that has begun. Calling it again adds nothing."""
-        num_drawn = self._draws.number - self._seen
+        num_drawn = self._sample_counts.num_batches - self._seen
         if num_drawn == 1:
-            self._counted = (self._counted or 0.0) + self._draws.num_samples
+            self._counted = (self._counted or 0.0) + self._sample_counts.num_samples
             self._counted_draw = True
         elif self._rows is not None and not (num_drawn == 0 and self._counted_draw):  # Not a part of a drawn batch.
             self._counted = (self._counted or 0.0) + self._rows
-        self._seen, self._rows = self._draws.number, None
+        self._seen, self._rows = self._sample_counts.num_batches, None
 
     def take(self) -> float:
         """The weight of what is exchanged now. Where nothing new was counted, the last one still holds."""

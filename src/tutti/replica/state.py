@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.collectives import broadcast_all, gather_json, recursive_doubling, run, share_json
+from tutti.collectives import all_gather_json, broadcast_all, broadcast_json, recursive_doubling, run
 from tutti.errors import ConfigError, ReplicaMismatch
 from tutti.transports import Transport
 
@@ -26,7 +26,7 @@ def check_alike(
     mine = {"mistakes": mistakes, "layout": _layout(model), "choices": choices}
     if _alike(mine, transport) and not mistakes:
         return
-    everyone = gather_json(mine, transport)
+    everyone = all_gather_json(mine, transport)
     found = [f"rank {rank}: {mistake}" for rank, it in enumerate(everyone) for mistake in it["mistakes"]]
     if found:
         shared = all(it["mistakes"] == everyone[0]["mistakes"] for it in everyone)
@@ -44,7 +44,7 @@ def check_alike(
 def _alike(mine: Any, transport: Transport) -> bool:
     """Whether every rank has the same, by digest: to gather it all from a thousand ranks would take long."""
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    differ = torch.tensor([int(share_json(digest, transport) != digest)], device="cpu")
+    differ = torch.tensor([int(broadcast_json(digest, transport) != digest)], device="cpu")
     if transport.size > 1:
         run(recursive_doubling.steps(differ, transport))
     return not differ.any()
@@ -64,7 +64,7 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
         except ConfigError as error:
             mistake = str(error)
     kinds = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
-    packed, kinds, mistake = share_json([packed, kinds, mistake], transport)
+    packed, kinds, mistake = broadcast_json([packed, kinds, mistake], transport)
     if mistake:
         raise ConfigError(mistake)
     if transport.rank == 0:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tutti.cluster import Cluster
 from tutti.replica.factors import factorable
-from tutti.replica.owned_hooks import LeftBehind
+from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.samples import num_rows
 from tutti.simulation import operator_clock
 from tutti.transports import Transport
@@ -222,7 +222,7 @@ class ComputeClock:
         self._elapse(self._factor * self._cluster.compute.step_s)
 
 
-class _Began(LeftBehind):
+class _Began(OwnedHook):
     """A forward pass begins."""
 
     def __init__(self, compute_clock: ComputeClock) -> None:
@@ -233,7 +233,7 @@ class _Began(LeftBehind):
             clock.meet(module, args, kwargs)
 
 
-class _Ended(LeftBehind):
+class _Ended(OwnedHook):
     """A forward pass has ended: its time passes, and that of backward when backward comes to its output."""
 
     def __init__(self, compute_clock: ComputeClock) -> None:

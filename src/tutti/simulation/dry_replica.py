@@ -11,7 +11,7 @@ from tutti.replica.replica import Heard, Listener, Replica
 from tutti.simulation.compute_clock import ComputeClock
 
 
-class Rehearsal(Replica):
+class DryRunReplica(Replica):
     """Tells a strategy what it would be told in training, as long after each other as the computing would take.
 
     Many may share one model on device "meta": nothing of it is changed.

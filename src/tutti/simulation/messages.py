@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tutti.simulation.rank import Rank
 
 
-class Message(Pending):
+class SimulatedMessage(Pending):
     """A message, and the work of sending it: done when its last byte has left."""
 
     __slots__ = ("_hop", "_start_s", "_stop_s", "arrival_s", "box", "num_bytes", "payload", "receive")
@@ -102,19 +102,19 @@ class Message(Pending):
 class Receive(Pending):
     """A receive, and the message that it is for once that is known."""
 
-    __slots__ = ("_source", "place", "src", "tensor")
+    __slots__ = ("_source", "mailbox", "src", "tensor")
 
-    def __init__(self, rank: "Rank", tensor: Tensor, src: int, place: "Mailbox | OpenBox") -> None:
+    def __init__(self, rank: "Rank", tensor: Tensor, src: int, mailbox: "Mailbox | AnySourceMailbox") -> None:
         self.rank = rank
         self.finish_s = None
         self.error = None
         self.wake = None
         self.tensor = tensor
         self.src = src
-        self.place = place
+        self.mailbox = mailbox
         self._source = ANY  # Until there is a message.
 
-    def match(self, message: Message) -> None:
+    def match(self, message: SimulatedMessage) -> None:
         """Take what the message brings. It may be on its way still; nobody looks at the tensor before it is there."""
         payload, message.payload = message.payload, None
         if not self.take(payload, message.box):
@@ -141,7 +141,7 @@ class Receive(Pending):
         return True
 
     def overdue(self, error: Exception) -> None:
-        self.place.forget(self)
+        self.mailbox.forget(self)
         self.fail(error)
 
     @property
@@ -150,26 +150,26 @@ class Receive(Pending):
 
     @property
     def under_way_s(self) -> float:
-        comes = self._source != ANY or self.place.comes(self.src)
+        comes = self._source != ANY or self.mailbox.comes(self.src)
         return self.rank.engine.now if comes else 0.0
 
     def describe(self) -> str:
-        talk = self.place.conversation
-        who = "any rank" if self.src == ANY else f"rank {talk.ranks[self.src].number}"
-        return f"a message from {who} (tag {self.place.tag}, in '{talk.name}')"
+        channel = self.mailbox.channel
+        who = "any rank" if self.src == ANY else f"rank {channel.ranks[self.src].number}"
+        return f"a message from {who} (tag {self.mailbox.tag}, in '{channel.name}')"
 
 
 class Mailbox:
     """Messages from one rank to another under one tag: matched in the order in which they were sent."""
 
-    def __init__(self, conversation: "Conversation", src: int, dst: int, tag: int) -> None:
-        self.conversation = conversation
-        self.src, self.dst = conversation.ranks[src], conversation.ranks[dst]
+    def __init__(self, channel: "SimulatedChannel", src: int, dst: int, tag: int) -> None:
+        self.channel = channel
+        self.src, self.dst = channel.ranks[src], channel.ranks[dst]
         self.key, self.tag = (src, dst, tag), tag
-        self.route = conversation.network.route(self.src.number, self.dst.number)
-        self.messages: deque[Message] = deque()
+        self.route = channel.network.route(self.src.number, self.dst.number)
+        self.messages: deque[SimulatedMessage] = deque()
         self.receives: deque[Receive] = deque()
-        self.open: OpenBox | None = conversation.open.get((dst, tag))
+        self.open: AnySourceMailbox | None = channel.open.get((dst, tag))
         """Where messages go if they may be received from ANY."""
         self.on_the_way = 0
         """To there."""
@@ -207,7 +207,7 @@ class Mailbox:
                 engine.at(arrival_s, receive.wake)
         return sent
 
-    def keep(self, message: Message) -> None:
+    def keep(self, message: SimulatedMessage) -> None:
         """Nobody waits for this message yet: keep its content until somebody does."""
         if not message.payload.is_meta:
             message.payload = message.payload.detach().clone()
@@ -221,8 +221,8 @@ class Mailbox:
             self.open.ask(receive)
         elif self.messages:
             receive.match(self.messages.popleft())
-        elif self.key[0] in self.conversation.closed:
-            receive.fail(self.conversation.lost(receive.rank, self.key[0]))
+        elif self.key[0] in self.channel.closed:
+            receive.fail(self.channel.lost(receive.rank, self.key[0]))
         else:
             self.receives.append(receive)
 
@@ -237,7 +237,7 @@ class Mailbox:
         """Whether a message that was not matched yet is on its way."""
         return self.open is not None and self.open.comes(src)
 
-    def land(self, message: Message) -> None:
+    def land(self, message: SimulatedMessage) -> None:
         assert self.open is not None
         if message.receive is not None:
             receive, message.receive = message.receive, None
@@ -248,17 +248,17 @@ class Mailbox:
             self.open.check()
 
 
-class OpenBox:
+class AnySourceMailbox:
     """Messages to one rank under one tag that may be received from ANY: matched in the order of arrival."""
 
-    def __init__(self, conversation: "Conversation", dst: int, tag: int) -> None:
-        self.conversation = conversation
+    def __init__(self, channel: "SimulatedChannel", dst: int, tag: int) -> None:
+        self.channel = channel
         self.tag = tag
         self._dst = dst
-        self._landed: list[Message] = []
+        self._landed: list[SimulatedMessage] = []
         self._receives: list[Receive] = []
-        now = conversation.ranks[dst].engine.now
-        for (_, to, box_tag), box in conversation.boxes.items():
+        now = channel.ranks[dst].engine.now
+        for (_, to, box_tag), box in channel.boxes.items():
             if (to, box_tag) == (dst, tag):
                 box.open = self
                 self._receives += box.receives
@@ -285,7 +285,7 @@ class OpenBox:
         self._receives.append(receive)
         self.check()
 
-    def land(self, message: Message) -> None:
+    def land(self, message: SimulatedMessage) -> None:
         for receive in self._receives:
             if receive.src in (ANY, message.box.key[0]):
                 self._receives.remove(receive)
@@ -295,28 +295,26 @@ class OpenBox:
 
     def check(self) -> None:
         """Fail receives from those who have gone, if nothing of theirs is on its way."""
-        conversation = self.conversation
-        others = set(range(len(conversation.ranks))) - {self._dst}
+        channel = self.channel
+        others = set(range(len(channel.ranks))) - {self._dst}
         for receive in list(self._receives):
             sources = others if receive.src == ANY else {receive.src}
-            if sources <= conversation.closed.keys() and not self._coming(sources):
+            if sources <= channel.closed.keys() and not self._coming(sources):
                 self._receives.remove(receive)
-                receive.fail(conversation.lost(receive.rank, max(sources)))
+                receive.fail(channel.lost(receive.rank, max(sources)))
 
     def forget(self, receive: Receive) -> None:
         if receive in self._receives:
             self._receives.remove(receive)
 
     def comes(self, src: int) -> bool:
-        return self._coming(set(range(len(self.conversation.ranks))) if src == ANY else {src})
+        return self._coming(set(range(len(self.channel.ranks))) if src == ANY else {src})
 
     def _coming(self, sources: set[int]) -> bool:
-        return any(
-            box.open is self and box.key[0] in sources and box.on_the_way for box in self.conversation.boxes.values()
-        )
+        return any(box.open is self and box.key[0] in sources and box.on_the_way for box in self.channel.boxes.values())
 
 
-class Conversation:
+class SimulatedChannel:
     """What some ranks say to each other, apart from all else they say."""
 
     def __init__(self, name: str, ranks: Sequence["Rank"], network: Network, over: Callable[[], None]) -> None:
@@ -327,10 +325,10 @@ class Conversation:
         """Called when all have closed it."""
         self.boxes: dict[tuple[int, int, int], Mailbox] = {}
         self._of_rank: dict[int, list[Mailbox]] = {}
-        self.open: dict[tuple[int, int], OpenBox] = {}
+        self.open: dict[tuple[int, int], AnySourceMailbox] = {}
         self.closed: dict[int, str] = {}
         """Those who will answer no more, and why."""
-        self.meetings: dict[int, Any] = {}
+        self.host_sums: dict[int, Any] = {}
         """What all of them do together, by number."""
 
     def box(self, src: int, dst: int, tag: int) -> Mailbox:
@@ -341,9 +339,9 @@ class Conversation:
                 self._of_rank.setdefault(rank, []).append(box)
         return box
 
-    def open_box(self, dst: int, tag: int) -> OpenBox:
+    def any_source_mailbox(self, dst: int, tag: int) -> AnySourceMailbox:
         if (dst, tag) not in self.open:
-            self.open[dst, tag] = OpenBox(self, dst, tag)
+            self.open[dst, tag] = AnySourceMailbox(self, dst, tag)
         return self.open[dst, tag]
 
     def close(self, rank: "Rank", why: str) -> None:
@@ -356,16 +354,16 @@ class Conversation:
             receives, box.receives = box.receives, deque()
             for receive in receives:
                 receive.fail(self.lost(receive.rank, mine))
-        for open_box in self.open.values():
-            open_box.check()
-        for meeting in list(self.meetings.values()):
-            meeting.fail(mine)
+        for any_source_mailbox in self.open.values():
+            any_source_mailbox.check()
+        for host_sum in list(self.host_sums.values()):
+            host_sum.fail(mine)
         if len(self.closed) == len(self.ranks):
             self.over()
 
     def lost(self, me: "Rank", who: int) -> RankLost:
         """The error for `me`, who waits for `who` in vain."""
         if self.ranks[who] is me:
-            return RankLost(f"rank {me.number}: this conversation was closed while it waited for a peer.")
+            return RankLost(f"rank {me.number}: this channel was closed while it waited for a peer.")
         causes = {rank.number: rank.gone for rank in self.ranks if rank.gone is not None and not rank.fled}
         return loss_of(me.number, causes or {self.ranks[who].number: self.closed[who]})

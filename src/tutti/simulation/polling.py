@@ -6,7 +6,7 @@ IN_VAIN = 1000
 """How often a rank may ask, or fail, without a moment passing."""
 
 
-class Looks:
+class Polling:
     """What a rank has asked for at this moment: to ask for the same again means to wait."""
 
     def __init__(self) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tutti.cluster import Cluster, Host, format_time
 from tutti.errors import ConfigError, DeadlineExceeded, Deadlock, RankLost
 from tutti.simulation.engine import Engine
-from tutti.simulation.polling import IN_VAIN, Looks
+from tutti.simulation.polling import IN_VAIN, Polling
 from tutti.simulation.randomness import Randomness
-from tutti.simulation.time_account import Speed, Timesheet
+from tutti.simulation.time_account import ComputeSpeed, TimeAccount
 from tutti.simulation.work import Pending
 
 if TYPE_CHECKING:
-    from tutti.simulation.messages import Conversation
+    from tutti.simulation.messages import SimulatedChannel
 
 _TABLE_ROWS = 24
 
@@ -55,21 +55,21 @@ class Rank:
         self.paused = True
         """Whether its thread waits for its turn."""
         self.randomness = Randomness()
-        self.conversations: list[Conversation] = []
+        self.channels: list[SimulatedChannel] = []
         self.ended = False
         self.gone: str | None = None
         self.fled = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.timesheet = Timesheet()
+        self.time_account = TimeAccount()
         self.moving_s = self.moving_until_s = 0.0
         self.num_messages = 0
-        self._speed = Speed(cluster, number, cluster.speed_of(number, host))
+        self._speed = ComputeSpeed(cluster, number, cluster.speed_of(number, host))
         self._dies_s = cluster.failures.get(number, float("inf"))
         self.died = False
         self._wait: _Wait | None = None
         self._alarmed = False
-        self._looks = Looks()
+        self._polling = Polling()
         self._failures = (-1.0, 0)  # When the last one was, and how many there were at that moment.
         self._num_stops = 0
         self._doom: Deadlock | None = None
@@ -124,7 +124,7 @@ class Rank:
             return
         self.engine.give_turn(self)
         if self.ended:
-            self.timesheet.flush()
+            self.time_account.flush()
             knocked_on = isinstance(self.error, RankLost)
             how = "it has left" if self.error is None else f"it failed: {type(self.error).__name__}"
             self.engine.at(max(self.clock, self.engine.now), lambda: self.leave(how, fled=knocked_on))
@@ -133,8 +133,8 @@ class Rank:
         """Answer nobody any more."""
         if self.gone is None:
             self.gone, self.fled = how, fled
-            for conversation in list(self.conversations):
-                conversation.close(self, how)
+            for channel in list(self.channels):
+                channel.close(self, how)
 
     def _die(self) -> None:
         if self.ended and not self.died:
@@ -182,7 +182,7 @@ class Rank:
     def elapse(self, seconds: float) -> None:
         """Compute for as long as a rank of speed 1 would in `seconds`."""
         stop_s = min(self._speed.until(self.clock, seconds), self._dies_s)
-        self.timesheet.computed(self.clock, stop_s)
+        self.time_account.computed(self.clock, stop_s)
         self.clock = stop_s
         self.check_alive()
 
@@ -223,10 +223,10 @@ class Rank:
         self.check_alive()
         if work.finish_s is None and self.engine.now < self.clock:
             self._catch_up()
-        self._looks.begin(self.clock)
+        self._polling.begin(self.clock)
         if self._over(work):
-            self._looks.found(work)
-        elif self._looks.again(work):
+            self._polling.found(work)
+        elif self._polling.again(work):
             self._look_later(work)
         return self._over(work)
 
@@ -245,13 +245,13 @@ class Rank:
         self.engine.look_later(self)
         self._yield()
         self._wait = None
-        if self._looks.looked(work, in_vain=self.engine.now == self.clock):
+        if self._polling.looked(work, in_vain=self.engine.now == self.clock):
             raise Deadlock(f"rank {self.number} asks again and again for {work.describe()}, and nothing else goes on.")
         self._waited_until(self.engine.now, moved_s)
 
     def looks_again_s(self, next_s: float | None) -> float:
         """When a rank that asks again and again is to be resumed, if the next thing happens at `next_s`."""
-        return self._looks.again_s(self.engine.now, next_s)
+        return self._polling.again_s(self.engine.now, next_s)
 
     def _waited_until(self, time_s: float, moved_s: float) -> None:
         self._spend_waiting(min(time_s, self._dies_s), moved_s)
@@ -262,7 +262,7 @@ class Rank:
         if spent_s <= 0:
             return
         communicating_s = min(spent_s, max(0.0, self._moved_until(time_s) - moved_s))
-        self.timesheet.waited(self.clock, time_s, communicating_s)
+        self.time_account.waited(self.clock, time_s, communicating_s)
         self.clock = time_s
 
     def ring(self) -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
-from tutti.simulation.messages import Conversation
+from tutti.simulation.messages import SimulatedChannel
 from tutti.simulation.rank import Rank
 from tutti.simulation.transport import SimulatedTransport
 from tutti.simulation.work import Pending
-from tutti.transports.base import Added, Work
+from tutti.transports.base import TransportWrapper, Work
 
 
-class _Part(Pending):
+class _SumOperand(Pending):
     """One rank's part in a sum over all."""
 
     def __init__(self, rank: Rank, tensor: Tensor, weight: float, averaged: bool) -> None:
@@ -28,34 +28,34 @@ class _Part(Pending):
         return "all ranks of its host to take part in a sum"
 
 
-class _Meeting:
+class _HostSum:
     """A sum that all ranks of a host take part in: made when the last of them has come."""
 
-    def __init__(self, talk: Conversation, number: int) -> None:
-        self._talk = talk
+    def __init__(self, channel: SimulatedChannel, number: int) -> None:
+        self._channel = channel
         self._number = number
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _SumOperand] = {}
 
-    def join(self, rank: int, part: _Part) -> None:
+    def join(self, rank: int, part: _SumOperand) -> None:
         self._parts[rank] = part
-        for gone in self._talk.closed:
+        for gone in self._channel.closed:
             self.fail(gone)
-        if len(self._parts) == len(self._talk.ranks):
-            del self._talk.meetings[self._number]
+        if len(self._parts) == len(self._channel.ranks):
+            del self._channel.host_sums[self._number]
             self._conclude([self._parts[number] for number in range(len(self._parts))])
 
     def fail(self, gone: int) -> None:
         """A rank has gone: unless it has done its part, this comes to nothing."""
         if gone not in self._parts:
             for part in self._parts.values():
-                part.fail(self._talk.lost(part.rank, gone))
+                part.fail(self._channel.lost(part.rank, gone))
 
-    def _conclude(self, parts: list[_Part]) -> None:
+    def _conclude(self, parts: list[_SumOperand]) -> None:
         refused = _refusal(parts)
         if refused is None and not parts[0].tensor.is_meta:
             _add_up(parts)
         # Two barriers; every byte is read once and written once.
-        spent_s = 2 * self._talk.network.cluster.within.seconds(parts[0].tensor.nbytes)
+        spent_s = 2 * self._channel.network.cluster.within.seconds(parts[0].tensor.nbytes)
         finish_s = max(part.posted_s for part in parts) + spent_s
         for part in parts:
             part.rank.moving(finish_s - spent_s, finish_s)
@@ -63,7 +63,7 @@ class _Meeting:
             part.complete(finish_s)
 
 
-def _refusal(parts: list[_Part]) -> Exception | None:
+def _refusal(parts: list[_SumOperand]) -> Exception | None:
     """Why this cannot be summed, the same for every rank."""
     asked = [(part.tensor.numel(), part.tensor.dtype, part.averaged) for part in parts]
     if any(each != asked[0] for each in asked):
@@ -76,7 +76,7 @@ def _refusal(parts: list[_Part]) -> Exception | None:
     return None
 
 
-def _add_up(parts: list[_Part]) -> None:
+def _add_up(parts: list[_SumOperand]) -> None:
     """Replace every rank's tensor by the weighted sum, or mean: as shared memory does it, to the bit."""
     from tutti.transports.shared_memory.reduction import KERNELS, combine  # Costs a compiler's import.
 
@@ -97,7 +97,7 @@ def _add_up(parts: list[_Part]) -> None:
             tensor.copy_(flat.view(tensor.shape))
 
 
-class SimulatedMemory(Added):
+class SimulatedMemory(TransportWrapper):
     """Ranks of one host. Sums and means are made in memory; messages go through `inner`."""
 
     inner: SimulatedTransport
@@ -127,24 +127,26 @@ class SimulatedMemory(Added):
         self.inner.close()
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        return self._meet(tensor, 1.0, averaged=False)
+        return self._add_to_sum(tensor, 1.0, averaged=False)
 
     def average(self, tensor: Tensor, weight: float) -> Work:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(f"the mean of {tensor.dtype} tensors is not an integer; use a sum.")
-        return self._meet(tensor, weight, averaged=True)
+        return self._add_to_sum(tensor, weight, averaged=True)
 
     def broadcast(self, tensor: Tensor) -> Work:
-        return self._meet(tensor, float(self.rank == 0), averaged=False)  # The sum in which only rank 0 counts.
+        return self._add_to_sum(
+            tensor, float(self.rank == 0), averaged=False
+        )  # A sum with weight 0 for all but rank 0.
 
-    def _meet(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
-        me, talk = self.inner.member()
+    def _add_to_sum(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
+        me, channel = self.inner.member()
         self._reduced_bytes += tensor.nbytes
         data = tensor.detach()
-        part = _Part(me, torch.view_as_real(data) if data.is_complex() else data, weight, averaged)
+        part = _SumOperand(me, torch.view_as_real(data) if data.is_complex() else data, weight, averaged)
         number = self._number
         self._number += 1
-        if number not in talk.meetings:
-            talk.meetings[number] = _Meeting(talk, number)
-        talk.meetings[number].join(self.rank, part)
+        if number not in channel.host_sums:
+            channel.host_sums[number] = _HostSum(channel, number)
+        channel.host_sums[number].join(self.rank, part)
         return part

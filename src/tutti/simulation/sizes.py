@@ -5,7 +5,7 @@ from typing import Self
 import torch
 
 
-class Extent:
+class SizeOnlyTensor:
     """A run of elements without values. Slices have lengths, sums cost nothing and change nothing.
 
     It stands in for a flat tensor on device "meta", on which torch's own operations take far longer than a simulated
@@ -23,11 +23,11 @@ class Extent:
         self.dtype = dtype
         self.itemsize = itemsize
         self.nbytes = numel * itemsize
-        self._parts: dict[int, Extent] = {}
+        self._parts: dict[int, SizeOnlyTensor] = {}
 
     @classmethod
-    def of(cls, tensor: "torch.Tensor | Extent") -> "Extent":
-        """As much as `tensor`."""
+    def like(cls, tensor: "torch.Tensor | SizeOnlyTensor") -> "SizeOnlyTensor":
+        """Return a stand-in with the length and dtype of `tensor`."""
         return cls(tensor.numel(), tensor.dtype, tensor.itemsize)
 
     def is_contiguous(self) -> bool:
@@ -45,11 +45,11 @@ class Extent:
     def __len__(self) -> int:
         return self._numel
 
-    def __getitem__(self, part: slice) -> "Extent":
+    def __getitem__(self, part: slice) -> "SizeOnlyTensor":
         start, stop, _ = part.indices(self._numel)
         numel = max(0, stop - start)
         if (same := self._parts.get(numel)) is None:  # Parts of one length are all alike.
-            same = self._parts[numel] = Extent(numel, self.dtype, self.itemsize)
+            same = self._parts[numel] = SizeOnlyTensor(numel, self.dtype, self.itemsize)
         return same
 
     def add_(self, other: object) -> Self:

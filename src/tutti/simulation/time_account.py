@@ -8,7 +8,7 @@ from tutti.events import COMPUTE, WAIT, Event, EventLog, Strip
 _KEPT_EVENTS = 2000
 
 
-class Timesheet:
+class TimeAccount:
     """Computing, communicating and waiting: in all, over the course of time, and event by event."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Timesheet:
             self._computed = None
 
 
-class Speed:
+class ComputeSpeed:
     """How long a rank takes to compute: its speed, and the pauses that come over it."""
 
     def __init__(self, cluster: Cluster, number: int, speed: float) -> None:

@@ -5,7 +5,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from tutti.transports.base import Finished, Signal, Steps, Work
+from tutti.transports.base import CompletedWork, Operation, Signal, Work
 
 if TYPE_CHECKING:
     from tutti.simulation.engine import Action
@@ -56,12 +56,12 @@ class Pending(Work):
         raise NotImplementedError
 
 
-class Task(Pending):
+class SimulatedOperation(Pending):
     """Steps that are taken while their rank computes: whenever what they wait for is over."""
 
-    def __init__(self, rank: "Rank", steps: Steps, queue: "Tasks", patiently: bool = False) -> None:
+    def __init__(self, rank: "Rank", steps: Operation, queue: "OperationSequence", deadline: bool = True) -> None:
         super().__init__(rank)
-        self._patiently = patiently
+        self._has_deadline = deadline
         self._steps = steps
         self._queue = queue
         self._waits_for: Pending | None = None
@@ -93,7 +93,7 @@ class Task(Pending):
         rank = self.rank
         now = rank.engine.now
         for work in steps:
-            if work.__class__ is Finished:
+            if work.__class__ is CompletedWork:
                 continue
             self._waits_for = work
             finish_s = work.finish_s
@@ -125,7 +125,7 @@ class Task(Pending):
 
     @property
     def under_way_s(self) -> float:
-        if self._patiently:
+        if not self._has_deadline:
             return self.rank.engine.now
         first = self._queue.first or self  # Those before it go on for it, too.
         waits = first._waits_for
@@ -141,39 +141,39 @@ class Task(Pending):
 class SimulatedSignal(Pending, Signal):
     """Done from the moment at which somebody says so."""
 
-    def give(self) -> None:
+    def set(self) -> None:
         self.complete(self.rank.engine.now)
 
     def describe(self) -> str:
         return "its own steps"
 
 
-class Tasks:
+class OperationSequence:
     """Steps started on one transport, taken one after the other."""
 
     def __init__(self) -> None:
-        self._queue: list[Task] = []
+        self._queue: list[SimulatedOperation] = []
         self._failure: Exception | None = None
 
-    def start(self, rank: "Rank", steps: Steps, patiently: bool = False) -> Task:
+    def start(self, rank: "Rank", steps: Operation, deadline: bool = True) -> SimulatedOperation:
         """Have steps taken."""
-        task = Task(rank, steps, self, patiently)
+        operation = SimulatedOperation(rank, steps, self, deadline)
         if self._failure is not None:
-            task.give_up(self._failure)
+            operation.give_up(self._failure)
         else:
-            self._add(task)
-        return task
+            self._add(operation)
+        return operation
 
-    def _add(self, task: Task) -> None:
-        self._queue.append(task)
+    def _add(self, operation: SimulatedOperation) -> None:
+        self._queue.append(operation)
         if len(self._queue) == 1:
-            task.rank.engine.at(task.posted_s, task.go)
+            operation.rank.engine.at(operation.posted_s, operation.go)
 
     @property
-    def first(self) -> Task | None:
+    def first(self) -> SimulatedOperation | None:
         return self._queue[0] if self._queue else None
 
-    def next(self, task: Task, error: Exception | None) -> None:
+    def next(self, operation: SimulatedOperation, error: Exception | None) -> None:
         """The first is over. After a failure the others would be out of step: they fail too."""
         del self._queue[0]
         if error is not None:
@@ -182,37 +182,39 @@ class Tasks:
             following = self._queue[0]
             following.rank.engine.at(max(following.rank.engine.now, following.posted_s), following.go)
 
-    def overdue(self, task: Task, error: Exception) -> None:
+    def overdue(self, operation: SimulatedOperation, error: Exception) -> None:
         """Somebody has waited for too long: those behind it would be out of step."""
         self.fail(error)
 
     def fail(self, error: Exception) -> None:
         self._failure = self._failure or error
         queue, self._queue = self._queue, []
-        for task in queue:
-            task.give_up(error)
+        for operation in queue:
+            operation.give_up(error)
 
 
-class LooseTasks(Tasks):
+class ConcurrentOperations(OperationSequence):
     """Steps started on one transport, taken beside each other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._under_way: dict[Task, None] = {}  # In the order in which they were started; there may be thousands.
+        self._under_way: dict[
+            SimulatedOperation, None
+        ] = {}  # In the order in which they were started; there may be thousands.
 
-    def _add(self, task: Task) -> None:
-        self._under_way[task] = None
-        task.rank.engine.at(task.posted_s, task.go)
+    def _add(self, operation: SimulatedOperation) -> None:
+        self._under_way[operation] = None
+        operation.rank.engine.at(operation.posted_s, operation.go)
 
-    def next(self, task: Task, error: Exception | None) -> None:
-        self._under_way.pop(task, None)
+    def next(self, operation: SimulatedOperation, error: Exception | None) -> None:
+        self._under_way.pop(operation, None)
 
-    def overdue(self, task: Task, error: Exception) -> None:
-        self._under_way.pop(task, None)
-        task.give_up(error)
+    def overdue(self, operation: SimulatedOperation, error: Exception) -> None:
+        self._under_way.pop(operation, None)
+        operation.give_up(error)
 
     def fail(self, error: Exception) -> None:
         self._failure = self._failure or error
         under_way, self._under_way = self._under_way, {}
-        for task in under_way:
-            task.give_up(error)
+        for operation in under_way:
+            operation.give_up(error)

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tutti.codecs import Codec, print_codec
-from tutti.collectives import ALGORITHMS, choices, own_sums
+from tutti.collectives import ALGORITHMS, measure_collectives, native_all_reduce
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.state import share_buffers
 from tutti.strategies.base import Exchange, Strategy
-from tutti.strategies.compressed_means import CodedMean
+from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import Converged
-from tutti.strategies.means import CountedMean, DirectMean, Mean, SteppedMean
+from tutti.strategies.means import CollectiveMean, Mean, NativeSumMean, TransportMean
 from tutti.transports import Averages, HostsTransport, SharesMemory, Transport, Work
-from tutti.transports.base import Finished
+from tutti.transports.base import CompletedWork
 from tutti.transports.hosts import hosts_are_shared
 
 Algorithm = Literal[
@@ -23,6 +23,9 @@ Algorithm = Literal[
 ]
 
 NAMES: tuple[Algorithm, ...] = get_args(Algorithm)
+
+OPTIONS = ("bucket_bytes", "exact_below", "skip_converged", "check_every")
+"""Options of `AllReduce` that its text may have, beside an algorithm or a codec."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class AllReduce(Strategy):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
             mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+        elif self.codec is not None and self.algorithm != "native":
+            mistakes.append(
+                f"algorithm '{self.algorithm}' would change nothing beside a codec, because compressed gradients are "
+                f"not summed by an all-reduce algorithm: leave it out, as in AllReduce(codec={self.codec!r})"
+            )
         if self.exact_below < 0:
             mistakes.append(f"exact_below must be 0 or more, got {self.exact_below}")
         if self.skip_converged is not None and not 0 < self.skip_converged < 1:
@@ -70,6 +78,10 @@ class AllReduce(Strategy):
         if mistakes:
             raise ConfigError(f"AllReduce: {'; '.join(mistakes)}.")
 
+    @property
+    def exact(self) -> bool:
+        return self.codec is None and self.skip_converged is None
+
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
             transport = transport if isinstance(transport, HostsTransport) else HostsTransport(transport)
@@ -79,13 +91,10 @@ class AllReduce(Strategy):
 
     def __str__(self) -> str:
         default = type(self)(self.algorithm)
-        options = [
-            f"{key}={getattr(self, key)}"
-            for key in ("bucket_bytes", "exact_below", "skip_converged", "check_every")
-            if getattr(self, key) != getattr(default, key)
-        ]
-        codec = "" if self.codec is None else f"+{print_codec(self.codec)}"
-        return self.algorithm + (f":{','.join(options)}" if options else "") + codec
+        options = [f"{key}={getattr(self, key)}" for key in OPTIONS if getattr(self, key) != getattr(default, key)]
+        if self.codec is not None:
+            return print_codec(self.codec, options)
+        return self.algorithm + (f":{','.join(options)}" if options else "")
 
 
 class AllReduceExchange(Exchange):
@@ -99,7 +108,7 @@ class AllReduceExchange(Exchange):
             transport = transport.inner  # What is encoded travels in messages.
         self._mean = _mean_over(replica, transport, strategy, codec)
         self._owed: dict[str, Any] = {}  # Alone: what ranks before it had left out, kept for those that come.
-        self._weights_known: Work = Finished()
+        self._weights_known: Work = CompletedWork()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []
         self._converged: Converged | None = None
@@ -154,15 +163,17 @@ class AllReduceExchange(Exchange):
         if self._converged.stepped(self.transport):
             self.replica.leave_out(self._converged.left_out)
 
-    @property
-    def skipped(self) -> float:
+    def metrics(self) -> dict[str, Any]:
+        """With `skip_converged`, `skipped` is the share of all gradient elements that was not exchanged."""
+        if self._converged is None:
+            return {}
         left_out, everything = self._num_elements
-        return left_out / everything if everything else 0.0
+        return {"skipped": left_out / everything if everything else 0.0}
 
     def consensus(self) -> None:
         share_buffers(self.replica.model, self.transport)
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         return None
 
     def finish(self) -> None:
@@ -172,7 +183,7 @@ class AllReduceExchange(Exchange):
         if self._converged is not None:
             order = [slot.name for slot in self.replica.slots] if self.replica.arranged else None
             return {"order": order, "converged": self._converged.state_dict()}
-        return self._mean.state_dict() if isinstance(self._mean, CodedMean) else self._owed
+        return self._mean.state_dict() if isinstance(self._mean, CompressedMean) else self._owed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._converged is not None and state:
@@ -180,7 +191,7 @@ class AllReduceExchange(Exchange):
             if state["order"] is not None:
                 self.replica.arrange(state["order"])
             self.replica.leave_out(self._converged.left_out)
-        elif isinstance(self._mean, CodedMean) and state:
+        elif isinstance(self._mean, CompressedMean) and state:
             self._mean.load_state_dict(state)
         else:
             self._owed = state
@@ -200,15 +211,15 @@ class AllReduceExchange(Exchange):
 def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, codec: Codec | None) -> Mean:
     algorithm = strategy.algorithm
     if codec is not None:
-        return CodedMean(replica, transport, codec, algorithm)
+        return CompressedMean(replica, transport, codec)
     # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
     if algorithm == "cheapest" and not replica.device_types <= {"cpu", "meta"}:
         algorithm = "native"
     if algorithm == "cheapest":
-        return SteppedMean(transport, choices(transport).best)
+        return CollectiveMean(transport, measure_collectives(transport).best)
     if algorithm == "native" and isinstance(transport, Averages):
-        return DirectMean(transport)
+        return TransportMean(transport)
     kind = "cpu" if replica.device_types <= {"cpu", "meta"} else "cuda"
-    if algorithm == "native" and (all_reduce := own_sums(transport, kind)) is not None:
-        return CountedMean(transport, all_reduce)
-    return SteppedMean(transport, lambda num_bytes: ALGORITHMS[algorithm])
+    if algorithm == "native" and (all_reduce := native_all_reduce(transport, kind)) is not None:
+        return NativeSumMean(transport, all_reduce)
+    return CollectiveMean(transport, lambda num_bytes: ALGORITHMS[algorithm])

@@ -1,6 +1,6 @@
 """Means over ranks of buckets whose gradients are said in fewer bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,46 +8,54 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import Codec
-from tutti.collectives import ALGORITHMS, Collective, all_gather, broadcast_all, butterfly, choices, run, share_json
-from tutti.collectives.compressed import PAUSE, CodedSum, Party, way_of
-from tutti.collectives.hierarchical import hand_out, sum_within
+from tutti.collectives import (
+    all_gather,
+    broadcast_all,
+    broadcast_json,
+    butterfly,
+    native,
+    run,
+)
+from tutti.collectives.compressed import STAGE_BOUNDARY, CompressedSum, ReductionContext, compressed_sum_for
+from tutti.collectives.hierarchical import broadcast_within, sum_within
 from tutti.collectives.mean import weigh
 from tutti.errors import ConfigError
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
-from tutti.strategies.means import announced, when_filled
+from tutti.strategies.means import start_sharing_weights, when_filled
 from tutti.transports import HostsTransport, Transport, Work
-from tutti.transports.base import Finished, Steps
+from tutti.transports.base import CompletedWork, Operation
 
 
-class CodedMean:
+class CompressedMean:
     """Sums bucket after bucket, step by step, beside backward; between hosts only, where ranks share them.
 
     What is left out belongs to parameters: it moves with them when buckets are cut anew, and is taken over by other
     ranks when some are gone.
     """
 
-    def __init__(self, replica: Replica, transport: Transport, codec: Codec, algorithm: str) -> None:
+    def __init__(self, replica: Replica, transport: Transport, codec: Codec) -> None:
         self._replica = replica
         self._transport = transport
         self._codec = codec
         self._within: Transport | None = None
         self._across: Transport | None = transport
-        if isinstance(transport, HostsTransport) and algorithm in ("native", "cheapest", "hierarchical"):
+        if isinstance(transport, HostsTransport):
             self._within, self._across = transport.within, transport.across
-        self._exactly = _chosen(transport, algorithm)
-        self._sums: dict[Bucket, CodedSum] = {}
-        self._open: list[_Opened] = []
-        self._num_pauses = way_of(codec).num_pauses
+        # For buckets in which nothing is compressed. The butterfly has few rounds and few bytes.
+        self._exact_sum = native if isinstance(transport, HostsTransport) else butterfly
+        self._sums: dict[Bucket, CompressedSum] = {}
+        self._open: list[_StagedWork] = []
+        self._num_boundaries = compressed_sum_for(codec).num_boundaries
 
     def begin(self, weight: float) -> Work:
-        self._weights = announced(weight, self._transport)
-        return Finished()
+        self._weights = start_sharing_weights(weight, self._transport)
+        return CompletedWork()
 
     def start(self, bucket: Bucket) -> Work:
         """Take the first steps of this bucket, and the next of those before it: links are busy while ranks wait."""
         steps = when_filled(bucket.flat, self.steps(bucket, self._weights))
-        opened = _Opened(steps, self._num_pauses if bucket.values.numel() else 0)
+        opened = _StagedWork(steps, self._num_boundaries if bucket.values.numel() else 0)
         self._open.append(opened)
         self._advance()
         return opened
@@ -64,28 +72,28 @@ class CodedMean:
     def finish(self, bucket: Bucket) -> None:
         return None
 
-    def steps(self, bucket: Bucket, weights: Tensor) -> Steps:
+    def steps(self, bucket: Bucket, weights: Tensor) -> Operation:
         """What `start` has taken, for ranks of these weights; they pause where others may be taken first."""
         self._follow_buckets()
         return self._steps(bucket, weights)
 
-    def _steps(self, bucket: Bucket, weights: Tensor) -> Steps:
+    def _steps(self, bucket: Bucket, weights: Tensor) -> Operation:
         flat, size = bucket.flat, self._transport.size
         weigh(flat, weights, self._transport.rank)
         if not bucket.values.numel():
-            yield from self._exactly(flat.nbytes).steps(flat, self._transport)
+            yield from self._exact_sum.steps(flat, self._transport)
             flat.div_(size)
             return
         if self._within is not None:
             yield from sum_within(flat, self._within)
         if self._across is not None:
-            yield from self._coded(bucket, self._across)
+            yield from self._compressed(bucket, self._across)
         else:  # Its host's leader pauses so often: what they do together stays in one order.
-            yield from [PAUSE] * self._num_pauses
+            yield from [STAGE_BOUNDARY] * self._num_boundaries
         if self._within is not None:
-            yield from hand_out(flat, self._within)
+            yield from broadcast_within(flat, self._within)
 
-    def _coded(self, bucket: Bucket, across: Transport) -> Steps:
+    def _compressed(self, bucket: Bucket, across: Transport) -> Operation:
         values = wide = bucket.values
         if not values.is_meta:
             self._mark_what_is_owed(bucket)
@@ -98,10 +106,10 @@ class CodedMean:
         """A parameter without a gradient has one all the same if something of earlier ones is still to be said."""
         if (bucket.marks != 0).all():
             return
-        for number, (start, slot) in enumerate(_coded_slots(bucket)):
+        for number, (start, slot) in enumerate(_compressed_slots(bucket)):
             whole = slice(start, start + slot.tensor.numel())
             # An old gradient that nobody cleared is encoded too, and must not be lost either.
-            kept = [bucket.values, *self._sums[bucket].by_place.values()]
+            kept = [bucket.values, *self._sums[bucket].per_element.values()]
             if not bucket.marks[number] and any(flat[whole].any() for flat in kept):
                 bucket.marks[number] = 1
 
@@ -114,10 +122,11 @@ class CodedMean:
         self._sums = {bucket: self._new_sum(bucket, self._across) for bucket in buckets}
         self._remember(kept)
 
-    def _new_sum(self, bucket: Bucket, across: Transport) -> CodedSum:
-        places = tuple((start, tuple(slot.tensor.shape)) for start, slot in _coded_slots(bucket))
-        party = Party(across.rank, across.size, self._transport.size, bucket.values.device, seed=bucket.index)
-        return way_of(self._codec)(self._codec, places, bucket.values.numel(), party)
+    def _new_sum(self, bucket: Bucket, across: Transport) -> CompressedSum:
+        layout = tuple((start, tuple(slot.tensor.shape)) for start, slot in _compressed_slots(bucket))
+        device, divisor = bucket.values.device, self._transport.size
+        context = ReductionContext(across.rank, across.size, divisor, device, seed=bucket.index)
+        return compressed_sum_for(self._codec)(self._codec, layout, bucket.values.numel(), context)
 
     def state_dict(self) -> dict[str, Any]:
         """What is left out on every rank, by parameter, the same on all ranks. Collective."""
@@ -143,13 +152,13 @@ class CodedMean:
         if state["names"] != names:
             raise ConfigError(
                 f"this state was saved for other parameters, or another exact_below: it is of {len(state['names'])} "
-                f"coded tensors with {sum(state['names'].values())} elements, this model has {len(names)} with "
+                f"compressed tensors with {sum(state['names'].values())} elements, this model has {len(names)} with "
                 f"{sum(names.values())}."
             )
         if state["order"] is not None:
             self._replica.arrange(state["order"])
         self._follow_buckets()
-        kept = _Remembered(common=dict(state["common"]), factors=dict(state["factors"]))
+        kept = _CodecMemory(common=dict(state["common"]), factors=dict(state["factors"]))
         for key, rows in state["elements"].items():
             row = self._share_of(rows)
             kept.elements[key] = dict(zip(names, row.split(list(names.values())), strict=True))
@@ -165,18 +174,18 @@ class CodedMean:
         return mine if len(rows) == self._transport.size else mine * (self._transport.size / len(rows))
 
     def _names(self) -> dict[str, int]:
-        """Coded parameters, in the order of names, and their numbers of elements."""
-        slots = [slot for bucket in self._replica.buckets for _, slot in _coded_slots(bucket)]
+        """Compressed parameters, in the order of names, and their numbers of elements."""
+        slots = [slot for bucket in self._replica.buckets for _, slot in _compressed_slots(bucket)]
         return {slot.name: slot.tensor.numel() for slot in sorted(slots, key=lambda slot: slot.name)}
 
-    def _remembered(self) -> "_Remembered":
-        kept = _Remembered()
-        for bucket, coded in self._sums.items():
-            slots = dict(_coded_slots(bucket))
-            for key, flat in coded.by_place.items():
+    def _remembered(self) -> "_CodecMemory":
+        kept = _CodecMemory()
+        for bucket, compressed in self._sums.items():
+            slots = dict(_compressed_slots(bucket))
+            for key, flat in compressed.per_element.items():
                 of_key = kept.elements.setdefault(key, {})
                 of_key |= {slot.name: flat[start : start + slot.tensor.numel()] for start, slot in slots.items()}
-            for key, value in coded.save().items():
+            for key, value in compressed.save().items():
                 what, _, start = key.partition("@")
                 if start:
                     kept.factors[f"{what}@{slots[int(start)].name}"] = value
@@ -184,35 +193,35 @@ class CodedMean:
                     kept.common[key] = value
         return kept
 
-    def _remember(self, kept: "_Remembered") -> None:
-        for bucket, coded in self._sums.items():
+    def _remember(self, kept: "_CodecMemory") -> None:
+        for bucket, compressed in self._sums.items():
             saved = dict(kept.common)
-            for start, slot in _coded_slots(bucket):
+            for start, slot in _compressed_slots(bucket):
                 for key, elements in kept.elements.items():
-                    coded.by_place[key][start : start + slot.tensor.numel()] = elements[slot.name]
+                    compressed.per_element[key][start : start + slot.tensor.numel()] = elements[slot.name]
                 for key, factor in kept.factors.items():
                     what, _, name = key.partition("@")
                     if name == slot.name:
                         saved[f"{what}@{start}"] = factor.clone()
-            coded.load(saved)
+            compressed.load(saved)
 
 
-class _Opened(Work):
-    """Steps that are taken in parts, from pause to pause; done when all parts are."""
+class _StagedWork(Work):
+    """Operation that are taken in parts, from pause to pause; done when all parts are."""
 
-    def __init__(self, steps: Steps, num_pauses: int) -> None:
+    def __init__(self, steps: Operation, num_boundaries: int) -> None:
         self._steps = steps
         self._parts: list[Work] = []
-        self.parts_left = num_pauses + 1
+        self.parts_left = num_boundaries + 1
 
     def advance(self, transport: Transport) -> None:
         """Have the next part taken."""
         self.parts_left -= 1
         self._parts.append(transport.start(self._up_to_pause() if self.parts_left else self._steps))
 
-    def _up_to_pause(self) -> Steps:
+    def _up_to_pause(self) -> Operation:
         for work in self._steps:
-            if work is PAUSE:
+            if work is STAGE_BOUNDARY:
                 return
             yield work
 
@@ -226,7 +235,7 @@ class _Opened(Work):
 
 
 @dataclass
-class _Remembered:
+class _CodecMemory:
     """What codecs remember, by the parameters that it is about."""
 
     elements: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -241,7 +250,7 @@ def _share_state(
     common: dict[str, Any], factors: dict[str, Tensor], transport: Transport
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Rank 0's, on every rank."""
-    common, shapes = share_json([common, {name: list(factor.shape) for name, factor in factors.items()}], transport)
+    common, shapes = broadcast_json([common, {name: list(factor.shape) for name, factor in factors.items()}], transport)
     own = transport.rank == 0
     tensors = {
         name: factors[name].cpu() if own else torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -251,7 +260,7 @@ def _share_state(
     return common, tensors
 
 
-def _coded_slots(bucket: Bucket) -> Iterator[tuple[int, Slot]]:
+def _compressed_slots(bucket: Bucket) -> Iterator[tuple[int, Slot]]:
     """Slots in the lossy part of a bucket, and where they begin."""
     for start, slot in zip(bucket.starts, bucket.slots, strict=True):
         if start < bucket.values.numel():
@@ -268,12 +277,3 @@ def _senders(transport: Transport, two_levels: bool) -> list[int]:
     if not two_levels:
         return list(range(transport.size))
     return sorted(transport.hosts.index(host) for host in set(transport.hosts))
-
-
-def _chosen(transport: Transport, algorithm: str) -> Callable[[int], Collective]:
-    """The plain sum for so many bytes."""
-    if algorithm == "cheapest":
-        return choices(transport).best
-    if algorithm == "native" and not isinstance(transport, HostsTransport):
-        return lambda num_bytes: butterfly  # Few rounds, and few bytes.
-    return lambda num_bytes: ALGORITHMS[algorithm]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.collectives import share_json
+from tutti.collectives import broadcast_json
 from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
 from tutti.transports import Transport
@@ -42,7 +42,7 @@ class Converged:
         self._steps += 1
         if self._steps % self._every:
             return False
-        stopped = set(share_json(self._stopped() if transport.rank == 0 else None, transport))
+        stopped = set(broadcast_json(self._stopped() if transport.rank == 0 else None, transport))
         for slot, before in zip(self._slots, self._before, strict=True):
             self._decide(slot.name, slot.name in stopped)
             before.copy_(slot.tensor.detach())

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tutti.collectives import Collective
-from tutti.collectives.mean import own_weight, share_weights, weigh
+from tutti.collectives.mean import local_weights, share_weights, weigh
 from tutti.replica import Bucket
 from tutti.transports import Averages, Transport, Work
-from tutti.transports.base import Finished, Steps
+from tutti.transports.base import CompletedWork, Operation
 
 
 class Mean(Protocol):
@@ -31,7 +31,7 @@ class Mean(Protocol):
         ...
 
 
-class DirectMean:
+class TransportMean:
     """The transport weighs by itself."""
 
     def __init__(self, transport: Averages) -> None:
@@ -39,7 +39,7 @@ class DirectMean:
 
     def begin(self, weight: float) -> Work:
         self._weight = weight
-        return Finished()
+        return CompletedWork()
 
     def start(self, bucket: Bucket) -> Work:
         return self._transport.average(bucket.flat, self._weight)
@@ -51,7 +51,7 @@ class DirectMean:
         return None
 
 
-class CountedMean:
+class NativeSumMean:
     """The transport sums: ranks tell each other their weights first, while backward goes on."""
 
     def __init__(self, transport: Transport, all_reduce: Callable[[Tensor], Work]) -> None:
@@ -59,7 +59,7 @@ class CountedMean:
         self._all_reduce = all_reduce
 
     def begin(self, weight: float) -> Work:
-        self._weights = own_weight(weight, self._transport)
+        self._weights = local_weights(weight, self._transport)
         return self._all_reduce(self._weights)
 
     def start(self, bucket: Bucket) -> Work:
@@ -73,7 +73,7 @@ class CountedMean:
         bucket.flat.div_(self._transport.size)
 
 
-class SteppedMean:
+class CollectiveMean:
     """A collective sums, step by step, beside backward: the weights first, then bucket after bucket."""
 
     def __init__(self, transport: Transport, choose: Callable[[int], Collective]) -> None:
@@ -81,8 +81,8 @@ class SteppedMean:
         self._choose = choose
 
     def begin(self, weight: float) -> Work:
-        self._weights = announced(weight, self._transport)
-        return Finished()
+        self._weights = start_sharing_weights(weight, self._transport)
+        return CompletedWork()
 
     def start(self, bucket: Bucket) -> Work:
         return self._transport.start(when_filled(bucket.flat, self.steps(bucket, self._weights)))
@@ -93,32 +93,32 @@ class SteppedMean:
     def finish(self, bucket: Bucket) -> None:
         return None
 
-    def steps(self, bucket: Bucket, weights: Tensor) -> Steps:
+    def steps(self, bucket: Bucket, weights: Tensor) -> Operation:
         """What `start` has taken, for ranks of these weights."""
         yield from self.of_flat(bucket.flat, weights)
 
-    def of_flat(self, flat: Tensor, weights: Tensor) -> Steps:
+    def of_flat(self, flat: Tensor, weights: Tensor) -> Operation:
         """The same for any flat tensor."""
         weigh(flat, weights, self._transport.rank)
         yield from self._choose(flat.nbytes).steps(flat, self._transport)
         flat.div_(self._transport.size)
 
 
-def announced(weight: float, transport: Transport) -> Tensor:
+def start_sharing_weights(weight: float, transport: Transport) -> Tensor:
     """The weights of all ranks, for steps that are started after this: those are taken in order, and need not wait."""
-    weights = own_weight(weight, transport)
+    weights = local_weights(weight, transport)
     transport.start(share_weights(weights, transport))
     return weights
 
 
-def when_filled(tensor: Tensor, steps: Steps) -> Steps:
+def when_filled(tensor: Tensor, steps: Operation) -> Operation:
     """The same steps, for another thread than the one that fills `tensor`: on a GPU each waits for the other."""
     if not tensor.is_cuda:
         return steps
     filled = torch.cuda.Event()
     filled.record()
 
-    def waiting() -> Steps:
+    def waiting() -> Operation:
         filled.synchronize()
         yield from steps
         torch.cuda.synchronize(tensor.device)

@@ -9,26 +9,26 @@ from tutti.transports.base import (
     SharesMemory,
     Transport,
     Work,
-    suited,
+    for_devices,
 )
 from tutti.transports.hosts import HostsTransport
-from tutti.transports.membership import Peer, Roster
-from tutti.transports.single_rank import AloneTransport
-from tutti.transports.sockets.transport import ProcessGroupTransport
+from tutti.transports.membership import Membership, Peer
+from tutti.transports.single_rank import SingleRankTransport
+from tutti.transports.sockets.transport import SocketTransport
 
 __all__ = [
     "ANY",
     "AllReduces",
-    "AloneTransport",
     "Averages",
     "Broadcasts",
     "HostsTransport",
+    "Membership",
     "Peer",
-    "ProcessGroupTransport",
-    "Roster",
     "SharesAll",
     "SharesMemory",
+    "SingleRankTransport",
+    "SocketTransport",
     "Transport",
     "Work",
-    "suited",
+    "for_devices",
 ]

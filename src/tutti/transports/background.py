@@ -6,10 +6,10 @@ from queue import SimpleQueue
 import torch
 
 from tutti.errors import ConfigError, RankLost
-from tutti.transports.base import Steps, Work
+from tutti.transports.base import Operation, Work
 
 
-def take(steps: Steps) -> None:
+def take(steps: Operation) -> None:
     """Take all steps, one after the other; what fails is raised where they yielded it."""
     failure: Exception | None = None
     while True:
@@ -24,10 +24,10 @@ def take(steps: Steps) -> None:
             failure = error
 
 
-class _Task(Work):
+class _QueuedOperation(Work):
     """Steps that somebody else takes."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Operation) -> None:
         self.steps = steps
         self.over = threading.Event()
         self.error: Exception | None = None
@@ -47,14 +47,14 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
+        self._queue: SimpleQueue[_QueuedOperation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._closed = False
         self._lock = threading.Lock()
 
-    def start(self, steps: Steps) -> Work:
-        task = _Task(steps)
+    def start(self, steps: Operation) -> Work:
+        task = _QueuedOperation(steps)
         with self._lock:  # So that nothing can be put after the end that `close` puts.
             if self._closed:
                 raise ConfigError(f"{self._name}: this transport is closed.")
@@ -90,7 +90,7 @@ class Background:
                 task.over.set()
                 del task  # It holds tensors, and the queue may stay empty for long.
 
-    def _take(self, task: _Task) -> None:
+    def _take(self, task: _QueuedOperation) -> None:
         try:
             take(task.steps)
         except Exception as error:

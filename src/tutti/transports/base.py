@@ -40,7 +40,7 @@ class Work(ABC):
         raise AssertionError(f"{type(self).__name__} is not a receive")
 
 
-class Finished(Work):
+class CompletedWork(Work):
     """Work that is over already."""
 
     def done(self) -> bool:
@@ -56,7 +56,7 @@ class Signal(Work):
     def __init__(self) -> None:
         self._given = False
 
-    def give(self) -> None:
+    def set(self) -> None:
         """It is done."""
         self._given = True
 
@@ -67,7 +67,7 @@ class Signal(Work):
         assert self._given, "only steps wait for a signal"
 
 
-Steps = Generator[Work, None, None]
+Operation = Generator[Work, None, None]
 """A collective on its way: it yields each piece of work that must be done before it can go on.
 
 If that fails, the error is raised where it was yielded, and steps that catch it go on.
@@ -110,8 +110,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def start(self, steps: Steps) -> Work:
-        """Take `steps` beside the caller, when those started before are done.
+    def start(self, operation: Operation) -> Work:
+        """Take the steps of `operation` beside the caller, when those started before are done.
 
         Steps yield what they wait for, and draw no numbers from global generators: they may run in any thread.
         From the first call on, all that is sent and received through this transport is in such steps,
@@ -119,12 +119,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def beside(self, steps: Steps, patiently: bool = False) -> Work:
-        """Take `steps` beside the caller and beside each other: whichever can go on does, all in one thread.
+    def spawn(self, operation: Operation, *, deadline: bool = True) -> Work:
+        """Run `operation` concurrently with the caller and with the other spawned operations, in one thread.
 
-        They may wait for as long as it takes. Whoever waits for the work that this returns has a deadline, which moves
-        on with every step; or none, if `patiently`. A transport is used by steps of this kind, from the first call on,
-        or by the other kind.
+        The operation itself may wait without limit. `wait` on the returned work fails after the transport's timeout
+        without progress, or never if `deadline` is False. From its first call on, a transport is used either through
+        `spawn` or through `start`.
         """
 
     def signal(self) -> Signal:
@@ -157,7 +157,7 @@ class Transport(ABC):
         self.close()
 
 
-class Added(Transport):
+class TransportWrapper(Transport):
     """A transport that adds to another: messages, steps and time are those of `inner`."""
 
     inner: Transport
@@ -172,11 +172,11 @@ class Added(Transport):
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         return self.inner.irecv(tensor, src, tag)
 
-    def start(self, steps: Steps) -> Work:
-        return self.inner.start(steps)
+    def start(self, operation: Operation) -> Work:
+        return self.inner.start(operation)
 
-    def beside(self, steps: Steps, patiently: bool = False) -> Work:
-        return self.inner.beside(steps, patiently)
+    def spawn(self, operation: Operation, *, deadline: bool = True) -> Work:
+        return self.inner.spawn(operation, deadline=deadline)
 
     def signal(self) -> Signal:
         return self.inner.signal()
@@ -223,20 +223,20 @@ class Broadcasts(Protocol):
 
 
 @runtime_checkable
-class Beats(Protocol):
+class ReportsProgress(Protocol):
     """A transport whose waits go on as long as those they wait for show that they do."""
 
-    def beat(self) -> None:
+    def report_progress(self) -> None:
         """Tell those who wait for this rank that it goes on, slowly."""
         ...
 
 
 @runtime_checkable
-class Prompt(Protocol):
+class SpawnsInline(Protocol):
     """A transport that lets the caller take steps beside others as far as they go at once."""
 
-    def promptly(self, steps: Steps) -> Work:
-        """As `Transport.beside`, patiently, but without waking anybody."""
+    def spawn_inline(self, operation: Operation) -> Work:
+        """As `Transport.spawn` without a deadline, but without waking anybody."""
         ...
 
 
@@ -265,20 +265,20 @@ class SharesMemory(Protocol):
 class SharesAll(Protocol):
     """A transport all of whose ranks can have one and the same memory."""
 
-    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def shared_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat CPU tensor, zeros at first, that is one and the same on every rank. Collective."""
         ...
 
-    def inboxes(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    def per_rank_tensors(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """A flat CPU tensor of each rank, all of them on every rank. Collective."""
         ...
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """This rank cannot go on: nobody should wait for it here."""
         ...
 
 
-def suited(transport: Transport, device_types: set[str]) -> Transport:
+def for_devices(transport: Transport, device_types: set[str]) -> Transport:
     """The transport to use for tensors of these devices: only CPU tensors can live in shared memory."""
     if isinstance(transport, SharesMemory) and not device_types <= {"cpu", "meta"}:
         return transport.inner

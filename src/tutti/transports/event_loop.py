@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
-from tutti.transports.base import Steps, Work
+from tutti.transports.base import Operation, Work
 from tutti.transports.membership import WATCH_SECONDS
 
 _AWAY_SECONDS = 0.001
@@ -51,12 +51,12 @@ class Driven(Work):
         """Move it, and all else that is under way, until it is over or so long; or not, if somebody else does."""
 
 
-class _Task(Driven):
+class _SpawnedOperation(Driven):
     """Steps that the loop takes."""
 
-    def __init__(self, steps: Steps, loop: "Loop", patiently: bool) -> None:
+    def __init__(self, steps: Operation, loop: "Loop", deadline: bool) -> None:
         self._steps, self._loop = steps, loop
-        self._patiently = patiently
+        self._has_deadline = deadline
         self._moved_at = time.monotonic()
         self._waits_for: Work | None = None
         self._ended = threading.Event()
@@ -74,16 +74,16 @@ class _Task(Driven):
         except StopIteration:
             self._ended.set()
         except Exception as error:
-            self.give_up(error)
+            self.abort(error)
         return moved
 
     def fail(self, error: Exception) -> None:
-        """As `give_up`, but its steps hear why."""
+        """As `abort`, but its steps hear why."""
         with suppress(BaseException):
             self._steps.throw(error)
-        self.give_up(error)
+        self.abort(error)
 
-    def give_up(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
         self._steps.close()
         self._error = error
         self._ended.set()
@@ -98,7 +98,7 @@ class _Task(Driven):
         started = time.monotonic()
         while not self._ended.wait(self._loop.patience_s):
             late = time.monotonic() - max(started, self._moved_at) > self._loop.patience_s
-            if late and not self._patiently:
+            if late and self._has_deadline:
                 raise self._loop.mover.overdue("a reply")
         if self._error is not None:
             raise self._error
@@ -115,26 +115,26 @@ class Loop:
         self.mover = mover
         self.patience_s = patience_s
         self._name = name
-        self._new: deque[_Task] = deque()
+        self._new: deque[_SpawnedOperation] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._tasks: list[_Task] = []
+        self._tasks: list[_SpawnedOperation] = []
         self._turn = threading.Lock()  # Held by who goes on with tasks.
         self._drivers = 0
         self._num_drives = 0
         self._closed = False
         self._failure: Exception | None = None
 
-    def add(self, steps: Steps, patiently: bool) -> Work:
-        """Have `steps` taken from now on; those who wait for them have a deadline, or not if `patiently`."""
-        task = _Task(steps, self, patiently)
+    def add(self, steps: Operation, deadline: bool) -> Work:
+        """Have `steps` taken from now on; those who wait for them have a deadline if `deadline`."""
+        task = _SpawnedOperation(steps, self, deadline)
         self._enqueue(task)
         self.mover.wake()
         return task
 
-    def add_here(self, steps: Steps) -> Driven:
-        """As `add`, patiently, but the caller takes the steps that need not wait: the mover has a guard."""
-        task = _Task(steps, self, patiently=True)
+    def add_here(self, steps: Operation) -> Driven:
+        """As `add` without a deadline, but the caller takes the steps that need not wait: the mover has a guard."""
+        task = _SpawnedOperation(steps, self, deadline=False)
         with self.mover.guard, torch.no_grad():
             if not self._closed:
                 task.advance(self.mover)
@@ -142,7 +142,7 @@ class Loop:
                 self._enqueue(task)  # What it waits for will wake the loop.
         return task
 
-    def _enqueue(self, task: _Task) -> None:
+    def _enqueue(self, task: _SpawnedOperation) -> None:
         with self._lock:
             if self._closed:
                 raise self._failure or ConfigError(f"{self._name}: this transport is closed.")
@@ -164,7 +164,7 @@ class Loop:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def drive(self, task: _Task, seconds: float) -> None:
+    def drive(self, task: _SpawnedOperation, seconds: float) -> None:
         """Take steps here until `task` is over, for so long at most; not if another caller does so already."""
         deadline_s = time.monotonic() + seconds
         with self._lock:
@@ -205,7 +205,7 @@ class Loop:
                 if self._failure is not None:
                     task.fail(self._failure)
                 else:
-                    task.give_up(RankLost(f"{self._name}: this transport was closed with work still to do."))
+                    task.abort(RankLost(f"{self._name}: this transport was closed with work still to do."))
 
     def _keep_away(self) -> None:
         """Until nobody has come to drive for a while."""

@@ -6,8 +6,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from tutti.transports.base import Added, Beats, CanShare, SharesMemory, Transport
-from tutti.transports.sockets.transport import ProcessGroupTransport
+from tutti.transports.base import CanShare, ReportsProgress, SharesMemory, Transport, TransportWrapper
+from tutti.transports.sockets.transport import SocketTransport
 
 
 def shared_where_possible(transport: Transport) -> Transport:
@@ -26,7 +26,7 @@ def levelled(transport: Transport) -> Transport:
     return HostsTransport(transport) if hosts_are_shared(transport) else shared_where_possible(transport)
 
 
-class HostsTransport(Added):
+class HostsTransport(TransportWrapper):
     """Messages go through `inner`; `within` joins the ranks of this host, `across` the first rank of every host."""
 
     def __init__(self, inner: Transport) -> None:
@@ -39,8 +39,10 @@ class HostsTransport(Added):
         self.within = shared_where_possible(inner.channel("within", here))
         self.across = inner.channel("across", leaders) if inner.rank in leaders else None
         self._channels: WeakSet[Transport] = WeakSet()
-        if isinstance(self.within, Beats) and isinstance(self.across, ProcessGroupTransport):
-            self.across.on_progress(self.within.beat)  # This host's others wait for what their leader waits for.
+        if isinstance(self.within, ReportsProgress) and isinstance(self.across, SocketTransport):
+            self.across.on_progress(
+                self.within.report_progress
+            )  # This host's others wait for what their leader waits for.
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]

@@ -71,7 +71,7 @@ def loss_of(me: int, gone: dict[int, str]) -> RankLost:
     )
 
 
-class Roster:
+class Membership:
     """The ranks of one generation, or some of them, and the store through which they met.
 
     `peers` are in the order of the ranks here; each peer's own `rank` is the one in the whole world, which is what
@@ -103,10 +103,10 @@ class Roster:
         """This rank's number in the whole world."""
         return self.peers[self.rank].rank
 
-    def subset(self, ranks: Sequence[int]) -> "Roster":
+    def subset(self, ranks: Sequence[int]) -> "Membership":
         """Some of these ranks, this one among them, in the order given."""
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
-        return Roster(ranks.index(self.rank), [self.peers[rank] for rank in ranks], self.store, self.timeout)
+        return Membership(ranks.index(self.rank), [self.peers[rank] for rank in ranks], self.store, self.timeout)
 
     def leave(self) -> None:
         """Tell the others that this rank is done and will answer no more."""
@@ -178,43 +178,43 @@ class Roster:
             return False
 
 
-class Conversation:
+class ChannelMembership:
     """What ranks tell each other, through the store, about one conversation: who has closed it or given it up."""
 
-    def __init__(self, roster: Roster, name: str) -> None:
-        self.roster = roster
+    def __init__(self, membership: Membership, name: str) -> None:
+        self.membership = membership
         self._name = f"{name}/over"
 
     def close(self) -> None:
         self._say("it has closed this conversation")
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """This rank has failed to get an answer: nobody should wait for it here."""
         self._say("it has given up this conversation, having waited for another rank in vain")
 
     def closed_meanwhile(self) -> RankLost:
         """The error for a wait of this rank that its own closing has ended."""
-        return RankLost(f"rank {self.roster.me}: this conversation was closed while it waited for a peer.")
+        return RankLost(f"rank {self.membership.me}: this conversation was closed while it waited for a peer.")
 
     def lost(self, rank: int) -> dict[int, str]:
         """Nobody, if `rank` may still answer here; otherwise whom to blame for that, and why."""
-        peer = self.roster.peers[rank]
-        why = self.roster.how_gone(peer) or self.said_by(rank)
-        return {} if why is None else self.roster.gone() or {peer.rank: why}
+        peer = self.membership.peers[rank]
+        why = self.membership.how_gone(peer) or self.said_by(rank)
+        return {} if why is None else self.membership.gone() or {peer.rank: why}
 
     def lost_ranks(self) -> dict[int, str]:
         """Everyone who will not answer here any more."""
-        others = [rank for rank in range(self.roster.size) if rank != self.roster.rank]
+        others = [rank for rank in range(self.membership.size) if rank != self.membership.rank]
         return {who: why for rank in others for who, why in self.lost(rank).items()}
 
     def _say(self, what: str) -> None:
         with suppress(DistError):  # The store goes with the launcher: then nobody is left to tell.
-            self.roster.store.set(f"{self._name}/{self.roster.rank}", what)
+            self.membership.store.set(f"{self._name}/{self.membership.rank}", what)
 
     def said_by(self, rank: int) -> str | None:
         """How a rank has ended its part in this conversation; None if it has not."""
         key = f"{self._name}/{rank}"
         try:
-            return self.roster.store.get(key).decode() if self.roster.store.check([key]) else None
+            return self.membership.store.get(key).decode() if self.membership.store.check([key]) else None
         except DistError:
             return None

@@ -6,10 +6,10 @@ from datetime import timedelta
 from torch import Tensor
 
 from tutti.errors import ConfigError
-from tutti.transports.base import DEFAULT_TIMEOUT, Finished, Steps, Transport, Work
+from tutti.transports.base import DEFAULT_TIMEOUT, CompletedWork, Operation, Transport, Work
 
 
-class AloneTransport(Transport):
+class SingleRankTransport(Transport):
     """One rank, no peers."""
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, world_rank: int = 0) -> None:
@@ -24,18 +24,18 @@ class AloneTransport(Transport):
         raise ConfigError(f"rank {self.world_rank}: there is no rank {src} to receive from in a world of one.")
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        return Finished()
+        return CompletedWork()
 
-    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "AloneTransport":
-        return AloneTransport(self.timeout, self.world_rank)
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SingleRankTransport":
+        return SingleRankTransport(self.timeout, self.world_rank)
 
-    def start(self, steps: Steps) -> Work:
-        for work in steps:
+    def start(self, operation: Operation) -> Work:
+        for work in operation:
             work.wait()
-        return Finished()
+        return CompletedWork()
 
-    def beside(self, steps: Steps, patiently: bool = False) -> Work:
-        return self.start(steps)
+    def spawn(self, operation: Operation, *, deadline: bool = True) -> Work:
+        return self.start(operation)
 
     def close(self) -> None:
         return None

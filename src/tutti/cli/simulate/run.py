@@ -33,7 +33,7 @@ from tutti.cli.simulate.table import table, traffic
 from tutti.cluster import Cluster, format_time
 from tutti.errors import ConfigError
 from tutti.recipes import RECIPES, Recipe
-from tutti.recipes.training import Task
+from tutti.recipes.training import TrainingConfig
 from tutti.recipes.training import train as train_worker
 from tutti.report.plots import pyplot
 from tutti.report.simulation import plot_progress, plot_utilisation
@@ -80,7 +80,7 @@ def run(
         what = "a RECIPE, such as digits" if recipe_name is None else "--lab only with --calibrate"
         raise ConfigError(f"tutti simulate takes {what}; see tutti simulate --help.")
     workers = 16 if workers is None else workers
-    asked = Task(
+    asked = TrainingConfig(
         recipe=recipe_name,
         options=parse_options(option),
         strategy=strategy,
@@ -103,7 +103,7 @@ def run(
 
 
 def _recorded(
-    task: Task, made: Recipe, workers: int, cluster: Cluster, folder: Path, console: Console
+    task: TrainingConfig, made: Recipe, workers: int, cluster: Cluster, folder: Path, console: Console
 ) -> dict[str, Any]:
     """The summary of the run, which leaves its record and pictures in `folder`."""
     (folder / "cluster.toml").write_text(cluster.to_toml())
@@ -125,13 +125,13 @@ def _recorded(
 
 
 def _run(
-    task: Task, workers: int, cluster: Cluster, record: Path, console: Console
+    task: TrainingConfig, workers: int, cluster: Cluster, record: Path, console: Console
 ) -> tuple[Simulation, list[dict[str, Any]]]:
     with board(record, console, _numbers) as shown, MeanLoss(workers, shown.show) as mean:
         simulation = simulate(
             train_worker,
             task,
-            workers=workers + (parse(task.strategy).num_serving if workers > 1 else 0),
+            workers=workers + (parse(task.strategy).num_dedicated_servers if workers > 1 else 0),
             cluster=cluster,
             watch=mean.show,
             pulse=lambda now_s, messages: shown.note(now_s=now_s, messages=messages),

@@ -19,7 +19,7 @@ from tutti.recipes.models import LARGE
 from tutti.recipes.speeds import IMAGES_PER_S, seconds_per_sample
 from tutti.report.plots import check_plot, label
 from tutti.report.scaling import plot_scaling
-from tutti.simulation.runs.scaling import Case, Row
+from tutti.simulation.runs.scaling import ScalingCase, ScalingResult
 from tutti.simulation.runs.scaling import scaling as simulate_scaling
 from tutti.strategies import AllReduce, Strategy, parse
 
@@ -60,7 +60,7 @@ def scaling(
     console.print(f"{model}, {batch} images a worker, {place.name}: {place.compute}")
     results: dict[str, list[dict[str, Any]]] = {}
     for text, each in strategies.items():
-        case = Case(model=model, cluster=place, strategy=each, batch_size=batch, steps=steps)
+        case = ScalingCase(model=model, cluster=place, strategy=each, batch_size=batch, steps=steps)
         rows = _simulated(case, numbers, console)
         console.print(_table(_in_words(each), rows))
         results[text] = [row.as_dict() for row in rows]
@@ -81,7 +81,7 @@ def _paced(cluster: Cluster, model: str, accelerator: str | None, sample: str | 
     return replace(cluster, compute=Compute(sample_s=seconds, step_s=cluster.compute.step_s))
 
 
-def _simulated(case: Case, numbers: list[int], console: Console) -> list[Row]:
+def _simulated(case: ScalingCase, numbers: list[int], console: Console) -> list[ScalingResult]:
     with console.status("", refresh_per_second=2) as status:
 
         def pulse(workers: int, now_s: float, num_messages: int) -> None:
@@ -96,7 +96,7 @@ def _in_words(strategy: Strategy) -> str:
     return f"{label(strategy.algorithm)}, {format_size(strategy.bucket_bytes)} buckets"
 
 
-def _table(title: str, rows: list[Row]) -> Table:
+def _table(title: str, rows: list[ScalingResult]) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("workers", "step", "images/s", "efficiency", "sent/step", "messages", "took"):
         table.add_column(heading, justify="right", no_wrap=True)

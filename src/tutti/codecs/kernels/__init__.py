@@ -10,25 +10,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tutti.codecs.runs import Table
+from tutti.codecs.scale_groups import GroupTable
 
 
 class Kernels(Protocol):
     """What each module has."""
 
     def onebit_encode(
-        self, values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor
+        self, values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor
     ) -> None:
         """Fill in two means and the bits of every run; a value above zero has bit 1, from the lowest on."""
         ...
 
-    def onebit_decode(self, codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None: ...
+    def onebit_decode(self, codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None: ...
 
     def quantize_encode(
         self,
         values: Tensor,
         residual: Tensor | None,
-        table: Table,
+        table: GroupTable,
         bits: int,
         seed: int,
         scales: Tensor,
@@ -42,21 +42,23 @@ class Kernels(Protocol):
         ...
 
     def quantize_decode(
-        self, codes: Tensor, scales: Tensor, table: Table, bits: int, out: Tensor, add: bool
+        self, codes: Tensor, scales: Tensor, table: GroupTable, bits: int, out: Tensor, add: bool
     ) -> None: ...
 
     def cast_encode(self, values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
         """Fill in the values as numbers of the dtype of `codes`."""
         ...
 
-    def fp8_encode(self, values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+    def fp8_encode(
+        self, values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor
+    ) -> None:
         """Fill in the largest magnitude of every run, and the values over it as e4m3 that goes up to 448."""
         ...
 
-    def fp8_decode(self, codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None: ...
+    def fp8_decode(self, codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None: ...
 
     def pick(self, values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tensor, Tensor]:
-        """Add `values` to the residual, if there is one; the places, in order, where that is large, and what is there.
+        """Add `values` to the residual, if there is one; the indices, in order, where that is large, and what is there.
 
         Large is a magnitude of `at_least` that is not zero; NaN is more than any number. Where it is not finite, the
         residual stays as it was.
@@ -69,7 +71,7 @@ class Kernels(Protocol):
 
 
 @cache
-def of(device: torch.device) -> Kernels:
+def for_device(device: torch.device) -> Kernels:
     """The functions for tensors of this device."""
     if device.type == "cpu":
         from tutti.codecs.kernels import cpu  # Costs a compiler's import.

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from tutti.codecs.kernels.compiled import compiled, compiled_in_order
-from tutti.codecs.runs import LONGEST
+from tutti.codecs.scale_groups import MAX_GROUP_NUMEL
 
 _BLOCK = 1024
 _INFINITE = np.int32(0x7F800000)
@@ -143,7 +143,7 @@ def fp8_encode(feedback: bool) -> Callable[..., None]:
     """e4m3, rounded to even, scaled by the largest of each run."""
 
     def kernel(values, residual, starts, stops, offsets, scales, payload):  # type: ignore[no-untyped-def]
-        wanted = np.empty(LONGEST, np.float32)
+        wanted = np.empty(MAX_GROUP_NUMEL, np.float32)
         for run in range(len(starts)):
             source, target = values[starts[run] : stops[run]], payload[offsets[run] : offsets[run + 1]]
             rest = residual[starts[run] : stops[run]]

@@ -6,30 +6,30 @@ from torch import Tensor
 
 from tutti.codecs.kernels import cast_loops, loops, sparse_loops
 from tutti.codecs.packet import as_array
-from tutti.codecs.runs import Table
+from tutti.codecs.scale_groups import GroupTable
 
 _NOTHING = np.empty(0, np.float32)
 
 
-def onebit_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+def onebit_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
     loops.onebit_encode(residual is not None)(
         as_array(values), _or_nothing(residual), *table.arrays, as_array(scales), as_array(codes)
     )
 
 
-def onebit_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+def onebit_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
     loops.onebit_decode(add)(as_array(codes), as_array(scales), *table.arrays, as_array(out))
 
 
 def quantize_encode(
-    values: Tensor, residual: Tensor | None, table: Table, bits: int, seed: int, scales: Tensor, codes: Tensor
+    values: Tensor, residual: Tensor | None, table: GroupTable, bits: int, seed: int, scales: Tensor, codes: Tensor
 ) -> None:
     loops.quantize_encode(bits, residual is not None)(
         as_array(values), _or_nothing(residual), *table.arrays, np.uint32(seed), as_array(scales), as_array(codes)
     )
 
 
-def quantize_decode(codes: Tensor, scales: Tensor, table: Table, bits: int, out: Tensor, add: bool) -> None:
+def quantize_decode(codes: Tensor, scales: Tensor, table: GroupTable, bits: int, out: Tensor, add: bool) -> None:
     loops.quantize_decode(bits, add)(as_array(codes), as_array(scales), *table.arrays, as_array(out))
 
 
@@ -39,13 +39,13 @@ def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
     )
 
 
-def fp8_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+def fp8_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
     cast_loops.fp8_encode(residual is not None)(
         as_array(values), _or_nothing(residual), *table.arrays, as_array(scales), as_array(codes)
     )
 
 
-def fp8_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+def fp8_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
     cast_loops.fp8_decode(add)(as_array(codes), as_array(scales), *table.arrays, as_array(out))
 
 
@@ -53,22 +53,22 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
     kernel = sparse_loops.pick(residual is not None)
     # Little room at first, because new memory costs more than the search does.
     room = values.numel() // 32 + 2 * sparse_loops.BLOCK
-    places, found = np.empty(room, np.int32), np.empty(room, np.float32)
+    indices, found = np.empty(room, np.int32), np.empty(room, np.float32)
     begin = count = 0
     while begin < values.numel():
         if begin:
-            places, found = (np.concatenate([each, np.empty(3 * len(each), each.dtype)]) for each in (places, found))
+            indices, found = (np.concatenate([each, np.empty(3 * len(each), each.dtype)]) for each in (indices, found))
         begin, count = kernel(
-            as_array(values), _or_nothing(residual), np.float32(at_least), begin, count, places, found
+            as_array(values), _or_nothing(residual), np.float32(at_least), begin, count, indices, found
         )
-    return torch.from_numpy(places[:count]), torch.from_numpy(found[:count])
+    return torch.from_numpy(indices[:count]), torch.from_numpy(found[:count])
 
 
 def draw(numel: int, count: int, seed: int, device: torch.device) -> Tensor:
-    places = np.empty(count, np.int64)
+    indices = np.empty(count, np.int64)
     if count:
-        sparse_loops.draw(numel, seed, places)
-    return torch.from_numpy(places)
+        sparse_loops.draw(numel, seed, indices)
+    return torch.from_numpy(indices)
 
 
 def _or_nothing(residual: Tensor | None) -> np.ndarray:

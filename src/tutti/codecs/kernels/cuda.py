@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tutti.codecs.kernels.reference import draw, pick
-from tutti.codecs.runs import Table
+from tutti.codecs.scale_groups import GroupTable
 
 __all__ = [
     "cast_encode",
@@ -26,22 +26,22 @@ __all__ = [
 _CAST_BLOCK = 2048
 
 
-def onebit_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+def onebit_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
     _run(_onebit_encode, table, values, *_or_unused(residual, values), scales, codes)
 
 
-def onebit_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+def onebit_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
     _run(_onebit_decode, table, out, add, scales, codes)
 
 
 def quantize_encode(
-    values: Tensor, residual: Tensor | None, table: Table, bits: int, seed: int, scales: Tensor, codes: Tensor
+    values: Tensor, residual: Tensor | None, table: GroupTable, bits: int, seed: int, scales: Tensor, codes: Tensor
 ) -> None:
     signed = seed - 2**32 if seed >= 2**31 else seed  # So that it is 32 bits to the compiler, whatever it is.
     _run(_quantize_encode, table, values, *_or_unused(residual, values), scales, codes, signed, bits)
 
 
-def quantize_decode(codes: Tensor, scales: Tensor, table: Table, bits: int, out: Tensor, add: bool) -> None:
+def quantize_decode(codes: Tensor, scales: Tensor, table: GroupTable, bits: int, out: Tensor, add: bool) -> None:
     _run(_quantize_decode, table, out, add, scales, codes, bits)
 
 
@@ -54,11 +54,11 @@ def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
             )
 
 
-def fp8_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+def fp8_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
     _run(_fp8_encode, table, values, *_or_unused(residual, values), scales, codes)
 
 
-def fp8_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+def fp8_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
     _run(_fp8_decode, table, out, add, scales, codes)
 
 
@@ -66,8 +66,8 @@ def _or_unused(residual: Tensor | None, values: Tensor) -> tuple[Tensor, bool]:
     return (values, False) if residual is None else (residual, True)
 
 
-def _run(kernel, table: Table, flat: Tensor, *args) -> None:  # type: ignore[no-untyped-def]
-    """Start a program for every run; few warps each, so that many runs are on their way from memory at once."""
+def _run(kernel, table: GroupTable, flat: Tensor, *args) -> None:  # type: ignore[no-untyped-def]
+    """Start a program for every run; few warps each, so that many groups are on their way from memory at once."""
     if not len(table.starts):
         return
     block = max(16, triton.next_power_of_2(table.longest))

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from tutti.codecs.kernels.compiled import compiled, compiled_in_order
-from tutti.codecs.runs import LONGEST
+from tutti.codecs.scale_groups import MAX_GROUP_NUMEL
 
 _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _FLAGS_OF_BYTE = np.ascontiguousarray(_BITS_OF_BYTE).view(np.uint64).reshape(-1)
@@ -26,8 +26,8 @@ def onebit_encode(feedback: bool) -> Callable[..., None]:
     """The kernel; with `feedback` it adds the residual and leaves a new one."""
 
     def kernel(values, residual, starts, stops, offsets, scales, payload):  # type: ignore[no-untyped-def]
-        wanted = np.empty(LONGEST, np.float32)
-        flags64 = np.zeros(LONGEST // 8, np.uint64)
+        wanted = np.empty(MAX_GROUP_NUMEL, np.float32)
+        flags64 = np.zeros(MAX_GROUP_NUMEL // 8, np.uint64)
         flags = flags64.view(np.uint8)
         for run in range(len(starts)):
             start, size = starts[run], stops[run] - starts[run]
@@ -67,7 +67,7 @@ def onebit_encode(feedback: bool) -> Callable[..., None]:
 @cache
 def onebit_decode(add: bool) -> Callable[..., None]:
     def kernel(payload, scales, starts, stops, offsets, out):  # type: ignore[no-untyped-def]
-        flags64 = np.zeros(LONGEST // 8, np.uint64)
+        flags64 = np.zeros(MAX_GROUP_NUMEL // 8, np.uint64)
         flags = flags64.view(np.uint8)
         for run in range(len(starts)):
             start, size = starts[run], stops[run] - starts[run]
@@ -102,8 +102,8 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
     middle, per_byte = np.float32(levels), 8 // bits
 
     def kernel(values, residual, starts, stops, offsets, seed, scales, payload):  # type: ignore[no-untyped-def]
-        wanted = np.empty(LONGEST, np.float32)
-        codes32 = np.zeros(LONGEST, np.int32)
+        wanted = np.empty(MAX_GROUP_NUMEL, np.float32)
+        codes32 = np.zeros(MAX_GROUP_NUMEL, np.int32)
         seed = np.uint32(seed)
         for run in range(len(starts)):
             start, size = starts[run], stops[run] - starts[run]
@@ -157,7 +157,7 @@ def quantize_decode(bits: int, add: bool) -> Callable[..., None]:
     middle, per_byte, mask = np.float32(levels), 8 // bits, np.uint8(2**bits - 1)
 
     def kernel(payload, scales, starts, stops, offsets, out):  # type: ignore[no-untyped-def]
-        codes = np.zeros(LONGEST, np.uint8)
+        codes = np.zeros(MAX_GROUP_NUMEL, np.uint8)
         for run in range(len(starts)):
             start, size = starts[run], stops[run] - starts[run]
             source = payload[offsets[run] : offsets[run + 1]]

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from tutti.codecs.runs import Table
+from tutti.codecs.scale_groups import GroupTable
 
 
-def onebit_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+def onebit_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
     for run, (start, stop) in enumerate(_spans(table)):
         wanted = _wanted(values, residual, start, stop)
         high = wanted > 0
@@ -19,14 +19,14 @@ def onebit_encode(values: Tensor, residual: Tensor | None, table: Table, scales:
         codes[_bytes(table, run)] = _joined(high.to(torch.uint8), 1)
 
 
-def onebit_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+def onebit_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
     for run, (start, stop) in enumerate(_spans(table)):
         high = _parted(codes[_bytes(table, run)], 1, stop - start).bool()
         _put(out[start:stop], torch.where(high, scales[2 * run + 1], scales[2 * run]), add)
 
 
 def quantize_encode(
-    values: Tensor, residual: Tensor | None, table: Table, bits: int, seed: int, scales: Tensor, codes: Tensor
+    values: Tensor, residual: Tensor | None, table: GroupTable, bits: int, seed: int, scales: Tensor, codes: Tensor
 ) -> None:
     middle = 2 ** (bits - 1) - 1
     for run, (start, stop) in enumerate(_spans(table)):
@@ -43,7 +43,7 @@ def quantize_encode(
         codes[_bytes(table, run)] = _joined(code.to(torch.uint8), bits)
 
 
-def quantize_decode(codes: Tensor, scales: Tensor, table: Table, bits: int, out: Tensor, add: bool) -> None:
+def quantize_decode(codes: Tensor, scales: Tensor, table: GroupTable, bits: int, out: Tensor, add: bool) -> None:
     middle = 2 ** (bits - 1) - 1
     for run, (start, stop) in enumerate(_spans(table)):
         code = _parted(codes[_bytes(table, run)], bits, stop - start).to(torch.float32)
@@ -59,7 +59,7 @@ def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
         residual.copy_(torch.where(rest.isfinite(), rest, residual))
 
 
-def fp8_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Tensor, codes: Tensor) -> None:
+def fp8_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
     for run, (start, stop) in enumerate(_spans(table)):
         wanted = _wanted(values, residual, start, stop)
         key = (wanted.view(torch.int32) & 0x7FFFFFFF).max().reshape(1)
@@ -72,7 +72,7 @@ def fp8_encode(values: Tensor, residual: Tensor | None, table: Table, scales: Te
         codes[_bytes(table, run)] = code.view(torch.uint8)
 
 
-def fp8_decode(codes: Tensor, scales: Tensor, table: Table, out: Tensor, add: bool) -> None:
+def fp8_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
     for run, (start, stop) in enumerate(_spans(table)):
         said = codes[_bytes(table, run)].view(torch.float8_e4m3fn).to(torch.float32)
         _put(out[start:stop], said * (scales[run] / 448), add)
@@ -83,8 +83,8 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
     found = ~(wanted.abs() < at_least) & (wanted != 0)  # NaN is more than any number.
     if residual is not None:
         residual.copy_(torch.where(torch.isfinite(wanted), wanted, residual))
-    places = found.nonzero().flatten()
-    return places.to(torch.int32), wanted[places]
+    indices = found.nonzero().flatten()
+    return indices.to(torch.int32), wanted[indices]
 
 
 def draw(numel: int, count: int, seed: int, device: torch.device) -> Tensor:
@@ -107,11 +107,11 @@ def noise(seed: int, place: Tensor) -> Tensor:
     return (x >> 8).to(torch.float32) * 2.0**-24
 
 
-def _spans(table: Table) -> list[tuple[int, int]]:
+def _spans(table: GroupTable) -> list[tuple[int, int]]:
     return list(zip(table.starts.tolist(), table.stops.tolist(), strict=True))
 
 
-def _bytes(table: Table, run: int) -> slice:
+def _bytes(table: GroupTable, run: int) -> slice:
     return slice(int(table.offsets[run]), int(table.offsets[run + 1]))
 
 

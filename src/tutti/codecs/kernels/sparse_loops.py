@@ -1,4 +1,4 @@
-"""What sparse codecs do on the CPU: find the large values, and say their places in few bits."""
+"""What sparse codecs do on the CPU: find the large values, and say their indices in few bits."""
 
 from collections.abc import Callable
 from functools import cache
@@ -27,19 +27,19 @@ MOST_BITS = 40
 
 @cache
 def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
-    """The places of values that are large enough, from `begin` on, while there is room for another block.
+    """The indices of values that are large enough, from `begin` on, while there is room for another block.
 
     First which they are, for a whole block, which vectorises; then which eights have any, and then of those, which
     are few, each place. All are written down, and kept by moving on: a branch would be guessed wrong too often.
     """
 
-    def kernel(values, residual, at_least, begin, count, places, found):  # type: ignore[no-untyped-def]
+    def kernel(values, residual, at_least, begin, count, indices, found):  # type: ignore[no-untyped-def]
         flags64, eights = np.zeros(BLOCK // 8, np.uint64), np.zeros(BLOCK // 8 + 1, np.int64)
         flags = flags64.view(np.uint8)
         old = np.empty(BLOCK, np.float32)
         least = max(_magnitude(at_least), np.int32(1))  # Zeros are never sent.
         infinite = np.int32(0x7F800000)
-        while begin < len(values) and count + BLOCK < len(places):
+        while begin < len(values) and count + BLOCK < len(indices):
             source, rest = values[begin : begin + BLOCK], residual[begin : begin + BLOCK]
             wanted = rest if feedback else source
             for i in range(len(source)):
@@ -56,13 +56,13 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
             first = count
             for number in range(num_eights):
                 for i in range(8 * eights[number], min(8 * eights[number] + 8, len(source))):
-                    places[count] = begin + i
+                    indices[count] = begin + i
                     found[count] = wanted[i]
                     count += np.int64(flags[i])
             if feedback:  # What is not finite is among the large: there it stays as it was.
                 for number in range(first, count):
                     if _magnitude(found[number]) >= infinite:
-                        rest[places[number] - begin] = old[places[number] - begin]
+                        rest[indices[number] - begin] = old[indices[number] - begin]
             begin += BLOCK
         return begin, count
 
@@ -140,9 +140,9 @@ def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def draw(numel, seed, places):  # type: ignore[no-untyped-def]
+def draw(numel, seed, indices):  # type: ignore[no-untyped-def]
     """One place in each of as many nearly equal stretches of `numel` elements as there is room for."""
-    count = len(places)
+    count = len(indices)
     whole, more = numel // count, numel % count
     start, over = 0, 0
     for number in range(count):
@@ -152,5 +152,5 @@ def draw(numel, seed, places):  # type: ignore[no-untyped-def]
             over -= count
             size += 1
         drawn = np.int64(noise(np.uint32(seed), number) * np.float32(size))
-        places[number] = start + min(drawn, size - 1)
+        indices[number] = start + min(drawn, size - 1)
         start += size

@@ -3,31 +3,31 @@
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import Codec, Places, State
-from tutti.collectives.compressed.base import PAUSE, CodedSum, Party
+from tutti.codecs.base import Codec, State, TensorLayout
+from tutti.collectives.compressed.base import STAGE_BOUNDARY, CompressedSum, ReductionContext
 from tutti.collectives.compressed.messages import aligned, join, room, split
 from tutti.transports import Transport
-from tutti.transports.base import Steps, Work
+from tutti.transports.base import Operation, Work
 
 _LENGTHS, _PACKETS = 1, 2
 """Their tags: lengths of the next sum, and what is summed exactly, may be asked for before the packets of this one."""
 
 
-class GatheredSum(CodedSum):
+class GatheredSum(CompressedSum):
     """Every rank sends its packet to all others, and adds up all packets in the order of ranks."""
 
-    num_pauses = 1
+    num_boundaries = 1
 
-    def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
-        super().__init__(codec, places, numel, party)
-        self._state = self._start(numel, party.seed * party.size + party.rank, slice(None))
+    def __init__(self, codec: Codec, layout: TensorLayout, numel: int, context: ReductionContext) -> None:
+        super().__init__(codec, layout, numel, context)
+        self._state = self._start(numel, context.seed * context.size + context.rank, slice(None))
 
     def states(self) -> list[State]:
         return [self._state]
 
-    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
-        mine = self.party.rank
-        others = [(mine + step) % self.party.size for step in range(1, self.party.size)]
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
+        mine = self.context.rank
+        others = [(mine + step) % self.context.size for step in range(1, self.context.size)]
         message = self._message(values, exact)
         length = torch.tensor([message.numel()], device="cpu")
         sending: list[Work] = []
@@ -35,7 +35,7 @@ class GatheredSum(CodedSum):
             sending += [transport.isend(length, dst, _LENGTHS), transport.isend(message, dst, _PACKETS)]
         lengths = {src: torch.zeros(1, dtype=torch.int64, device="cpu") for src in others}
         asked = {src: transport.irecv(lengths[src], src, _LENGTHS) for src in reversed(others)}
-        yield PAUSE
+        yield STAGE_BOUNDARY
         arriving = {}
         for src in reversed(others):
             yield asked[src]
@@ -45,7 +45,7 @@ class GatheredSum(CodedSum):
         for src in reversed(others):
             messages[src], work = arriving[src]
             yield work
-        self._add_up([messages[rank] for rank in range(self.party.size)], values, exact)
+        self._add_up([messages[rank] for rank in range(self.context.size)], values, exact)
         yield from sending
 
     def _message(self, values: Tensor, exact: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class GatheredSum(CodedSum):
         pieces = [split(message, exact) for message in messages]
         values.zero_()
         for number, (packet, numbers) in enumerate(pieces):
-            self.codec.decode(packet, values, add=True, scale=1 / self.party.divisor)
+            self.codec.decode(packet, values, add=True, scale=1 / self.context.divisor)
             if number:
                 exact.add_(numbers)
             else:
                 exact.copy_(numbers)
-        exact.div_(self.party.divisor)
+        exact.div_(self.context.divisor)

@@ -5,35 +5,35 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import Codec, Linear, Places, State
+from tutti.codecs.base import Codec, LinearCodec, State, TensorLayout
 from tutti.collectives import cheapest
-from tutti.collectives.compressed.base import CodedSum, Party
-from tutti.simulation.sizes import Extent
+from tutti.collectives.compressed.base import CompressedSum, ReductionContext
+from tutti.simulation.sizes import SizeOnlyTensor
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
-class SumInRounds(CodedSum):
+class LinearSum(CompressedSum):
     """What the codec makes of the tensor is summed by the cheapest all-reduce, as often as the codec asks for one."""
 
-    def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
-        super().__init__(codec, places, numel, party)
+    def __init__(self, codec: Codec, layout: TensorLayout, numel: int, context: ReductionContext) -> None:
+        super().__init__(codec, layout, numel, context)
         self._state = self._start(numel, 0, slice(None))  # One seed for all ranks: they draw alike.
 
     def states(self) -> list[State]:
         return [self._state]
 
-    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
-        linear = cast(Linear, self.codec)
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
+        linear = cast(LinearCodec, self.codec)
         if values.is_meta:
-            sizes = linear.round_sizes(self.places)
+            sizes = linear.round_sizes(self.layout)
             for size in [sizes[0] + exact.numel(), *sizes[1:]]:
-                yield from self._mean(cast(Tensor, Extent(size, torch.float32, 4)), transport)
+                yield from self._mean(cast(Tensor, SizeOnlyTensor(size, torch.float32, 4)), transport)
             return
         with_first = exact.dtype == torch.float32  # In one sum, to wait once.
         if not with_first:
             yield from self._mean(exact, transport)
-        rounds = linear.rounds(values, self.places, self._state)
+        rounds = linear.rounds(values, self.layout, self._state)
         while True:
             try:
                 summands = next(rounds)
@@ -49,7 +49,7 @@ class SumInRounds(CodedSum):
             else:
                 yield from self._mean(summands, transport)
 
-    def _mean(self, summands: Tensor, transport: Transport) -> Steps:
+    def _mean(self, summands: Tensor, transport: Transport) -> Operation:
         """Every round is divided: what is linear comes out divided once, and a basis has no length."""
         yield from cheapest(transport.size, summands.nbytes)(summands, transport)
-        summands.div_(self.party.divisor)
+        summands.div_(self.context.divisor)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tutti.simulation.sizes import Extent
+from tutti.simulation.sizes import SizeOnlyTensor
 
 _ALIGNED = 8
 
@@ -15,7 +15,7 @@ def aligned(num_bytes: int) -> int:
 def room(num_bytes: int, like: Tensor) -> Tensor:
     """A message of so many bytes: to be filled, or, where nothing has values, of that size."""
     if like.is_meta:
-        return Extent(num_bytes, torch.uint8, 1)  # type: ignore[return-value]
+        return SizeOnlyTensor(num_bytes, torch.uint8, 1)  # type: ignore[return-value]
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 

@@ -3,19 +3,19 @@
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import Codec, Places, State
-from tutti.codecs.runs import Runs
+from tutti.codecs.base import Codec, State, TensorLayout
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.collectives import parts
-from tutti.collectives.compressed.base import PAUSE, CodedSum, Party
+from tutti.collectives.compressed.base import STAGE_BOUNDARY, CompressedSum, ReductionContext
 from tutti.collectives.compressed.messages import aligned, join, room, split
 from tutti.transports import Transport
-from tutti.transports.base import Steps, Work
+from tutti.transports.base import Operation, Work
 
 _PIECES, _SUMS = 1, 2
 """Tags of the two phases: those of several sums overlap."""
 
 
-class TwoPhaseSum(CodedSum):
+class TwoPhaseSum(CompressedSum):
     """Every rank owns a piece. It gets that piece of all others, encoded, adds up, encodes the sum and sends it to all.
 
     That is 2 (P-1)/P of a packet from every rank (Seide et al. 2014). What the first encoding leaves out stays with
@@ -23,29 +23,29 @@ class TwoPhaseSum(CodedSum):
     residual holds both.
     """
 
-    num_pauses = 2
+    num_boundaries = 2
 
-    def __init__(self, codec: Codec, places: Places, numel: int, party: Party) -> None:
-        super().__init__(codec, places, numel, party)
-        self._pieces = Runs.within(places, numel).cut(party.size)
-        self._packet_bytes = [codec.packet_bytes(runs.numel, runs) for _, runs in self._pieces]
+    def __init__(self, codec: Codec, layout: TensorLayout, numel: int, context: ReductionContext) -> None:
+        super().__init__(codec, layout, numel, context)
+        self._pieces = ScaleGroups.from_layout(layout, numel).cut(context.size)
+        self._packet_bytes = [codec.packet_bytes(groups.numel, groups) for _, groups in self._pieces]
         self._states = [
-            self._start(runs.numel, (party.seed * party.size + party.rank) * party.size + piece, part)
-            for piece, (part, runs) in enumerate(self._pieces)
+            self._start(groups.numel, (context.seed * context.size + context.rank) * context.size + piece, part)
+            for piece, (part, groups) in enumerate(self._pieces)
         ]
 
     def states(self) -> list[State]:
         return self._states
 
-    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Steps:
-        exacts = [exact[part] for part in parts(exact.numel(), self.party.size)]
-        mine = self.party.rank
-        others = [(mine + step) % self.party.size for step in range(1, self.party.size)]
+    def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
+        exacts = [exact[part] for part in parts(exact.numel(), self.context.size)]
+        mine = self.context.rank
+        others = [(mine + step) % self.context.size for step in range(1, self.context.size)]
         sending: list[Work] = []
         arriving = {src: self._receive(mine, src, values, exacts, transport) for src in reversed(others)}
         for dst in others:
             sending.append(transport.isend(self._message(dst, values, exacts), dst, _PIECES))
-        yield PAUSE
+        yield STAGE_BOUNDARY
         for src in sorted(others):  # In the order of ranks: sums have the same bits in every run.
             message, work = arriving[src]
             yield work
@@ -54,7 +54,7 @@ class TwoPhaseSum(CodedSum):
         arriving = {src: self._receive(src, src, values, exacts, transport) for src in reversed(others)}
         sending += [transport.isend(result, dst, _SUMS) for dst in others]
         self._take(result, mine, values, exacts, add=False)
-        yield PAUSE
+        yield STAGE_BOUNDARY
         for src in reversed(others):
             message, work = arriving[src]
             yield work
@@ -65,7 +65,7 @@ class TwoPhaseSum(CodedSum):
         self, piece: int, src: int, values: Tensor, exacts: list[Tensor], transport: Transport
     ) -> tuple[Tensor, Work]:
         message = room(self._num_bytes(piece, exacts), values)
-        return message, transport.irecv(message, src, _PIECES if piece == self.party.rank else _SUMS)
+        return message, transport.irecv(message, src, _PIECES if piece == self.context.rank else _SUMS)
 
     def _num_bytes(self, piece: int, exacts: list[Tensor]) -> int:
         return aligned(exacts[piece].nbytes) + self._packet_bytes[piece]
@@ -73,18 +73,18 @@ class TwoPhaseSum(CodedSum):
     def _message(self, piece: int, values: Tensor, exacts: list[Tensor]) -> Tensor:
         if values.is_meta:
             return room(self._num_bytes(piece, exacts), values)
-        part, runs = self._pieces[piece]
-        packet, self._states[piece] = self.codec.encode(values[part], self._states[piece], runs=runs)
+        part, groups = self._pieces[piece]
+        packet, self._states[piece] = self.codec.encode(values[part], self._states[piece], groups=groups)
         return join(packet, exacts[piece])
 
     def _take(self, message: Tensor, piece: int, values: Tensor, exacts: list[Tensor], add: bool) -> None:
         if values.is_meta:
             return
-        part, runs = self._pieces[piece]
+        part, groups = self._pieces[piece]
         packet, exact = split(message, exacts[piece])
         if add:
-            self.codec.decode(packet, values[part], runs=runs, add=True)
+            self.codec.decode(packet, values[part], groups=groups, add=True)
             exacts[piece].add_(exact)
         else:
-            self.codec.decode(packet, values[part], runs=runs, scale=1 / self.party.divisor)
-            torch.div(exact, self.party.divisor, out=exacts[piece])
+            self.codec.decode(packet, values[part], groups=groups, scale=1 / self.context.divisor)
+            torch.div(exact, self.context.divisor, out=exacts[piece])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.cluster import format_size
-from tutti.collectives import gather_json, share_json
+from tutti.collectives import all_gather_json, broadcast_json
 from tutti.errors import ConfigError
 from tutti.parallel.pipeline.cut import Span, as_asked, balanced, check_fits, check_ranks, within
 from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
@@ -132,7 +132,7 @@ def _layers(model: nn.Module, batch: Any, everyone: Transport) -> Layers:
         check_apart(layers)
     except ConfigError as error:
         mistake = str(error)
-    mistakes = gather_json(mistake, everyone)
+    mistakes = all_gather_json(mistake, everyone)
     if any(mistakes):
         rank = next(rank for rank, each in enumerate(mistakes) if each)
         raise ConfigError(mistakes[0] if len(set(mistakes)) == 1 else f"rank {rank}: {mistakes[rank]}")
@@ -147,7 +147,7 @@ def _shared_costs(layers: Layers, batch: Any, everyone: Transport) -> list[Layer
             found = [[*vars(cost).values()] for cost in measure(layers, batch, everyone.now)]
         except Exception as error:  # Whatever it is: the other ranks are waiting.
             found = f"the layers could not be run one after the other on the example: {error}"
-    found = share_json(found, everyone)
+    found = broadcast_json(found, everyone)
     if isinstance(found, str):
         raise ConfigError(found)
     return [_cost(*each) for each in found]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tutti.collectives import clocks_ahead, gather_json
+from tutti.collectives import all_gather_json, clock_offsets
 from tutti.errors import ConfigError
 from tutti.parallel.pipeline.microbatches import microbatches
 from tutti.parallel.pipeline.order import Action, Parcel
@@ -85,8 +85,8 @@ class PipelineStep:
     def timeline(self) -> Timeline:
         """What all ranks did in the last step, by the first one's clock. Collective."""
         mine = [[it.kind, it.stage, it.microbatch, it.start_s, it.stop_s] for it in self._spans]
-        ahead = clocks_ahead(self._wires.beneath)
-        everyone = gather_json(mine, self._wires.beneath)
+        ahead = clock_offsets(self._wires.beneath)
+        everyone = all_gather_json(mine, self._wires.beneath)
         spans = [
             Span(rank, kind, stage, microbatch, start_s - ahead[rank], stop_s - ahead[rank])
             for rank, several in enumerate(everyone)

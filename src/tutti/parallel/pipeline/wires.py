@@ -12,7 +12,7 @@ from tutti.errors import ConfigError
 from tutti.parallel.pipeline.order import Parcel
 from tutti.parallel.pipeline.plan import Shapes, StagePlan
 from tutti.transports import Transport, Work
-from tutti.transports.base import SharesAll, SharesMemory, Steps
+from tutti.transports.base import Operation, SharesAll, SharesMemory
 
 AT_ONCE_BYTES = 64 * 2**10
 """A message as small as this fits into the network's buffers: it needs nobody to move it along while ranks compute."""
@@ -138,12 +138,12 @@ class ByMessage(Wires):
         self,
         parcel: Parcel,
         tensors: list[Tensor],
-        steps: Callable[[Transport, list[Tensor], int, int], Steps],
+        steps: Callable[[Transport, list[Tensor], int, int], Operation],
         peer: int,
     ) -> list[Work]:
         tag = self._tags[parcel]
         if num_bytes(self._plan.shapes(parcel)) > AT_ONCE_BYTES:
-            return [self._large.beside(steps(self._large, tensors, peer, tag))]
+            return [self._large.spawn(steps(self._large, tensors, peer, tag))]
         return list(steps(self.transport, tensors, peer, tag))
 
 
@@ -152,13 +152,13 @@ class InMemory(Wires):
 
     def __init__(self, plan: StagePlan, transport: Transport) -> None:
         """Open the memory. Collective."""
-        from tutti.transports.shared_memory.slots import Slots  # Costs a compiler's import.
+        from tutti.transports.shared_memory.slots import MessageSlots  # Costs a compiler's import.
 
         super().__init__(plan, transport, torch.device("cpu"))
         parcels = list(plan.parcels())
         self._places = {parcel: place for place, parcel in enumerate(parcels)}
         sizes = [(plan.receiver(parcel), num_bytes(plan.shapes(parcel))) for parcel in parcels]
-        self._slots = Slots(self.transport, sizes)  # type: ignore[arg-type]
+        self._slots = MessageSlots(self.transport, sizes)  # type: ignore[arg-type]
         self._turn = 0
 
     def begin(self) -> None:
@@ -196,9 +196,9 @@ def _aligned(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def _sends(transport: Transport, tensors: list[Tensor], dst: int, tag: int) -> Steps:
+def _sends(transport: Transport, tensors: list[Tensor], dst: int, tag: int) -> Operation:
     yield from [transport.isend(it, dst, tag + number) for number, it in enumerate(tensors)]
 
 
-def _receives(transport: Transport, tensors: list[Tensor], src: int, tag: int) -> Steps:
+def _receives(transport: Transport, tensors: list[Tensor], src: int, tag: int) -> Operation:
     yield from [transport.irecv(it, src, tag + number) for number, it in enumerate(tensors)]

@@ -10,8 +10,9 @@ from weakref import ref
 import torch
 
 from tutti.cluster import Cluster, format_time
-from tutti.collectives import gather_json, share_json
+from tutti.collectives import all_gather_json, broadcast_json
 from tutti.events import EXCHANGE, PULL
+from tutti.plan.auto.status import PlanStatus
 from tutti.plan.auto.survey import Survey
 from tutti.plan.auto.watch import layers_in, profile_of
 from tutti.plan.candidates import exact, lossy
@@ -22,11 +23,10 @@ from tutti.plan.poseidon import poseidon
 from tutti.plan.profile.record import Profile
 from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
-from tutti.replica.owned_hooks import LeftBehind
+from tutti.replica.owned_hooks import OwnedHook
 from tutti.strategies import AllReduce, Auto, Exchange, Poseidon, Strategy, parse
 from tutti.strategies.averaging.strategy import Blocks
-from tutti.strategies.base import Planned
-from tutti.strategies.poseidon import Shape
+from tutti.strategies.poseidon import LayerShape
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.speed import product_speed
 from tutti.transports import Transport
@@ -72,11 +72,15 @@ class AutoExchange(Exchange):
         self._attach()
         self._after = replica.optimizer.register_step_post_hook(lambda *_: self._stepped())
 
+    def metrics(self) -> dict[str, Any]:
+        return {**self._inner.metrics(), "planned": self.planned}
+
     @property
-    def planned(self) -> Planned:
+    def planned(self) -> PlanStatus:
         predicted_s = None if self.prediction is None else self.prediction.step_s
         settled = self._survey is None and self._next is None and self._rival is None
-        return Planned(str(self.chosen), predicted_s, statistics.median(self._walls) if self._walls else None, settled)
+        step_s = statistics.median(self._walls) if self._walls else None
+        return PlanStatus(str(self.chosen), predicted_s, step_s, settled)
 
     def _attach(self) -> None:
         self._number += 1
@@ -133,7 +137,7 @@ class AutoExchange(Exchange):
     def _judge(self, rival: Prediction) -> None:
         """End the trial of what is at work: back to what was before, if that was faster. Collective."""
         every = statistics.fmean if isinstance(self.chosen, Blocks) else statistics.median
-        measured_s = max(gather_json(every(self._walls[2:]), self.transport))  # In the first it may still settle.
+        measured_s = max(all_gather_json(every(self._walls[2:]), self.transport))  # In the first it may still settle.
         self._rival = None
         if measured_s <= LOST * rival.step_s:
             return
@@ -146,7 +150,7 @@ class AutoExchange(Exchange):
 
     def _look(self, prediction: Prediction) -> None:
         """Compare what steps take with what was predicted; watch some again if that was wrong for long. Collective."""
-        measured_s = max(gather_json(statistics.median(self._walls), self.transport))
+        measured_s = max(all_gather_json(statistics.median(self._walls), self.transport))
         off = abs(measured_s / prediction.step_s - 1) if prediction.step_s else 0.0
         self._wrong = self._wrong + 1 if off > TOLERANCE else 0
         if self._wrong >= PATIENCE:
@@ -162,7 +166,7 @@ class AutoExchange(Exchange):
         """Enough steps were watched: plan by them, if all ranks could see theirs. Collective."""
         survey.end()
         self._survey = None
-        everyones = gather_json(survey.seen, self.transport)
+        everyones = all_gather_json(survey.seen, self.transport)
         if None in everyones:
             self._stay()
         else:
@@ -191,7 +195,7 @@ class AutoExchange(Exchange):
         workers = self.transport.size
         present = self._present(profile, cluster)
         best = choose(*(priced(group, profile, workers, cluster) for group in self._candidates(profile)))
-        text = share_json(str(best.strategy) if best.step_s * GAIN < present.step_s else "", self.transport)
+        text = broadcast_json(str(best.strategy) if best.step_s * GAIN < present.step_s else "", self.transport)
         found = price(parse(text), profile, workers, cluster) if text else present
         times = max(seen["wall_s"] for seen in everyones) / present.step_s if present.step_s else 0.0
         if self.prediction is not None and times:
@@ -215,10 +219,10 @@ class AutoExchange(Exchange):
         if self.replica.compute_clock is not None:
             return self.replica.compute_clock.speed
         sizes = {slot.name: slot.tensor for slot in self.replica.slots}
-        shapes = [Shape(name, len(sizes[name]), sizes[name].shape[1], rows) for name, rows in seen["rows"].items()]
+        shapes = [LayerShape(name, len(sizes[name]), sizes[name].shape[1], rows) for name, rows in seen["rows"].items()]
         first = self.transport.rank == 0
         device = self.replica.slots[0].tensor.device
-        return float(share_json(product_speed(shapes, device, self.transport) if first else 0.0, self.transport))
+        return float(broadcast_json(product_speed(shapes, device, self.transport) if first else 0.0, self.transport))
 
     def _candidates(self, profile: Profile) -> list[list[Strategy]]:
         """Exact ones, and lossy ones if they are allowed, of those that leave the optimiser with this rank."""
@@ -245,8 +249,8 @@ class AutoExchange(Exchange):
     def consensus(self) -> None:
         self._inner.consensus()
 
-    def dissent(self) -> None:
-        self._inner.dissent()
+    def restore_local(self) -> None:
+        self._inner.restore_local()
 
     def finish(self) -> None:
         self._inner.finish()
@@ -292,7 +296,7 @@ def _in_words(found: Prediction, cluster: Cluster, alone_s: float) -> str:
     )
 
 
-class _Before(LeftBehind):
+class _Before(OwnedHook):
     """Tells an exchange that a forward pass begins in which its model trains."""
 
     def __init__(self, exchange: AutoExchange) -> None:

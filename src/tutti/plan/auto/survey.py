@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tutti.collectives import share_json
+from tutti.collectives import broadcast_json
 from tutti.plan.auto.watch import Step, Watch, clock_for, summary
 from tutti.replica import HookedReplica
 from tutti.transports import Transport
@@ -43,7 +43,7 @@ class Survey:
             self._beside.append(max(0.0, wall_s - passes_s - waited_s))
         if self._number == FIRST_STEPS:
             more = int(WARM_UP_S / max(1e-9, wall_s))
-            self._wanted = share_json(FIRST_STEPS + min(more, MOST_STEPS - FIRST_STEPS), self._transport)
+            self._wanted = broadcast_json(FIRST_STEPS + min(more, MOST_STEPS - FIRST_STEPS), self._transport)
         return self._number >= self._wanted
 
     @property

@@ -13,7 +13,7 @@ from tutti.plan.profile.clock import Clock, Moment, clock_of
 from tutti.plan.profile.record import Gradient, LayerProfile, Profile
 from tutti.replica import HookedReplica, Replica
 from tutti.replica.factors import factorable
-from tutti.replica.owned_hooks import LeftBehind
+from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.samples import num_rows
 from tutti.transports import Transport
 
@@ -127,7 +127,7 @@ class Watch:
         self._handles.clear()
 
 
-class _Told(LeftBehind):
+class _Told(OwnedHook):
     """A hook that tells a watch, if it still watches, of passes that train."""
 
     def __init__(self, watch: Watch, what: str, *about: str) -> None:

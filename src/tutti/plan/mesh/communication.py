@@ -5,11 +5,11 @@ from math import ceil, log2
 from tutti.backend.message_collectives import STRAIGHT_BYTES
 from tutti.cluster import Link
 from tutti.collectives.ring import ring_cost
-from tutti.plan.mesh.dry_run import Said
+from tutti.plan.mesh.dry_run import TracedCollective
 from tutti.plan.place import Place
 
 
-def talking_s(said: Said, times: float, place: Place) -> float:
+def talking_s(said: TracedCollective, times: float, place: Place) -> float:
     """Of something that is said, if it is so many times as long, by ranks in such a place."""
     kind, num_bytes = said.kind, times * said.num_bytes
     others = place.num_ranks - 1

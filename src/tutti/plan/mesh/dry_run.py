@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tutti.backend.collectives import Collectives
 from tutti.backend.group import TuttiGroup
-from tutti.backend.operation_queue import Lane
-from tutti.backend.operators import Operator
-from tutti.backend.work import Operation
+from tutti.backend.operation_queue import OperationQueue
+from tutti.backend.operators import ReduceOperator
+from tutti.backend.work import BackendWork
 from tutti.parallel.groups import device_mesh, registered
-from tutti.transports import AloneTransport
-from tutti.transports.base import Steps
+from tutti.transports import SingleRankTransport
+from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +24,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 
 @dataclass(frozen=True)
-class Said:
+class TracedCollective:
     """Something that all ranks do together."""
 
     kind: Kind
@@ -32,54 +32,54 @@ class Said:
     """Of what is reduced, handed out or exchanged; of a rank's own part where parts are gathered or scattered."""
 
 
-class Silence(Collectives):
+class TracingCollectives(Collectives):
     """Nobody answers: this rank takes its own data for theirs."""
 
     def __init__(self) -> None:
-        self.said: list[Said] = []
+        self.trace: list[TracedCollective] = []
 
-    def all_reduce(self, flat: Tensor, operator: Operator) -> Steps:
+    def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         return self._note("all_reduce", flat)
 
-    def reduce(self, flat: Tensor, operator: Operator, root: int) -> Steps:
+    def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
         return self._note("all_reduce", flat)
 
-    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: Operator) -> Steps:
+    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
         mine.copy_(flat[: mine.numel()])
         return self._note("reduce_scatter", mine)
 
-    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: Operator) -> Steps:
+    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
         mine.copy_(parts[0])
         return self._note("reduce_scatter", mine)
 
-    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Steps:
+    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
         for room in everyones:
             room.copy_(mine)
         return self._note("all_gather", mine)
 
-    def broadcast(self, flat: Tensor, root: int) -> Steps:
+    def broadcast(self, flat: Tensor, root: int) -> Operation:
         return self._note("broadcast", flat)
 
-    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Steps:
+    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Operation:
         return self.all_gather(everyones or [], mine)
 
-    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Steps:
+    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
         return self._note("all_gather", mine)
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
+    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
         for room, data in zip(received, sent, strict=True):
             room.copy_(data.new_zeros(room.shape))
         return self._note("all_to_all", *sent)
 
-    def barrier(self) -> Steps:
+    def barrier(self) -> Operation:
         return self._note("all_reduce", torch.empty(0))
 
-    def _note(self, kind: Kind, *tensors: Tensor) -> Steps:
-        self.said.append(Said(kind, sum(tensor.nbytes for tensor in tensors)))
+    def _note(self, kind: Kind, *tensors: Tensor) -> Operation:
+        self.trace.append(TracedCollective(kind, sum(tensor.nbytes for tensor in tensors)))
         yield from ()
 
 
-class _First(AloneTransport):
+class _First(SingleRankTransport):
     """The first of so many ranks; the others are not there."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -87,15 +87,15 @@ class _First(AloneTransport):
         self.size = num_ranks
 
 
-class _AtOnce(Lane):
+class _AtOnce(OperationQueue):
     """There is nothing to wait for."""
 
-    def collective(self, operation: Operation, steps: Steps, here: bool) -> None:
+    def collective(self, operation: BackendWork, steps: Operation, here: bool) -> None:
         for _ in steps:
             pass
         operation.conclude()
 
-    def message(self, operation: Operation, steps: Steps) -> None:
+    def message(self, operation: BackendWork, steps: Operation) -> None:
         self.collective(operation, steps, True)
 
     def close(self) -> None:
@@ -103,9 +103,9 @@ class _AtOnce(Lane):
 
 
 @contextmanager
-def silent_mesh(num_ranks: int, device_type: str) -> Iterator[tuple["DeviceMesh", list[Said]]]:
+def traced_mesh(num_ranks: int, device_type: str) -> Iterator[tuple["DeviceMesh", list[TracedCollective]]]:
     """The row of so many ranks as the first of them sees it; what it says comes to the list."""
-    silence = Silence()
-    group = TuttiGroup(silence, _AtOnce(), _First(num_ranks), 0, lambda: None)
+    collectives = TracingCollectives()
+    group = TuttiGroup(collectives, _AtOnce(), _First(num_ranks), 0, lambda: None)
     with registered(group), device_mesh(group, device_type) as mesh:
-        yield mesh, silence.said
+        yield mesh, collectives.trace

@@ -16,7 +16,7 @@ from tutti.parallel.pipeline.cut import balanced, check_fits
 from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
 from tutti.parallel.pipeline.measure import LayerCost, measure
 from tutti.parallel.tensor.plan import refuse_if_whole, tensor_plan
-from tutti.plan.mesh.dry_run import Said, silent_mesh
+from tutti.plan.mesh.dry_run import TracedCollective, traced_mesh
 from tutti.plan.mesh.trial import Clock, Trial, try_out
 from tutti.replica.samples import num_rows
 
@@ -103,7 +103,7 @@ class Parts:
         return layers, measure(layers, example, self._now), inputs
 
     @contextmanager
-    def _split(self, stage: nn.Module, ways: Any, num_ranks: int) -> Iterator[list[Said]]:
+    def _split(self, stage: nn.Module, ways: Any, num_ranks: int) -> Iterator[list[TracedCollective]]:
         """Within it, the stage has the pieces of the first of so many ranks."""
         if num_ranks == 1:
             yield []
@@ -113,7 +113,7 @@ class Parts:
         before = [(parameter, parameter.data) for parameter in stage.parameters()]
         device = next((parameter.device.type for parameter, _ in before), "cpu")
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-        with silent_mesh(num_ranks, device) as (mesh, said), implicit_replication():
+        with traced_mesh(num_ranks, device) as (mesh, said), implicit_replication():
             split = TensorSplit(stage, ways, mesh, optimizer)
             try:
                 yield said

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tutti.plan.mesh.dry_run import Said
+from tutti.plan.mesh.dry_run import TracedCollective
 from tutti.plan.profile.memory import kept_bytes, most_bytes, storage_bytes
 from tutti.plan.profile.record import Gradient
 
@@ -24,9 +24,9 @@ class Trial:
     forward_s: float
     backward_s: float
     """Of computing alone."""
-    forward: tuple[Said, ...]
+    forward: tuple[TracedCollective, ...]
     """What those who split layers say to each other."""
-    backward: tuple[Said, ...]
+    backward: tuple[TracedCollective, ...]
     gradients: tuple[tuple[Gradient, int], ...]
     """As they become ready, each with how much of `backward` was said before."""
     parameter_bytes: int
@@ -43,7 +43,7 @@ class Trial:
         return sum(gradient.num_bytes for gradient, _ in self.gradients)
 
 
-def try_out(stage: nn.Module, values: Sequence[Any], said: list[Said], now: Clock, first: bool) -> Trial:
+def try_out(stage: nn.Module, values: Sequence[Any], said: list[TracedCollective], now: Clock, first: bool) -> Trial:
     """Take a stage forward and backward on what it is given; `said` is where what ranks say is written down."""
     run = _Passes(stage, values, said, now, first)
     run.take()  # Caches are cold.
@@ -63,15 +63,17 @@ def try_out(stage: nn.Module, values: Sequence[Any], said: list[Said], now: Cloc
 class _Taken:
     forward_s: float
     backward_s: float
-    forward: tuple[Said, ...]
-    backward: tuple[Said, ...]
+    forward: tuple[TracedCollective, ...]
+    backward: tuple[TracedCollective, ...]
     gradients: tuple[tuple[Gradient, int], ...]
 
 
 class _Passes:
     """Of one stage, as often as is asked."""
 
-    def __init__(self, stage: nn.Module, values: Sequence[Any], said: list[Said], now: Clock, first: bool) -> None:
+    def __init__(
+        self, stage: nn.Module, values: Sequence[Any], said: list[TracedCollective], now: Clock, first: bool
+    ) -> None:
         self._stage, self._said, self._now = stage, said, now
         self.values = [_taken(value, first) for value in values]
         self._trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}

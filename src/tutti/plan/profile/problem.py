@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from tutti.errors import ConfigError
-from tutti.replica.owned_hooks import LeftBehind
+from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.samples import num_rows
 
 Loss = Callable[[Any, Any], Tensor]
@@ -79,7 +79,7 @@ def _check(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
     """Where the model is; raise if it is nowhere, in several places, or has nothing to learn from so little."""
     if hasattr(model, "_orig_mod") or any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
         raise ConfigError("layers of a compiled model cannot be told apart. Profile it before torch.compile or script.")
-    if any(isinstance(hook, LeftBehind) for hook in model._forward_pre_hooks.values()):
+    if any(isinstance(hook, OwnedHook) for hook in model._forward_pre_hooks.values()):
         raise ConfigError("backward passes of a distributed model are exchanged. Profile it before distribute.")
     parameters = list(model.parameters())
     if any(map(is_lazy, parameters)):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tutti.cluster import Cluster, Compute
-from tutti.collectives import gather_json, recursive_doubling, run
+from tutti.collectives import all_gather_json, recursive_doubling, run
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link as Reporter
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.simulation.runs.simulate import simulate
 from tutti.plan.network import cluster_with, measure_network
 from tutti.recipes import recipe
@@ -28,7 +28,7 @@ REFERENCE, REFERENCE_WITHIN = "recursive_doubling", "native"
 
 def measure(name: str) -> dict[str, Any]:
     """What a `Cluster` needs to know, measured on this rank and its peers; the same on every rank."""
-    transport, reporter = init().transport, Reporter()
+    transport, reporter = init().transport, SupervisorPipe()
     reporter.progress(doing="sending messages")
     found = measure_network(transport)
     reporter.progress(doing="training")
@@ -90,11 +90,11 @@ def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[fl
 def measure_training(name: str, transport: Transport) -> dict[str, Any]:
     """How long the parts of a step take with all ranks computing at once, and a whole step; the slowest rank's."""
     batch_size = batch_size_of(name, transport.size)
-    everyones = gather_json(_parts(name, batch_size, transport), transport)
+    everyones = all_gather_json(_parts(name, batch_size, transport), transport)
     slowest = [max(rows, key=sum) for rows in zip(*everyones, strict=True)]
     parts = (statistics.median(row[part] for row in slowest) for part in range(3))
     reference = REFERENCE if len(set(transport.hosts)) > 1 else REFERENCE_WITHIN
-    real_s = max(gather_json(train_steps(name, reference, _ROUNDS)[0], transport))
+    real_s = max(all_gather_json(train_steps(name, reference, _ROUNDS)[0], transport))
     named = dict(zip(("forward_s", "backward_s", "step_s"), parts, strict=True))
     return {**named, "real_s": real_s, "reference": reference, "recipe": name, "batch_size": batch_size}
 

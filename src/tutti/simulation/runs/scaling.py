@@ -13,14 +13,14 @@ from tutti.launch import init
 from tutti.simulation.runs.simulate import Simulation, simulate
 from tutti.recipes.models import large
 from tutti.simulation.compute_clock import ComputeClock, Workload
-from tutti.simulation.dry_replica import Rehearsal
+from tutti.simulation.dry_replica import DryRunReplica
 from tutti.strategies import AllReduce, Strategy
 
 IMAGE = (3, 224, 224)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ScalingCase:
     """What is to be trained, on what."""
 
     model: str | Callable[[], nn.Module]
@@ -35,7 +35,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingResult:
     """How a number of workers did."""
 
     workers: int
@@ -55,8 +55,8 @@ class Row:
 
 
 def scaling(
-    case: Case, workers: list[int], pulse: Callable[[int, float, int], None] = lambda *_: None
-) -> Iterator[Row]:
+    case: ScalingCase, workers: list[int], pulse: Callable[[int, float, int], None] = lambda *_: None
+) -> Iterator[ScalingResult]:
     """Simulate every number of workers in turn. `pulse` is told workers, virtual seconds and messages so far."""
     with torch.device("meta"):
         model = large(case.model) if isinstance(case.model, str) else case.model()
@@ -68,7 +68,7 @@ def scaling(
         start = time.perf_counter()
         done = _run(case, (model, optimizer, workload), number, lambda now, sent, n=number: pulse(n, now, sent))  # type: ignore[misc]
         step_s = _step_s(done)
-        yield Row(
+        yield ScalingResult(
             workers=number,
             step_s=step_s,
             images_per_s=number * case.batch_size / step_s,
@@ -82,19 +82,19 @@ def scaling(
 Parts = tuple[nn.Module, torch.optim.Optimizer, Workload]
 
 
-def _run(case: Case, parts: Parts, workers: int, pulse: Callable[[float, int], None]) -> Simulation:
-    return simulate(_train, case, parts, workers=workers + case.strategy.num_serving, cluster=case.cluster, pulse=pulse)
+def _run(case: ScalingCase, parts: Parts, workers: int, pulse: Callable[[float, int], None]) -> Simulation:
+    return simulate(_train, case, parts, workers=workers + case.strategy.num_dedicated_servers, cluster=case.cluster, pulse=pulse)
 
 
-def _train(case: Case, parts: Parts) -> tuple[list[float], float]:
+def _train(case: ScalingCase, parts: Parts) -> tuple[list[float], float]:
     """When each step ended on this rank, and how many bytes it sent in one. All share the model: it has no values.
 
     A rank that serves has no steps, and what it sends is not a worker's.
     """
     model, optimizer, workload = parts
     transport = init().transport.channel("job")
-    replica = Rehearsal(model, optimizer, ComputeClock(transport, workload))
-    if transport.rank >= transport.size - case.strategy.num_serving:
+    replica = DryRunReplica(model, optimizer, ComputeClock(transport, workload))
+    if transport.rank >= transport.size - case.strategy.num_dedicated_servers:
         case.strategy.serve(replica, transport)
         return [], 0.0
     exchange = case.strategy.attach(replica, transport)
@@ -105,7 +105,7 @@ def _train(case: Case, parts: Parts) -> tuple[list[float], float]:
         sent.append(exchange.bytes_sent)
     first = 1 if case.steps > 1 else 0  # A strategy may only learn in the first step how to go on.
     num_bytes = (sent[-1] - sent[first]) / (case.steps - first)
-    if not case.strategy.lockstep:
+    if not case.strategy.synchronous:
         exchange.finish()  # Or the others would take them for lost.
     return ends, num_bytes
 

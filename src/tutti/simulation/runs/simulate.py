@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tutti.cluster import Cluster, Host, format_time
+from tutti.cluster import Cluster, Duration, Host, format_time, parse_duration
 from tutti.errors import ConfigError, Deadlock, NoLink, WorkerFailed
 from tutti.events import EventLog, Strip
 from tutti.simulation import guard
@@ -25,7 +25,7 @@ from tutti.transports.hosts import levelled
 from tutti.simulation.engine import Engine
 from tutti.simulation.network import Network
 from tutti.simulation.rank import Rank
-from tutti.simulation.transport import SimulatedTransport, Stage
+from tutti.simulation.transport import SimulatedTransport, ChannelRegistry
 from tutti.world import World, set_world
 
 _M_MMAP_THRESHOLD = -3
@@ -79,7 +79,7 @@ def simulate(
     *args: Any,
     workers: int,
     cluster: Cluster | None = None,
-    timeout: timedelta | None = None,
+    timeout: Duration | None = None,
     watch: Watcher | None = None,
     pulse: Callable[[float, int], None] | None = None,
 ) -> Simulation:
@@ -91,7 +91,8 @@ def simulate(
 
     Args:
         cluster: hosts, links and speeds; `tutti.Cluster()` by default.
-        timeout: how long, in virtual time, a rank waits for the others before it gives up; 5 minutes by default.
+        timeout: how long, in virtual time, a rank waits for the others before it gives up: seconds, a text such as
+            "40s" or a timedelta; 5 minutes by default.
         watch: called with a rank and what it reported, as for `tutti.launch`.
         pulse: called now and then with the virtual seconds and messages so far.
 
@@ -102,6 +103,7 @@ def simulate(
             f"cluster must be an object such as tutti.Cluster(link=tutti.Link('1gbit', '50us')), got {cluster!r}. "
             "tutti.Cluster.load reads presets and files."
         )
+    limit = DEFAULT_TIMEOUT if timeout is None else parse_duration(timeout)
     guard.refuse("tutti.simulate")
     _return_memory()
     hosts = cluster.place(workers)
@@ -109,7 +111,7 @@ def simulate(
         raise ConfigError("another simulation runs in this process, and the two would share its random numbers. Wait.")
     try:
         return _simulate(
-            partial(function, *args), cluster, hosts, DEFAULT_TIMEOUT if timeout is None else timeout, watch, pulse
+            partial(function, *args), cluster, hosts, limit, watch, pulse
         )
     finally:
         _one_at_a_time.release()
@@ -129,11 +131,11 @@ def _simulate(
     for number, host in enumerate(hosts):
         ranks.append(Rank(engine, number, host, cluster, timeout))
     network = Network(cluster, hosts)
-    stage = Stage(ranks, network)
+    registry = ChannelRegistry(ranks, network)
     num_threads = torch.get_num_threads()
     try:
         for rank in ranks:
-            rank.start(partial(_live, stage, rank, watch, function))
+            rank.start(partial(_live, registry, rank, watch, function))
         with torch.no_grad(), _rare_collections(), torch_worlds.torch_worlds():
             engine.run(ranks)
     except Deadlock:
@@ -146,15 +148,15 @@ def _simulate(
     return _simulation(ranks, network)
 
 
-def _live(stage: Stage, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
+def _live(registry: ChannelRegistry, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
     """A simulated rank's whole life, in its own thread."""
     guard.enter()
     torch_worlds.enter()
     # As many threads as a launch of so many workers here would give each, so that sums agree. Each thread has its own.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(stage.ranks)))
-    transport = levelled(SimulatedTransport(stage, rank))
-    local = [host.name for host in stage.network.hosts[: rank.number]].count(rank.host.name)
-    set_world(World(rank.number, len(stage.ranks), local, rank.host.name, transport))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(registry.ranks)))
+    transport = levelled(SimulatedTransport(registry, rank))
+    local = [host.name for host in registry.network.hosts[: rank.number]].count(rank.host.name)
+    set_world(World(rank.number, len(registry.ranks), local, rank.host.name, transport))
     telling(_ignore if watch is None else partial(watch, rank.number))
     return function()  # Whoever still waits for this rank then hears how it ended.
 
@@ -199,13 +201,13 @@ def _raise_first_failure(ranks: list[Rank], knocked_on: bool = True) -> None:
 
 
 def _simulation(ranks: list[Rank], network: Network) -> Simulation:
-    sheets = [rank.timesheet for rank in ranks]
+    accounts = [rank.time_account for rank in ranks]
     return Simulation(
         results=[rank.result for rank in ranks],
         seconds=max(rank.clock for rank in ranks),
-        ranks=[RankTime(each.busy_s, each.communicating_s, each.waiting_s, each.strip) for each in sheets],
+        ranks=[RankTime(account.busy_s, account.communicating_s, account.waiting_s, account.strip) for account in accounts],
         links={pipe.name: Traffic(pipe.num_bytes, pipe.busy_s) for pipe in network.pipes},
-        events=[each.events for each in sheets],
+        events=[account.events for account in accounts],
         num_messages=sum(rank.num_messages for rank in ranks),
         lost={rank.number: rank.clock for rank in ranks if rank.died},
     )

@@ -13,7 +13,7 @@ from tutti.cluster import Cluster, Compute
 from tutti.errors import WorkerFailed
 from tutti.simulation.runs.simulate import simulate
 from tutti.plan import Plan, Prediction, Profile
-from tutti.recipes.training import Outcome, Task, train
+from tutti.recipes.training import TrainingResult, TrainingConfig, train
 from tutti.strategies import Strategy
 
 
@@ -36,7 +36,7 @@ class Reach:
 
 
 def reach(
-    made: Plan, profile: Profile, cluster: Cluster, task: Task, say: Callable[[str], None] = lambda text: None
+    made: Plan, profile: Profile, cluster: Cluster, task: TrainingConfig, say: Callable[[str], None] = lambda text: None
 ) -> list[Reach]:
     """The plan's choice and the fastest of every other kind, trained until `task.until`; the soonest there first.
 
@@ -76,10 +76,10 @@ def _first_of_each_kind(predictions: tuple[Prediction, ...]) -> list[Prediction]
 
 
 def _ranks(strategy: Strategy, made: Plan) -> int:
-    return made.workers + (strategy.num_serving if made.workers > 1 else 0)
+    return made.workers + (strategy.num_dedicated_servers if made.workers > 1 else 0)
 
 
-def _trained(task: Task, ranks: int, place: Cluster) -> tuple[float, float, float]:
+def _trained(task: TrainingConfig, ranks: int, place: Cluster) -> tuple[float, float, float]:
     """Epochs until the accuracy asked for, the best accuracy, and the samples of an epoch."""
     assert task.until is not None
     tested: list[tuple[float, float]] = []
@@ -94,6 +94,6 @@ def _trained(task: Task, ranks: int, place: Cluster) -> tuple[float, float, floa
         if "NonFiniteLoss" not in failure.reason:
             raise
         return inf, nan, nan  # It diverged.
-    outcome = next(each for each in outcomes if isinstance(each, Outcome))
+    outcome = next(each for each in outcomes if isinstance(each, TrainingResult))
     epochs = next((epoch for epoch, accuracy in tested if accuracy >= task.until), inf)
     return epochs, max(accuracy for _, accuracy in tested), outcome.samples / max(epoch for epoch, _ in tested)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tutti.errors import ConfigError
 from tutti.transports import SharesMemory, Transport, Work
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 _BEATS = 8
 """In the time that a wait may last."""
@@ -84,9 +84,9 @@ class RollCall:
     def start(self, mine: Entry) -> tuple[Roll, Work]:
         """What all ranks say, and the work that is done when they have."""
         roll = Roll(self._wire.rank, self._wire.size, mine)
-        return roll, self._wire.beside(self._call(roll))
+        return roll, self._wire.spawn(self._call(roll))
 
-    def _call(self, roll: Roll) -> Steps:
+    def _call(self, roll: Roll) -> Operation:
         heard = torch.cat([torch.zeros(len(roll.rows), 1, dtype=torch.float64, device="cpu"), roll.rows], dim=1)
         rows = heard.unbind()
         sending = [self._wire.isend(rows[self._wire.rank], peer) for peer in self._others]
@@ -103,9 +103,9 @@ class RollCall:
         now_s = self._wire.now()
         if now_s - self._beat_s > self._wire.timeout.total_seconds() / _BEATS:
             self._beat_s = now_s
-            self._wire.beside(self._beats())
+            self._wire.spawn(self._beats())
 
-    def _beats(self) -> Steps:
+    def _beats(self) -> Operation:
         beat = torch.ones(1 + len(Entry._fields), dtype=torch.float64, device="cpu")
         yield from [self._wire.isend(beat, peer) for peer in self._others]
 

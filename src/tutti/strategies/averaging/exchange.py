@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.collectives import native
-from tutti.collectives.compressed import PAUSE
+from tutti.collectives.compressed import STAGE_BOUNDARY
 from tutti.errors import NonFiniteLoss
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Replica
@@ -19,10 +19,10 @@ from tutti.strategies.averaging.cadence import cadence
 from tutti.strategies.averaging.optimizer_state import StateMean, reset
 from tutti.strategies.averaging.outer import Outer, Stretch
 from tutti.strategies.base import Exchange
-from tutti.strategies.compressed_means import CodedMean
-from tutti.strategies.means import SteppedMean, when_filled
+from tutti.strategies.compressed_means import CompressedMean
+from tutti.strategies.means import CollectiveMean, when_filled
 from tutti.transports import HostsTransport, SharesMemory, Transport, Work
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.averaging.strategy import Blocks
@@ -47,8 +47,8 @@ class BlockExchange(Exchange):
         self._strategy = strategy
         replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
         replica.arrange([slot.name for slot in replica.slots])
-        self._exactly = SteppedMean(transport, lambda num_bytes: native)
-        self._coded = None if codec is None else CodedMean(replica, transport, codec, "native")
+        self._exactly = CollectiveMean(transport, lambda num_bytes: native)
+        self._compressed = None if codec is None else CompressedMean(replica, transport, codec)
         buckets = [] if replica.sizes_only else replica.buckets
         self._stretches = [Stretch(bucket, outer, strategy.overlap) for bucket in buckets]
         self._cadence = cadence(strategy.every, strategy.share, strategy.overlap)
@@ -62,9 +62,8 @@ class BlockExchange(Exchange):
         self._exchange_s, self._sent_before = 0.0, self.bytes_sent
         replica.listen(self, to="samples")
 
-    @property
-    def version(self) -> int:
-        return self._blocks
+    def metrics(self) -> dict[str, Any]:
+        return {"blocks": self._blocks}
 
     def before_step(self) -> None:
         weight = self.replica.take_samples()
@@ -113,17 +112,17 @@ class BlockExchange(Exchange):
         self._roll, called = self._calls.start(Entry(intent, self._weight, step_s, self._exchange_s, states))
         self._under_way = self._start(self._exchange(self._roll, called))
 
-    def _start(self, steps: Steps) -> Work:
+    def _start(self, steps: Operation) -> Work:
         for flat in {bucket.flat.device: bucket.flat for bucket in self.replica.buckets}.values():
             steps = when_filled(flat, steps)
         return self._wire.start(steps)
 
-    def _exchange(self, roll: Roll, called: Work) -> Steps:
+    def _exchange(self, roll: Roll, called: Work) -> Operation:
         start_s = self._wire.now()
         yield called
         if roll.refused or Intent.BLOCK not in roll.intents:
             return
-        mean = self._coded or self._exactly
+        mean = self._compressed or self._exactly
         yield from in_turns(mean.steps(bucket, roll.weights) for bucket in self.replica.buckets)
         if self._states is not None and roll.states_alike:
             yield from self._states.steps(roll.weights)
@@ -186,7 +185,7 @@ class BlockExchange(Exchange):
         self._record(start_s)
 
     @torch.no_grad()
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         for buffer, own in zip(self.replica.model.buffers(), self._own_buffers, strict=True):
             buffer.copy_(own)
         for stretch, values in zip(self._stretches, self._own, strict=True):
@@ -220,7 +219,7 @@ class BlockExchange(Exchange):
         optimizer = self.replica.optimizer.state_dict()
         entry = {"own": own, "weight": self._weight, "steps": self._steps, "optimizer": optimizer}
         ranks = gather_state(entry, self._wire)
-        coded = None if self._coded is None else self._coded.state_dict()
+        compressed = None if self._compressed is None else self._compressed.state_dict()
         self._since_s = self._wire.now()
         return {
             "start": start,
@@ -228,7 +227,7 @@ class BlockExchange(Exchange):
             "ranks": ranks,
             "block": self._cadence.length,
             "blocks": self._blocks,
-            "coded": coded,
+            "coded": compressed,
         }
 
     @torch.no_grad()
@@ -247,12 +246,12 @@ class BlockExchange(Exchange):
             stretch.load(*([part[name] for name in names if name in part] for part in parts))
         self._cadence.length, self._blocks = state["block"], state["blocks"]
         self.replica.optimizer.load_state_dict(mine["optimizer"])
-        if self._coded is not None and state["coded"]:
-            self._coded.load_state_dict(state["coded"])
+        if self._compressed is not None and state["coded"]:
+            self._compressed.load_state_dict(state["coded"])
         self._since_s = self._wire.now()
 
 
-def in_turns(many: Iterable[Steps]) -> Steps:
+def in_turns(many: Iterable[Operation]) -> Operation:
     """All of these steps, each up to where they pause, in turn: links are busy while ranks wait."""
     going = list(many)
     while going:
@@ -263,10 +262,10 @@ def in_turns(many: Iterable[Steps]) -> Steps:
         going = left
 
 
-def _up_to_pause(steps: Steps) -> Generator[Work, None, bool]:
+def _up_to_pause(steps: Operation) -> Generator[Work, None, bool]:
     """Whether there are more."""
     for work in steps:
-        if work is PAUSE:
+        if work is STAGE_BOUNDARY:
             return True
         yield work
     return False

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.replica import Replica
-from tutti.strategies.means import SteppedMean
-from tutti.transports.base import Steps
+from tutti.strategies.means import CollectiveMean
+from tutti.transports.base import Operation
 
 
 def reset(optimizer: Optimizer) -> None:
@@ -21,7 +21,7 @@ def reset(optimizer: Optimizer) -> None:
 class StateMean:
     """Averages what optimisers remember of each element, where all of them remember the same things."""
 
-    def __init__(self, replica: Replica, mean: SteppedMean) -> None:
+    def __init__(self, replica: Replica, mean: CollectiveMean) -> None:
         self._replica = replica
         self._mean = mean
         self._tensors: list[Tensor] = []
@@ -34,7 +34,7 @@ class StateMean:
         self._flat = torch.cat([tensor.reshape(-1).double() for tensor in self._tensors] or [self._flat.double()])
         return crc32(json.dumps([(name, list(tensor.shape)) for name, tensor in found]).encode())
 
-    def steps(self, weights: Tensor) -> Steps:
+    def steps(self, weights: Tensor) -> Operation:
         yield from self._mean.of_flat(self._flat, weights)
 
     def unpack(self) -> None:

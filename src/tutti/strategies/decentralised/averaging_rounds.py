@@ -16,7 +16,7 @@ from torch import Tensor
 from tutti.errors import RankLost
 from tutti.strategies.decentralised.peer_group import Company
 from tutti.strategies.decentralised.wire import Head, Kind
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 _LINE_BYTES = 64
 
@@ -63,7 +63,7 @@ class Meetings:
 
     def attend(
         self, purpose: Purpose, clock: int, ready: Callable[[], bool], bring: Callable[[], Tensor | None]
-    ) -> Steps:
+    ) -> Operation:
         """Come to the next meeting, and be there until it is over; `bring` is asked when all are here and `ready`."""
         company, number = self._company, self.number + 1
         self.within = True
@@ -83,7 +83,7 @@ class Meetings:
             yield from company.until(partial(self._moved_on, number, company.leader))
         self.within = False
 
-    def part(self, clock: int) -> Steps:
+    def part(self, clock: int) -> Operation:
         """Leave when everybody knows the last outcome and wants to leave; or come to know that somebody does not."""
         company, number = self._company, self.number + 1
         company.tell_all(Head(Kind.ARRIVED, number, Purpose.PART, clock))

@@ -13,7 +13,7 @@ from tutti.strategies.decentralised.flat_model import Images
 from tutti.strategies.decentralised.peer_group import Company
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import SharesMemory, Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 _BUCKET_BYTES = 4 * 2**20
 
@@ -25,7 +25,7 @@ class PeerExchange(Exchange):
     dropped then.
     """
 
-    expendable = True
+    tolerates_loss = True
 
     def __init__(self, replica: Replica, transport: Transport, name: str, exact_below: int = 0) -> None:
         super().__init__(replica, transport)
@@ -68,7 +68,7 @@ class PeerExchange(Exchange):
     def _clock(self) -> int:
         """How many steps this rank has exchanged."""
 
-    def _before_meeting(self) -> Steps:
+    def _before_meeting(self) -> Operation:
         """Do what is to be done before others are told that this rank has come."""
         yield from ()
 
@@ -105,7 +105,7 @@ class PeerExchange(Exchange):
         self.events.record(Event(EXCHANGE, start_s, self.transport.now(), sent - self._sent_before))
         self._sent_before = sent
 
-    def _stop(self) -> Steps:
+    def _stop(self) -> Operation:
         self.company.stop(self._me)
         yield from ()
 
@@ -118,10 +118,10 @@ class PeerExchange(Exchange):
         self.events.record(Event(PULL, start_s, self.transport.now()))
         return self.meetings.outcome
 
-    def _wait(self, steps: Steps) -> None:
+    def _wait(self, steps: Operation) -> None:
         self.company.wait(steps, self.replica.steps)
 
-    def _meeting(self, purpose: Purpose) -> Steps:
+    def _meeting(self, purpose: Purpose) -> Operation:
         yield from self._before_meeting()
         number = self.meetings.number
         bring = lambda: self.images.for_meeting(self._current())  # noqa: E731
@@ -136,7 +136,7 @@ class PeerExchange(Exchange):
         self._own = self.images.for_meeting(self.base)
         self.images.take_meeting(outcome.value)
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         if self._own is not None:
             self.images.take_meeting(self._own)
             self._own = None
@@ -148,7 +148,7 @@ class PeerExchange(Exchange):
             self._wait(self._parting())
         self.close()
 
-    def _parting(self) -> Steps:
+    def _parting(self) -> Operation:
         yield from self._before_meeting()
         yield from self.meetings.part(self._clock)
 
@@ -162,7 +162,7 @@ class PeerExchange(Exchange):
     def join(self) -> None:
         self._away = False
 
-    def _say(self, kind: Kind) -> Steps:
+    def _say(self, kind: Kind) -> Operation:
         self.company.tell_all(Head(kind))
         yield from ()
 
@@ -171,5 +171,5 @@ class PeerExchange(Exchange):
         return self._wire.bytes_sent
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self._me == self.company.leader

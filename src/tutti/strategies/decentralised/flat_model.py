@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tutti.replica import Bucket, Replica
-from tutti.simulation.sizes import Extent
+from tutti.simulation.sizes import SizeOnlyTensor
 
 _LINE_BYTES = 64
 
@@ -43,7 +43,7 @@ class Images:
         """Memory, of the model's size unless another is said; its content is nothing yet."""
         wanted = self.num_bytes if num_bytes is None else num_bytes
         if self.sizes_only:
-            return cast(Tensor, Extent(wanted, torch.uint8, 1))
+            return cast(Tensor, SizeOnlyTensor(wanted, torch.uint8, 1))
         return torch.zeros(wanted, dtype=torch.uint8, device="cpu")
 
     def copy(self, memory: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Gossip in pairs, at any time: a rank that meets another half-way waits for nobody (Lian et al. 2018)."""
 
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from tutti.strategies.decentralised.graphs import sized
 from tutti.strategies.decentralised.routing import both_ways
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.decentralised.strategies import Gossip
@@ -40,15 +40,14 @@ class AsyncGossip(PeerExchange):
     def _clock(self) -> int:
         return self._at
 
-    @property
-    def spectral_gap(self) -> float:
-        return self.topology.over(sorted(self.company.living)).spectral_gap
+    def metrics(self) -> dict[str, Any]:
+        return {"spectral_gap": self.topology.over(sorted(self.company.living)).spectral_gap}
 
     def _step(self) -> None:
         self._wait(self._contribute(self.images.change(self.base)))
         self.images.write(self.base)
 
-    def _contribute(self, change: Tensor) -> Steps:
+    def _contribute(self, change: Tensor) -> Operation:
         self._add(change)
         if not self.images.sizes_only:
             self.base.copy_(self._values)
@@ -94,7 +93,7 @@ class AsyncGossip(PeerExchange):
 
     # Meetings
 
-    def _before_meeting(self) -> Steps:
+    def _before_meeting(self) -> Operation:
         yield from self.company.until(lambda: self._asked is None)
 
     def _current(self) -> Tensor:
@@ -108,7 +107,7 @@ class AsyncGossip(PeerExchange):
         self._wait(self._catch_up())
         self.images.write(self.base)
 
-    def _catch_up(self) -> Steps:
+    def _catch_up(self) -> Operation:
         if not self.images.sizes_only:
             self.base.copy_(self._values)
         yield from ()

@@ -1,7 +1,7 @@
 """Gossip in step: neighbours mix their values while they compute the next gradient (Lian et al. 2017)."""
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from tutti.strategies.decentralised.exchange import PeerExchange
 from tutti.strategies.decentralised.graphs import Graph, ring, sized
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.decentralised.strategies import Gossip
@@ -46,9 +46,8 @@ class SyncGossip(PeerExchange):
     def _clock(self) -> int:
         return self._at
 
-    @property
-    def spectral_gap(self) -> float:
-        return self.topology.spectral_gap
+    def metrics(self) -> dict[str, Any]:
+        return {"spectral_gap": self.topology.spectral_gap}
 
     def _step(self) -> None:
         self._wait(self._mix(self.images.change(self.base)))
@@ -59,7 +58,7 @@ class SyncGossip(PeerExchange):
     def _regroup_due(self) -> bool:
         return self.meetings.regroup_called or not self.company.living.issuperset(self._group)
 
-    def _mix(self, change: Tensor) -> Steps:
+    def _mix(self, change: Tensor) -> Operation:
         sources = self.topology.sources(self._group.index(self._me), self._at)
         parts = {self._group[place]: part for place, part in sources.items()}
         own = parts.pop(self._me, 0.0)
@@ -93,7 +92,7 @@ class SyncGossip(PeerExchange):
             value.add_(changed)
             bases[number].copy_(value / self._weight if self.topology.directed else value)
 
-    def _send_out(self) -> Steps:
+    def _send_out(self) -> Operation:
         targets = self.topology.targets(self._group.index(self._me), self._at)
         if targets:
             values = self.images.copy(self._values)

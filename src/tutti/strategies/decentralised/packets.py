@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import Codec
-from tutti.codecs.runs import Runs
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.collectives.compressed.messages import aligned, join, split
 from tutti.errors import PacketError
 from tutti.replica import Bucket
@@ -16,14 +16,14 @@ class Packets:
 
     def __init__(self, images: Images, codec: Codec | None, seed: int) -> None:
         self._images, self._codec = images, codec
-        self._runs = [
-            _runs_of(bucket) if codec is not None and bucket.values.numel() else None for bucket in images.buckets
+        self._groups = [
+            _groups_of(bucket) if codec is not None and bucket.values.numel() else None for bucket in images.buckets
         ]
         self.states = [
             codec.start(bucket.values.numel(), seed=seed * 65_537 + bucket.index)
-            if codec is not None and runs is not None and not images.sizes_only
+            if codec is not None and groups is not None and not images.sizes_only
             else {}
-            for bucket, runs in zip(images.buckets, self._runs, strict=True)
+            for bucket, groups in zip(images.buckets, self._groups, strict=True)
         ]
 
     def encode(self, change: Tensor) -> Tensor:
@@ -36,9 +36,9 @@ class Packets:
         for number, (bucket, part) in enumerate(zip(self._images.buckets, self._images.parts(change), strict=True)):
             packet = torch.empty(0, dtype=torch.uint8, device="cpu")
             numel = bucket.values.numel()
-            if (runs := self._runs[number]) is not None:
+            if (groups := self._groups[number]) is not None:
                 values = part[:numel].to(torch.float32)
-                packet, self.states[number] = self._codec.encode(values, self.states[number], runs=runs)
+                packet, self.states[number] = self._codec.encode(values, self.states[number], groups=groups)
             messages.append(join(packet, part[numel:]))
         lengths = torch.tensor([each.numel() for each in messages], device="cpu")
         padded = [torch.nn.functional.pad(each, (0, aligned(each.numel()) - each.numel())) for each in messages]
@@ -63,12 +63,12 @@ class Packets:
         if message.numel() < aligned(part[numel:].nbytes):
             raise PacketError(f"{message.numel()} bytes for bucket {number}, wanted {part[numel:].nbytes} or more")
         packet, exact = split(message, part[numel:])
-        if (runs := self._runs[number]) is not None:
+        if (groups := self._groups[number]) is not None:
             if part.dtype == torch.float32:
-                codec.decode(packet, part[:numel], runs=runs, add=True)
+                codec.decode(packet, part[:numel], groups=groups, add=True)
             else:
                 wide = torch.empty(numel, dtype=torch.float32, device="cpu")
-                codec.decode(packet, wide, runs=runs)
+                codec.decode(packet, wide, groups=groups)
                 part[:numel] += wide
         part[numel:] += exact
 
@@ -86,14 +86,16 @@ class Packets:
 
     def _estimate(self) -> int:
         assert self._codec is not None
-        total = 8 * len(self._runs)
-        for bucket, runs in zip(self._images.buckets, self._runs, strict=True):
+        total = 8 * len(self._groups)
+        for bucket, groups in zip(self._images.buckets, self._groups, strict=True):
             total += aligned(bucket.exact.nbytes)
-            total += 0 if runs is None else aligned(self._codec.packet_bytes(bucket.values.numel(), runs))
+            total += 0 if groups is None else aligned(self._codec.packet_bytes(bucket.values.numel(), groups))
         return total
 
 
-def _runs_of(bucket: Bucket) -> Runs:
+def _groups_of(bucket: Bucket) -> ScaleGroups:
     numel = bucket.values.numel()
-    places = zip(bucket.starts, bucket.slots, strict=True)
-    return Runs.within([(start, tuple(slot.tensor.shape)) for start, slot in places if start < numel], numel)
+    layout = zip(bucket.starts, bucket.slots, strict=True)
+    return ScaleGroups.from_layout(
+        [(start, tuple(slot.tensor.shape)) for start, slot in layout if start < numel], numel
+    )

@@ -15,7 +15,7 @@ from tutti.collectives.compressed.messages import room
 from tutti.errors import NonFiniteLoss, PacketError, RankLost, ReplicaMismatch
 from tutti.strategies.decentralised.wire import HEAD, PAYLOAD, Head, Kind
 from tutti.transports import Transport
-from tutti.transports.base import Signal, Steps
+from tutti.transports.base import Operation, Signal
 
 _log = logging.getLogger("tutti")
 
@@ -48,7 +48,7 @@ class Company:
     def start(self) -> None:
         """Hear what everybody says from now on."""
         for peer in sorted(self.others):
-            self.wire.beside(self._listen(peer))
+            self.wire.spawn(self._listen(peer))
 
     @property
     def others(self) -> frozenset[int]:
@@ -61,14 +61,14 @@ class Company:
 
     # Waiting
 
-    def wait(self, steps: Steps, num_steps: int = 0) -> None:
+    def wait(self, steps: Operation, num_steps: int = 0) -> None:
         """Take steps and wait for them. Raises if a peer has asked everybody to stop, and if something failed."""
-        self.wire.beside(steps).wait()
+        self.wire.spawn(steps).wait()
         self.check(num_steps)
 
     def check(self, num_steps: int) -> None:
         if self._stopped is not None:
-            self.wire.beside(self._flush()).wait()
+            self.wire.spawn(self._flush()).wait()
             raise NonFiniteLoss(self.me, [self._stopped], num_steps)
         if self._failure is not None:
             raise self._failure
@@ -78,7 +78,7 @@ class Company:
         """Whether nothing is worth waiting for any more."""
         return self._stopped is not None or self._failure is not None
 
-    def until(self, condition: Callable[[], bool]) -> Steps:
+    def until(self, condition: Callable[[], bool]) -> Operation:
         """Wait for what others' steps bring about, or for all to be over."""
         while not (condition() or self.over):
             self._changed = self.wire.signal()
@@ -88,7 +88,7 @@ class Company:
         """Have whoever waits look again."""
         if self._changed is not None:
             signal, self._changed = self._changed, None
-            signal.give()
+            signal.set()
 
     def stop(self, origin: int) -> None:
         """Have everybody stop, for the loss on that rank is not finite.
@@ -114,7 +114,7 @@ class Company:
         box = self._outbox.setdefault(peer, deque())
         box.append((head, payload))
         if len(box) == 1:
-            self.wire.beside(self._send(peer, box))
+            self.wire.spawn(self._send(peer, box))
 
     def tell_all(self, head: Head, payload: Tensor | None = None) -> None:
         for peer in sorted(self.others):
@@ -124,12 +124,12 @@ class Company:
         """Whether all that was to be told is on its way."""
         return not any(self._outbox.get(peer) for peer in self.others)
 
-    def _flush(self) -> Steps:
+    def _flush(self) -> Operation:
         while not self.flushed():
             self._changed = self.wire.signal()
             yield self._changed
 
-    def _send(self, peer: int, box: deque[tuple[Head, Tensor | None]]) -> Steps:
+    def _send(self, peer: int, box: deque[tuple[Head, Tensor | None]]) -> Operation:
         try:
             while box:
                 head, payload = box[0]
@@ -147,7 +147,7 @@ class Company:
 
     # Hearing
 
-    def _listen(self, peer: int) -> Steps:
+    def _listen(self, peer: int) -> Operation:
         try:
             while peer in self.living:
                 message = Head.room()

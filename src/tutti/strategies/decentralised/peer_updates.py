@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from tutti.strategies.decentralised.packets import Packets
 from tutti.strategies.decentralised.routing import Routes
 from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.decentralised.strategies import PeerUpdates
@@ -42,8 +42,8 @@ class PeerUpdatesExchange(PeerExchange):
     """
 
     def __init__(self, replica: Replica, transport: Transport, strategy: "PeerUpdates") -> None:
-        coded = strategy.codec is not None
-        super().__init__(replica, transport, "peers", strategy.exact_below if coded else 0)
+        compressed = strategy.codec is not None
+        super().__init__(replica, transport, "peers", strategy.exact_below if compressed else 0)
         self._inbox_size = strategy.inbox
         self._packets = Packets(self.images, strategy.codec, self._me)
         self._routes = Routes(strategy.graph, transport.size)
@@ -62,10 +62,9 @@ class PeerUpdatesExchange(PeerExchange):
     def _clock(self) -> int:
         return self._number
 
-    @property
-    def staleness(self) -> dict[int, int]:
-        """How many of this rank's updates were made while so many of others came."""
-        return dict(sorted(self._staleness.items()))
+    def metrics(self) -> dict[str, Any]:
+        """`staleness[k]` counts this rank's updates that were computed while k updates of other ranks arrived."""
+        return {"staleness": dict(sorted(self._staleness.items()))}
 
     # Steps
 
@@ -87,7 +86,7 @@ class PeerUpdatesExchange(PeerExchange):
                 part.mul_(share)
         return change
 
-    def _publish(self, message: Tensor) -> Steps:
+    def _publish(self, message: Tensor) -> Operation:
         self._staleness[len(self._inbox)] += 1
         self._open = True
         self._apply_all()
@@ -178,7 +177,7 @@ class PeerUpdatesExchange(PeerExchange):
 
     # Meetings
 
-    def _before_meeting(self) -> Steps:
+    def _before_meeting(self) -> Operation:
         self._open = True
         self._apply_all()
         if self.company.any_lost:
@@ -199,7 +198,7 @@ class PeerUpdatesExchange(PeerExchange):
         self._away = True
         self._wait(self._go())
 
-    def _go(self) -> Steps:
+    def _go(self) -> Operation:
         self._open = True  # What comes is applied all the same, so that nobody waits.
         self._apply_all()
         self.company.tell_all(Head(Kind.AWAY))
@@ -210,7 +209,7 @@ class PeerUpdatesExchange(PeerExchange):
         self._wait(self._come_back())
         self.images.write(self.base)
 
-    def _come_back(self) -> Steps:
+    def _come_back(self) -> Operation:
         self._open = False
         self._apply_all()
         for peer in sorted(self.company.others):

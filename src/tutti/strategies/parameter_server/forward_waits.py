@@ -9,7 +9,7 @@ from torch import nn
 
 from tutti.replica import Replica
 from tutti.replica.buckets import Slot
-from tutti.replica.owned_hooks import LeftBehind
+from tutti.replica.owned_hooks import OwnedHook
 
 
 class ForwardWaits:
@@ -62,7 +62,7 @@ class ForwardWaits:
             handle.remove()
 
 
-class _ForwardPreHook(LeftBehind):
+class _ForwardPreHook(OwnedHook):
     """The hook of one module; copies of the model do without it."""
 
     def __init__(self, waits: ForwardWaits) -> None:

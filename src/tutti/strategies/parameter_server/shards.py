@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tutti.codecs.runs import Runs
+from tutti.codecs.scale_groups import ScaleGroups
 from tutti.replica import Bucket
 
 _MIN_SHARD_BYTES = 4096
@@ -51,7 +51,7 @@ class ParameterShard:
     """Its elements in the bucket's flat memory."""
     segments: tuple[ShardSegment, ...]
     """Its parameters, in the order of memory."""
-    runs: Runs | None
+    groups: ScaleGroups | None
     """Groups of elements that share a scale, if its gradients are compressed; None if they are sent exactly."""
     is_trained: bool
     """False for running statistics, of which servers keep the mean."""
@@ -88,7 +88,7 @@ def cut_into_shards(
         if num_servers >= _MANY_SERVERS:
             # A shard on every server for every bucket would be too many messages.
             num_parts = max(1, num_servers * bucket.flat.nbytes // total_bytes)
-        for bucket_range, runs in _bucket_ranges(bucket, num_parts, keep_whole):
+        for bucket_range, groups in _bucket_ranges(bucket, num_parts, keep_whole):
             lossy = compress and bucket_range.stop <= bucket.values.numel()
             shards.append(
                 ParameterShard(
@@ -96,7 +96,7 @@ def cut_into_shards(
                     bucket_index=bucket.index,
                     bucket_range=bucket_range,
                     segments=tuple(_segments(bucket, bucket_range)),
-                    runs=runs if lossy else None,
+                    groups=groups if lossy else None,
                     is_trained=bucket.of_parameters,
                     itemsize=bucket.flat.itemsize,
                 )
@@ -104,33 +104,35 @@ def cut_into_shards(
     return _assign_servers(shards, num_servers)
 
 
-def _bucket_ranges(bucket: Bucket, num_parts: int, keep_whole: bool) -> Iterator[tuple[slice, Runs | None]]:
+def _bucket_ranges(bucket: Bucket, num_parts: int, keep_whole: bool) -> Iterator[tuple[slice, ScaleGroups | None]]:
     """Yield the ranges of a bucket: of what may be compressed, then one of all the rest except the marks."""
     numel, end = bucket.values.numel(), bucket.flat.numel() - len(bucket.slots)
     if numel:
         num_parts = min(num_parts, max(1, numel * bucket.flat.itemsize // _MIN_SHARD_BYTES))
-        starts_and_shapes = [
+        layout = [
             (start, tuple(slot.tensor.shape))
             for start, slot in zip(bucket.starts, bucket.slots, strict=True)
             if start < numel
         ]
-        runs = Runs.within(starts_and_shapes, numel)
+        groups = ScaleGroups.from_layout(layout, numel)
         if keep_whole:
-            yield from _ranges_of_whole_parameters(bucket, numel, num_parts, runs)
+            yield from _ranges_of_whole_parameters(bucket, numel, num_parts, groups)
         else:
-            yield from ((part, part_runs) for part, part_runs in runs.cut(num_parts) if part.stop > part.start)
+            yield from ((part, part_groups) for part, part_groups in groups.cut(num_parts) if part.stop > part.start)
     if end > numel:
         yield slice(numel, end), None
 
 
-def _ranges_of_whole_parameters(bucket: Bucket, numel: int, num_parts: int, runs: Runs) -> Iterator[tuple[slice, Runs]]:
+def _ranges_of_whole_parameters(
+    bucket: Bucket, numel: int, num_parts: int, groups: ScaleGroups
+) -> Iterator[tuple[slice, ScaleGroups]]:
     """Yield about equal ranges that begin and end where parameters do."""
     starts = [start for start in bucket.starts if start < numel]
     ideal_edges = [numel * part / num_parts for part in range(1, num_parts)]
     edges = sorted({0, numel, *(min(starts, key=lambda start: abs(start - ideal)) for ideal in ideal_edges)})
     for begin, end in pairwise(edges):
-        inside = (runs.starts >= begin) & (runs.starts < end)
-        yield slice(begin, end), Runs(runs.starts[inside] - begin, runs.stops[inside] - begin, end - begin)
+        inside = (groups.starts >= begin) & (groups.starts < end)
+        yield slice(begin, end), ScaleGroups(groups.starts[inside] - begin, groups.stops[inside] - begin, end - begin)
 
 
 def _segments(bucket: Bucket, bucket_range: slice) -> Iterator[ShardSegment]:

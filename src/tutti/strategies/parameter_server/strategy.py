@@ -23,7 +23,7 @@ from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.worker import MessageWorker
 from tutti.strategies.parameter_server.shard_optimizer import unsupported_reason
 from tutti.transports import SharesAll, Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,23 @@ class ParameterServer(Strategy):
         found = [] if (why := unsupported_reason(optimizer)) is None else [why]
         return found + super().mistakes(optimizer, size)
 
-    def goes_on_from(self, text: str) -> bool:
+    def can_resume_from(self, text: str) -> bool:
         return text.startswith("ps:")  # What is saved is of whole parameters, whoever held them.
 
     @property
-    def lockstep(self) -> bool:
+    def exact(self) -> bool:
+        return self.codec is None and self.consistency == BSP()
+
+    @property
+    def synchronous(self) -> bool:
         return False  # Workers may be lost, and the others go on.
 
     @property
-    def in_step(self) -> bool:
+    def needs_all_ranks(self) -> bool:
         return self.consistency.bound == 0
 
     @property
-    def num_serving(self) -> int:
+    def num_dedicated_servers(self) -> int:
         return 0 if self.servers == "colocated" else self.servers
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
@@ -138,7 +142,7 @@ class ParameterServer(Strategy):
 
     def serve(self, replica: Replica, transport: Transport) -> None:
         group = join_group(replica, transport, self)
-        group.transport.beside(_until_over(group.start_server(replica)), patiently=True).wait()
+        group.transport.spawn(_until_over(group.start_server(replica)), deadline=False).wait()
 
     def __str__(self) -> str:
         options = [str(self.consistency)]
@@ -209,7 +213,7 @@ def _switch(text: str) -> bool:
     return bool(("0", "1").index(text))
 
 
-def _until_over(server: Server) -> Steps:
+def _until_over(server: Server) -> Operation:
     yield server.over
     if server.failure is not None:
         raise server.failure

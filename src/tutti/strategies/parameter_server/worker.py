@@ -87,8 +87,13 @@ class ParameterServerWorker(Exchange):
         """Make every rank stop: the loss of this one is not finite."""
 
     @property
-    def staleness(self) -> dict[int, int]:
-        return dict(sorted(self._staleness.items()))
+    @abstractmethod
+    def version(self) -> int:
+        """The number of server steps contained in the oldest piece of this worker's parameters."""
+
+    def metrics(self) -> dict[str, Any]:
+        """`staleness[k]` counts this worker's updates that were computed from parameters k server steps old."""
+        return {"staleness": dict(sorted(self._staleness.items())), "version": self.version}
 
     def backward_started(self, weight: float) -> None:
         if self._num_backwards and self._strategy.overlap:
@@ -140,7 +145,7 @@ class ParameterServerWorker(Exchange):
         self.events.record(Event(EXCHANGE, now, now, bytes_sent - self._bytes_sent_before))
         self._bytes_sent_before = bytes_sent
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         return None
 
     def close(self) -> None:

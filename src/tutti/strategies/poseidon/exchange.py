@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tutti.cluster import Link
-from tutti.collectives import choices, share_json
+from tutti.collectives import broadcast_json, measure_collectives
 from tutti.errors import WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.strategies.allreduce import AllReduceExchange
 from tutti.strategies.base import Exchange
-from tutti.strategies.poseidon.rule import Decision, Method, Shape, decide
+from tutti.strategies.poseidon.rule import Decision, LayerShape, Method, decide
 from tutti.strategies.poseidon.speed import product_speed
 from tutti.strategies.poseidon.sums import FactorSums
 from tutti.transports import Transport
@@ -26,7 +26,7 @@ class PoseidonExchange(Exchange):
     def __init__(self, replica: Replica, transport: Transport, strategy: "Poseidon") -> None:
         super().__init__(replica, transport)
         self._strategy = strategy
-        self._choice = choices(transport) if strategy.rule == "priced" else None
+        self._choice = measure_collectives(transport) if strategy.rule == "priced" else None
         link = None if self._choice is None else self._choice.link
         self._buckets = AllReduceExchange(replica, transport, strategy.in_full(link))
         self._factors = FactorSums(transport.channel("factors"), replica.compute_clock)
@@ -88,13 +88,13 @@ class PoseidonExchange(Exchange):
     def _decide(self, layers: list[FactoredLayer]) -> None:
         """From what rank 0 has seen of its layers, how each goes from now on. Collective."""
         shapes = [
-            Shape(
+            LayerShape(
                 layer.slot.name, layer.num_out, layer.num_in, layer.rows, layer.slot.tensor.itemsize,
                 convolution=layer.slot.tensor.dim() > 2,
             )
             for layer in layers
         ]  # fmt: skip
-        rows, flops = share_json([[shape.rows for shape in shapes], self._speed(shapes)], self.transport)
+        rows, flops = broadcast_json([[shape.rows for shape in shapes], self._speed(shapes)], self.transport)
         link = Link("100gbit") if self._choice is None or self._choice.link is None else self._choice.link
         share = Link(link.bits_per_s / max(Counter(self.transport.hosts).values()), link.latency_s)
         self.decisions = [
@@ -120,7 +120,7 @@ class PoseidonExchange(Exchange):
         costs = [min(self._choice.costs(total).values()) for total in (always, always + num_bytes)]
         return costs[1] - costs[0]
 
-    def _speed(self, shapes: list[Shape]) -> float:
+    def _speed(self, shapes: list[LayerShape]) -> float:
         """Operations a second, where they decide: rank 0's hold for all."""
         if self.replica.compute_clock is not None:
             return self.replica.compute_clock.speed
@@ -137,7 +137,7 @@ class PoseidonExchange(Exchange):
     def consensus(self) -> None:
         self._buckets.consensus()
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         return None
 
     def finish(self) -> None:

@@ -24,7 +24,7 @@ _LATENCIES = 10
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """A layer's weight, and how many rows a worker's batch has there."""
 
     name: str
@@ -45,20 +45,20 @@ class Shape:
 class Decision:
     """How a layer's gradient travels, and what each way would send and take."""
 
-    shape: Shape
+    shape: LayerShape
     method: Method
     sent_bytes: dict[Method, float]
     """By a worker, in a step."""
     seconds: dict[Method, float]
 
 
-def published_floats(shape: Shape, num_workers: int) -> dict[str, float]:
+def published_floats(shape: LayerShape, num_workers: int) -> dict[str, float]:
     """Numbers on the wire of all workers together, as Zhang et al. (2015) count them for their three protocols."""
     P, K, M, N = num_workers, shape.rows, shape.num_out, shape.num_in
     return {"broadcast": (P - 1) ** 2 * K * (M + N), "owners": P * K * (M + N) + P * M * N, "full": 2 * P * M * N}
 
 
-def published(shape: Shape, num_workers: int) -> Method:
+def published(shape: LayerShape, num_workers: int) -> Method:
     """The structure-aware protocol's choice (Zhang et al. 2015, algorithm 3): only fully connected layers have one."""
     if shape.convolution:
         return "full"
@@ -74,7 +74,7 @@ def bucket_bytes_on(link: Link | None) -> int:
     return int(min(_MOST_BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, worth)))
 
 
-def sent_bytes(shape: Shape, num_workers: int) -> dict[Method, float]:
+def sent_bytes(shape: LayerShape, num_workers: int) -> dict[Method, float]:
     """What one worker sends in a step, in each way."""
     others, share = num_workers - 1, (num_workers - 1) / num_workers
     from_outputs, from_inputs = shape.rows * shape.num_out * shape.itemsize, shape.rows * shape.num_in * shape.itemsize
@@ -85,7 +85,7 @@ def sent_bytes(shape: Shape, num_workers: int) -> dict[Method, float]:
     }
 
 
-def seconds(shape: Shape, num_workers: int, link: Link, more_s: Cost, flops: float) -> dict[Method, float]:
+def seconds(shape: LayerShape, num_workers: int, link: Link, more_s: Cost, flops: float) -> dict[Method, float]:
     """What each way takes when nothing else does: sending, and multiplying what others would have multiplied."""
     sent = sent_bytes(shape, num_workers)
     beyond_own = 2.0 * (num_workers - 1) * shape.rows * shape.num_out * shape.num_in / flops
@@ -96,7 +96,7 @@ def seconds(shape: Shape, num_workers: int, link: Link, more_s: Cost, flops: flo
     }
 
 
-def decide(shape: Shape, rule: str, num_workers: int, link: Link, more_s: Cost, flops: float) -> Decision:
+def decide(shape: LayerShape, rule: str, num_workers: int, link: Link, more_s: Cost, flops: float) -> Decision:
     """By a rule's name: "priced" takes the fastest, "sacp" what is published, and a method's name that method."""
     times = seconds(shape, num_workers, link, more_s, flops)
     method: Method

@@ -4,7 +4,7 @@ import statistics
 
 import torch
 
-from tutti.strategies.poseidon.rule import Shape
+from tutti.strategies.poseidon.rule import LayerShape
 from tutti.transports import Transport
 
 _TRIES = 5
@@ -12,7 +12,7 @@ _MOST_OPERATIONS = 2e9
 """In one product: enough to tell, and quickly done."""
 
 
-def product_speed(shapes: list[Shape], device: torch.device, transport: Transport) -> float:
+def product_speed(shapes: list[LayerShape], device: torch.device, transport: Transport) -> float:
     """Operations a second of the largest product there is to make, in part if it is very large."""
     largest = max(shapes, key=lambda shape: shape.rows * shape.num_out * shape.num_in, default=None)
     if largest is None or not largest.rows:

@@ -73,12 +73,16 @@ class Poseidon(Strategy):
         return ParameterServer(self.consistency, bucket_bytes=self.bucket_bytes or bucket_bytes_on(None), factors=True)
 
     @property
-    def lockstep(self) -> bool:
+    def exact(self) -> bool:
+        return self.servers is None or self.servers.exact
+
+    @property
+    def synchronous(self) -> bool:
         return self.servers is None
 
     @property
-    def in_step(self) -> bool:
-        return self.servers is None or self.servers.in_step
+    def needs_all_ranks(self) -> bool:
+        return self.servers is None or self.servers.needs_all_ranks
 
     def check_size(self, size: int) -> None:
         if self.servers is not None:
@@ -108,7 +112,9 @@ class Poseidon(Strategy):
 def read(options: dict[str, str], codec: Codec | None) -> Poseidon:
     """Make one from options at the command line."""
     if codec is not None:
-        raise ConfigError("poseidon is exact and takes no codec; ring+onebit, say, is all-reduce with one.")
+        raise ConfigError(
+            "poseidon is exact and takes no codec. Write the codec alone, such as onebit, for an all-reduce with it."
+        )
     given: dict[str, object] = {}
     served = {key: text for key, text in options.items() if key not in ("rule", "overlap", "bucket_bytes")}
     if served:

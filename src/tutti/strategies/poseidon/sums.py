@@ -12,11 +12,11 @@ from tutti.collectives.mean import weigh
 from tutti.errors import ConfigError, WeightRefused
 from tutti.replica import FactoredLayer
 from tutti.replica.replica import GradientClock
-from tutti.simulation.sizes import Extent
+from tutti.simulation.sizes import SizeOnlyTensor
 from tutti.strategies.means import when_filled
 from tutti.strategies.poseidon.rule import Method
 from tutti.transports import Transport, Work
-from tutti.transports.base import Finished, Steps
+from tutti.transports.base import CompletedWork, Operation
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NO_DTYPE = -1
@@ -24,7 +24,7 @@ _TAGS = 4
 """Of a layer's messages: what comes, factors of outputs, factors of inputs, rows of the sum."""
 
 
-class _Head(NamedTuple):
+class _FactorHeader(NamedTuple):
     """What a rank says of its factors before it sends them."""
 
     rows: int
@@ -40,9 +40,9 @@ class _Gathering:
     outputs: Tensor = field(default_factory=lambda: torch.empty(0))
     """Factors of this rank, and later of all, by rank."""
     inputs: Tensor = field(default_factory=lambda: torch.empty(0))
-    heads: list[_Head] = field(default_factory=list)
+    heads: list[_FactorHeader] = field(default_factory=list)
     """Of all ranks."""
-    done: Work = field(default_factory=Finished)
+    done: Work = field(default_factory=CompletedWork)
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -109,7 +109,7 @@ class FactorSums:
         tag = _TAGS * (1 + sorted(self._methods).index(layer.slot.name))
         if layer.slot.tensor.is_meta:
             layer.handed_over = True
-            self._under_way.append(_Gathering(layer, done=self._wire.beside(self._sized(layer, tag))))
+            self._under_way.append(_Gathering(layer, done=self._wire.spawn(self._sized(layer, tag))))
             return
         pairs = layer.hand_over()
         tensor = layer.slot.tensor
@@ -117,14 +117,14 @@ class FactorSums:
         inputs = torch.cat([a for _, a in pairs]) if pairs else tensor.new_empty(0, layer.num_in)
         gathering = _Gathering(layer, outputs.cpu(), inputs.cpu())
         steps = self._broadcast if self._methods[layer.slot.name] == "broadcast" else self._owned
-        gathering.done = self._wire.beside(when_filled(outputs, steps(gathering, tag)))
+        gathering.done = self._wire.spawn(when_filled(outputs, steps(gathering, tag)))
         self._under_way.append(gathering)
 
     def finish(self, layers: list[FactoredLayer]) -> frozenset[str]:
         """Make the mean over ranks the gradient of every layer; names of those whose factors did not hold all of it."""
         kept = {layer.slot.name: _clone(layer.slot.tensor.grad) for layer in layers if layer.has_more}
         more = torch.tensor([float(layer.slot.name in kept) for layer in layers], device="cpu")
-        known = self._wire.beside(recursive_doubling.steps(more, self._wire))
+        known = self._wire.spawn(recursive_doubling.steps(more, self._wire))
         for gathering in self._under_way:  # Others are on their way meanwhile.
             gathering.done.wait()
             if self._compute_clock is not None:
@@ -164,29 +164,31 @@ class FactorSums:
         """Of what is summed in full, since factors do not hold it."""
         weights = torch.tensor([head.weight for head in gathering.heads], dtype=torch.float64)
         weigh(tensor, weights, self._wire.rank)
-        self._wire.beside(ring.steps(tensor, self._wire)).wait()
+        self._wire.spawn(ring.steps(tensor, self._wire)).wait()
         return tensor.div_(self._wire.size)
 
-    # Steps
+    # Operation
 
-    def _sized(self, layer: FactoredLayer, tag: int) -> Steps:
+    def _sized(self, layer: FactoredLayer, tag: int) -> Operation:
         """The same messages, without values: of as many rows on every rank."""
         tensor, size = layer.slot.tensor, self._wire.size
         split = self._methods[layer.slot.name] == "owners"
         own_outputs = -(-layer.num_out // size) if split else layer.num_out
-        factors = [Extent(layer.rows * width, tensor.dtype, tensor.itemsize) for width in (own_outputs, layer.num_in)]
-        yield from self._all_to_all([Extent(len(_Head._fields), torch.float64, 8), *factors], tag)
+        factors = [
+            SizeOnlyTensor(layer.rows * width, tensor.dtype, tensor.itemsize) for width in (own_outputs, layer.num_in)
+        ]
+        yield from self._all_to_all([SizeOnlyTensor(len(_FactorHeader._fields), torch.float64, 8), *factors], tag)
         if split:
-            block = Extent(own_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
+            block = SizeOnlyTensor(own_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
             yield from self._all_to_all([block], tag + 3)
 
-    def _all_to_all(self, extents: list[Extent], tag: int) -> list[Work]:
+    def _all_to_all(self, extents: list[SizeOnlyTensor], tag: int) -> list[Work]:
         messages = [(number, cast(Tensor, extent)) for number, extent in enumerate(extents)]
         sending = [self._wire.isend(one, peer, tag + number) for number, one in messages for peer in self._others]
         coming = [self._wire.irecv(one, peer, tag + number) for number, one in messages for peer in self._others]
         return coming + sending
 
-    def _broadcast(self, gathering: _Gathering, tag: int) -> Steps:
+    def _broadcast(self, gathering: _Gathering, tag: int) -> Operation:
         """Everybody's factors to everybody."""
         mine = gathering.outputs.contiguous(), gathering.inputs.contiguous()
         sending = self._introduce(gathering, tag)
@@ -198,7 +200,7 @@ class FactorSums:
         yield from coming[0] + coming[1] + sending
         gathering.outputs, gathering.inputs = rooms
 
-    def _owned(self, gathering: _Gathering, tag: int) -> Steps:
+    def _owned(self, gathering: _Gathering, tag: int) -> Operation:
         """Factors to those who own rows of the matrix; each sums its rows and hands them out."""
         rank, layer = self._wire.rank, gathering.layer
         own = parts(layer.num_out, self._wire.size)
@@ -221,17 +223,17 @@ class FactorSums:
     def _introduce(self, gathering: _Gathering, tag: int) -> list[Work]:
         """Say what this rank will send."""
         rows = len(gathering.outputs)
-        own = _Head(rows, _DTYPES.index(gathering.outputs.dtype) if rows else _NO_DTYPE, self._weight)
+        own = _FactorHeader(rows, _DTYPES.index(gathering.outputs.dtype) if rows else _NO_DTYPE, self._weight)
         gathering.heads = [own] * self._wire.size  # Until others' are heard.
         head = torch.tensor(own, dtype=torch.float64, device="cpu")
         return [self._wire.isend(head, peer, tag) for peer in self._others]
 
-    def _hear(self, gathering: _Gathering, tag: int) -> Steps:
+    def _hear(self, gathering: _Gathering, tag: int) -> Operation:
         """Learn what others will send."""
-        heard = torch.empty(self._wire.size, len(_Head._fields), dtype=torch.float64, device="cpu")
+        heard = torch.empty(self._wire.size, len(_FactorHeader._fields), dtype=torch.float64, device="cpu")
         heard[self._wire.rank] = torch.tensor(gathering.heads[self._wire.rank], dtype=torch.float64)
         yield from [self._wire.irecv(heard[peer], peer, tag) for peer in self._others]
-        gathering.heads = [_Head(int(rows), int(dtype), weight) for rows, dtype, weight in heard.tolist()]
+        gathering.heads = [_FactorHeader(int(rows), int(dtype), weight) for rows, dtype, weight in heard.tolist()]
         if len(kinds := gathering.dtypes) > 1:
             names = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
             raise ConfigError(

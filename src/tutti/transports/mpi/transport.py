@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, TuttiError
 from tutti.transports.background import Background
-from tutti.transports.base import ANY, Finished, Steps, Transport, Work
+from tutti.transports.base import ANY, CompletedWork, Operation, Transport, Work
 from tutti.transports.event_loop import Loop, Mover
-from tutti.transports.membership import WATCH_SECONDS, Conversation, Roster, loss_of
+from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership, loss_of
 from tutti.transports.mpi.algorithms import Rules
 
 _SPIN_SECONDS = 0.0002
@@ -97,17 +97,17 @@ class _Message(_Polled):
         if isinstance(self.error, MPI.Exception):
             if self.error.Get_error_class() == MPI.ERR_TRUNCATE:
                 raise self._mismatch("more") from self.error
-            raise self._link.roster.explain(self.error) from self.error
+            raise self._link.membership.explain(self.error) from self.error
         if self.error is not None:
             raise self.error
         if self.target is not self.data:
             self.target.copy_(self.data)
 
     def _mismatch(self, how_much: str) -> ReplicaMismatch:
-        roster = self._link.roster
-        sender = roster.peers[self._status.Get_source()].rank
+        membership = self._link.membership
+        sender = membership.peers[self._status.Get_source()].rank
         return ReplicaMismatch(
-            f"rank {roster.me}: expected {self.data.numel()} × {self.data.dtype} from rank {sender}, which sent "
+            f"rank {membership.me}: expected {self.data.numel()} × {self.data.dtype} from rank {sender}, which sent "
             f"{how_much}. All ranks must call with tensors of one length and dtype."
         )
 
@@ -137,14 +137,14 @@ class _Receive(_Message):
         return self._status.Get_source()
 
 
-class _Reduction(_Polled):
+class _MpiReduction(_Polled):
     """A sum that the reducing thread makes of `data`, and that `target` gets."""
 
     def __init__(self, link: "MpiTransport", target: Tensor, data: Tensor) -> None:
         super().__init__(link, [other for other in range(link.size) if other != link.rank])
         self._target, self._data = target, data
         self._reduced = threading.Event()
-        self._task: Work = Finished()
+        self._task: Work = CompletedWork()
 
     def start(self, reducer: Background, comm: Any) -> None:
         self._task = reducer.start(self._steps(comm))
@@ -155,7 +155,7 @@ class _Reduction(_Polled):
     def pause(self, seconds: float) -> None:
         self._reduced.wait(max(seconds, 0.01))
 
-    def _steps(self, comm: Any) -> Steps:
+    def _steps(self, comm: Any) -> Operation:
         try:
             yield _Blocking(lambda: comm.Allreduce(MPI.IN_PLACE, _summands_of(self._data)))
         finally:
@@ -165,7 +165,7 @@ class _Reduction(_Polled):
         try:
             self._task.wait()
         except MPI.Exception as error:
-            raise self._link.roster.explain(error) from error
+            raise self._link.membership.explain(error) from error
         if self._target is not self._data:
             self._target.copy_(self._data)
 
@@ -213,7 +213,7 @@ class _Poller(Mover):
 
     def failure(self, work: Work) -> Exception | None:
         if not work.done():
-            return loss_of(self._link.roster.me, self._lost)
+            return loss_of(self._link.membership.me, self._lost)
         try:
             work.wait()
         except TuttiError as error:
@@ -221,53 +221,53 @@ class _Poller(Mover):
         return None
 
     def overdue(self, what: str) -> DeadlineExceeded:
-        return self._link.roster.overdue(what)
+        return self._link.membership.overdue(what)
 
     def _gone(self, work: _Message) -> bool:
-        return not work.any and self._link.roster.peers[work.peers[0]].rank in self._lost
+        return not work.any and self._link.membership.peers[work.peers[0]].rank in self._lost
 
 
 class MpiTransport(Transport):
-    """Messages and reductions over a communicator that holds the ranks of `roster`, in its order."""
+    """Messages and reductions over a communicator that holds the ranks of `membership`, in its order."""
 
-    def __init__(self, roster: Roster, comm: Any, *, rules: Rules | None = None, name: str = "tutti") -> None:
+    def __init__(self, membership: Membership, comm: Any, *, rules: Rules | None = None, name: str = "tutti") -> None:
         """Talk over `comm`.
 
         Args:
             comm: an mpi4py communicator that nobody else uses.
             rules: what is known of how Open MPI reduces, for `native_name`.
-            name: distinguishes this conversation from others on the same roster.
+            name: distinguishes this conversation from others on the same membership.
         """
-        self.rank, self.size, self.hosts = roster.rank, roster.size, roster.hosts
-        self.world_rank = roster.me
-        self.timeout, self.bytes_sent = roster.timeout, 0
-        self.roster = roster
+        self.rank, self.size, self.hosts = membership.rank, membership.size, membership.hosts
+        self.world_rank = membership.me
+        self.timeout, self.bytes_sent = membership.timeout, 0
+        self.membership = membership
         self.rules = rules or Rules()
         self._held: list[_Polled] = []  # What MPI still uses of conversations that are closed.
         self._comm, self._name = comm, name
-        self._conversation = Conversation(roster, name)
+        self._conversation = ChannelMembership(membership, name)
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._reductions: Any = None
         self._opened: Counter[str] = Counter()
         self._channels: list[MpiTransport] = []
         self._pending: set[_Message] = set()
-        self._reducing: list[_Reduction] = []
-        self._steps = Background(f"rank {roster.me}")
-        self._reducer = Background(f"rank {roster.me}, reductions")
-        self._loop = Loop(f"rank {roster.me}", _Poller(self), roster.timeout.total_seconds())
+        self._reducing: list[_MpiReduction] = []
+        self._steps = Background(f"rank {membership.me}")
+        self._reducer = Background(f"rank {membership.me}, reductions")
+        self._loop = Loop(f"rank {membership.me}", _Poller(self), membership.timeout.total_seconds())
         self._closed = False
         self._beside = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if not self._beside and self.rank == 0:
             warnings.warn("this MPI serves one thread only (no MPI_THREAD_MULTIPLE): nothing overlaps.", stacklevel=2)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        self.roster.check_peer(dst)
+        self.membership.check_peer(dst)
         self.bytes_sent += tensor.nbytes
         return self._post(_Message, self._comm.Isend, tensor.detach().contiguous().cpu(), dst, tag)
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         if src != ANY:
-            self.roster.check_peer(src)
+            self.membership.check_peer(src)
         direct = tensor.is_contiguous() and tensor.device.type == "cpu"
         data = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         message = self._post(_Receive, self._comm.Irecv, data, src, tag)
@@ -280,10 +280,10 @@ class MpiTransport(Transport):
         if tensor.is_complex():
             return self.all_reduce(torch.view_as_real(tensor))
         if self.size == 1 or tensor.numel() == 0:
-            return Finished()
+            return CompletedWork()
         self.bytes_sent += 2 * (self.size - 1) * tensor.nbytes // self.size
         target = tensor.detach()
-        reduction = _Reduction(self, target, _addable(target))
+        reduction = _MpiReduction(self, target, _addable(target))
         if self._reductions is None:
             self._reductions = self._duplicate(f"{self._name}/reductions")
         if not self._beside:
@@ -306,9 +306,9 @@ class MpiTransport(Transport):
         key = f"{self._name}/{name}" if ranks is None else f"{self._name}/{name}/{'-'.join(map(str, ranks))}"
         self._opened[key] += 1
         full_name = f"{key}.{self._opened[key]}"
-        roster = self.roster if ranks is None else self.roster.subset(ranks)
-        comm = self._duplicate(full_name) if ranks is None else self._select(full_name, roster, ranks)
-        made = MpiTransport(roster, comm, rules=self.rules, name=full_name)
+        membership = self.membership if ranks is None else self.membership.subset(ranks)
+        comm = self._duplicate(full_name) if ranks is None else self._select(full_name, membership, ranks)
+        made = MpiTransport(membership, comm, rules=self.rules, name=full_name)
         made._held = self._held
         self._channels = [*(channel for channel in self._channels if not channel._closed), made]
         return made
@@ -316,24 +316,24 @@ class MpiTransport(Transport):
     @property
     def broken(self) -> bool:
         """Whether a thread is still inside MPI after `close`: MPI cannot be ended in order then."""
-        return any(isinstance(held, (_Reduction, _Receive)) and not held.done() for held in self._held)
+        return any(isinstance(held, (_MpiReduction, _Receive)) and not held.done() for held in self._held)
 
-    def start(self, steps: Steps) -> Work:
+    def start(self, operation: Operation) -> Work:
         self._check_open()
         if self._beside:
-            return self._steps.start(steps)
-        for work in steps:
+            return self._steps.start(operation)
+        for work in operation:
             work.wait()
-        return Finished()
+        return CompletedWork()
 
-    def beside(self, steps: Steps, patiently: bool = False) -> Work:
+    def spawn(self, operation: Operation, *, deadline: bool = True) -> Work:
         self._check_open()
         if not self._beside:
             raise ConfigError(
                 f"rank {self.rank}: this MPI serves one thread only (no MPI_THREAD_MULTIPLE), and nothing can go on "
                 "beside training. Use another transport, or an MPI that serves several."
             )
-        return self._loop.add(steps, patiently)
+        return self._loop.add(operation, deadline)
 
     def close(self) -> None:
         """End what is under way.
@@ -363,23 +363,23 @@ class MpiTransport(Transport):
         try:
             message = kind(self, start, data, peer, tag)
         except MPI.Exception as error:
-            raise self.roster.explain(error) from error
+            raise self.membership.explain(error) from error
         self._pending.add(message)
         return message
 
     def _duplicate(self, name: str) -> Any:
-        self._arrive(name, self.roster)
+        self._arrive(name, self.membership)
         return self._comm.Dup()
 
-    def _select(self, name: str, roster: Roster, ranks: Sequence[int]) -> Any:
-        self._arrive(name, roster)
+    def _select(self, name: str, membership: Membership, ranks: Sequence[int]) -> Any:
+        self._arrive(name, membership)
         group = self._comm.Get_group().Incl(list(ranks))
         return self._comm.Create_group(group, crc32(name.encode()) % 32_768)
 
-    def _arrive(self, name: str, roster: Roster) -> None:
+    def _arrive(self, name: str, membership: Membership) -> None:
         """Meet in the store first, which has a deadline: making a communicator has none."""
-        roster.store.set(f"{name}/came/{roster.me}", "1")
-        roster.await_keys([f"{name}/came/{peer.rank}" for peer in roster.peers], f"all ranks of '{name}'")
+        membership.store.set(f"{name}/came/{membership.me}", "1")
+        membership.await_keys([f"{name}/came/{peer.rank}" for peer in membership.peers], f"all ranks of '{name}'")
 
     def _watch(self, work: _Polled, peers: Sequence[int]) -> None:
         """Return when `work` is done; raise when that can no longer be."""
@@ -394,9 +394,9 @@ class MpiTransport(Transport):
                 looked, gone = now, self._gone(peers, work)
                 lost_since = min(lost_since, now) if gone else float("inf")
                 if gone and (late or now - lost_since > _GRACE_SECONDS):
-                    raise self.roster.loss(self.roster.gone() or gone)
+                    raise self.membership.loss(self.membership.gone() or gone)
                 if late:
-                    raise self.roster.overdue("a reply over MPI")
+                    raise self.membership.overdue("a reply over MPI")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             work.pause(0 if now - started < _SPIN_SECONDS else pause)
 
@@ -407,7 +407,7 @@ class MpiTransport(Transport):
         return found if all(lost) or not work.any else {}
 
     def _closed_early(self) -> RankLost:
-        return RankLost(f"rank {self.roster.me}: this transport was closed with work still to do.")
+        return RankLost(f"rank {self.membership.me}: this transport was closed with work still to do.")
 
     def _check_open(self) -> None:
         if self._closed:

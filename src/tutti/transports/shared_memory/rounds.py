@@ -24,7 +24,7 @@ Boxes = list[Tensor]
 class _Reached(Work):
     """Done when counters of all ranks have come to a value."""
 
-    def __init__(self, rounds: "Rounds", slots: np.ndarray, value: int) -> None:
+    def __init__(self, rounds: "SharedMemoryRounds", slots: np.ndarray, value: int) -> None:
         self._rounds, self._slots, self._value = rounds, slots, value
 
     def done(self) -> bool:
@@ -42,14 +42,14 @@ class _Compared(_Reached):
         self._rounds.compare()
 
 
-class Rounds:
+class SharedMemoryRounds:
     """The boxes of one conversation. Making it is collective, and so is every round, in the same order on all ranks."""
 
     def __init__(self, transport: SharedMemoryTransport, room: int, names: tuple[str, ...]) -> None:
         """Give every rank a box of twice `room` bytes, for rounds of these `names`."""
         self._transport, self._names = transport, names
         self.rank, self.size, self.room = transport.rank, transport.size, room
-        boxes = transport.inboxes(2 * room, torch.uint8)
+        boxes = transport.per_rank_tensors(2 * room, torch.uint8)
         self._halves = [[box[half * room :][:room] for box in boxes] for half in range(2)]
         self._typed: dict[tuple[int, torch.dtype], Boxes] = {}
         self.addresses = [np.array([box.data_ptr() for box in half]) for half in self._halves]
@@ -105,12 +105,12 @@ class Rounds:
         self._transport.await_counters(self.flags, slots, value, ranks, "take part in a collective operation")
 
     def _mismatch(self, half: int) -> ReplicaMismatch:
-        peers = self._transport.roster.peers
+        peers = self._transport.membership.peers
         asked = []
         for peer, entry in zip(peers, self._entries[half].tolist(), strict=True):
             kind, numel, code = self.flags.counters[entry : entry + 3].tolist()
             asked.append(f"rank {peer.rank}: {self._names[kind]} of {numel} × {DTYPES[code]}")
         return ReplicaMismatch(
-            f"rank {self._transport.roster.me}: ranks call different operations, or with different tensors: "
+            f"rank {self._transport.membership.me}: ranks call different operations, or with different tensors: "
             f"{'; '.join(asked)}. All ranks of a group call the same ones in the same order."
         )

@@ -16,7 +16,7 @@ _HEAD, _LINE = 16, 8
 _ALIGNED_BYTES = 64
 
 
-class Slots:
+class MessageSlots:
     """Making them is collective: `places` are the same on every rank, each the rank that empties it and its bytes."""
 
     def __init__(self, transport: SharedMemoryTransport, places: Sequence[tuple[int, int]]) -> None:
@@ -27,7 +27,7 @@ class Slots:
             starts.append(needed[rank])
             needed[rank] += -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         half = max(needed)
-        boxes = transport.inboxes(2 * half, torch.uint8)
+        boxes = transport.per_rank_tensors(2 * half, torch.uint8)
         self._rooms = [
             [boxes[rank][turn * half + start :][:num_bytes] for turn in range(2)]
             for start, (rank, num_bytes) in zip(starts, places, strict=True)

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
-from tutti.transports.base import Added, Finished, Work
-from tutti.transports.membership import Roster
+from tutti.transports.base import CompletedWork, TransportWrapper, Work
+from tutti.transports.membership import Membership
 from tutti.transports.shared_memory.flags import Flags, spins_for
 from tutti.transports.shared_memory.reduction import KERNELS, combine
-from tutti.transports.sockets.transport import ProcessGroupTransport
+from tutti.transports.sockets.transport import SocketTransport
 
 # The counters: a page head, then a row per rank: ready, done, and what it asked for in its last DEPTH reductions.
 _HEAD, _ROW, _DEPTH = 16, 160, 32
@@ -97,7 +97,7 @@ def _slice(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * share, numel), min((rank + 1) * share, numel)
 
 
-class _Reduction(Work):
+class _SharedMemoryReduction(Work):
     """One all-reduce under way, number `index` of its transport."""
 
     def __init__(self, transport: "SharedMemoryTransport", index: int, plan: _Plan, averaged: bool) -> None:
@@ -113,23 +113,23 @@ class _Reduction(Work):
         self._transport._finish(self.index)
 
 
-class SharedMemoryTransport(Added):
+class SharedMemoryTransport(TransportWrapper):
     """Ranks of one host. Sums in place in shared memory; messages and CUDA tensors go through `inner`."""
 
-    inner: ProcessGroupTransport
+    inner: SocketTransport
 
-    def __init__(self, inner: ProcessGroupTransport) -> None:
+    def __init__(self, inner: SocketTransport) -> None:
         self.inner = inner
-        self.roster = inner.roster
-        if not self.roster.one_host:
-            hosts = sorted({peer.host for peer in self.roster.peers})
+        self.membership = inner.membership
+        if not self.membership.one_host:
+            hosts = sorted({peer.host for peer in self.membership.peers})
             raise ConfigError(f"shared memory reaches one host only, but the ranks are on {', '.join(hosts)}.")
         self.rank, self.size, self.hosts, self.timeout = inner.rank, inner.size, inner.hosts, inner.timeout
         self._reduced_bytes = 0
         self._name = f"{inner.name}/memory"
         self._num_segments = 0
         self._segments: WeakSet[_Segment] = WeakSet()
-        pages = _map_all(self.roster, f"{self._name}/counters", 8 * (_HEAD + _ROW * self.size))
+        pages = _map_all(self.membership, f"{self._name}/counters", 8 * (_HEAD + _ROW * self.size))
         counters = np.frombuffer(pages[0], dtype=np.int64)
         self._flags = Flags(counters, spins_for(self.size))
         rows = _HEAD + _ROW * np.arange(self.size, dtype=np.int64)
@@ -141,7 +141,7 @@ class SharedMemoryTransport(Added):
         self._closed = False
         self._channels: WeakSet[SharedMemoryTransport] = WeakSet()
         self._posted = 0
-        self._pending: deque[_Reduction] = deque()
+        self._pending: deque[_SharedMemoryReduction] = deque()
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -170,35 +170,35 @@ class SharedMemoryTransport(Added):
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
+        memories = _map_all(self.membership, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
         self._segments.add(_Segment(self._num_segments, memories, self.rank))
         self._num_segments += 1
         return torch.frombuffer(memories[self.rank], dtype=dtype)[:numel]
 
-    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def shared_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat CPU tensor, zeros at first, that is one and the same on every rank. Collective."""
-        memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
+        memories = _map_all(self.membership, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
         self._num_segments += 1
         return torch.frombuffer(memories[0], dtype=dtype)[:numel]
 
-    def inboxes(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    def per_rank_tensors(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """A flat CPU tensor of each rank, all of them on every rank. Collective."""
-        memories = _map_all(self.roster, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
+        memories = _map_all(self.membership, f"{self._name}/{self._num_segments}", max(1, numel) * dtype.itemsize)
         self._num_segments += 1
         return [torch.frombuffer(memory, dtype=dtype)[:numel] for memory in memories]
 
     def flags(self, num_slots: int) -> Flags:
         """Counters that every rank can change; the first 16 are not for use. Collective."""
-        return Flags(self.common(num_slots, torch.int64).numpy(), spins_for(self.size))
+        return Flags(self.shared_tensor(num_slots, torch.int64).numpy(), spins_for(self.size))
 
     def missing(self) -> dict[int, str]:
         """Ranks that will answer here no more, and how that is known."""
         found = {rank: why for rank in range(self.size) if (why := self._how_gone(rank)) is not None}
         return found | dict.fromkeys(self._closed_ranks(), "it has closed this conversation")
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """This rank cannot go on: nobody should wait for it here."""
-        self.inner.conversation.give_up()
+        self.inner.conversation.abort()
 
     def check_open(self) -> None:
         """Raise if this conversation was closed, here, meanwhile."""
@@ -213,19 +213,19 @@ class SharedMemoryTransport(Added):
     def average(self, tensor: Tensor, weight: float) -> Work:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(
-                f"rank {self.roster.me}: the mean of {tensor.dtype} tensors is not an integer; use a sum."
+                f"rank {self.membership.me}: the mean of {tensor.dtype} tensors is not an integer; use a sum."
             )
         return self._reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, weight, averaged=True)
 
     def broadcast(self, tensor: Tensor) -> Work:
         if tensor.is_cuda:
-            raise ConfigError(f"rank {self.roster.me}: only CPU tensors can be broadcast in shared memory.")
+            raise ConfigError(f"rank {self.membership.me}: only CPU tensors can be broadcast in shared memory.")
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return self._reduce(real, float(self.rank == 0), averaged=False)  # The sum in which only rank 0 counts.
 
     def _reduce(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
         if self._closed:
-            raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
+            raise ConfigError(f"rank {self.membership.me}: this transport is closed.")
         plan = self._plan(tensor) if tensor.is_contiguous() else None
         if plan is None:
             return self._reduce_private(tensor, weight, averaged)
@@ -244,7 +244,7 @@ class SharedMemoryTransport(Added):
             piece.copy_(shared)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
-        return Finished()
+        return CompletedWork()
 
     def _plan(self, tensor: Tensor) -> _Plan | None:
         """How to reduce `tensor`, if it lies in memory that all ranks can reach."""
@@ -259,13 +259,13 @@ class SharedMemoryTransport(Added):
                 return plan
         return None
 
-    def _post(self, plan: _Plan, numel: int, weight: float, averaged: bool) -> _Reduction:
+    def _post(self, plan: _Plan, numel: int, weight: float, averaged: bool) -> _SharedMemoryReduction:
         """Show everyone this rank's part of the next reduction."""
         index = self._posted
         if index >= _DEPTH:
             self._finish(index - _DEPTH)  # Its row entry is about to be written over.
         self._reduced_bytes += plan.num_bytes
-        work = _Reduction(self, index, plan, averaged)
+        work = _SharedMemoryReduction(self, index, plan, averaged)
         self._pending.append(work)
         self._posted = index + 1
         entry = self._row + _ASKED + _ENTRY * (index % _DEPTH)
@@ -279,7 +279,7 @@ class SharedMemoryTransport(Added):
         while self._pending and self._flags.reached(self._ready, self._pending[0].index + 1):
             self._add_up(self._pending.popleft())
 
-    def _add_up(self, work: _Reduction) -> None:
+    def _add_up(self, work: _SharedMemoryReduction) -> None:
         entry = _ASKED + _ENTRY * (work.index % _DEPTH)
         divisor = self._flags.weigh(self._ready + (entry - _READY), self._weights)
         if math.isnan(divisor):
@@ -297,7 +297,7 @@ class SharedMemoryTransport(Added):
             for rank, (numel, kind, place, _) in enumerate(rows.tolist())
         ]
         return ReplicaMismatch(
-            f"rank {self.roster.me}: all-reduce of tensors that differ in length, dtype or place in shared memory: "
+            f"rank {self.membership.me}: all-reduce of tensors that differ in length, dtype or place in shared memory: "
             f"{'; '.join(asked)}."
         )
 
@@ -319,14 +319,16 @@ class SharedMemoryTransport(Added):
         while not self._flags.wait(slots, value, _CHECK_SECONDS):
             if self._closed or self.inner.closed:
                 raise self.inner.conversation.closed_meanwhile()
-            gone = self.roster.gone() or self._closed_ranks() or self.inner.conversation.lost_ranks()
+            gone = self.membership.gone() or self._closed_ranks() or self.inner.conversation.lost_ranks()
             if gone and not self._flags.reached(slots, value):  # It may have gone after doing its part.
-                raise self.roster.loss(gone)
+                raise self.membership.loss(gone)
             if beats != self._beats():  # Somebody is waiting for others, and they are on their way.
                 deadline, beats = time.monotonic() + patience, self._beats()
             elif time.monotonic() > deadline:
                 late = self._names(np.flatnonzero(self._flags.counters[slots] < value))
-                raise self.roster.overdue(f"rank {', '.join(map(str, late))} to take part in all-reduce {value - 1}")
+                raise self.membership.overdue(
+                    f"rank {', '.join(map(str, late))} to take part in all-reduce {value - 1}"
+                )
 
     def await_counters(self, flags: Flags, slots: np.ndarray, value: int, ranks: Sequence[int], deed: str) -> None:
         """Wait until all `slots` hold `value`, as long as the `ranks` that write them live and the timeout lasts."""
@@ -336,20 +338,20 @@ class SharedMemoryTransport(Added):
         while not flags.wait(slots, value, _CHECK_SECONDS):
             self.check_open()
             late = [ranks[index] for index in np.flatnonzero(flags.counters[slots] < value).tolist()]
-            lost = {self.roster.peers[rank].rank: why for rank in late if (why := self._how_gone(rank)) is not None}
+            lost = {self.membership.peers[rank].rank: why for rank in late if (why := self._how_gone(rank)) is not None}
             if lost and not flags.reached(slots, value):  # It may have gone after doing its part.
-                raise self.roster.loss(self.roster.gone() or lost)
+                raise self.membership.loss(self.membership.gone() or lost)
             if time.monotonic() > deadline:
-                names = ", ".join(str(self.roster.peers[rank].rank) for rank in late)
-                raise self.roster.overdue(f"rank {names} to {deed}")
+                names = ", ".join(str(self.membership.peers[rank].rank) for rank in late)
+                raise self.membership.overdue(f"rank {names} to {deed}")
 
     def _how_gone(self, rank: int) -> str | None:
         """How it is known that a rank will answer here no more, if it is."""
         if rank == self.rank:
             return None
-        return self.roster.how_gone(self.roster.peers[rank]) or self.inner.conversation.said_by(rank)
+        return self.membership.how_gone(self.membership.peers[rank]) or self.inner.conversation.said_by(rank)
 
-    def beat(self) -> None:
+    def report_progress(self) -> None:
         """Tell those who wait for this rank that it goes on, slowly."""
         self._flags.counters[self._row + _BEATS] += 1
 
@@ -358,37 +360,37 @@ class SharedMemoryTransport(Added):
 
     def _closed_ranks(self) -> dict[int, str]:
         closed = self._names(np.flatnonzero(self._flags.counters[self._ready + (_CLOSED - _READY)]))
-        return {rank: "it has closed this conversation" for rank in closed if rank != self.roster.me}
+        return {rank: "it has closed this conversation" for rank in closed if rank != self.membership.me}
 
     def _names(self, ranks: np.ndarray) -> list[int]:
-        return [self.roster.peers[rank].rank for rank in ranks.tolist()]
+        return [self.membership.peers[rank].rank for rank in ranks.tolist()]
 
 
-def _map_all(roster: Roster, name: str, num_bytes: int) -> list[_Memory]:
+def _map_all(membership: Membership, name: str, num_bytes: int) -> list[_Memory]:
     """Give every rank `num_bytes` of memory and map everyone's. Collective."""
     file = os.memfd_create("tutti")
     try:
         os.ftruncate(file, num_bytes)
-        roster.store.set(f"{name}/at/{roster.rank}", f"{os.getpid()} {file}")
-        roster.await_keys([f"{name}/at/{rank}" for rank in range(roster.size)], "memory of all ranks")
-        memories = [_open(roster, name, rank, num_bytes) for rank in range(roster.size)]
-        roster.store.set(f"{name}/mapped/{roster.rank}", "1")
-        roster.await_keys([f"{name}/mapped/{rank}" for rank in range(roster.size)], "all ranks to map memory")
+        membership.store.set(f"{name}/at/{membership.rank}", f"{os.getpid()} {file}")
+        membership.await_keys([f"{name}/at/{rank}" for rank in range(membership.size)], "memory of all ranks")
+        memories = [_open(membership, name, rank, num_bytes) for rank in range(membership.size)]
+        membership.store.set(f"{name}/mapped/{membership.rank}", "1")
+        membership.await_keys([f"{name}/mapped/{rank}" for rank in range(membership.size)], "all ranks to map memory")
     finally:
         os.close(file)
     return memories
 
 
-def _open(roster: Roster, name: str, rank: int, num_bytes: int) -> _Memory:
-    pid, number = roster.store.get(f"{name}/at/{rank}").split()
+def _open(membership: Membership, name: str, rank: int, num_bytes: int) -> _Memory:
+    pid, number = membership.store.get(f"{name}/at/{rank}").split()
     try:
         file = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise roster.explain(error) from error
+        raise membership.explain(error) from error
     try:
         if os.fstat(file).st_size != num_bytes:
             raise ReplicaMismatch(
-                f"rank {roster.me}: asked for {num_bytes} bytes of shared memory where rank {rank} asked for "
+                f"rank {membership.me}: asked for {num_bytes} bytes of shared memory where rank {rank} asked for "
                 f"{os.fstat(file).st_size}: the ranks' models differ."
             )
         return _Memory(file, num_bytes)

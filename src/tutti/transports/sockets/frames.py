@@ -35,7 +35,7 @@ def raw(tensor: Tensor) -> memoryview:
     return memoryview((flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)).numpy())  # type: ignore[arg-type]
 
 
-class Message:
+class FrameHeader:
     """What a header announced."""
 
     def __init__(self, src: int, tag: int, num_bytes: int, code: int) -> None:
@@ -54,7 +54,7 @@ class Incoming:
         self.moved_at = time.monotonic()
         self.head = bytearray(HELLO.size)
         self.rest = memoryview(self.head)
-        self.message: Message | None = None
+        self.message: FrameHeader | None = None
         self.held = False  # Whether `message` waits in the network until it is asked for.
         self._wakes_at = 1
 

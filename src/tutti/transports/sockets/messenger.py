@@ -22,8 +22,8 @@ from torch.distributed import PrefixStore
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
 from tutti.transports.base import ANY, Work
 from tutti.transports.event_loop import Mover
-from tutti.transports.membership import WATCH_SECONDS, Conversation, Roster, loss_of
-from tutti.transports.sockets.frames import CODES, DTYPES, HEADER, HELLO, Incoming, Message, Outgoing, raw
+from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership, loss_of
+from tutti.transports.sockets.frames import CODES, DTYPES, HEADER, HELLO, FrameHeader, Incoming, Outgoing, raw
 
 _EAGER_BYTES = 256 * 2**10
 _READS_AT_ONCE = 64
@@ -86,28 +86,30 @@ class Receiving(Work):
 class Messenger(Mover):
     """All messages of one conversation on one rank. One thread at a time; `interrupt` may come from another."""
 
-    def __init__(self, roster: Roster, address: str, name: str) -> None:
+    def __init__(self, membership: Membership, address: str, name: str) -> None:
         self.guard = threading.RLock()
-        self.roster = roster
-        self.rank = roster.rank
-        self.conversation = Conversation(roster, name)
+        self.membership = membership
+        self.rank = membership.rank
+        self.conversation = ChannelMembership(membership, name)
         self.on_progress: Callable[[], None] = lambda: None
         """Called when a wait is over, and now and then while one is long but data moves."""
         self.serves = False
         """Whether a loop uses this: who is lost then is one among many."""
         self._name = f"{name}/messages"
-        self._store = PrefixStore(self._name, roster.store)
+        self._store = PrefixStore(self._name, membership.store)
         self._token = secrets.token_bytes(16)
         self._interrupted = False
         self._closed = False
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: set[Incoming] = set()
         self._asked: defaultdict[int, list[Receiving]] = defaultdict(list)  # By tag, in the order asked.
-        self._unasked: defaultdict[int, list[Message]] = defaultdict(list)  # By tag, in the order of arrival.
+        self._unasked: defaultdict[int, list[FrameHeader]] = defaultdict(list)  # By tag, in the order of arrival.
         self.ended: set[int] = set()  # Peers whose connection to us is over.
         self.broken: set[int] = set()  # Peers that no longer take what we send.
         self._watched_at = 0.0
-        self._moved_at = [0.0] * (roster.size + 1)  # The last read or write, by peer; the last entry is of ANY read.
+        self._moved_at = [0.0] * (
+            membership.size + 1
+        )  # The last read or write, by peer; the last entry is of ANY read.
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
@@ -151,7 +153,7 @@ class Messenger(Mover):
 
     def wait(self, work: Sending | Receiving) -> None:
         """Move everything along until `work` is finished."""
-        patience = self.roster.timeout.total_seconds()
+        patience = self.membership.timeout.total_seconds()
         started = now = time.monotonic()
         watch = now + WATCH_SECONDS
         while not work.finished:
@@ -187,13 +189,13 @@ class Messenger(Mover):
             return None
         if work.finished:
             return work.error if isinstance(work, Receiving) else None
-        who = self.roster.peers[work.peer]
-        why = self.roster.how_gone(who) or self.conversation.said_by(work.peer) or "its connection is closed"
-        return loss_of(self.roster.me, {who.rank: why})
+        who = self.membership.peers[work.peer]
+        why = self.membership.how_gone(who) or self.conversation.said_by(work.peer) or "its connection is closed"
+        return loss_of(self.membership.me, {who.rank: why})
 
     def overdue(self, what: str) -> DeadlineExceeded:
-        self.conversation.give_up()
-        return self.roster.overdue(what)
+        self.conversation.abort()
+        return self.membership.overdue(what)
 
     def interrupt(self) -> None:
         """Make whoever waits stop waiting, from any thread. Idempotent."""
@@ -219,7 +221,7 @@ class Messenger(Mover):
 
     def _check_open(self) -> None:
         if self._interrupted:
-            raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
+            raise ConfigError(f"rank {self.membership.me}: this transport is closed.")
 
     def _step(self, seconds: float) -> bool:
         """Do what is ready, or becomes so within `seconds`; whether there was anything."""
@@ -246,7 +248,7 @@ class Messenger(Mover):
 
     def _connect(self, dst: int) -> Outgoing:
         address, port, token = self._address_of(dst)
-        patience_s = _STALLED_SECONDS if self.serves else self.roster.timeout.total_seconds()
+        patience_s = _STALLED_SECONDS if self.serves else self.membership.timeout.total_seconds()
         deadline = time.monotonic() + patience_s
         connection = None
         while connection is None:
@@ -256,11 +258,11 @@ class Messenger(Mover):
                 connection = socket.create_connection((address, port), WATCH_SECONDS)
             except TimeoutError:  # Nothing answers there: a host that vanished, or a wall between.
                 if lost := self.conversation.lost(dst):
-                    raise self.roster.loss(lost) from None
+                    raise self.membership.loss(lost) from None
                 if time.monotonic() > deadline:
                     self._give_up()
-                    who = f"rank {self.roster.peers[dst].rank} at {address}"
-                    raise self.roster.overdue(f"{who} to let a connection in") from None
+                    who = f"rank {self.membership.peers[dst].rank} at {address}"
+                    raise self.membership.overdue(f"{who} to let a connection in") from None
             except OSError as error:
                 raise self._loss(dst, error) from error
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -278,8 +280,8 @@ class Messenger(Mover):
                 raise self.conversation.closed_meanwhile()
             return self.conversation.lost(dst)
 
-        self.roster.await_keys([key], f"rank {self.roster.peers[dst].rank} to open a conversation", lost)
-        address, port, token = self.roster.store.get(key).decode().split()
+        self.membership.await_keys([key], f"rank {self.membership.peers[dst].rank} to open a conversation", lost)
+        address, port, token = self.membership.store.get(key).decode().split()
         return address, int(port), bytes.fromhex(token)
 
     def _write(self, dst: int) -> None:
@@ -347,15 +349,15 @@ class Messenger(Mover):
             return False  # Whoever waits may have been waiting for just this.
         if incoming.src == ANY:
             token, src = HELLO.unpack(incoming.head)
-            if token != self._token or not 0 <= src < self.roster.size:
+            if token != self._token or not 0 <= src < self.membership.size:
                 self._drop(incoming)
                 return False
             incoming.src = src
             incoming.expect_header()
             return True
-        return self._announced(incoming, Message(incoming.src, *HEADER.unpack(incoming.head)))
+        return self._announced(incoming, FrameHeader(incoming.src, *HEADER.unpack(incoming.head)))
 
-    def _announced(self, incoming: Incoming, message: Message) -> bool:
+    def _announced(self, incoming: Incoming, message: FrameHeader) -> bool:
         incoming.message = message
         for work in self._asked[message.tag]:
             if work.peer in (ANY, message.src):
@@ -377,22 +379,22 @@ class Messenger(Mover):
         """Whether something that may be behind a message of `src` is asked for."""
         return any(work.peer in (ANY, src) for works in self._asked.values() for work in works)
 
-    def _bind(self, message: Message, work: Receiving) -> memoryview:
+    def _bind(self, message: FrameHeader, work: Receiving) -> memoryview:
         """Have `message` read into the memory of `work`, if it fits."""
         message.receiving = work
         work.peer = message.src
         tensor = work.tensor
         if (message.num_bytes, message.code) == (tensor.nbytes, CODES[tensor.dtype]):
             return raw(tensor)
-        got, sender = DTYPES[message.code], self.roster.peers[message.src].rank
+        got, sender = DTYPES[message.code], self.membership.peers[message.src].rank
         work.error = ReplicaMismatch(
-            f"rank {self.roster.me}: expected {tensor.numel()} × {tensor.dtype} from rank {sender}, which sent "
+            f"rank {self.membership.me}: expected {tensor.numel()} × {tensor.dtype} from rank {sender}, which sent "
             f"{message.num_bytes // got.itemsize} × {got}. All ranks must call with tensors of one length and dtype."
         )
         message.buffer = bytearray(message.num_bytes)  # Read, and dropped.
         return memoryview(message.buffer)
 
-    def _keep(self, message: Message) -> memoryview:
+    def _keep(self, message: FrameHeader) -> memoryview:
         message.buffer = bytearray(message.num_bytes)
         self._unasked[message.tag].append(message)
         return memoryview(message.buffer)
@@ -407,7 +409,7 @@ class Messenger(Mover):
         self._watch_incoming(incoming)
         return wanted
 
-    def _give(self, message: Message, work: Receiving) -> None:
+    def _give(self, message: FrameHeader, work: Receiving) -> None:
         """Hand a message that was kept, or is being read, to who asks for it now."""
         kept = message.buffer
         self._bind(message, work)
@@ -415,7 +417,7 @@ class Messenger(Mover):
         if message.complete:
             self._complete(message)
 
-    def _complete(self, message: Message) -> None:
+    def _complete(self, message: FrameHeader) -> None:
         message.complete = True
         work = message.receiving
         if work is None:
@@ -467,12 +469,12 @@ class Messenger(Mover):
         if peer != ANY:
             lost = self.conversation.lost(peer)
         else:
-            others = [self.conversation.lost(rank) for rank in range(self.roster.size) if rank != self.rank]
+            others = [self.conversation.lost(rank) for rank in range(self.membership.size) if rank != self.rank]
             lost = {who: why for each in others for who, why in each.items()} if all(others) else {}
         # It may have connected, sent and left a moment ago: then its message is here by now.
         if lost and not (self._step(0) or work.finished):
-            self.conversation.give_up()
-            raise self.roster.loss(lost)
+            self.conversation.abort()
+            raise self.membership.loss(lost)
 
     def _watch_all(self) -> None:
         """Look whether those who are asked for something are still there, also those who never connected."""
@@ -490,9 +492,9 @@ class Messenger(Mover):
         return any(incoming.moved_at > now - _STALLED_SECONDS for incoming in from_it)
 
     def _overdue(self, work: Sending | Receiving) -> Exception:
-        self.conversation.give_up()
-        who = "any rank" if work.peer == ANY else f"rank {self.roster.peers[work.peer].rank}"
-        return self.roster.overdue(f"{who} to {work.deed}")
+        self.conversation.abort()
+        who = "any rank" if work.peer == ANY else f"rank {self.membership.peers[work.peer].rank}"
+        return self.membership.overdue(f"{who} to {work.deed}")
 
     def _loss(self, peer: int, cause: OSError | None = None) -> Exception:
         """Why `peer` cannot be reached any more."""
@@ -501,9 +503,9 @@ class Messenger(Mover):
         while not (lost := self.conversation.lost(peer)) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._give_up()
-        return self.roster.loss(lost, str(cause or "connection closed"))
+        return self.membership.loss(lost, str(cause or "connection closed"))
 
     def _give_up(self) -> None:
         """Tell the others that this rank goes no further here, unless it serves, and goes on without whom it lost."""
         if not self.serves:
-            self.conversation.give_up()
+            self.conversation.abort()

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports.background import Background
-from tutti.transports.base import ANY, Steps, Transport, Work
+from tutti.transports.base import ANY, Operation, Transport, Work
 from tutti.transports.event_loop import Driven, Loop
-from tutti.transports.membership import WATCH_SECONDS, Conversation, Roster
+from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership
 from tutti.transports.sockets.messenger import Messenger, Receiving
 
 LOOPBACK = "127.0.0.1"
@@ -32,9 +32,9 @@ _WIDER = {torch.int16: torch.int32, torch.bool: torch.int32}
 class GroupWork(Work):
     """A torch work object."""
 
-    def __init__(self, work: dist.Work, roster: Roster, then: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, work: dist.Work, membership: Membership, then: Callable[[], object] = lambda: None) -> None:
         self._work: dist.Work | None = work
-        self._roster = roster
+        self._membership = membership
         self._then = then
         self._error: Exception | None = None
 
@@ -48,9 +48,9 @@ class GroupWork(Work):
             return
         work, self._work = self._work, None
         try:
-            work.wait(self._roster.timeout)
+            work.wait(self._membership.timeout)
         except RuntimeError as error:
-            self._error = self._roster.explain(error)
+            self._error = self._membership.explain(error)
             raise self._error from error
         finally:
             del work  # It holds the group's sockets open, and the traceback would hold it: others would wait on.
@@ -99,41 +99,41 @@ class _Staged(Work):
         return self._source
 
 
-class ProcessGroupTransport(Transport):
+class SocketTransport(Transport):
     """Messages over TCP; sums by Gloo, or by NCCL where each rank has a GPU of its own."""
 
-    def __init__(self, roster: Roster, *, address: str = LOOPBACK, name: str = "tutti") -> None:
-        """Talk to every rank of `roster`. Connections are made when they are needed.
+    def __init__(self, membership: Membership, *, address: str = LOOPBACK, name: str = "tutti") -> None:
+        """Talk to every rank of `membership`. Connections are made when they are needed.
 
         Args:
             address: where to listen: an address of this host.
             name: distinguishes the conversation from others on the same store.
         """
-        self.rank, self.size, self.hosts = roster.rank, roster.size, roster.hosts
-        self.world_rank = roster.me
-        self.timeout, self.bytes_sent = roster.timeout, 0
-        self.roster = roster
+        self.rank, self.size, self.hosts = membership.rank, membership.size, membership.hosts
+        self.world_rank = membership.me
+        self.timeout, self.bytes_sent = membership.timeout, 0
+        self.membership = membership
         self.name = name
         self._address = address
-        self._store = dist.PrefixStore(name, roster.store)
-        self._messenger = Messenger(roster, address, name)
-        self._background = Background(f"rank {roster.me}")
-        self._loop = Loop(f"rank {roster.me}", self._messenger, roster.timeout.total_seconds())
+        self._store = dist.PrefixStore(name, membership.store)
+        self._messenger = Messenger(membership, address, name)
+        self._background = Background(f"rank {membership.me}")
+        self._loop = Loop(f"rank {membership.me}", self._messenger, membership.timeout.total_seconds())
         self._gloo: Any = None  # torch's stubs know neither its methods nor its options.
         self._nccl: Any = None
         self._own_gpu: bool | None = None
         self.closed = False
         self._num_channels: Counter[str] = Counter()
-        self._channels: list[ProcessGroupTransport] = []
+        self._channels: list[SocketTransport] = []
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        self.roster.check_peer(dst)
+        self.membership.check_peer(dst)
         self.bytes_sent += tensor.nbytes
         return self._messenger.send(tensor.detach().contiguous().cpu(), dst, tag)
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         if src != ANY:
-            self.roster.check_peer(src)
+            self.membership.check_peer(src)
         if tensor.is_contiguous() and tensor.device.type == "cpu":
             return self._messenger.receive(tensor, src, tag)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -150,28 +150,28 @@ class ProcessGroupTransport(Transport):
             return self._reduce(self._connect_gloo(), flat)
         return self._reduce(self._connect_gloo(), flat, lambda: tensor.copy_(data))
 
-    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "ProcessGroupTransport":
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SocketTransport":
         self._check_open()
-        roster = self.roster if ranks is None else self.roster.subset(ranks)
+        membership = self.membership if ranks is None else self.membership.subset(ranks)
         if ranks is not None:
             name += f"[{','.join(map(str, ranks))}]"
         self._num_channels[name] += 1
         full_name = f"{self.name}/{name}.{self._num_channels[name]}"
-        made = ProcessGroupTransport(roster, address=self._address, name=full_name)
+        made = SocketTransport(membership, address=self._address, name=full_name)
         self._channels = [*(channel for channel in self._channels if not channel.closed), made]
         return made
 
-    def start(self, steps: Steps) -> Work:
-        return self._background.start(steps)
+    def start(self, operation: Operation) -> Work:
+        return self._background.start(operation)
 
-    def beside(self, steps: Steps, patiently: bool = False) -> Work:
+    def spawn(self, operation: Operation, *, deadline: bool = True) -> Work:
         self._messenger.serves = True
-        return self._loop.add(steps, patiently)
+        return self._loop.add(operation, deadline)
 
-    def promptly(self, steps: Steps) -> Driven:
-        """As `beside`, patiently; but the caller takes the steps that need not wait."""
+    def spawn_inline(self, operation: Operation) -> Driven:
+        """As `spawn` without a deadline; but the caller takes the steps that need not wait."""
         self._messenger.serves = True
-        return self._loop.add_here(steps)
+        return self._loop.add_here(operation)
 
     def interrupt(self) -> None:
         self.closed = True
@@ -202,7 +202,7 @@ class ProcessGroupTransport(Transport):
         self._gloo = None
 
     @property
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ChannelMembership:
         return self._messenger.conversation
 
     def on_progress(self, call: Callable[[], None]) -> None:
@@ -211,24 +211,24 @@ class ProcessGroupTransport(Transport):
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ConfigError(f"rank {self.roster.me}: this transport is closed.")
+            raise ConfigError(f"rank {self.membership.me}: this transport is closed.")
 
     def _reduce(self, group: Any, tensor: Tensor, then: Callable[[], object] = lambda: None) -> Work:
         try:
-            return GroupWork(group.allreduce([tensor]), self.roster, then)
+            return GroupWork(group.allreduce([tensor]), self.membership, then)
         except RuntimeError as error:
-            raise self.roster.explain(error) from error
+            raise self.membership.explain(error) from error
 
     def _connect_gloo(self) -> Any:
         """Gloo's group, made by all ranks together when they first reduce."""
         if self._gloo is None:
             self._agree_to_connect()
-            connecting = _Connecting(self._make_gloo, f"rank {self.roster.me} connects")
+            connecting = _Connecting(self._make_gloo, f"rank {self.membership.me} connects")
             while not connecting.over.wait(WATCH_SECONDS):
-                if gone := self.roster.gone():
-                    raise self.roster.loss(gone)
+                if gone := self.membership.gone():
+                    raise self.membership.loss(gone)
             if connecting.error is not None:
-                raise self.roster.explain(connecting.error) from connecting.error
+                raise self.membership.explain(connecting.error) from connecting.error
             self._gloo = connecting.made
         return self._gloo
 
@@ -249,11 +249,11 @@ class ProcessGroupTransport(Transport):
         self._store.set(f"gloo/{self.rank}", "1")
         keys = [f"{self.name}/gloo/{rank}" for rank in range(self.size)]
         try:
-            self.roster.await_keys(keys, "all ranks to take part in an all-reduce", self._lost)
+            self.membership.await_keys(keys, "all ranks to take part in an all-reduce", self._lost)
         except (RankLost, DeadlineExceeded) as error:
             failure = error
         if self._store.compare_set("gloo/verdict", "", "stop" if failure else "go") == b"stop":
-            raise failure or self.roster.loss(self._lost(), "another rank would not wait any longer")
+            raise failure or self.membership.loss(self._lost(), "another rank would not wait any longer")
 
     def _lost(self) -> dict[int, str]:
         if self.closed:
@@ -275,7 +275,7 @@ class ProcessGroupTransport(Transport):
             mine = torch.cuda.get_device_properties(tensor.device).uuid if dist.is_nccl_available() else "none"
             self._store.set(f"gpu/{self.rank}", str(mine))
             keys = [f"{self.name}/gpu/{rank}" for rank in range(self.size)]
-            self.roster.await_keys(keys, "the GPUs of all ranks")
-            gpus = [self.roster.store.get(key) for key in keys]
+            self.membership.await_keys(keys, "the GPUs of all ranks")
+            gpus = [self.membership.store.get(key) for key in keys]
             self._own_gpu = b"none" not in gpus and len(set(gpus)) == self.size
         return self._own_gpu

@@ -32,6 +32,6 @@ class ServerGroupConfig:
 
     def max_push_bytes(self, shard: ParameterShard) -> int:
         """Return the most bytes that a worker may push of a shard."""
-        if self.codec is None or shard.runs is None:
+        if self.codec is None or shard.groups is None:
             return shard.num_bytes
-        return 2 * self.codec.packet_bytes(shard.numel, shard.runs) + shard.num_bytes
+        return 2 * self.codec.packet_bytes(shard.numel, shard.groups) + shard.num_bytes

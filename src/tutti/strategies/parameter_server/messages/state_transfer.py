@@ -12,10 +12,10 @@ from torch import Tensor
 from tutti.replica.state import pack, unpack
 from tutti.strategies.parameter_server.messages.wire import STATE_TAG
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
-def send_state(state: Any, peer: int, transport: Transport) -> Steps:
+def send_state(state: Any, peer: int, transport: Transport) -> Operation:
     """Send a nest of containers, numbers and tensors to a rank."""
     tensors: list[Tensor] = []
     packed = pack(state, tensors)

@@ -33,7 +33,7 @@ _LINE_BYTES = 64
 class HogwildWorker(Exchange):
     """One worker among those of a host."""
 
-    expendable = True
+    tolerates_loss = True
 
     def __init__(self, replica: HookedReplica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
         super().__init__(replica, transport)
@@ -58,11 +58,11 @@ class HogwildWorker(Exchange):
         self._read_statistics = [tensor.data.clone() for tensor in self._statistics]
         numel = sum(slot.tensor.numel() for slot in replica.slots)
         states = self._trained
-        memory = transport.common(Arena.size_of(numel, len(states)), torch.uint8)
+        memory = transport.shared_tensor(Arena.size_of(numel, len(states)), torch.uint8)
         self._arena = Arena(memory, len(states), lambda number: replica.optimizer.state[states[number]])
         if self._me == 0:
             self._arena.reset()
-        transport.common(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
+        transport.shared_tensor(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
         self._locked = False
         self._num_bytes = 2 * sum(view.nbytes for view in self._views)
         self._handles = [
@@ -82,7 +82,7 @@ class HogwildWorker(Exchange):
         for dtype, group in by_dtype.items():
             line = _LINE_BYTES // dtype.itemsize
             sizes = [-(-slot.tensor.numel() // line) * line for slot in group]
-            for slot, part in zip(group, transport.common(sum(sizes), dtype).split(sizes), strict=True):
+            for slot, part in zip(group, transport.shared_tensor(sum(sizes), dtype).split(sizes), strict=True):
                 views[slot] = like(part[: slot.tensor.numel()], slot.tensor)
                 if self._me == 0:
                     views[slot].copy_(slot.tensor.detach())
@@ -92,17 +92,12 @@ class HogwildWorker(Exchange):
     def bytes_sent(self) -> int:
         return self._clock * self._num_bytes
 
-    @property
-    def staleness(self) -> dict[int, int]:
-        return dict(sorted(self._staleness.items()))
+    def metrics(self) -> dict[str, Any]:
+        return {"staleness": dict(sorted(self._staleness.items())), "version": self._base}
 
     @property
-    def version(self) -> int:
-        return self._base
-
-    @property
-    def leads(self) -> bool:
-        return self._crowd.leads
+    def is_leader(self) -> bool:
+        return self._crowd.is_leader
 
     def before_step(self) -> None:
         if isnan(self.replica.take_samples()):
@@ -170,7 +165,7 @@ class HogwildWorker(Exchange):
         self._crowd.meet(lambda number: self._read())
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         return None
 
     def leave(self) -> None:

@@ -52,7 +52,7 @@ class _Piece:
 class InMemoryWorker(ParameterServerWorker):
     """One worker among those of a host."""
 
-    expendable = True
+    tolerates_loss = True
 
     def __init__(self, replica: Replica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
         super().__init__(replica, transport, strategy)
@@ -117,19 +117,19 @@ class InMemoryWorker(ParameterServerWorker):
             pieces = self._of_bucket[bucket.index]
             width = 2 + num_options + len(pieces) + len(bucket.slots)
             self._notes.append(
-                transport.common(size * depth * width, torch.float64).numpy().reshape(size, depth, width)
+                transport.shared_tensor(size * depth * width, torch.float64).numpy().reshape(size, depth, width)
             )
             numel = 0 if self._alone else depth * bucket.flat.numel()
-            inboxes = transport.inboxes(numel, bucket.flat.dtype)
+            inboxes = transport.per_rank_tensors(numel, bucket.flat.dtype)
             self._inboxes.append([inbox.view(depth, -1) for inbox in inboxes] if numel else [])
-            values = transport.common(bucket.flat.numel(), bucket.flat.dtype)
+            values = transport.shared_tensor(bucket.flat.numel(), bucket.flat.dtype)
             if self._rank == 0:
                 values.copy_(bucket.image())
             self._values.append(values)
             steppers |= {p.index: self._stepped(p, bucket, values, transport) for p in pieces}
         self._steps = [steppers[piece.index] for piece in self._pieces]
         self._views = [bucket.views(values) for bucket, values in zip(buckets, self._values, strict=True)]
-        transport.common(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
+        transport.shared_tensor(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
 
     def _stepped(
         self, piece: ParameterShard, bucket: Bucket, values: Tensor, transport: "SharedMemoryTransport"
@@ -139,7 +139,7 @@ class InMemoryWorker(ParameterServerWorker):
         if not piece.is_trained:
             return _Piece(stepper, None)
         count = len(piece.segments)
-        memory = transport.common(Arena.size_of(piece.numel, count), torch.uint8)
+        memory = transport.shared_tensor(Arena.size_of(piece.numel, count), torch.uint8)
         arena = Arena(memory, count, stepper.segment_state)
         if self._rank == 0:
             arena.reset()
@@ -154,8 +154,8 @@ class InMemoryWorker(ParameterServerWorker):
         return min(self._versions)
 
     @property
-    def leads(self) -> bool:
-        return self._crowd.leads
+    def is_leader(self) -> bool:
+        return self._crowd.is_leader
 
     def _request_stop(self) -> None:
         self._crowd.stop()
@@ -248,7 +248,7 @@ class InMemoryWorker(ParameterServerWorker):
         self._flags.publish(int(self._clock[bucket.index, self._rank]), self._clocks[bucket.index])
         self._stale.add(bucket.index)
 
-    # Steps
+    # Operation
 
     def _help(self, buckets: Iterable[int]) -> None:
         """Step whatever is due and nobody else is at."""

@@ -62,7 +62,7 @@ class Gathering:
         return np.flatnonzero(self._counters[self._gone] == _HERE).tolist()
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether no rank before this one is here."""
         return self._me == min(self.living)
 
@@ -95,7 +95,7 @@ class Gathering:
         def left() -> tuple[np.ndarray, int] | None:
             if self.flags.reached(self._said, number):
                 return None
-            if self.leads:
+            if self.is_leader:
                 what()
                 self.flags.publish(int(self._said[0]), number)
                 return None
@@ -121,7 +121,7 @@ class Gathering:
                 late = np.flatnonzero(self._counters[awaited[0]] < awaited[1])
                 lost = sorted(set(range(self._transport.size)) - set(self.living))
                 gone = f"; ranks {', '.join(map(str, lost))} have left" if lost else ""
-                raise self._transport.roster.overdue(f"other workers ({len(late)} are not as far{gone})")
+                raise self._transport.membership.overdue(f"other workers ({len(late)} are not as far{gone})")
 
     def acquire(self, lock: int) -> None:
         """Take a lock, if need be from one who is lost."""
@@ -130,7 +130,7 @@ class Gathering:
             self.look_around()
             if time.monotonic() > deadline:
                 owner = self.flags.value(lock) - 1
-                raise self._transport.roster.overdue(f"rank {owner} to take a step of the optimiser")
+                raise self._transport.membership.overdue(f"rank {owner} to take a step of the optimiser")
 
     def release(self, lock: int) -> None:
         self.flags.publish(lock, 0)

@@ -31,7 +31,7 @@ from tutti.strategies.parameter_server.messages.server.updates import UpdateAppl
 from tutti.strategies.parameter_server.messages.wire import NORM_TAG
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _JointStep:
 
 
 class GlobalClipping:
-    """Steps all shards of a server together with those of the other servers, scaled by the norm of the whole."""
+    """Operation all shards of a server together with those of the other servers, scaled by the norm of the whole."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GlobalClipping:
         shards: list[ServerShard],
         applier: UpdateApplier,
         transport: Transport,
-        spawn: Callable[[Steps], None],
+        spawn: Callable[[Operation], None],
     ) -> None:
         """Clip to `max_norm`; `spawn` runs a generator in the server's thread."""
         self._max_norm = max_norm
@@ -124,10 +124,10 @@ class GlobalClipping:
         self._pending = _JointStep(clock, parts, square_norm)
         return True
 
-    def _send(self, message: torch.Tensor, server: int) -> Steps:
+    def _send(self, message: torch.Tensor, server: int) -> Operation:
         yield self._transport.isend(message, server, NORM_TAG)
 
-    def _receive_norms(self, server: int, membership: WorkerMembership, on_norm: Callable[[], None]) -> Steps:
+    def _receive_norms(self, server: int, membership: WorkerMembership, on_norm: Callable[[], None]) -> Operation:
         while membership.alive:
             message = torch.empty(2, dtype=torch.float64, device="cpu")
             yield self._transport.irecv(message, server, NORM_TAG)

@@ -22,7 +22,7 @@ from tutti.strategies.parameter_server.ledger import Ledger, Update, UpdateOrder
 from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
 from tutti.strategies.parameter_server.messages.wire import NO_PULL, ORDER_TAG
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
 class UpdateOrdering:
@@ -33,7 +33,7 @@ class UpdateOrdering:
         consistency: Consistency,
         membership: WorkerMembership,
         transport: Transport,
-        spawn: Callable[[Steps], None],
+        spawn: Callable[[Operation], None],
     ) -> None:
         """Start with an empty order; `spawn` runs a generator in the server's thread."""
         self.order = UpdateOrder(membership.alive)
@@ -80,10 +80,10 @@ class UpdateOrdering:
             self._decider.restart()
         self.order.clear()
 
-    def _send(self, message: torch.Tensor, server: int) -> Steps:
+    def _send(self, message: torch.Tensor, server: int) -> Operation:
         yield self._transport.isend(message, server, ORDER_TAG)
 
-    def _receive_order(self, first_server: int, on_order: Callable[[], None]) -> Steps:
+    def _receive_order(self, first_server: int, on_order: Callable[[], None]) -> Operation:
         while self._membership.alive:
             message = torch.empty(2 * self._consistency.quorum, dtype=torch.int64, device="cpu")
             yield self._transport.irecv(message, first_server, ORDER_TAG)

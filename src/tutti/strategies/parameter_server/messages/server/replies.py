@@ -21,7 +21,7 @@ from tutti.strategies.parameter_server.messages.server.membership import WorkerM
 from tutti.strategies.parameter_server.messages.server.shard import ServerShard
 from tutti.strategies.parameter_server.messages.wire import ReplyHeader, ReplyStatus, reply_tags
 from tutti.transports import Transport
-from tutti.transports.base import Signal, Steps
+from tutti.transports.base import Operation, Signal
 
 LocalDelivery = Callable[[int, ReplyHeader, Tensor | None], None]
 """Takes a reply to the worker of the server's own rank: shard index, header, values if there are any."""
@@ -59,7 +59,7 @@ class ReplySender:
     def wake(self, worker: int) -> None:
         """Make `send_replies` of a worker look at its outbox, and at whether the worker is still alive."""
         if (wake := self._outboxes[worker].wake) is not None:
-            wake.give()
+            wake.set()
 
     def keep_alive(self, shard: ServerShard) -> None:
         """Tell workers at the barrier, eight times per timeout, that the others still make progress."""
@@ -70,7 +70,7 @@ class ReplySender:
                 outbox.last_keep_alive_s = now
                 self.reply(worker, shard, ReplyStatus.KEEP_ALIVE)
 
-    def send_replies(self, worker: int) -> Steps:
+    def send_replies(self, worker: int) -> Operation:
         """Send what is put into a worker's outbox, until the worker is gone and the outbox is empty."""
         outbox, transport = self._outboxes[worker], self._transport
         while worker in self._membership.alive or outbox.replies:
@@ -84,7 +84,7 @@ class ReplySender:
             header_tag, payload_tag = reply_tags(index)
             header = self._header(worker, shard, status)
             if status == ReplyStatus.VALUES:
-                # Steps may change the values while they are sent, so a snapshot is.
+                # Operation may change the values while they are sent, so a snapshot is.
                 snapshot = shard.acquire_snapshot()
                 sends = [transport.isend(header.pack(), worker, header_tag)]
                 sends.append(transport.isend(snapshot.buffer, worker, payload_tag))

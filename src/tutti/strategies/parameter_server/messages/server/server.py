@@ -33,7 +33,7 @@ from tutti.strategies.parameter_server.shard_optimizer import ShardOptimizer
 from tutti.strategies.parameter_server.shards import ParameterShard
 from tutti.strategies.parameter_server.sufficient_factors import matrix_shapes
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 _log = logging.getLogger("tutti")
 
@@ -79,10 +79,10 @@ class Server:
             held = list(self._shards.values())
             self._versions.clipping = GlobalClipping(config.clip, held, applier, transport, self._spawn)
         self._lifecycle = WorkerLifecycle(
-            transport.rank, config, self._membership, self._versions, self._replies, self.over.give
+            transport.rank, config, self._membership, self._versions, self._replies, self.over.set
         )
         if not self._shards:
-            self.over.give()
+            self.over.set()
 
     def buffers(self, shard_index: int) -> BufferPool:
         """Return the buffers of a shard, from which the worker of this rank takes what it pushes."""
@@ -165,7 +165,7 @@ class Server:
         shard.ledger.push(update)
         self._versions.pushed(shard, worker, header.wanted_version)
 
-    def _receive_requests(self, worker: int) -> Steps:
+    def _receive_requests(self, worker: int) -> Operation:
         """Receive and handle a worker's requests until it is gone."""
         transport, request_format = self._transport, self._config.request_format
         try:
@@ -184,7 +184,7 @@ class Server:
         except _MALFORMED as error:
             self._lifecycle.reject(worker, str(error))
 
-    def _receive_state(self, worker: int) -> Steps:
+    def _receive_state(self, worker: int) -> Operation:
         """Receive parameters and state from a worker, start again from them, and tell the worker that it is done."""
         state = yield from receive_state(worker, self._transport)
         self.load_state(state)
@@ -193,11 +193,11 @@ class Server:
     def _settle_shards(self) -> None:
         self._versions.settle(list(self._shards.values()))
 
-    def _spawn(self, steps: Steps) -> None:
+    def _spawn(self, steps: Operation) -> None:
         """Run a generator in the server's thread, beside the others."""
-        self._transport.beside(self._guarded(steps))
+        self._transport.spawn(self._guarded(steps))
 
-    def _guarded(self, steps: Steps) -> Steps:
+    def _guarded(self, steps: Operation) -> Operation:
         """Run a generator; if it fails, the server does. Nobody waits for it, so its error would be lost otherwise."""
         try:
             yield from steps
@@ -208,6 +208,6 @@ class Server:
             rank = self._transport.rank
             _log.error("rank %d: the server here has failed: %s: %s", rank, type(error).__name__, str(error))
             self.failure = error
-            self.over.give()
+            self.over.set()
             if rank in self._config.workers:
                 self._transport.interrupt()  # The worker of this rank must not wait for a server that has failed.

@@ -51,14 +51,14 @@ class UpdateDecoder:
             gradient = shard.buffers.take().view(dtype)
             unpack(payload, spec, self._matrix_shapes[spec.index], gradient)
             return gradient
-        if codec is None or spec.runs is None:
+        if codec is None or spec.groups is None:
             if payload.numel() != spec.num_bytes:
                 raise PacketError(f"an update of {payload.numel()} bytes, wanted {spec.num_bytes}")
             return payload.view(dtype)
         gradient = shard.buffers.take().view(dtype)
         is_float = gradient.dtype == torch.float32
         decoded = gradient if is_float else torch.empty(spec.numel, dtype=torch.float32, device="cpu")
-        codec.decode(payload, decoded, runs=spec.runs)
+        codec.decode(payload, decoded, groups=spec.groups)
         return gradient if is_float else gradient.copy_(decoded)
 
 

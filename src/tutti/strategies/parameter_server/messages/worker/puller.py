@@ -20,7 +20,7 @@ from tutti.strategies.parameter_server.messages.wire import ReplyHeader, ReplySt
 from tutti.strategies.parameter_server.messages.worker.context import WorkerContext
 from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
 class ShardPuller:
@@ -34,7 +34,7 @@ class ShardPuller:
         self._transport = context.transport
         self._requests = requests
 
-    def receive(self, shard: WorkerShard) -> Steps:
+    def receive(self, shard: WorkerShard) -> Operation:
         """Receive the reply about a shard, and its values if they follow."""
         if shard.server == self._transport.rank:
             while shard.reply is None or shard.reply.status == ReplyStatus.KEEP_ALIVE:
@@ -54,13 +54,13 @@ class ShardPuller:
         shard.reply = reply
 
     def deliver_locally(self, shard_index: int, reply: ReplyHeader, values: Tensor | None) -> None:
-        """Take a reply of the server on this rank. Runs in the thread of the transport, as `receive` does."""
+        """Take a reply of the server on this rank. ScaleGroups in the thread of the transport, as `receive` does."""
         shard = self._shards[shard_index]
         if values is not None and shard.received is not None:
             shard.receive_buffer().copy_(values)
         shard.reply = reply
         if shard.local_reply is not None:
-            shard.local_reply.give()
+            shard.local_reply.set()
 
     def wait(self, shard: WorkerShard, force: bool = False) -> None:
         """Wait for a shard's pending pull and load it, if the next iteration needs it or `force` is set."""

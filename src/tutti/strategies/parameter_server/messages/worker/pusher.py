@@ -16,7 +16,7 @@ from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
 from tutti.strategies.parameter_server.shards import ParameterShard
 from tutti.strategies.parameter_server.sufficient_factors import concatenate, matrix_shapes, pack
 from tutti.strategies.parameter_server.worker import gradient_flags
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 
 class ShardPusher:
@@ -56,13 +56,13 @@ class ShardPusher:
             shard.clock += 1
             if wanted != NO_PULL:
                 shard.reply = None
-            work = self._transport.beside(self._send(shard, header, options, shard_flags, payload))
+            work = self._transport.spawn(self._send(shard, header, options, shard_flags, payload))
             if wanted != NO_PULL:
                 shard.pending_pull = work
 
     def _send(
         self, shard: WorkerShard, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor
-    ) -> Steps:
+    ) -> Operation:
         """Send a push and, if it asks for a newer version, receive that."""
         yield from self._requests.push(shard.server, header, options, has_grad, payload)
         if shard.server != self._transport.rank:
@@ -90,11 +90,11 @@ class ShardPusher:
     def _payload(self, shard: WorkerShard, bucket: Bucket) -> Tensor:
         """Return a shard's gradient as bytes. A copy: the bucket's memory is the user's, who may change it at once."""
         spec, codec = shard.shard, self._config.codec
-        if codec is not None and spec.runs is not None:
+        if codec is not None and spec.groups is not None:
             if self._replica.sizes_only:
-                return BufferPool(codec.packet_bytes(spec.numel, spec.runs), bucket.flat).take()
+                return BufferPool(codec.packet_bytes(spec.numel, spec.groups), bucket.flat).take()
             values = bucket.flat[spec.bucket_range].to("cpu", torch.float32)
-            packet, shard.codec_state = codec.encode(values, shard.codec_state, runs=spec.runs)
+            packet, shard.codec_state = codec.encode(values, shard.codec_state, groups=spec.groups)
             return packet
         if self._config.factors and (packed := self._pack_factors(spec, bucket)) is not None:
             return packed

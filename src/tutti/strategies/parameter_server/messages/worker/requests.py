@@ -19,7 +19,7 @@ from tutti.strategies.parameter_server.messages.wire import (
     reply_tags,
 )
 from tutti.transports import Transport, Work
-from tutti.transports.base import Signal, Steps
+from tutti.transports.base import Operation, Signal
 
 
 class RequestSender:
@@ -35,7 +35,7 @@ class RequestSender:
         self._config = config
         self._rank = transport.rank
 
-    def send(self, server: int, kind: RequestKind) -> Steps:
+    def send(self, server: int, kind: RequestKind) -> Operation:
         """Send a request without payload."""
         header = RequestHeader(kind)
         if server == self._rank:
@@ -46,7 +46,7 @@ class RequestSender:
 
     def push(
         self, server: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor
-    ) -> Steps:
+    ) -> Operation:
         """Send a gradient. A server on this rank takes the payload over; otherwise it may be reused afterwards."""
         if server == self._rank:
             assert self.local_server is not None
@@ -59,10 +59,10 @@ class RequestSender:
 
     def send_to_all(self, kind: RequestKind) -> None:
         """Send a request without payload to all servers, and wait until it is sent."""
-        for work in [self._transport.beside(self.send(server, kind)) for server in self.servers]:
+        for work in [self._transport.spawn(self.send(server, kind)) for server in self.servers]:
             work.wait()
 
-    def fetch_state(self, server: int, segments: list[Any]) -> Steps:
+    def fetch_state(self, server: int, segments: list[Any]) -> Operation:
         """Append the optimiser's state of a server's segments to `segments`."""
         if server == self._rank:
             assert self.local_server is not None
@@ -72,7 +72,7 @@ class RequestSender:
             state = yield from receive_state(server, self._transport)
             segments += state["segments"]
 
-    def load_state(self, server: int, state: dict[str, Any], first_shard: int) -> Steps:
+    def load_state(self, server: int, state: dict[str, Any], first_shard: int) -> Operation:
         """Make a server start again from a state; done when it has. `first_shard` is the index of its first shard."""
         if server == self._rank:
             assert self.local_server is not None
@@ -108,15 +108,15 @@ class RequestSender:
         self.send_to_all(RequestKind.DISCONNECT)
         if self.local_server is not None:
             # Without a deadline: other workers may train for as long as they like.
-            self._transport.beside(_wait_for(self.local_server.over), patiently=True).wait()
+            self._transport.spawn(_wait_for(self.local_server.over), deadline=False).wait()
 
     def disconnect_after_stop(self) -> None:
         """Disconnect as far as possible within the deadline: the server of this rank must tell the others to stop."""
         with suppress(RankLost, DeadlineExceeded):
             self.send_to_all(RequestKind.DISCONNECT)
             if self.local_server is not None:
-                self._transport.beside(_wait_for(self.local_server.over)).wait()
+                self._transport.spawn(_wait_for(self.local_server.over)).wait()
 
 
-def _wait_for(signal: Signal) -> Steps:
+def _wait_for(signal: Signal) -> Operation:
     yield signal

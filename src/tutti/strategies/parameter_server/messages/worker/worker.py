@@ -20,7 +20,7 @@ from tutti.strategies.parameter_server.shard_optimizer import merge_segment_stat
 from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
 from tutti.transports import Transport
-from tutti.transports.base import Steps
+from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
@@ -64,7 +64,7 @@ class MessageWorker(ParameterServerWorker):
         else:
             buffers = BufferPool(shard.num_bytes, bucket.flat)
         codec_state: Any = {}
-        if codec is not None and shard.runs is not None and not self.replica.sizes_only:
+        if codec is not None and shard.groups is not None and not self.replica.sizes_only:
             codec_state = codec.start(shard.numel, seed=self._rank * 65_537 + shard.index)
         worker_shard = WorkerShard(shard, server, buffers, codec_state)
         if not self.replica.sizes_only:
@@ -81,11 +81,11 @@ class MessageWorker(ParameterServerWorker):
         return min(shard.version for shard in self._shards)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self._rank == self._puller.leader
 
     @property
-    def expendable(self) -> bool:
+    def tolerates_loss(self) -> bool:
         return self._server is None  # Otherwise a server, and its shards, would be lost with this rank.
 
     # Joining and leaving
@@ -149,7 +149,7 @@ class MessageWorker(ParameterServerWorker):
         start_s = self.transport.now()
         for shard in self._shards:
             shard.reply = None
-        for work in [self._channel.beside(self._pull_from(server, kind)) for server in self._requests.servers]:
+        for work in [self._channel.spawn(self._pull_from(server, kind)) for server in self._requests.servers]:
             self._requests.wait(work)
         for shard in self._shards:
             self._puller.load(shard)
@@ -158,7 +158,7 @@ class MessageWorker(ParameterServerWorker):
                 shard.clock = max(shard.clock, shard.version)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
-    def _pull_from(self, server: int, kind: RequestKind) -> Steps:
+    def _pull_from(self, server: int, kind: RequestKind) -> Operation:
         yield from self._requests.send(server, kind)
         for shard in self._shards_by_server[server]:
             yield from self._puller.receive(shard)
@@ -170,7 +170,7 @@ class MessageWorker(ParameterServerWorker):
         self.consensus()
         fetched: list[Any] = []
         servers = self._requests.servers
-        for work in [self._channel.beside(self._requests.fetch_state(server, fetched)) for server in servers]:
+        for work in [self._channel.spawn(self._requests.fetch_state(server, fetched)) for server in servers]:
             work.wait()
         segments = [
             (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
@@ -187,9 +187,9 @@ class MessageWorker(ParameterServerWorker):
         images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
         self.consensus()
         works = [
-            self._channel.beside(self._load_server(server, state, images))
+            self._channel.spawn(self._load_server(server, state, images))
             for server in self._requests.servers
-            if server == self._rank or (self.leads and self._server is None)
+            if server == self._rank or (self.is_leader and self._server is None)
         ]
         for work in works:
             work.wait()
@@ -198,7 +198,7 @@ class MessageWorker(ParameterServerWorker):
         # The barrier completes only after every server has loaded: whoever loads one gets here after that.
         self._pull_all(RequestKind.BARRIER)
 
-    def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Steps:
+    def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
         shards = [shard.shard for shard in self._shards_by_server[server]]
         values = {str(shard.index): images[shard.bucket_index][shard.bucket_range].clone() for shard in shards}
         server_state = {"values": values, "optimizer": state["optimizer"]}
