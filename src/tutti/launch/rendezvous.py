@@ -30,7 +30,7 @@ from tutti.transports.hosts import levelled
 from tutti.transports.membership import wait_for_keys
 from tutti.world import World, current_world, set_world
 
-_generations = count()
+_world_numbers = count()
 """Worlds of one process, one after the other, meet under names of their own."""
 
 _SIOCGIFADDR = 0x8915
@@ -68,8 +68,7 @@ def init(*, timeout: Duration | None = None, transport: str | None = None) -> Wo
     if place.size == 1:
         world = World(0, 1, place.local_rank, _host_name(), SingleRankTransport(limit))
     else:
-        generation = next(_generations)
-        store = PrefixStore(f"tutti/{place.attempt}/{generation}", _open_store(place, limit))
+        store = PrefixStore(f"tutti/{place.attempt}/{next(_world_numbers)}", _open_store(place, limit))
         membership = meet(place, store, limit)
         if mpi.is_mpi(kind):
             link: Transport = mpi.connect(membership)
@@ -77,9 +76,7 @@ def init(*, timeout: Duration | None = None, transport: str | None = None) -> Wo
             link = connect(membership, listen_address(place, membership), kind)
         me = membership.peers[membership.rank]
         who = (membership.rank, membership.size, place.local_rank, me.host)
-        world = World(
-            *who, link, generation=generation, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss
-        )
+        world = World(*who, link, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss)
         _say_goodbye(world)
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
@@ -107,7 +104,7 @@ def meet(place: RankEnvironment, store: Store, timeout: timedelta) -> Membership
     try:
         if store.add(f"came/{rank}", 1) > 1:
             raise EnvironmentConflict(f"two processes say they are rank {rank} of {size}; each needs its own.")
-        store.set(keys[rank], Peer.me(rank, _host_name(), _host_id()).to_json())
+        store.set(keys[rank], Peer.this_process(rank, _host_name(), _host_id()).to_json())
         while not wait_for_keys(store, keys, min(1.0, timeout.total_seconds() / 4)):
             missing = [other for other in range(size) if not store.check([keys[other]])]
             if missing and time.monotonic() > deadline:
@@ -195,7 +192,7 @@ def listen_address(place: RankEnvironment, membership: Membership) -> str:
         except OSError as error:
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigError(
-                f"rank {membership.me}: GLOO_SOCKET_IFNAME names '{names}', which has no address here "
+                f"rank {membership.world_rank}: GLOO_SOCKET_IFNAME names '{names}', which has no address here "
                 f"({error.strerror}). Known: {known}."
             ) from None
     assert place.address is not None
@@ -207,8 +204,8 @@ def listen_address(place: RankEnvironment, membership: Membership) -> str:
             if not address.startswith("127.") and address != "::1":
                 return address
     raise ConfigError(
-        f"rank {membership.me}: this host has no network address by which others could reach it; its ranks are on "
-        "several hosts. Name its network interface in GLOO_SOCKET_IFNAME."
+        f"rank {membership.world_rank}: this host has no network address by which others could reach it; its "
+        "ranks are on several hosts. Name its network interface in GLOO_SOCKET_IFNAME."
     )
 
 

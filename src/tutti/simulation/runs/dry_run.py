@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from tutti.cluster import Cluster, Compute
-from tutti.launch import init
-from tutti.simulation.runs.simulate import simulate
-from tutti.plan import Profile
 from tutti.cost.bucket_loads import meta_tensor
-from tutti.strategies.poseidon.cost import achieved_flops, factored_layers
+from tutti.launch import init
+from tutti.plan import Profile
 from tutti.simulation.compute_clock import ComputeClock, Workload
 from tutti.simulation.dry_replica import DryRunReplica
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import Strategy
+from tutti.strategies.poseidon.cost import achieved_flops, factored_layers
 
 _LEAST_S = 1e-9
 """No sample takes no time."""
