@@ -27,13 +27,13 @@ FLOAT64_TOLERANCE = 1e-10
 LENGTHS = (0, 1, 3, 1_000, 1_100, 20_000, 70_000, 1_150_003)
 """Numbers of float32 elements around every limit of message sizes.
 
-An empty tensor; fewer elements than ranks; both sides of a short socket frame (4 KiB); above what wakes a socket's reader
-(64 KiB); above an eager message and a chunk of the ring (256 KiB); and 4.4 MiB, which is more than shared memory stages
-at once (4 MiB), and of which every ring block has several chunks in worlds of up to 5 ranks.
+An empty tensor; fewer elements than ranks; both sides of a short socket frame (4 KiB); above what wakes a reader
+(64 KiB); above an eager message and a chunk of the ring (256 KiB); and 4.4 MiB, which is more than shared memory
+stages at once (4 MiB), and of which every ring block has several chunks in worlds of up to 5 ranks.
 """
 
 BUCKET_BYTES = 2_500
-"""Small enough that `SHORT` has several buckets. A gradient is never cut, so `LONG_MESSAGES` has its long ones all the same."""
+"""Small enough that `SHORT` has several buckets. A gradient is never cut, so `LONG_MESSAGES` keeps its long ones."""
 
 reference = cache(train_plainly)
 

@@ -20,8 +20,8 @@ STEPS = 4
 
 def check_scenarios(world: World) -> None:
     """Every scenario with plain all-reduce, and all of them together with every other strategy, for a few steps."""
-    for name, scenario in SCENARIOS.items():
-        scenario = replace(scenario, steps=STEPS)
+    for name, whole in SCENARIOS.items():
+        scenario = replace(whole, steps=STEPS)
         for strategy in OWN if name != "all together" else EXACT:
             if "soft-sync" not in strategy:  # Each update is clipped by itself there, not their mean.
                 assert_close(train(world, EXACT[strategy], scenario), reference(scenario), 1e-10)

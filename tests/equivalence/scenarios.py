@@ -27,7 +27,7 @@ STEPS = 20
 BATCH = 24
 
 HIDDEN = 740
-"""Units of `WideNet`: the gradient of its hidden layer has 4.2 MiB in float64, more than shared memory stages at once."""
+"""Units of `WideNet`: the gradient of its hidden layer has 4.2 MiB, more than shared memory stages at once."""
 
 OWN: dict[str, Strategy] = {"allreduce": AllReduce(), "allreduce, many buckets": AllReduce(bucket_bytes=300)}
 """What each transport does in a way of its own."""
