@@ -11,6 +11,7 @@ from tutti.launch.torch_groups import open_group
 from tutti.parallel import Mesh, Pipeline, tensor_plan
 from tutti.parallel.branch import Branches
 from tutti.plan import Profile
+from tutti.plan.auto import Auto
 from tutti.plan.profile import profile
 from tutti.simulation.runs.simulate import Simulation, simulate
 from tutti.strategies import (
@@ -18,7 +19,6 @@ from tutti.strategies import (
     SSP,
     AllReduce,
     Async,
-    Auto,
     Averaging,
     BlockMomentum,
     DiLoCo,
