@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports.background import Background
 from tutti.transports.base import ANY, Operation, Transport, Work
 from tutti.transports.event_loop import Driven, Loop
 from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership
 from tutti.transports.sockets.messenger import Messenger, Receiving
-
-LOOPBACK = "127.0.0.1"
-"""Where a run on one host listens."""
 
 _WIDER = {torch.int16: torch.int32, torch.bool: torch.int32}
 """What Gloo cannot add, and what it is added in: it wraps, or is true, as it would have been."""
