@@ -1,8 +1,9 @@
-"""The fork server: forked workers are what spawned ones are, one server serves many runs, and nothing outlives anything."""
+"""The fork server: forked workers are what spawned ones are, a server serves many runs, and all end together."""
 
 import atexit
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import random
@@ -28,7 +29,7 @@ import tutti
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.launch import fork_client
 from tutti.launch.fork_client import ForkRefused
-from tutti.launch.start import START, TORCH, Program, may_fork, modules_for
+from tutti.launch.start import COMPILER, START, TORCH, TUTTI, Program, may_fork, modules_for
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -42,12 +43,14 @@ def whereabouts() -> tuple[int, int]:
 
 def examine() -> dict[str, Any]:
     """What could tell a forked worker from a spawned one."""
-    kinds = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if is_open(int(name))]
+    for module in (*TORCH, *TUTTI, *COMPILER):  # They add filters of warnings, whenever they are imported.
+        importlib.import_module(module)
+    files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
     signals = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
     return {
         "signals": {int(number): str(signal.getsignal(number)) for number in signals},
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-        "files": sorted(re.sub(r"\d+", "", kind) for kind in kinds),
+        "files": sorted(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{file}")) for file in files),
         "inheritable": sorted(
             os.get_inheritable(int(name)) for name in os.listdir("/proc/self/fd") if is_open(int(name))
         ),
@@ -63,7 +66,7 @@ def examine() -> dict[str, Any]:
         "mask": Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],
         "cores": sorted(os.sched_getaffinity(0)),
         "environment": {name: value for name, value in os.environ.items() if name not in CHANGING},
-        "filters": [str(each[:2]) for each in warnings.filters],
+        "filters": sorted({str(each[:2]) for each in warnings.filters}),
         "process": (multiprocessing.current_process().name, multiprocessing.parent_process()),
         "faults": faulthandler.is_enabled(),
         "collector": (gc.isenabled(), gc.get_threshold()),
@@ -178,10 +181,6 @@ def sum_of_ranks(number: int) -> float:
     world.transport.all_reduce(tensor).wait()  # type: ignore[attr-defined]
     world.close()
     return tensor.item()
-
-
-def servers_of_a_copy(queue: Any) -> None:
-    queue.put(fork_client.server_pids())
 
 
 def test_a_forked_copy_of_the_caller_has_no_server() -> None:

@@ -77,6 +77,7 @@ def main() -> None:
     """
     control, parent, *modules = sys.argv[1:]
     die_with(int(parent))
+    before = dict(os.environ)
     gc.disable()  # What is imported stays to the end: the collector need not look at it, here or in any worker.
     importlib.import_module("numpy")
     harmless = _num_threads()  # OpenBLAS starts its threads with numpy, and ends them itself before every fork.
@@ -84,9 +85,10 @@ def main() -> None:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
+    set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     server = _Server(int(control), int(parent), harmless)
     files = server.serve()
-    _become(files, server.pid)
+    _become(files, {PARENT: str(server.pid), **set_by_imports})
     worker = importlib.import_module("tutti.launch.worker")
     worker.main()
 
@@ -225,8 +227,13 @@ class _Server:
         os._exit(0)
 
 
-def _become(files: list[int], server: int) -> None:
-    """Turn a forked child into what a new Python process would be, with the files of its request."""
+def _become(files: list[int], variables: dict[str, str]) -> None:
+    """Turn a forked child into what a new Python process would be, with the files of its request.
+
+    Args:
+        files: as `MAX_FILES` lists them.
+        variables: environment variables beside those of the request.
+    """
     description_file, folder, out, err, pipe, *payload = files
     with os.fdopen(description_file, "rb") as source:
         text = source.read(MAX_DESCRIPTION_BYTES + 1)
@@ -240,8 +247,7 @@ def _become(files: list[int], server: int) -> None:
     for file in (pipe, *payload):
         os.set_inheritable(file, True)  # As the files that subprocess passes on are.
     os.environ.clear()
-    os.environ.update(description["environment"])
-    os.environ.update({VARIABLE: str(pipe), PARENT: str(server)})
+    os.environ.update({**description["environment"], VARIABLE: str(pipe), **variables})
     os.umask(description["umask"])
     os.sched_setaffinity(0, description["cores"])
     sys.argv = ["-c", *description["arguments"], *map(str, payload)]
