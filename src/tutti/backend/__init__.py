@@ -13,14 +13,15 @@ from tutti.backend.operation_queue import OperationQueue, RealTimeQueue
 from tutti.backend.two_level_collectives import TwoLevelCollectives
 from tutti.backend.virtual_time import VirtualTimeQueue
 from tutti.transports import HostsTransport
-from tutti.transports.base import SharesAll, SharesMemory, Transport
+from tutti.transports.base import Transport
+from tutti.transports.capabilities import SharesAll, SharesMemory
 from tutti.transports.hosts import hosts_are_shared
 
-__all__ = ["Opened", "TuttiGroup", "group_over"]
+__all__ = ["GroupConnection", "TuttiGroup", "group_over"]
 
 
 @dataclass(frozen=True)
-class Opened:
+class GroupConnection:
     """What a group is made of: how its ranks were joined."""
 
     transport: Transport
@@ -30,7 +31,7 @@ class Opened:
     """Tells the others that this rank will answer no more."""
 
 
-def group_over(opened: Opened) -> TuttiGroup:
+def group_over(opened: GroupConnection) -> TuttiGroup:
     """A group of the ranks that a transport joins, which is closed with it, or at once if that fails. Collective."""
     transport = opened.transport
     try:

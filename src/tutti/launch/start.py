@@ -22,7 +22,6 @@ from tutti.errors import ConfigError
 from tutti.launch import command, fork_client
 from tutti.launch.fork_client import ForkChannel, ForkedProcess, ForkRefused, file_with
 from tutti.launch.interpreter import main_of
-from tutti.launch.lab import namespaces
 from tutti.launch.lab.placement import Placement
 from tutti.launch.supervisor_pipe import PARENT, VARIABLE
 
@@ -146,10 +145,8 @@ class WorkerStarter:
         self, rank: int, environment: dict[str, str], files: Sequence[int], payload: Sequence[int]
     ) -> subprocess.Popen[bytes]:
         out, err, pipe = files
-        namespace = self._placement.namespace(rank)
-        prefix = [] if namespace is None else namespaces.prefix(namespace)
         return subprocess.Popen(
-            [*prefix, *self._program.spawned_command(), *map(str, payload)],
+            [*self._placement.prefix(rank), *self._program.spawned_command(), *map(str, payload)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

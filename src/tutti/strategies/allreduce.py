@@ -9,7 +9,6 @@ from tutti.collectives import ALGORITHMS, measure_collectives, native_all_reduce
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
-from tutti.replica.state import share_buffers
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import Converged
@@ -151,9 +150,6 @@ class AllReduceExchange(Exchange):
             self._mean.finish(bucket)
         self._under_way.clear()
 
-    def before_step(self) -> None:
-        return None
-
     def after_step(self) -> None:
         if self._converged is None:
             return
@@ -169,15 +165,6 @@ class AllReduceExchange(Exchange):
             return {}
         left_out, everything = self._num_elements
         return {"skipped": left_out / everything if everything else 0.0}
-
-    def consensus(self) -> None:
-        share_buffers(self.replica.model, self.transport)
-
-    def restore_local(self) -> None:
-        return None
-
-    def finish(self) -> None:
-        self.consensus()
 
     def state_dict(self) -> dict[str, Any]:
         if self._converged is not None:

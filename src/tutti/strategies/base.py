@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 from tutti.errors import ConfigError
 from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
+from tutti.replica.state import share_buffers
 from tutti.transports import Transport
 
 
-class Exchange(ABC):
+class Exchange:
     """A strategy at work on one replica: it answers the events of training.
 
     An exchange reads the time from its transport and waits only through its transport, so that the same code runs in
-    virtual time.
+    virtual time. The base class does nothing in a step: a strategy overrides the events it needs.
     """
 
     def __init__(self, replica: Replica, transport: Transport) -> None:
@@ -47,25 +48,28 @@ class Exchange(ABC):
         """Backward is over; the buckets' contents when this returns become `p.grad`."""
         return None
 
-    @abstractmethod
     def before_step(self) -> None:
         """The optimiser is about to step."""
+        return None
 
-    @abstractmethod
     def after_step(self) -> None:
         """The optimiser has stepped."""
+        return None
 
-    @abstractmethod
     def consensus(self) -> None:
-        """Set the model's parameters and buffers to the values all ranks agree on. Collective."""
+        """Set the model's parameters and buffers to the values all ranks agree on. Collective.
 
-    @abstractmethod
+        The default is right where parameters never differ between ranks: buffers become rank 0's.
+        """
+        share_buffers(self.replica.model, self.transport)
+
     def restore_local(self) -> None:
-        """Put back this rank's own parameters, which `consensus` replaced."""
+        """Put back this rank's own parameters, which `consensus` replaced; none by default."""
+        return None
 
-    @abstractmethod
     def finish(self) -> None:
         """Complete pending communication and leave the same model on every rank. Collective."""
+        self.consensus()
 
     @property
     def bytes_sent(self) -> int:

@@ -43,6 +43,11 @@ class Placement:
         """The network namespace of `rank`'s host; None on this machine itself."""
         return self._host(rank).namespace
 
+    def prefix(self, rank: int) -> list[str]:
+        """What goes before a command to run it on the host of `rank`."""
+        namespace = self.namespace(rank)
+        return [] if namespace is None else namespaces.prefix(namespace)
+
     def environment(self, rank: int) -> dict[str, str]:
         """Who `rank` is, in torchrun's words."""
         name = self._host(rank).name

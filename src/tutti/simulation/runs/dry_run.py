@@ -8,12 +8,12 @@ from torch import nn
 
 from tutti.cluster import Cluster, Compute
 from tutti.launch import init
-from tutti.simulation.runs.simulate import simulate
 from tutti.plan import Profile
 from tutti.plan.loads import stand_in
 from tutti.plan.poseidon import shapes_of, speed_of
 from tutti.simulation.compute_clock import ComputeClock, Workload
 from tutti.simulation.dry_replica import DryRunReplica
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import Strategy
 
 _LEAST_S = 1e-9

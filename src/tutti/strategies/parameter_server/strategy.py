@@ -18,9 +18,10 @@ from tutti.strategies.parameter_server.consistency import (
     SoftSync,
     StalenessAware,
 )
+from tutti.strategies.parameter_server.messages.group import join_group
 from tutti.strategies.parameter_server.messages.server import Server
-from tutti.strategies.parameter_server.messages.worker import MessageWorker, prepare
-from tutti.strategies.parameter_server.shard_optimizer import refusal
+from tutti.strategies.parameter_server.messages.worker import MessageWorker
+from tutti.strategies.parameter_server.shard_optimizer import unsupported_reason
 from tutti.transports import SharesAll, Transport
 from tutti.transports.base import Operation
 
@@ -107,7 +108,7 @@ class ParameterServer(Strategy):
         self.roles(size)
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
-        found = [] if (why := refusal(optimizer)) is None else [why]
+        found = [] if (why := unsupported_reason(optimizer)) is None else [why]
         return found + super().mistakes(optimizer, size)
 
     def can_resume_from(self, text: str) -> bool:
@@ -140,8 +141,8 @@ class ParameterServer(Strategy):
         return MessageWorker(replica, transport, self)
 
     def serve(self, replica: Replica, transport: Transport) -> None:
-        made = prepare(replica, transport, self)
-        made.wire.spawn(_until_over(made.server(replica)), deadline=False).wait()
+        group = join_group(replica, transport, self)
+        group.transport.spawn(_until_over(group.start_server(replica)), deadline=False).wait()
 
     def __str__(self) -> str:
         options = [str(self.consistency)]

@@ -1,4 +1,4 @@
-"""Buckets cut into pieces for servers, and optimisers that step pieces as they would the whole."""
+"""Buckets cut into shards for servers, and optimisers that step shards as they would the whole."""
 
 import copy
 from typing import Any
@@ -16,16 +16,16 @@ from tutti.replica import Bucket
 from tutti.replica.buckets import Memory, Slot, kind_of
 from tutti.replica.buckets import cut as cut_buckets
 from tutti.strategies.parameter_server.ledger import Update
-from tutti.strategies.parameter_server.pieces import Piece, cut
+from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shard_optimizer import (
     ELEMENTWISE,
-    Options,
-    Stepper,
-    keeps_whole,
-    refusal,
-    refuse_closure,
-    whole_states,
+    ShardOptimizer,
+    merge_segment_states,
+    needs_whole_parameters,
+    reject_closure,
+    unsupported_reason,
 )
+from tutti.strategies.parameter_server.shards import ParameterShard, cut_into_shards
 from tutti.transports import SingleRankTransport
 
 shapes = st.lists(
@@ -53,21 +53,23 @@ def buckets_of(
     return cut_buckets((own, kept), memories, max_bytes)
 
 
-def check_tiles(buckets: list[Bucket], pieces: list[Piece], num_servers: int) -> None:
-    """Every element is in one piece, once, where the piece says it is."""
-    assert [piece.number for piece in pieces] == list(range(len(pieces)))
-    assert all(0 <= piece.server < num_servers for piece in pieces)
+def check_tiles(buckets: list[Bucket], shards: list[ParameterShard], num_servers: int) -> None:
+    """Every element is in one shard, once, where the shard says it is."""
+    assert [shard.index for shard in shards] == list(range(len(shards)))
+    assert all(0 <= shard.server < num_servers for shard in shards)
     for bucket in buckets:
-        mine = [piece for piece in pieces if piece.bucket == bucket.index]
+        mine = [shard for shard in shards if shard.bucket_index == bucket.index]
         times = np.zeros(bucket.flat.numel(), int)
         elements = [np.zeros(slot.tensor.numel(), int) for slot in bucket.slots]
-        for piece in mine:
-            assert piece.numel > 0
-            times[piece.part] += 1
-            for share in piece.shares:
-                elements[share.slot][share.start : share.stop] += 1
-                assert bucket.starts[share.slot] + share.start == piece.part.start + share.offset
-                assert share.whole == (share.stop - share.start == bucket.slots[share.slot].tensor.numel())
+        for shard in mine:
+            assert shard.numel > 0
+            times[shard.bucket_range] += 1
+            for segment in shard.segments:
+                elements[segment.slot_index][segment.start : segment.stop] += 1
+                assert bucket.starts[segment.slot_index] + segment.start == shard.bucket_range.start + segment.offset
+                assert segment.is_whole == (
+                    segment.stop - segment.start == bucket.slots[segment.slot_index].tensor.numel()
+                )
         assert (times[: len(times) - len(bucket.slots)] == 1).all()
         assert not times[len(times) - len(bucket.slots) :].any(), "marks travel in heads"
         assert all((each == 1).all() for each in elements)
@@ -82,7 +84,7 @@ def check_tiles(buckets: list[Bucket], pieces: list[Piece], num_servers: int) ->
     max_bytes=st.sampled_from([500, 20_000, 2**22]),
     dtypes=st.lists(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), min_size=8, max_size=8),
 )
-def test_pieces_tile_every_bucket(
+def test_shards_tile_every_bucket(
     shapes: list[tuple[int, ...]],
     statistics: list[tuple[int, ...]],
     num_servers: int,
@@ -94,38 +96,42 @@ def test_pieces_tile_every_bucket(
     tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
     kept = [torch.zeros(shape) for shape in statistics]
     buckets = buckets_of(tensors, kept, max_bytes, exact_below=100 if compressed else 0)
-    pieces = cut(buckets, num_servers, whole, compressed)
-    check_tiles(buckets, pieces, num_servers)
-    for piece in pieces:
-        bucket = buckets[piece.bucket]
-        lossy = compressed and piece.part.stop <= bucket.values.numel()
-        assert (piece.groups is not None) == lossy
-        assert piece.trained == bucket.of_parameters
-        assert piece.num_bytes == piece.numel * bucket.flat.itemsize
-        if piece.groups is not None:
-            check_groups(piece)
+    shards = cut_into_shards(buckets, num_servers, whole, compressed)
+    check_tiles(buckets, shards, num_servers)
+    for shard in shards:
+        bucket = buckets[shard.bucket_index]
+        lossy = compressed and shard.bucket_range.stop <= bucket.values.numel()
+        assert (shard.groups is not None) == lossy
+        assert shard.is_trained == bucket.of_parameters
+        assert shard.num_bytes == shard.numel * bucket.flat.itemsize
+        if shard.groups is not None:
+            check_groups(shard)
         if whole:
-            assert all(share.whole for share in piece.shares)
-    loads = [sum(piece.num_bytes for piece in pieces if piece.server == server) for server in range(num_servers)]
-    assert max(loads) - min(loads) <= max((piece.num_bytes for piece in pieces), default=0)
+            assert all(segment.is_whole for segment in shard.segments)
+    loads = [sum(shard.num_bytes for shard in shards if shard.server == server) for server in range(num_servers)]
+    assert max(loads) - min(loads) <= max((shard.num_bytes for shard in shards), default=0)
 
 
-def check_groups(piece: Piece) -> None:
-    """Runs cover what belongs to parameters, and nothing between them."""
-    assert piece.groups is not None
-    assert piece.groups.numel == piece.numel
-    covered, owned = np.zeros(piece.numel, int), np.zeros(piece.numel, int)
-    for start, stop in zip(piece.groups.starts, piece.groups.stops, strict=True):
+def check_groups(shard: ParameterShard) -> None:
+    """ScaleGroups cover what belongs to parameters, and nothing between them."""
+    assert shard.groups is not None
+    assert shard.groups.numel == shard.numel
+    covered, owned = np.zeros(shard.numel, int), np.zeros(shard.numel, int)
+    for start, stop in zip(shard.groups.starts, shard.groups.stops, strict=True):
         covered[start:stop] += 1
-    for share in piece.shares:
-        owned[share.offset : share.offset + share.stop - share.start] += 1
+    for segment in shard.segments:
+        owned[segment.offset : segment.offset + segment.stop - segment.start] += 1
     assert (covered == owned).all()
 
 
 @given(shapes=shapes, num_servers=st.integers(1, 9))
-def test_elementwise_pieces_are_within_a_run_of_equal(shapes: list[tuple[int, ...]], num_servers: int) -> None:
+def test_elementwise_shards_are_within_a_group_of_equal(shapes: list[tuple[int, ...]], num_servers: int) -> None:
     (bucket,) = buckets_of([torch.zeros(shape) for shape in shapes])
-    parts = [piece.numel for piece in cut([bucket], num_servers, False, False) if piece.part.start < len(bucket.values)]
+    parts = [
+        shard.numel
+        for shard in cut_into_shards([bucket], num_servers, False, False)
+        if shard.bucket_range.start < len(bucket.values)
+    ]
     num_parts = min(num_servers, max(1, bucket.values.numel() // 1024))
     for numel in parts:
         assert abs(numel - bucket.values.numel() / num_parts) <= MAX_GROUP_NUMEL + 16
@@ -134,23 +140,23 @@ def test_elementwise_pieces_are_within_a_run_of_equal(shapes: list[tuple[int, ..
 def test_large_parameters_are_spread_evenly() -> None:
     (bucket,) = buckets_of([torch.zeros(1000, 1000), torch.zeros(1000), torch.zeros(10, 1000), torch.zeros(10)])
     for num_servers in (2, 3, 7):
-        pieces = cut([bucket], num_servers, False, False)
-        assert sorted(piece.server for piece in pieces) == list(range(num_servers))
-        for piece in pieces:
-            assert abs(piece.numel - bucket.values.numel() / num_servers) <= 1000 + 16, "rows are of 1000"
+        shards = cut_into_shards([bucket], num_servers, False, False)
+        assert sorted(shard.server for shard in shards) == list(range(num_servers))
+        for shard in shards:
+            assert abs(shard.numel - bucket.values.numel() / num_servers) <= 1000 + 16, "rows are of 1000"
 
 
 def test_parameters_that_stay_whole_are_spread_as_well_as_they_can_be() -> None:
     (bucket,) = buckets_of([torch.zeros(3000), torch.zeros(100), torch.zeros(2900), torch.zeros(6000)])
-    pieces = cut([bucket], 2, True, False)
-    assert sorted(len(piece.shares) for piece in pieces) == [1, 3]
-    assert sorted(piece.server for piece in pieces) == [0, 1]
+    shards = cut_into_shards([bucket], 2, True, False)
+    assert sorted(len(shard.segments) for shard in shards) == [1, 3]
+    assert sorted(shard.server for shard in shards) == [0, 1]
 
 
 def test_a_tiny_model_is_not_cut_and_some_servers_hold_nothing() -> None:
     (bucket,) = buckets_of([torch.zeros(3), torch.zeros(2, 2)])
-    (piece,) = cut([bucket], 8, False, False)
-    assert [share.slot for share in piece.shares] == [0, 1]
+    (shard,) = cut_into_shards([bucket], 8, False, False)
+    assert [segment.slot_index for segment in shard.segments] == [0, 1]
 
 
 # Options
@@ -171,7 +177,7 @@ def parameter() -> Tensor:
     ids=lambda optimizer: type(optimizer).__name__,
 )
 def test_options_come_back_as_they_were(optimizer: optim.Optimizer) -> None:
-    options = Options(optimizer)
+    options = OptimizerOptions(optimizer)
     wanted = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     blank = copy.deepcopy(wanted)
     for group in blank:
@@ -180,45 +186,45 @@ def test_options_come_back_as_they_were(optimizer: optim.Optimizer) -> None:
                 group[key] = type(value)(0)
             elif isinstance(value, tuple):
                 group[key] = tuple(type(each)(0) for each in value)
-    options.put(blank, options.now())
+    options.write(blank, options.read())
     assert blank == wanted
     for ours, theirs in zip(blank, wanted, strict=True):
         assert {key: type(value) for key, value in ours.items()} == {key: type(value) for key, value in theirs.items()}
-    assert len(options) == len(options.now())
+    assert len(options) == len(options.read())
 
 
 def test_options_follow_a_scheduler() -> None:
     optimizer = optim.SGD([parameter()], lr=0.1, momentum=0.5)
-    options, groups = Options(optimizer), copy.deepcopy(optimizer.param_groups)
+    options, groups = OptimizerOptions(optimizer), copy.deepcopy(optimizer.param_groups)
     optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     optimizer.param_groups[0]["lr"] = 0.025
     optimizer.param_groups[0]["momentum"] = 0.75
-    options.put(groups, options.now())
+    options.write(groups, options.read())
     assert (groups[0]["lr"], groups[0]["momentum"]) == (0.025, 0.75)
 
 
 def test_a_learning_rate_that_is_a_tensor() -> None:
     optimizer = optim.Adam([parameter()], lr=torch.tensor(0.25))
-    options, groups = Options(optimizer), copy.deepcopy(optimizer.param_groups)
+    options, groups = OptimizerOptions(optimizer), copy.deepcopy(optimizer.param_groups)
     optimizer.param_groups[0]["lr"].fill_(0.125)
-    options.put(groups, options.now())
+    options.write(groups, options.read())
     assert float(groups[0]["lr"]) == 0.125
 
 
 def test_lbfgs_and_closures_are_refused() -> None:
-    why = refusal(optim.LBFGS([parameter()]))
+    why = unsupported_reason(optim.LBFGS([parameter()]))
     assert why is not None
     assert "LBFGS" in why
     assert "Use SGD" in why
     with pytest.raises(ConfigError, match=r"closure.*Call backward yourself"):
-        refuse_closure(optim.SGD([parameter()]), (None,), {"closure": lambda: 0.0})
+        reject_closure(optim.SGD([parameter()]), (None,), {"closure": lambda: 0.0})
     with pytest.raises(ConfigError, match=r"closure.*Call backward yourself"):
-        refuse_closure(optim.SGD([parameter()]), (None, lambda: 0.0), {})
-    refuse_closure(optim.SGD([parameter()]), (None,), {})
-    refuse_closure(optim.SGD([parameter()]), (None, None), {"closure": None})
+        reject_closure(optim.SGD([parameter()]), (None, lambda: 0.0), {})
+    reject_closure(optim.SGD([parameter()]), (None,), {})
+    reject_closure(optim.SGD([parameter()]), (None, None), {"closure": None})
 
 
-# Steps
+# Operation
 
 
 class Custom(optim.SGD):
@@ -226,7 +232,7 @@ class Custom(optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [*ELEMENTWISE, Custom], ids=lambda kind: kind.__name__)
-def test_pieces_step_as_the_whole_does(kind: type[optim.Optimizer]) -> None:
+def test_shards_step_as_the_whole_does(kind: type[optim.Optimizer]) -> None:
     generator = torch.Generator().manual_seed(1)
     tensors = [
         nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
@@ -236,26 +242,39 @@ def test_pieces_step_as_the_whole_does(kind: type[optim.Optimizer]) -> None:
     reference = [nn.Parameter(each.detach().clone()) for each in tensors]
     one = kind([{"params": reference[:2]}, {"params": reference[2:], "lr": 0.02}], lr=0.1)  # type: ignore[call-arg]
     optimizer = kind([{"params": tensors[:2]}, {"params": tensors[2:], "lr": 0.02}], lr=0.1)  # type: ignore[call-arg]
-    assert keeps_whole(optimizer) == (kind is Custom)
+    assert needs_whole_parameters(optimizer) == (kind is Custom)
     (bucket,) = buckets_of(list(tensors))
-    pieces = cut([bucket], 4, keeps_whole(optimizer), False)
-    assert len(pieces) > 1
-    steppers = [Stepper(piece, bucket, optimizer, bucket.image()[piece.part].clone()) for piece in pieces]
+    shards = cut_into_shards([bucket], 4, needs_whole_parameters(optimizer), False)
+    assert len(shards) > 1
+    optimizers = [
+        ShardOptimizer(shard, bucket, optimizer, bucket.image()[shard.bucket_range].clone()) for shard in shards
+    ]
     for _ in range(4):
         flat = torch.zeros(bucket.flat.numel(), dtype=torch.float64)
         for view, mine, copied in zip(bucket.views(flat), bucket.slots, reference, strict=True):
             copied.grad = torch.randn(mine.tensor.shape, generator=generator, dtype=torch.float64)
             view.copy_(copied.grad)
         one.step()
-        for stepper in steppers:
-            own = Update(0, 0, 1.0, 0.0, None, np.ones(len(stepper.piece.shares), bool), flat[stepper.piece.part])
-            stepper.step(stepper.combine([own], [1.0]), Options(optimizer).now())
+        for shard_optimizer in optimizers:
+            own = Update(
+                0,
+                0,
+                1.0,
+                0.0,
+                None,
+                np.ones(len(shard_optimizer.shard.segments), bool),
+                flat[shard_optimizer.shard.bucket_range],
+            )
+            shard_optimizer.step(shard_optimizer.combine([own], [1.0]), OptimizerOptions(optimizer).read())
     found = bucket.image()
-    for stepper in steppers:
-        found[stepper.piece.part] = stepper.values
+    for shard_optimizer in optimizers:
+        found[shard_optimizer.shard.bucket_range] = shard_optimizer.values
     for view, copied in zip(bucket.views(found), reference, strict=True):
         torch.testing.assert_close(view, copied.detach(), rtol=1e-12, atol=1e-14)
-    states = whole_states([each for stepper in steppers for each in stepper.state()], {s.name: s for s in bucket.slots})
+    states = merge_segment_states(
+        [each for shard_optimizer in optimizers for each in shard_optimizer.copy_states()],
+        {s.name: s for s in bucket.slots},
+    )
     for slot, copied in zip(bucket.slots, reference, strict=True):
         assert states[slot.name].keys() == one.state[copied].keys()
         for key, value in one.state[copied].items():
