@@ -150,7 +150,7 @@ class Company:
     def _listen(self, peer: int) -> Operation:
         try:
             while peer in self.living:
-                message = Head.new_message()
+                message = Head.room()
                 yield self.wire.irecv(message, peer, HEAD)
                 head = Head.read(message)
                 payload = None
