@@ -83,7 +83,7 @@ again = Collective("again", ring.steps, ring.cost)
 
 
 def small_digits():
-    return replace(digits(), epochs=1, target=0.1)
+    return replace(digits(), name="small-digits", epochs=1, target=0.1)
 
 
 def read_wrongly(options, codec):

@@ -30,7 +30,7 @@ def command(tmp_path: Path):  # type: ignore[no-untyped-def]
     return run
 
 
-@pytest.mark.parametrize("strategy", ["vote:scale=2", "half"])
+@pytest.mark.parametrize("strategy", ["vote:scale=2.0", "half"])
 def test_train_with_a_packages_recipe_and_strategy(strategy: str, command) -> None:  # type: ignore[no-untyped-def]
     ended = command("train", "small-digits", "--strategy", strategy, "--workers", "2")
     assert ended.returncode == 0, ended.stderr

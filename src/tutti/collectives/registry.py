@@ -1,4 +1,4 @@
-"""All collectives by name: what each does, and what it costs."""
+"""The registry of collectives: each algorithm with its name and cost formula. An algorithm joins by being listed."""
 
 from tutti.collectives.butterfly import butterfly as _butterfly
 from tutti.collectives.butterfly import butterfly_cost

@@ -78,4 +78,7 @@ def recipe(name: str, **options: Any) -> "Recipe":
     if unknown := sorted(options.keys() - known.keys()):
         takes = f"Options: {', '.join(known)}." if known else "It takes none."
         raise ConfigError(f"recipe '{name}' has no option {', '.join(unknown)}. {takes}")
-    return checked(make(**options), Recipe, RECIPES, name)
+    made = checked(make(**options), Recipe, RECIPES, name)
+    if made.name != name:  # Workers look a recipe up by its own name.
+        raise ConfigError(f"the recipe listed as '{name}' calls itself '{made.name}': both names must be the same.")
+    return made
