@@ -515,8 +515,8 @@ def test_a_function_that_catches_everything_holds_nothing_up(dies: bool, failure
 
 
 def test_an_interrupt_in_the_caller_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tutti.simulation.engine._PULSE_S", 0.0)
-    monkeypatch.setattr("tutti.simulation.engine._PULSE_EVERY", 1)
+    monkeypatch.setattr("tutti.simulation.engine._PROGRESS_S", 0.0)
+    monkeypatch.setattr("tutti.simulation.engine._PROGRESS_EVERY", 1)
     swept: list[int] = []
 
     def pulse(seconds: float, messages: int) -> None:
@@ -549,8 +549,8 @@ def test_an_interrupt_in_a_rank_is_the_callers() -> None:
 def test_watch_and_pulse_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from tutti.launch.supervisor_pipe import SupervisorPipe
 
-    monkeypatch.setattr("tutti.simulation.engine._PULSE_S", 0.0)
-    monkeypatch.setattr("tutti.simulation.engine._PULSE_EVERY", 1)
+    monkeypatch.setattr("tutti.simulation.engine._PROGRESS_S", 0.0)
+    monkeypatch.setattr("tutti.simulation.engine._PROGRESS_EVERY", 1)
     told: list[Any] = []
     pulses: list[tuple[float, int]] = []
 

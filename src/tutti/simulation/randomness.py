@@ -25,7 +25,7 @@ class Randomness:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Set aside what is in use."""
         self._bits = mtrand.get_bit_generator()
         if self._spare is not None or _content(self._bits) != self._content:
@@ -33,7 +33,7 @@ class Randomness:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Use what was set aside."""
         mtrand.set_bit_generator(self._bits)
         if self._spare is not None:

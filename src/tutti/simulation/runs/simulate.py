@@ -186,28 +186,28 @@ def _return_memory() -> None:
 
 def _raise_first_failure(ranks: list[Rank], knocked_on: bool = True) -> None:
     """Raise for the first rank that failed by itself; or, if asked to, only because another was gone."""
-    failed = [(rank, describe(rank.error)) for rank in ranks if rank.error is not None]
+    failed = [(rank, describe(rank.thread.error)) for rank in ranks if rank.thread.error is not None]
     failed = [(rank, failure) for rank, failure in failed if knocked_on or not failure.knock_on]
     if not failed:
         return
     rank, failure = min(failed, key=lambda pair: (pair[1].knock_on, pair[0].clock, pair[0].number))
-    if isinstance(rank.error, KeyboardInterrupt | NoLink):
-        raise rank.error
-    dead = [rank for rank in ranks if rank.died]
+    if isinstance(rank.thread.error, KeyboardInterrupt | NoLink):
+        raise rank.thread.error
+    dead = [rank for rank in ranks if rank.thread.died]
     if failure.knock_on and dead:
         reason = f"died at {format_time(dead[0].clock)}, as the cluster says, and rank {rank.number} {failure.reason}"
-        raise WorkerFailed(dead[0].number, reason) from rank.error
-    raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.error
+        raise WorkerFailed(dead[0].number, reason) from rank.thread.error
+    raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.thread.error
 
 
 def _simulation(ranks: list[Rank], network: Network) -> Simulation:
     accounts = [rank.time_account for rank in ranks]
     return Simulation(
-        results=[rank.result for rank in ranks],
+        results=[rank.thread.result for rank in ranks],
         seconds=max(rank.clock for rank in ranks),
         ranks=[RankTime(account.busy_s, account.communicating_s, account.waiting_s, account.strip) for account in accounts],
         links={pipe.name: Traffic(pipe.num_bytes, pipe.busy_s) for pipe in network.pipes},
         events=[account.events for account in accounts],
         num_messages=sum(rank.num_messages for rank in ranks),
-        lost={rank.number: rank.clock for rank in ranks if rank.died},
+        lost={rank.number: rank.clock for rank in ranks if rank.thread.died},
     )
