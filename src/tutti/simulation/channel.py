@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tutti.errors import RankLost
 from tutti.simulation.mailboxes import AnySourceMailbox, Mailbox
 from tutti.simulation.network import Network
-from tutti.transports.membership import loss_of
+from tutti.transports.membership import rank_lost_error
 
 if TYPE_CHECKING:
     from tutti.simulation.rank import Rank
@@ -78,4 +78,4 @@ class SimulatedChannel:
         if self.ranks[lost] is waiting:
             return RankLost(f"rank {waiting.number}: this channel was closed while it waited for a peer.")
         causes = {rank.number: rank.gone for rank in self.ranks if rank.gone is not None and not rank.lost_a_peer}
-        return loss_of(waiting.number, causes or {self.ranks[lost].number: self.closed[lost]})
+        return rank_lost_error(waiting.number, causes or {self.ranks[lost].number: self.closed[lost]})

@@ -1,15 +1,17 @@
 """All-reduce of gradients, bucket by bucket, while backward still runs."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from tutti.codecs import Codec, print_codec
+from tutti.codecs import Cast, Codec, ErrorFeedback, LowRank, OneBit, Quantize, TopK, print_codec
 from tutti.collectives import ALGORITHMS, measure_collectives, native_all_reduce
+from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
-from tutti.replica.state import share_buffers
+from tutti.strategies.allreduce_cost import communication_cost
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import Converged
@@ -23,6 +25,20 @@ Algorithm = Literal[
 ]
 
 NAMES: tuple[Algorithm, ...] = get_args(Algorithm)
+
+_CANDIDATES: tuple[Algorithm, ...] = ("native", "ring", "butterfly", "tree", "recursive_doubling")
+"""For the planner. Not "hierarchical", which "native" is where it can be, nor "cheapest", which compares the others
+itself."""
+
+_LARGE_BUCKET_BYTES = 64 * 2**20
+"""For the planner, beside the default: fewer buckets wait for fewer latencies."""
+
+_CANDIDATE_CODECS: tuple[Codec, ...] = tuple(
+    ErrorFeedback(codec)
+    for codec in (Cast("bf16"), Cast("fp8"), Quantize(4), OneBit(), TopK(0.01), TopK(0.001), LowRank())
+)
+OPTIONS = ("bucket_bytes", "exact_below", "skip_converged", "check_every")
+"""Options of `AllReduce` that its text may have, beside an algorithm or a codec."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,8 @@ class AllReduce(Strategy):
         check_every: steps in such a window.
     """
 
+    preference = 0
+
     algorithm: Algorithm = "native"
     bucket_bytes: int = 4 * 2**20
     codec: Codec | None = None
@@ -59,6 +77,11 @@ class AllReduce(Strategy):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
             mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+        elif self.codec is not None and self.algorithm != "native":
+            mistakes.append(
+                f"algorithm '{self.algorithm}' would change nothing beside a codec, because compressed gradients are "
+                f"not summed by an all-reduce algorithm: leave it out, as in AllReduce(codec={self.codec!r})"
+            )
         if self.exact_below < 0:
             mistakes.append(f"exact_below must be 0 or more, got {self.exact_below}")
         if self.skip_converged is not None and not 0 < self.skip_converged < 1:
@@ -74,6 +97,17 @@ class AllReduce(Strategy):
     def exact(self) -> bool:
         return self.codec is None and self.skip_converged is None
 
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        return communication_cost(self, profile, placement)
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        # On one host sums are made in shared memory: algorithms of messages would go through sockets.
+        algorithms: tuple[Algorithm, ...] = _CANDIDATES if placement.num_hosts > 1 else ("native",)
+        sizes = (AllReduce.bucket_bytes, _LARGE_BUCKET_BYTES)
+        for bucket_bytes in sizes if profile.gradient_bytes > AllReduce.bucket_bytes else sizes[:1]:
+            yield from (AllReduce(algorithm, bucket_bytes) for algorithm in algorithms)
+        yield from (AllReduce(codec=codec) for codec in _CANDIDATE_CODECS)
+
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
             transport = transport if isinstance(transport, HostsTransport) else HostsTransport(transport)
@@ -83,13 +117,10 @@ class AllReduce(Strategy):
 
     def __str__(self) -> str:
         default = type(self)(self.algorithm)
-        options = [
-            f"{key}={getattr(self, key)}"
-            for key in ("bucket_bytes", "exact_below", "skip_converged", "check_every")
-            if getattr(self, key) != getattr(default, key)
-        ]
-        codec = "" if self.codec is None else f"+{print_codec(self.codec)}"
-        return self.algorithm + (f":{','.join(options)}" if options else "") + codec
+        options = [f"{key}={getattr(self, key)}" for key in OPTIONS if getattr(self, key) != getattr(default, key)]
+        if self.codec is not None:
+            return print_codec(self.codec, options)
+        return self.algorithm + (f":{','.join(options)}" if options else "")
 
 
 class AllReduceExchange(Exchange):
@@ -146,9 +177,6 @@ class AllReduceExchange(Exchange):
             self._mean.finish(bucket)
         self._under_way.clear()
 
-    def before_step(self) -> None:
-        return None
-
     def after_step(self) -> None:
         if self._converged is None:
             return
@@ -164,15 +192,6 @@ class AllReduceExchange(Exchange):
             return {}
         left_out, everything = self._num_elements
         return {"skipped": left_out / everything if everything else 0.0}
-
-    def consensus(self) -> None:
-        share_buffers(self.replica.model, self.transport)
-
-    def restore_local(self) -> None:
-        return None
-
-    def finish(self) -> None:
-        self.consensus()
 
     def state_dict(self) -> dict[str, Any]:
         if self._converged is not None:
@@ -206,7 +225,7 @@ class AllReduceExchange(Exchange):
 def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, codec: Codec | None) -> Mean:
     algorithm = strategy.algorithm
     if codec is not None:
-        return CompressedMean(replica, transport, codec, algorithm)
+        return CompressedMean(replica, transport, codec)
     # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
     if algorithm == "cheapest" and not replica.device_types <= {"cpu", "meta"}:
         algorithm = "native"
