@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from tutti.replica.buckets import Bucket, Slot
 from tutti.replica.factors import FactoredLayer, layers_of
-from tutti.replica.replica import Heard, Listener, Replica
+from tutti.replica.replica import EventScope, Listener, Replica
 from tutti.simulation.compute_clock import ComputeClock
 
 
@@ -27,7 +27,7 @@ class DryRunReplica(Replica):
         self._gradients = False
         self._num_samples = 0.0
 
-    def listen(self, listener: Listener, to: Heard) -> None:
+    def listen(self, listener: Listener, to: EventScope) -> None:
         self._listener, self._gradients = listener, to == "gradients"
 
     def take_samples(self) -> float:
