@@ -104,6 +104,16 @@ class ParameterServer(Strategy):
             )
         return list(range(workers)), list(range(size - num_servers, size))
 
+    @property
+    def clips_updates(self) -> bool:
+        """Whether each update is clipped by its own norm, which must be known before it is pushed."""
+        return self.clip is not None and self.consistency.bound is None
+
+    @property
+    def clips_means(self) -> bool:
+        """Whether the mean over workers is clipped, so that all shards are stepped together."""
+        return self.clip is not None and self.consistency.bound is not None
+
     def check_size(self, size: int) -> None:
         self.roles(size)
 
@@ -135,9 +145,9 @@ class ParameterServer(Strategy):
             from tutti.strategies.parameter_server.shared_memory.hogwild import (
                 HogwildWorker,  # They cost a compiler's import.
             )
-            from tutti.strategies.parameter_server.shared_memory.worker import InMemoryWorker
+            from tutti.strategies.parameter_server.shared_memory.worker import SharedMemoryWorker
 
-            return (InMemoryWorker if self.consistency.locks else HogwildWorker)(replica, transport, self)  # type: ignore[arg-type]
+            return (SharedMemoryWorker if self.consistency.locks else HogwildWorker)(replica, transport, self)  # type: ignore[arg-type]
         return MessageWorker(replica, transport, self)
 
     def serve(self, replica: Replica, transport: Transport) -> None:
