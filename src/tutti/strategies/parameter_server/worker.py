@@ -89,10 +89,10 @@ class ParameterServerWorker(Exchange):
     @property
     @abstractmethod
     def version(self) -> int:
-        """The number of server steps contained in the oldest piece of this worker's parameters."""
+        """The oldest version that this worker's model holds of any shard."""
 
     def metrics(self) -> dict[str, Any]:
-        """`staleness[k]` counts this worker's updates that were computed from parameters k server steps old."""
+        """`staleness[k]` counts this worker's updates that were computed from parameters k versions old."""
         return {"staleness": dict(sorted(self._staleness.items())), "version": self.version}
 
     def backward_started(self, weight: float) -> None:
