@@ -100,8 +100,8 @@ class ParameterServer(Strategy):
         quorum = self.consistency.quorum
         if self.consistency.bound is None and quorum > num_workers:
             raise ConfigError(
-                f"SoftSync({quorum}) needs {quorum} workers, and there are {num_workers}. Use SoftSync({num_workers}) or less, "
-                "or more ranks."
+                f"SoftSync({quorum}) needs {quorum} workers, and there are {num_workers}. "
+                f"Use SoftSync({num_workers}) or less, or more ranks."
             )
         return list(range(num_workers)), list(range(size - num_servers, size))
 
@@ -205,9 +205,8 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
         "factors": _switch,
     }
     if unknown := rest.keys() - kinds.keys():
-        raise ConfigError(
-            f"ps: '{min(unknown)}' is none of its options: {_CONSISTENCIES}; {', '.join(f'{key}=NUMBER' for key in kinds)}."
-        )
+        others = ", ".join(f"{key}=NUMBER" for key in kinds)
+        raise ConfigError(f"ps: '{min(unknown)}' is none of its options: {_CONSISTENCIES}; {others}.")
     numbers = {key: _number(key, value, kinds[key]) for key, value in rest.items()}
     return ParameterServer(consistency, codec=codec, **numbers)
 
