@@ -6,6 +6,7 @@ import click
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reproductions"
@@ -19,6 +20,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, uri, abs_src_path=str(path)))
     files.append(File.generated(config, "reference/cli.md", content=command_page()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Let links of reports, which are right in a checkout, lead to the pages of the site."""
+    return markdown.replace("](../../docs/", "](../../") if page.file.src_uri.startswith("reproductions/") else markdown
 
 
 def command_page() -> str:

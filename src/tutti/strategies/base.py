@@ -9,11 +9,13 @@ in every step; `consensus` and `restore_local` around evaluation and saving; `fi
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from tutti.errors import ConfigError
+from tutti.cost import CommunicationCost, Placement, Profile
+from tutti.errors import ConfigError, NotPriced
 from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.replica.state import share_buffers
@@ -121,6 +123,10 @@ class Exchange:
 class Strategy(ABC):
     """A description of how replicas are synchronised: frozen, equal by value, printed as the text that makes it."""
 
+    preference: ClassVar[int] = 4
+    """Which strategy the planner takes among about equally fast ones: the lowest. 0 is a sum of all gradients in every
+    step, 2 is servers, 3 is models averaged now and then."""
+
     @abstractmethod
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         """Start synchronising `replica` with those of the transport's other ranks. Collective."""
@@ -129,6 +135,27 @@ class Strategy(ABC):
     @abstractmethod
     def exact(self) -> bool:
         """Whether N workers compute what one worker would with all their samples, up to rounding of sums."""
+
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        """Return what this strategy adds to a worker's step, for the planner.
+
+        Args:
+            profile: the step of one worker that trains alone.
+            placement: two ranks or more, dedicated servers included.
+
+        A strategy without a formula can be used, but not compared: it raises `NotPriced`.
+        """
+        raise NotPriced(
+            f"strategy '{self}' has no cost formula, so it cannot be compared with others: implement "
+            f"{type(self).__module__}.{type(self).__qualname__}.cost."
+        )
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator["Strategy"]:
+        """Yield the settings of this family that the planner should compare; by default this one alone.
+
+        The planner asks one strategy of each class, made with default options.
+        """
+        yield self
 
     @property
     def synchronous(self) -> bool:

@@ -1,12 +1,13 @@
 """The `ParameterServer` strategy, and its text at the command line (`ps:ssp=3,servers=1+onebit`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from tutti.codecs import Codec, print_codec
+from tutti.codecs import Codec, ErrorFeedback, OneBit, print_codec
+from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange, Strategy
@@ -18,6 +19,7 @@ from tutti.strategies.parameter_server.consistency import (
     SoftSync,
     StalenessAware,
 )
+from tutti.strategies.parameter_server.cost import communication_cost
 from tutti.strategies.parameter_server.messages.group import join_group
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.worker import MessageWorker
@@ -44,6 +46,8 @@ class ParameterServer(Strategy):
         bucket_bytes: size of a bucket: the gradients that are pushed together, each server getting a shard of them.
         factors: push the gradients of linear layers as sufficient factors, where those are smaller; servers multiply.
     """
+
+    preference = 2
 
     consistency: Consistency = field(default_factory=BSP)
     servers: int | Literal["colocated"] = "colocated"
@@ -128,6 +132,15 @@ class ParameterServer(Strategy):
     @property
     def exact(self) -> bool:
         return self.codec is None and self.consistency == BSP()
+
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        return communication_cost(self, profile, placement)
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        yield ParameterServer(BSP())
+        yield ParameterServer(BSP(), servers=1)
+        for rule in (SSP(3), Async()):
+            yield from (ParameterServer(rule, codec=codec) for codec in (None, ErrorFeedback(OneBit())))
 
     @property
     def synchronous(self) -> bool:

@@ -1,81 +1,82 @@
-"""What one worker does in a step: how long each layer takes, and when each gradient is ready."""
+"""`Profile`: one worker's step, with the time of each layer and the moment each gradient is ready."""
 
 from dataclasses import dataclass
 
 from tutti.cluster import format_size, format_time
-from tutti.plan.overhead import NOTHING, Overhead
-from tutti.plan.profile.work_depth import WorkDepth
+from tutti.cost.overhead import NO_OVERHEAD, Overhead
+from tutti.cost.work_depth import WorkDepth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """One parameter's gradient."""
+    """The gradient of one parameter."""
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int
     ready_s: float
-    """After the start of backward."""
+    """Seconds after the start of backward at which the gradient is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """One module that computes by itself."""
+    """One module that computes something itself."""
 
     name: str
     kind: str
-    """Its class."""
+    """The name of its class."""
     forward_s: float
     backward_s: float
     gradient_bytes: int
     ready_s: float | None
-    """After the start of backward, when all its gradients are there; None without any."""
+    """Seconds after the start of backward at which all its gradients are complete; None if it has none."""
     activation_bytes: int
-    """Of its outputs."""
+    """Bytes of its outputs."""
     rows: int | None
-    """If it is a matrix product, how many rows its input has: its gradient is a product of that many columns."""
+    """Number of rows of its input, if it is a matrix product: its gradient has at most that rank. Else None."""
     work: float
     """Operations of forward and backward, W."""
     depth: float
-    """The longest chain of them, D."""
+    """The longest chain of dependent operations, D."""
 
     @property
     def parallelism(self) -> float:
-        """Operations that can be done at once, on average: W / D."""
+        """Average number of operations that can run at once: W / D."""
         return WorkDepth(self.work, self.depth).parallelism
 
     def bounds(self, num_processors: int) -> tuple[float, float]:
-        """The least and the most time on so many processors, in operations."""
+        """Return the least and the most time on `num_processors` processors, in operations."""
         return WorkDepth(self.work, self.depth).bounds(num_processors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One worker's step, as measured."""
+    """One worker's measured step."""
 
     num_samples: int
     layers: tuple[LayerProfile, ...]
-    """In the order of forward."""
+    """The layers, in the order of forward."""
     gradients: tuple[Gradient, ...]
-    """In the order in which they become ready."""
+    """The gradients, in the order in which they become ready."""
     forward_s: float
     backward_s: float
     step_s: float
-    """Of the optimiser, and whatever else a step takes; 0 without one."""
+    """Seconds of the optimiser and of the rest of a step; 0 without an optimiser."""
     peak_bytes: int
-    """The most memory in use at once: parameters, gradients, optimiser state, activations."""
+    """Peak memory in bytes: parameters, gradients, optimiser state and activations."""
     state_bytes: int = 0
-    """Of it, what the optimiser keeps from step to step."""
-    overhead: Overhead = NOTHING
-    """What exchanging takes of this worker besides, where that was measured."""
+    """Bytes of it that the optimiser keeps from step to step."""
+    overhead: Overhead = NO_OVERHEAD
+    """Measured overhead of exchanging, if any."""
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.forward_s + self.backward_s + self.step_s
 
     @property
     def gradient_bytes(self) -> int:
+        """Bytes of all gradients."""
         return sum(gradient.num_bytes for gradient in self.gradients)
 
     @property
@@ -85,16 +86,16 @@ class Profile:
 
     @property
     def depth(self) -> float:
-        """The longest chain of them, D, if layers follow each other; less where there are branches."""
+        """The longest chain of dependent operations, D, if layers run in sequence; less where there are branches."""
         return sum(layer.depth for layer in self.layers)
 
     @property
     def parallelism(self) -> float:
-        """Operations that can be done at once, on average: W / D."""
+        """Average number of operations that can run at once: W / D."""
         return WorkDepth(self.work, self.depth).parallelism
 
     def bounds(self, num_processors: int) -> tuple[float, float]:
-        """The least and the most time on so many processors, in operations: max(W/p, D) and W/p + D (Brent 1974)."""
+        """Return the least and the most time on p processors, in operations: max(W/p, D) and W/p + D (Brent 1974)."""
         return WorkDepth(self.work, self.depth).bounds(num_processors)
 
     def __str__(self) -> str:
