@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tutti.parallel import Mesh, Pipeline, tensor_plan
     from tutti.parallel.branch import Branches
     from tutti.plan import Profile
+    from tutti.plan.auto import Auto
     from tutti.plan.profile import profile
     from tutti.simulation.runs.simulate import Simulation, simulate
     from tutti.strategies import (
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         SSP,
         AllReduce,
         Async,
-        Auto,
         Averaging,
         BlockMomentum,
         DiLoCo,
@@ -88,9 +88,10 @@ _MODULES = {
     "tutti.parallel": "Mesh Pipeline tensor_plan",
     "tutti.parallel.branch": "Branches",
     "tutti.plan": "Profile",
+    "tutti.plan.auto": "Auto",
     "tutti.plan.profile": "profile",
     "tutti.simulation.runs.simulate": "Simulation simulate",
-    "tutti.strategies": "BSP SSP AllReduce Async Auto Averaging BlockMomentum DiLoCo "
+    "tutti.strategies": "BSP SSP AllReduce Async Averaging BlockMomentum DiLoCo "
     "Gossip Graph ParameterServer PeerUpdates Poseidon SoftSync StalenessAware",
     "tutti.world": "World world",
 }
