@@ -12,13 +12,12 @@ from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
 from tutti.parallel import Mesh
 from tutti.parallel.arrangement import Arrangement, mistakes_on_mesh
 from tutti.parallel.branch import Branches
-from tutti.plan.auto import AutoExchange
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
-from tutti.strategies import AllReduce, Auto, Exchange, Strategy, as_strategy
-from tutti.transports import Transport, for_devices
+from tutti.strategies import AllReduce, Strategy, as_strategy
+from tutti.transports import for_devices
 from tutti.world import World, current_world, set_world
 from tutti.world import world as initialised_world
 
@@ -98,7 +97,7 @@ def _start(
     if compute_clock is not None:
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
-    exchange = attach(strategy, replica, channel)
+    exchange = strategy.attach(replica, channel)
     job = Job(replica, exchange, strategy, trains, compute_clock, arrangement)
     job.previous_world = before
     setattr(model, JOB_ATTRIBUTE, job)
@@ -107,15 +106,6 @@ def _start(
             module.distributed = True
     world.tolerate_loss(exchange.tolerates_loss)
     return job
-
-
-def attach(strategy: Strategy, replica: HookedReplica, transport: Transport) -> Exchange:
-    """Attach a strategy, or the planner that will choose one, to a replica. Collective."""
-    if isinstance(strategy, Auto):
-        return (
-            AutoExchange(replica, transport, strategy) if transport.size > 1 else AllReduce().attach(replica, transport)
-        )
-    return strategy.attach(replica, transport)
 
 
 def _without_servers(world: World, num_servers: int) -> World:

@@ -16,8 +16,6 @@ import threading
 from functools import cache, wraps
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from tutti.errors import ConfigError
 
 _here = threading.local()
@@ -42,6 +40,8 @@ def refuse(what: str) -> None:
 @cache
 def install() -> None:
     """Refuse Python's sockets and torch's stores in the threads of simulated ranks, from now on."""
+    from torch.distributed import TCPStore  # Late: the launcher uses `refuse` and need not wait for torch.
+
     sys.addaudithook(_audit)
     before = TCPStore.__init__
 
