@@ -249,8 +249,8 @@ def test_scaling_says_where_doubling_stops_paying_and_why() -> None:
     for row in found.scaling.rows:
         assert row.speed_up == pytest.approx(row.samples_per_s / found.alone.samples_per_s)
         assert row.efficiency == pytest.approx(row.speed_up / row.workers)
-    assert found.stops_paying_at == 1
-    assert found.scaling.reason.startswith("More than 1 worker does not pay: ")
+    assert found.stops_paying_at == 2
+    assert found.scaling.reason.startswith("More than 2 workers do not pay: ")
     assert "does not count as worthwhile." in found.scaling.reason
     odd = plan(lab_perceptron(0.02), 3, Cluster(link=Link("100gbit", "1us")))
     assert [row.workers for row in odd.scaling.rows][:4] == [1, 2, 3, 4]
