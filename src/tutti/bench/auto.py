@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tutti.bench.interleaved import Candidates, InterleavedTimer
-from tutti.bench.step import ddp, make_benchmark_model, solo, stepper, torch_group
+from tutti.bench.models import make_benchmark_model
+from tutti.bench.training_steps import ddp_step, make_step, solo_step, torch_group
 from tutti.collectives import all_gather_json
 from tutti.job import distribute
 from tutti.launch import init
@@ -47,12 +48,12 @@ def measure(model: str, rounds: int) -> AutoReport:
     torch.manual_seed(0)
     case = make_benchmark_model(model, world.size)
     chooses, plain = copy.deepcopy(case.model), copy.deepcopy(case.model)
-    ways: Candidates = {"solo": solo(case)}
-    ways["native"], optimizer = stepper(plain, case)
-    ways["auto"], other = stepper(chooses, case)
+    ways: Candidates = {"solo": solo_step(case)}
+    ways["native"], optimizer = make_step(plain, case)
+    ways["auto"], other = make_step(chooses, case)
     now = world.transport.now
     with torch_group(world), distribute(plain, optimizer, AllReduce(), world=world):
-        ways["DDP"] = ddp(case)
+        ways["DDP"] = ddp_step(case)
         for _ in range(3):
             for name in ("solo", "native", "DDP"):
                 ways[name]()

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tutti.bench.compression import DEFAULTS
+from tutti.bench.compression import DEFAULT_CODECS
 from tutti.errors import NonFiniteLoss
 from tutti.experiments.feedback_report import bare, write_report
 from tutti.experiments.setting import Setting, machine
@@ -25,7 +25,7 @@ class Plan:
     """How much to do."""
 
     workers: int = 4
-    codecs: tuple[str, ...] = DEFAULTS
+    codecs: tuple[str, ...] = DEFAULT_CODECS
     seeds: tuple[int, ...] = (0, 1, 2)
     accuracy_of: str = "mnist-mlp"
     epochs: int = 4

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tutti.bench.interleaved import Candidates, InterleavedTimer
-from tutti.bench.step import BenchmarkModel, solo, stepper
+from tutti.bench.models import BenchmarkModel
+from tutti.bench.training_steps import make_step, solo_step
 from tutti.experiments.poseidon_traffic import widths
 from tutti.job import distribute
 from tutti.launch import init, launch
@@ -51,11 +52,11 @@ def time_ways(model: str, request: Request) -> dict[str, dict[str, float]]:
     world = init()
     torch.manual_seed(0)
     case = make_benchmark_model(model, request.narrower)
-    ways: Candidates = {NOTHING: solo(case)}
+    ways: Candidates = {NOTHING: solo_step(case)}
     jobs, sent = [], {}
     for text in request.texts[model]:
         mine = copy.deepcopy(case.model)
-        step, optimizer = stepper(mine, case)
+        step, optimizer = make_step(mine, case)
         jobs.append(distribute(mine, optimizer, parse(text), world=world))
         step()  # In which it learns how each layer goes from then on.
         before = jobs[-1].metrics.bytes_sent
