@@ -21,8 +21,7 @@ from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
-from tutti.strategies import AllReduce, Auto, Exchange, Strategy
-from tutti.strategies.base import Planned
+from tutti.strategies import AllReduce, Auto, Exchange, Strategy, as_strategy
 from tutti.transports import Transport, for_devices
 from tutti.world import World, set_world
 from tutti.world import current_world as current_world_if_any
@@ -40,16 +39,17 @@ class Metrics:
     bytes_sent: int
     seconds: float
     waiting_s: float
-    staleness: dict[int, int] = field(default_factory=dict)
-    """Under parameter servers: how many of this rank's updates were computed from parameters so many steps old."""
-    version: int = 0
-    """Under parameter servers: how many steps they had taken when this rank last read."""
-    spectral_gap: float | None = None
-    """Under gossip: how fast what ranks have comes together, from 0 to 1."""
-    planned: Planned | None = None
-    """Under `Auto`: what it chose, what a step should take, and what it takes."""
-    skipped: float = 0.0
-    """Under `AllReduce(skip_converged=...)`: the part of all gradients that was not exchanged."""
+    strategy: dict[str, Any] = field(default_factory=dict)
+    """What the strategy itself reports, by name. Each has only what applies to it:
+
+    - "staleness" (parameter servers, peer updates): counts of this rank's updates, by the age in steps of the
+      parameters they were computed from;
+    - "version" (parameter servers): the steps the servers had taken when this rank last read;
+    - "blocks" (averaging): the blocks that have ended;
+    - "spectral_gap" (gossip): how fast replicas converge to their mean by mixing, from 0 to 1;
+    - "skipped" (`AllReduce(skip_converged=...)`): the share of gradient elements that was not exchanged;
+    - "planned" (`Auto`): the strategy at work, its predicted and its measured step.
+    """
 
     @property
     def waiting_share(self) -> float:
@@ -78,7 +78,7 @@ class Job:
         self._replica = replica
         self._exchange = exchange
         self._started_s = exchange.transport.now()
-        self._finished = self._leads = False
+        self._finished = self._was_leader = False
         self._before = world
         """What `tutti.world()` was, to be so again."""
 
@@ -134,7 +134,7 @@ class Job:
                 yield self._model
         finally:
             self._replica.agreeing = False
-            self._exchange.dissent()
+            self._exchange.restore_local()
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -160,11 +160,7 @@ class Job:
             bytes_sent=total.num_bytes,
             seconds=self._exchange.transport.now() - self._started_s,
             waiting_s=total.seconds + totals[PULL].seconds,
-            staleness=self._exchange.staleness,
-            version=self._exchange.version,
-            spectral_gap=self._exchange.spectral_gap,
-            planned=self._exchange.planned,
-            skipped=self._exchange.skipped,
+            strategy=self._exchange.metrics(),
         )
 
     @property
@@ -173,10 +169,10 @@ class Job:
         return self._replica.steps
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank is the first of those that are left: the one to report, save or evaluate."""
         first = self._arrangement is None or self._arrangement.first
-        return self._leads if self._finished else first and self._exchange.leads
+        return self._was_leader if self._finished else first and self._exchange.is_leader
 
     @property
     def events(self) -> EventLog:
@@ -200,7 +196,7 @@ class Job:
                 f"this is no state of a job: it has no {', '.join(sorted(missing))}. "
                 "Give what job.state_dict() returned."
             )
-        if not self.strategy.goes_on_from(state["strategy"]):
+        if not self.strategy.can_resume_from(state["strategy"]):
             raise ConfigError(
                 f"this state was saved under strategy '{state['strategy']}' and cannot be used under "
                 f"'{self.strategy}'. Load the model and the optimiser alone, before distribute, or use that strategy."
@@ -222,13 +218,13 @@ class Job:
         """Complete what is under way, agree on the model and let it go. Collective. Idempotent."""
         if not self._finished:
             self._refuse_agreeing("job.finish()")
-            self._leads = self.leads
+            self._was_leader = self.is_leader
             self._finished = True
             try:
                 self._exchange.finish()
                 if self._arrangement is not None:
                     self._arrangement.close()
-                self.world.expendable(False)
+                self.world.tolerate_loss(False)
             finally:
                 self._let_go()
 
@@ -267,7 +263,7 @@ class Job:
 def distribute(
     model: nn.Module,
     optimizer: Optimizer,
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
     *,
     world: World | None = None,
     mesh: Mesh | None = None,
@@ -282,7 +278,8 @@ def distribute(
     Args:
         model: built the same on every rank; its device decides how tensors travel.
         optimizer: holds every trainable parameter of `model`.
-        strategy: how replicas stay together, `AllReduce()` by default; `tutti run --strategy` overrules it.
+        strategy: how replicas are synchronised: an object such as `tutti.BlockMomentum(every=16)`, or the text that
+            names it at the command line, "bmuf:every=16"; `AllReduce()` by default, `tutti run --strategy` first.
         world: where to run; the one `tutti.init` made by default.
         mesh: how ranks split the model too; `strategy` is then between those that have the same part of it, and the
             world afterwards is theirs: make `tutti.data.shard` after it.
@@ -295,12 +292,11 @@ def distribute(
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh must be a tutti.Mesh(data=..., tensor=..., pipe=...), got {mesh!r}.")
     world = world or current_world()
-    strategy = world.strategy or strategy or AllReduce()
-    mistakes = _mistakes(model, optimizer, strategy)
+    strategy, mistakes = _chosen(strategy, world)
+    mistakes += _mistakes(model, optimizer, strategy)
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
         mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
-    if isinstance(strategy, Strategy):
-        mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
+    mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:
         mistakes += mistakes_on_mesh(model, optimizer, mesh, strategy, world.size, example)
     check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
@@ -330,11 +326,11 @@ def _started(
     replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.sample_counts)
     transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
-    if world.rank >= world.size - strategy.num_serving:
+    if world.rank >= world.size - strategy.num_dedicated_servers:
         strategy.serve(replica, channel)
         channel.close()
         raise SystemExit(0)
-    trains = _without(world, strategy.num_serving)
+    trains = _without(world, strategy.num_dedicated_servers)
     compute_clock = ComputeClock(channel) if channel.cluster is not None and arrangement is None else None
     if compute_clock is not None:
         compute_clock.listen(model, optimizer)
@@ -346,7 +342,7 @@ def _started(
     for module in model.modules():
         if isinstance(module, Branches):
             module.distributed = True
-    world.expendable(exchange.expendable)
+    world.tolerate_loss(exchange.tolerates_loss)
     return job
 
 
@@ -404,13 +400,21 @@ def measure_link(*, world: World | None = None) -> LinkMeasurement:
     return measure_links((world or current_world()).transport)
 
 
+def _chosen(strategy: Strategy | str | None, world: World) -> tuple[Strategy, list[str]]:
+    """Return the strategy to use, and what is wrong with the one that was given.
+
+    A bad text is not raised here: every rank has to come to `check_alike`, or the others would wait for this one.
+    """
+    if world.strategy is not None:
+        return world.strategy, []
+    try:
+        return AllReduce() if strategy is None else as_strategy(strategy), []
+    except ConfigError as error:
+        return AllReduce(), [str(error)]
+
+
 def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:
     mistakes = []
-    if not isinstance(strategy, Strategy):
-        mistakes.append(
-            f"strategy must be an object such as tutti.AllReduce(), got {strategy!r}. "
-            "Texts are for the command line; tutti.strategies.parse reads them."
-        )
     if getattr(model, _MARK, None) is not None:
         mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
     if any(isinstance(module, Branches) for module in model.modules()) and not isinstance(strategy, AllReduce):

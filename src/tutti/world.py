@@ -19,12 +19,11 @@ class World:
     local_rank: int
     host: str
     transport: Transport
-    generation: int = 0
     sample_counts: SampleCounts = field(default_factory=SampleCounts, repr=False)
     strategy: Strategy | None = None
     """What the launcher was told to use, whatever the script says."""
     leave: Callable[[], None] = field(default=lambda: None, repr=False)
-    expendable: Callable[[bool], None] = field(default=lambda yes: None, repr=False)
+    tolerate_loss: Callable[[bool], None] = field(default=lambda yes: None, repr=False)
     """Tells whoever started this rank whether the others would go on without it."""
 
     def close(self) -> None:

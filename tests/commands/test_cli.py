@@ -97,7 +97,12 @@ REFUSED = {
     "a rate nobody can shape": (["doctor", "--network", "--lab", "hosts=2,rate=1bit"], r"from 100kbit to 100gbit, got"),
     "no lab": (["doctor", "--network", "--lab", " "], r"a lab needs a description, such as hosts=4"),
     "no picture": (["bench", "collectives", "--plot", "times.jpeg"], r"ends in \.png or \.svg, got 'times\.jpeg'"),
-    "no experiment": (["reproduce", "allreduce-mnits"], r"unknown experiment.*Did you mean 'allreduce-mnist'"),
+    "no experiment": (["reproduce", "allreduce-mnits"], r"unknown reproduction.*Did you mean 'allreduce-mnist'"),
+    "a rate nobody uses": (["reproduce", "strads", "--rate", "1gbit"], r"'strads' does not use --rate"),
+    "data nobody uses": (["reproduce", "poseidon", "--data", "."], r"'poseidon' does not use --data"),
+    "options of nothing": (["reproduce", "--quick"], r"--quick needs the NAME of a reproduction: allreduce-mnist, "),
+    "nothing is measured": (["reproduce", "strads", "--quick", "--report-only"], r"--quick has no effect with"),
+    "nothing is stored": (["reproduce", "strads", "--report-only", "--name", "x"], r"no stored results in runs/x"),
     "no such lab rate": (["reproduce", "allreduce-mnist", "--rate", "x"], r"'x' is not a rate"),
     "no rounds": (["bench", "allreduce", "--rounds", "0"], r"Invalid value for '--rounds'"),
 }

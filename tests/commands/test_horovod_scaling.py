@@ -9,8 +9,8 @@ import pytest
 
 import tutti.bench.fidelity
 from command import Call
-from tutti.experiments.horovod_report import write_report
-from tutti.experiments.horovod_scaling import QUICK, WAYS
+from reproductions.horovod_scaling.report import write_report
+from reproductions.horovod_scaling.run import QUICK, WAYS
 from tutti.launch.lab.lab import missing
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from command import Call
-from tutti.experiments.poseidon import QUICK, WAYS, compute
-from tutti.experiments.poseidon_traffic import RULES, factors, formula_bytes, parameters, shapes, solved, widths
-from tutti.experiments.poseidon_verdict import AWARE, PLAIN, PRICED, WAIT_FREE, speed_up, step_seconds
+from reproductions.poseidon.claims import AWARE, PLAIN, PRICED, WAIT_FREE, speed_up, step_seconds
+from reproductions.poseidon.run import QUICK, WAYS, compute
+from reproductions.poseidon.traffic import RULES, factors, formula_bytes, parameters, shapes, solved, widths
 from tutti.launch.lab.lab import missing
 
 

@@ -24,7 +24,7 @@ from tutti.launch.interpreter import main_of
 from tutti.launch.lab import namespaces, ownership
 from tutti.launch.lab.lab import LabSpec, address, missing
 from tutti.launch.lab.ownership import Claim
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -120,7 +120,7 @@ def test_links_are_as_slow_as_asked(four_hosts: list[dict[str, Any]]) -> None:
 def speaks_and_fails() -> None:
     """All say where they are; then the last one fails."""
     with closing(tutti.init()) as world:
-        Link().progress(host=world.host, ids=host_ids(world))
+        SupervisorPipe().progress(host=world.host, ids=host_ids(world))
         native(torch.ones(1), world.transport)  # All have said it.
         if world.rank == 3:
             raise RuntimeError("enough")

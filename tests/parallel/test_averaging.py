@@ -309,7 +309,7 @@ def _slow(world: World, every: str, seconds: float) -> tuple[int, int]:
         while now() - start < seconds:
             step_on(model, optimizer, batch(world.rank, step))
             step += 1
-        blocks = job._exchange.version
+        blocks = job._exchange.metrics()["blocks"]
     return job.steps, blocks
 
 
@@ -669,7 +669,7 @@ def test_what_is_done_in_consensus_is_no_time_of_training() -> None:
                 if look and step % 3 == 0:
                     with job.consensus():
                         world.transport.elapse(0.2)
-            found = job.metrics.version
+            found = job.metrics.strategy["blocks"]
         return found
 
     cluster = Cluster(link=Link("1gbit", "50us"), compute=Compute(sample_s=0.010 / 8))

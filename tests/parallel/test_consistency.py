@@ -323,7 +323,7 @@ def train_plainly(strategy: ParameterServer, steps: int) -> tuple[list[Event], l
         optimizer.zero_grad()
     job.finish()
     reads = [event for event in job.events if event.kind == READ]
-    return reads, [p.detach() for p in model.parameters()], job.metrics.staleness
+    return reads, [p.detach() for p in model.parameters()], job.metrics.strategy["staleness"]
 
 
 @pytest.mark.parametrize("factor", [None, lambda staleness: 0.5**staleness], ids=["inverse", "own"])

@@ -232,7 +232,7 @@ def test_an_inbox_holds_the_others_back() -> None:
         model, optimizer, job = start(world, strategy)
         go(job, model, optimizer, range(12))
         job.finish()
-        return job.metrics.staleness
+        return job.metrics.strategy["staleness"]
 
     def seen(inbox: int, graph: str) -> int:
         cluster = Cluster(link=Link("1gbit", "50us"), slow={3: 8}, compute=Compute(sample_s=1e-3))
@@ -493,7 +493,7 @@ def test_the_spectral_gap_is_reported() -> None:
     def gap(world: World, text: str) -> float | None:
         model, optimizer, job = start(world, parse(text))
         go(job, model, optimizer, range(1))
-        gap = job.metrics.spectral_gap
+        gap = job.metrics.strategy.get("spectral_gap")
         job.finish()
         return gap
 

@@ -30,7 +30,7 @@ import tutti
 from support import TRANSPORTS
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost, TuttiError, WorkerFailed
 from tutti.launch.interpreter import main_of
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -96,7 +96,7 @@ def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
 def examine(text: str, number: int) -> dict[str, Any]:
     """What a worker finds; many tests read it, so that one launch serves them all."""
     world = tutti.init()
-    link = Link()
+    link = SupervisorPipe()
     extra = world.transport.channel("extra")
     for step in range(3):
         link.progress(step=step, rank=world.rank)

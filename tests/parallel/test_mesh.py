@@ -297,7 +297,7 @@ def test_a_checkpoint_is_saved_by_one_rank_as_ever(mesh: Mesh, strategy: Strateg
             if step == 2 and not going_on:
                 own = job.state_dict()
                 with job.consensus():
-                    if job.leads:
+                    if job.is_leader:
                         both = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": own}
                         saved.update(copy.deepcopy(both))
         job.finish()
@@ -576,9 +576,9 @@ def _said(world: World, whole: nn.Sequential) -> tuple[bool, bool, Any]:
     job.contributed(100 if job.world.rank == 0 else 20)
     pipeline(x, torch.full((4, 1), 1.0 + job.world.rank, dtype=torch.float64))
     optimizer.step()
-    leads = job.leads
+    leads = job.is_leader
     job.finish()
-    return leads, job.leads, model[1].weight.detach()
+    return leads, job.is_leader, model[1].weight.detach()
 
 
 def test_a_pipeline_counts_what_it_was_told_and_one_rank_leads() -> None:

@@ -822,7 +822,7 @@ def test_reads_are_logged() -> None:
         model, optimizer, job = start(world, ParameterServer())
         go(job, model, optimizer, range(3))
         reads = [event.about for event in job.events if event.kind == READ and event.about[0] == 0]
-        assert job.metrics.staleness == {0: 3}
+        assert job.metrics.strategy["staleness"] == {0: 3}
         job.finish()
         return reads
 

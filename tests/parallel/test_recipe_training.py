@@ -10,7 +10,7 @@ from tutti.strategies import parse
 
 def trained(strategy: str) -> torch.Tensor:
     task = TrainingConfig(recipe="digits", strategy=strategy, epochs=2, double=True)
-    ranks = 2 + parse(strategy).num_serving
+    ranks = 2 + parse(strategy).num_dedicated_servers
     found = [each for each in simulate(train, task, workers=ranks).results if isinstance(each, TrainingResult)]
     return found[0].parameters
 

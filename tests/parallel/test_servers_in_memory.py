@@ -81,7 +81,7 @@ def test_no_read_misses_what_it_must_hold(rule: Any) -> None:
         for worker in range(4):
             for earlier in range(clock - rule.bound):
                 assert made[piece, worker, earlier] < version
-    assert max(max(each["metrics"].staleness) for each in found) <= rule.bound
+    assert max(max(each["metrics"].strategy["staleness"]) for each in found) <= rule.bound
 
 
 @pytest.mark.parametrize("rule", [SoftSync(2), Async(locks=True), Async()], ids=str)

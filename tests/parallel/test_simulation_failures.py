@@ -547,7 +547,7 @@ def test_an_interrupt_in_a_rank_is_the_callers() -> None:
 
 
 def test_watch_and_pulse_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tutti.launch.supervisor_pipe import Link as Report
+    from tutti.launch.supervisor_pipe import SupervisorPipe
 
     monkeypatch.setattr("tutti.simulation.engine._PULSE_S", 0.0)
     monkeypatch.setattr("tutti.simulation.engine._PULSE_EVERY", 1)
@@ -555,7 +555,7 @@ def test_watch_and_pulse_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     pulses: list[tuple[float, int]] = []
 
     def work(link: Transport) -> None:
-        Report().progress(step=link.rank)
+        SupervisorPipe().progress(step=link.rank)
         (send(1) if link.rank == 0 else receive(0))(link)
 
     by_rank(work, work, watch=lambda rank, values: told.append((rank, values)), pulse=lambda *at: pulses.append(at))

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from support import run_ok, run_threads
 from tutti.errors import ConfigError
 from tutti.job import distribute
-from tutti.plan.cost import is_exact
 from tutti.replica.buckets import Slot
 from tutti.strategies import AllReduce, parse
 from tutti.strategies.converged import MOST_WINDOWS, Converged
@@ -79,7 +78,7 @@ def train(world: World, strategy: AllReduce) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             parameters.append([p.detach().clone() for p in model.parameters()])
-        skipped = job.metrics.skipped
+        skipped = job.metrics.strategy.get("skipped", 0)
     return {"absent": absent, "sent": sent, "parameters": parameters, "skipped": skipped}
 
 
@@ -157,8 +156,8 @@ def test_at_the_command_line() -> None:
     text = "ring:skip_converged=0.001,check_every=4"
     assert parse(text) == SKIP
     assert str(SKIP) == text
-    assert not is_exact(SKIP)
-    assert is_exact(AllReduce("ring"))
+    assert not SKIP.exact
+    assert AllReduce("ring").exact
     for wrong, message in (
         ("ring:skip_converged=0", "skip_converged must be above 0 and below 1"),
         ("ring:skip_converged=1.5", "got 1.5"),

@@ -20,7 +20,7 @@ Bits = dict[str, list[str]]
 def everything() -> dict[str, Any]:
     """All programs on four ranks and on two, on both backends; and then a rank is killed."""
     world = tutti.init()
-    world.expendable(True)
+    world.tolerate_loss(True)
     store = world.transport.membership.store  # type: ignore[attr-defined]
     found: dict[str, Any] = {}
     for backend in ("gloo", "tutti"):

@@ -147,7 +147,7 @@ def test_no_more_workers_than_places() -> None:
     found = plan(lab_perceptron(0.1), 4, Cluster(link=Link("100gbit", "2us"), hosts=4, ranks_per_host=1))
     assert (found.stops_paying_at, found.most_workers) == (None, 4)
     assert not any(
-        isinstance(each.strategy, ParameterServer) and each.strategy.num_serving for each in found.predictions
+        isinstance(each.strategy, ParameterServer) and each.strategy.num_dedicated_servers for each in found.predictions
     )
     with pytest.raises(ConfigError, match="5 ranks are more than the hosts of 'cluster' hold, 4"):
         plan(lab_perceptron(0.1), 5, Cluster(hosts=4, ranks_per_host=1))

@@ -4,7 +4,7 @@ import pytest
 
 from tutti.errors import ConfigError, EnvironmentConflict
 from tutti.launch import environment as environment_module
-from tutti.launch.environment import Place, read
+from tutti.launch.environment import RankEnvironment, read
 
 MASTER = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
 
@@ -45,7 +45,7 @@ def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_alone() -> None:
-    assert read({}) == Place("none", 0, 1, 0, None, None)
+    assert read({}) == RankEnvironment("none", 0, 1, 0, None, None)
 
 
 def test_alone_with_variables_of_no_launcher() -> None:
@@ -76,7 +76,7 @@ def test_address_is_loopback_unless_given() -> None:
 
 
 def test_open_mpi() -> None:
-    assert read({**OPEN_MPI, **MASTER}) == Place("Open MPI", 2, 4, 1, "10.0.0.7", 29500)
+    assert read({**OPEN_MPI, **MASTER}) == RankEnvironment("Open MPI", 2, 4, 1, "10.0.0.7", 29500)
 
 
 def test_open_mpi_meets_through_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_open_mpi_meets_through_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mpich() -> None:
-    assert read({**MPICH, **MASTER}) == Place("MPICH", 1, 3, 1, "10.0.0.7", 29500)
+    assert read({**MPICH, **MASTER}) == RankEnvironment("MPICH", 1, 3, 1, "10.0.0.7", 29500)
 
 
 def test_mpich_rank_alone_is_no_launcher() -> None:

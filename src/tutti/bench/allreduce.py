@@ -9,7 +9,7 @@ import torch
 from tutti.bench.under_mpi import communicator
 from tutti.errors import ConfigError
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.transports import AllReduces, SharesMemory
 from tutti.world import World
 
@@ -22,10 +22,10 @@ MAX_PER_ROUND = 300
 
 def measure(rounds: int) -> list[dict[str, Any]]:
     """Time every size on this rank and its peers; the rows, on every rank."""
-    world, link = init(), Link()
+    world, supervisor = init(), SupervisorPipe()
     rows = []
     for number, num_bytes in enumerate(SIZES):
-        link.progress(done=number, total=len(SIZES), size=num_bytes)
+        supervisor.progress(done=number, total=len(SIZES), size=num_bytes)
         rows.append(_measure_size(num_bytes, world, rounds))
     return rows
 

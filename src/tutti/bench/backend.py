@@ -16,7 +16,7 @@ from tutti.bench.interleaved import Candidates, InterleavedTimer
 from tutti.bench.models import BenchmarkModel, make_benchmark_model
 from tutti.bench.training_steps import make_step, torch_group
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 
 BACKENDS = ("gloo", "tutti")
 SIZES, LAB_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20), (4, 4 * 2**10, 256 * 2**10)
@@ -37,7 +37,7 @@ class BackendBenchmark:
 
 def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
     """Time steps and single operations on both backends, on this rank and its peers; the rows, on every rank."""
-    world, link = init(), Link()
+    world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     rows = []
     with torch_group(world):
@@ -49,7 +49,7 @@ def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
         for size in benchmark.sizes:
             jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
         for name, subject, make in jobs:
-            link.progress(doing=f"{name} {subject}")
+            supervisor.progress(doing=f"{name} {subject}")
             ways: Candidates = {backend: make(groups[backend]) for backend in BACKENDS}
             for way in ways.values():
                 for _ in range(_WARM_UP):

@@ -19,7 +19,7 @@ from tutti.collectives import (
     run,
 )
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link as Reporter
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.transports import AllReduces, HostsTransport, SharesMemory, Transport
 
 _ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0
@@ -27,7 +27,7 @@ _ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0
 
 def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     """Time every algorithm at every size, on this rank and its peers; the same result on every rank."""
-    transport, reporter = init().transport, Reporter()
+    transport, reporter = init().transport, SupervisorPipe()
     choice = measure_collectives(transport)
     link = choice.link or measure_links(transport).link
     links = _links(transport, link)

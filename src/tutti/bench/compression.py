@@ -16,7 +16,7 @@ from tutti.bench.training_steps import ddp_step, make_step, solo_step, torch_gro
 from tutti.codecs import CODECS, Chain, ErrorFeedback, Quantize, TopK, print_codec
 from tutti.job import Job
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 
 DEFAULT_CODECS = (*CODECS, "quantize:4", "topk:0.001", print_codec(ErrorFeedback(Chain(TopK(), Quantize(8)))))
 
@@ -68,10 +68,10 @@ class CompressionReport:
 
 def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int) -> dict[str, Any]:
     """Time a step of every way, on this rank and its peers; the fields of `CompressionReport`, on every rank."""
-    world, link = init(), Link()
+    world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     case = make_benchmark_model(model, world.size)
-    link.progress(doing="warming up")
+    supervisor.progress(doing="warming up")
     with torch_group(world):
         ways: Candidates = {"solo": solo_step(case), "ddp": ddp_step(case)}
         if peers:
@@ -83,7 +83,7 @@ def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int)
             for _ in range(WARM_UP):
                 way()
         seconds = InterleavedTimer(rounds, round_s=0.3, most_repeats=20, total_s=240.0).medians(
-            ways, world.transport, lambda text: link.progress(doing=f"{text} of {len(ways)} ways")
+            ways, world.transport, lambda text: supervisor.progress(doing=f"{text} of {len(ways)} ways")
         )
     sent = {text: job.metrics.bytes_sent / job.metrics.steps for text, job in jobs.items()}
     for job in jobs.values():

@@ -7,7 +7,7 @@ from typing import Any
 from tutti.errors import UnknownName
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab, LabSpec
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.plan.network import measure_network
 from tutti.recipes import recipe
 from tutti.simulation.runs.calibrate import cluster_of, measure_training, train_steps
@@ -43,7 +43,7 @@ class SimulationCheck:
 
 def in_lab(pairs: list[tuple[str, str]], steps: int) -> dict[str, Any]:
     """All that is done on the hosts of one lab: links and computing measured, and every job, on this rank."""
-    transport, reporter = init().transport, Link()
+    transport, reporter = init().transport, SupervisorPipe()
     found: dict[str, Any] = {"network": measure_network(transport), "training": {}, "jobs": {}}
     for number, (model, strategy) in enumerate(pairs):
         reporter.progress(done=number, total=len(pairs), job=f"{model}, {strategy}")

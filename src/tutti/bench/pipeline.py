@@ -15,7 +15,7 @@ from torch.optim import SGD
 from tutti.bench.interleaved import InterleavedTimer
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline.settings import ScheduleName
 from tutti.parallel.pipeline.step import PipelineStep
@@ -41,7 +41,7 @@ class PipelineBenchmark:
 
 def measure(benchmark: PipelineBenchmark) -> dict[str, Any]:
     """Time all schedules on this rank and its peers; the result on every rank."""
-    world, link = init(), Link()
+    world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = mlp(*[benchmark.width] * (benchmark.depth + 1))
@@ -51,15 +51,15 @@ def measure(benchmark: PipelineBenchmark) -> dict[str, Any]:
     ways: dict[str, Callable[[], Any]] = {SOLO: _solo(model, batch, world)}
     lines: dict[str, tuple[Job, PipelineStep]] = {}
     for schedule in benchmark.schedules:
-        link.progress(doing=f"cutting the model for {schedule}")
+        supervisor.progress(doing=f"cutting the model for {schedule}")
         settings = Pipeline(schedule=schedule, microbatches=benchmark.microbatches)
         ways[schedule], job, pipeline = _pipelined(model, batch, world, settings)
         lines[schedule] = job, pipeline
     rounds = InterleavedTimer(benchmark.rounds, round_s=0.5, most_repeats=4, total_s=90)
-    seconds = rounds.medians(ways, world.transport, lambda text: link.progress(doing=text))
+    seconds = rounds.medians(ways, world.transport, lambda text: supervisor.progress(doing=text))
     rows = []
     for name, (job, pipeline) in lines.items():
-        link.progress(doing=f"waiting in {name}")
+        supervisor.progress(doing=f"waiting in {name}")
         rows.append({"schedule": name, "seconds": seconds[name], **_bubbles(ways[name], pipeline, benchmark.rounds)})
         job.finish()
     return {"workers": world.size, "microbatches": benchmark.microbatches, "solo_s": seconds[SOLO], "rows": rows}

@@ -13,7 +13,7 @@ from tutti.cluster import Cluster, Link
 from tutti.errors import ConfigError
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab, LabSpec
-from tutti.launch.supervisor_pipe import Link as Reporter
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.plan import Overhead, price
 from tutti.plan.cost import formula_of
 from tutti.strategies import parse
@@ -75,12 +75,12 @@ def check(models: list[str], rates: list[str], ways: list[str]) -> None:
     for way in ways:
         strategy = parse(way)
         formula_of(strategy)
-        strategy.check_size(HOSTS + strategy.num_serving)
+        strategy.check_size(HOSTS + strategy.num_dedicated_servers)
 
 
 def in_lab(benchmark: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
     """What predictions need, and the seconds of every way, measured on this rank and its peers."""
-    reporter = Reporter()
+    reporter = SupervisorPipe()
     reporter.progress(doing="measuring links and a step")
     found = measure_planner_inputs(benchmark.model, init().transport)
     return found, strategies.measure(benchmark)["seconds"]
@@ -89,14 +89,15 @@ def in_lab(benchmark: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float
 def compare(model: str, rate: str, ways: list[str], rounds: int, say: Callable[[str], None]) -> PlanComparison:
     """Measure every way in a lab of such links, and predict each from the same lab."""
     jobs = reference_jobs(model, HOSTS)
-    beside = [way for way in ways if not parse(way).num_serving]
+    beside = [way for way in ways if not parse(way).num_dedicated_servers]
     benchmark = StrategyBenchmark(model, tuple(dict.fromkeys((*beside, *jobs))), rounds)
     everyones = _launched(in_lab, benchmark, rate, HOSTS, say)
     seconds = dict(everyones[0][1])
     for way in ways:
-        if num_serving := parse(way).num_serving:
+        if num_dedicated_servers := parse(way).num_dedicated_servers:
             alone = StrategyBenchmark(model, (way,), rounds)
-            seconds[way] = _launched(strategies.measure, alone, rate, HOSTS + num_serving, say)[0]["seconds"][way]
+            measured = _launched(strategies.measure, alone, rate, HOSTS + num_dedicated_servers, say)[0]
+            seconds[way] = measured["seconds"][way]
     slowest = max((found for found, _ in everyones), key=lambda found: found.profile.seconds)
     profile, link = profile_with_overhead(slowest, HOSTS, seconds, jobs)
     cluster = Cluster(name=rate, link=link)

@@ -13,7 +13,7 @@ from tutti.bench.training_steps import ddp_step, make_step, solo_step, torch_gro
 from tutti.bench.under_mpi import communicator
 from tutti.collectives import all_gather_json
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.world import World
 
 ROUND_SECONDS = 0.1
@@ -54,12 +54,12 @@ class StepTimes:
 
 def measure(models: list[str], rounds: int) -> list[dict[str, Any]]:
     """Time every model on all ranks. Returns one `StepTimes` dict per model, the same on every rank."""
-    world, link = init(), Link()
+    world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     rows = []
     with torch_group(world):
         for number, name in enumerate(models):
-            link.progress(done=number, total=len(models), model=name)
+            supervisor.progress(done=number, total=len(models), model=name)
             rows.append(_measure_model(name, world, rounds).as_dict())
     return rows
 

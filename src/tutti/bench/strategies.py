@@ -17,7 +17,7 @@ from tutti.bench.models import BenchmarkModel, make_benchmark_model
 from tutti.bench.training_steps import ddp_step, make_step, solo_step, torch_group, tutti_step
 from tutti.job import Job
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.strategies import parse
 
 WARM_UP = 4
@@ -44,11 +44,11 @@ def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
 
     A rank that serves only takes part in the one way there is then, and gives nothing.
     """
-    world, link = init(), Link()
+    world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
-    num_serving = parse(benchmark.strategies[0]).num_serving
-    case = make_benchmark_model(benchmark.model, world.size - num_serving, benchmark.batch_size)
-    link.progress(doing="warming up")
+    num_dedicated_servers = parse(benchmark.strategies[0]).num_dedicated_servers
+    case = make_benchmark_model(benchmark.model, world.size - num_dedicated_servers, benchmark.batch_size)
+    supervisor.progress(doing="warming up")
     jobs: dict[str, Job] = {}
     ways: Candidates = {}
     for text in benchmark.strategies:
@@ -59,7 +59,7 @@ def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
         if benchmark.post_local_sgd is not None:
             stack.enter_context(torch_group(world))
             ways |= {"DDP": ddp_step(case), f"PostLocalSGD({benchmark.post_local_sgd})": _post_local_sgd(case, benchmark.post_local_sgd)}
-        seconds = _timed(ways, jobs, benchmark, link)
+        seconds = _timed(ways, jobs, benchmark, supervisor)
     metrics = {text: job.metrics for text, job in jobs.items()}
     for job in jobs.values():
         job.finish()
@@ -69,11 +69,11 @@ def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
         "slowness": benchmark.slowness,
         "seconds": seconds,
         "bytes_sent": {text: its.bytes_sent / its.steps for text, its in metrics.items()},
-        "staleness": {text: its.staleness for text, its in metrics.items()},
+        "staleness": {text: its.strategy.get("staleness", {}) for text, its in metrics.items()},
     }
 
 
-def _timed(ways: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark, link: Link) -> dict[str, float]:
+def _timed(ways: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark, supervisor: SupervisorPipe) -> dict[str, float]:
     """Seconds a step, of every way."""
     trains = jobs[benchmark.strategies[0]].world
     if benchmark.slowness > 1 and trains.rank == trains.size - 1:
@@ -82,7 +82,7 @@ def _timed(ways: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark,
     lengths = {name: _block(name, benchmark) for name in ways}
     blocks: Candidates = {name: _repeated(way, lengths[name]) for name, way in ways.items()}
     # What is still under way would be in the way of others, and peers wait for those who train elsewhere.
-    settled = [name for name in jobs if lengths[name] > 1 or not parse(name).lockstep]
+    settled = [name for name in jobs if lengths[name] > 1 or not parse(name).synchronous]
     settle: Candidates = {name: partial(_settle, jobs[name]) for name in settled}
     for name, block in blocks.items():
         for _ in range(-(-WARM_UP // lengths[name])):
@@ -96,7 +96,7 @@ def _timed(ways: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark,
         before={name: blocks[name] for name in jobs if lengths[name] > 1},
         after=settle,
     )
-    seconds = rounds.medians(blocks, trains.transport, lambda text: link.progress(doing=f"{text} of {len(ways)} ways"))
+    seconds = rounds.medians(blocks, trains.transport, lambda text: supervisor.progress(doing=f"{text} of {len(ways)} ways"))
     return {name: each / lengths[name] for name, each in seconds.items()}
 
 

@@ -74,14 +74,24 @@ def in_bytes(number: float) -> str:
     return f"{number:.1f} TB"
 
 
-def planned(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What auto chose, beside what it promised."""
-    found = summary["planned"]
-    if found is None:
-        return []
-    rows = [("chosen", found["chosen"])]
-    if found["predicted_s"] is not None and found["step_s"] is not None:
-        off = found["step_s"] / found["predicted_s"] - 1
-        times = f"{format_time(found['predicted_s'])}, {format_time(found['step_s'])} ({off:+.0%})"
+def strategy_rows(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of a summary table for what a strategy reports of itself; values that say nothing are left out."""
+    rows: list[tuple[str, str]] = []
+    for name, value in metrics.items():
+        if name == "planned":
+            rows += _planned_rows(value)
+        elif name == "staleness":
+            rows += [("staleness of updates", in_words(value))] if value else []
+        elif value is not None:
+            rows.append((name.replace("_", " "), f"{value:.4f}" if isinstance(value, float) else str(value)))
+    return rows
+
+
+def _planned_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """The strategy that the planner chose, and its predicted and measured step."""
+    rows = [("chosen", status["chosen"])]
+    if status["predicted_s"] is not None and status["step_s"] is not None:
+        off = status["step_s"] / status["predicted_s"] - 1
+        times = f"{format_time(status['predicted_s'])}, {format_time(status['step_s'])} ({off:+.0%})"
         rows.append(("a step, predicted and measured", times))
     return rows

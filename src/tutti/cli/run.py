@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tutti.cli.place import lab_if_any
+from tutti.cluster import parse_duration
 from tutti.errors import ConfigError
 from tutti.launch.local import run_script
 from tutti.strategies import parse
@@ -17,7 +18,10 @@ def run(
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Processes; one per core by default.")] = None,
     strategy: Annotated[str | None, typer.Option(help="How replicas stay together, whatever the script says.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a rank before giving up.")] = None,
+    timeout: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="Time to wait for a rank before giving up: seconds, or 40s, 5m, 1h."),
+    ] = None,
     lab: Annotated[
         str | None, typer.Option(metavar="SPEC", help="Run on hosts made for it, such as hosts=4,rate=100mbit,ranks=1.")
     ] = None,
@@ -28,8 +32,6 @@ def run(
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script '{script}' in {Path.cwd()}.")
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"--timeout takes a number of seconds above 0, got {timeout:g}.")
     environment = {}
     if strategy is not None:
         parsed = parse(strategy)
@@ -37,7 +39,7 @@ def run(
             parsed.check_size(workers)
         environment["TUTTI_STRATEGY"] = str(parsed)
     if timeout is not None:
-        environment["TUTTI_TIMEOUT"] = str(timeout)
+        environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout, "--timeout").total_seconds())
     if workers is None and lab is None:
         workers = len(os.sched_getaffinity(0))
     with lab_if_any(lab) as hosts:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tutti.cli.board import board, in_bytes, in_words, loss_and_accuracy, planned
+from tutti.cli.board import board, in_bytes, loss_and_accuracy, strategy_rows
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.recipe_task import (
     DataFolder,
@@ -86,7 +86,7 @@ def train(
 def _run(task: TrainingConfig, workers: int, record: Path, console: Console) -> TrainingResult:
     console.print(f"{task.recipe}, {workers} {'workers' if workers > 1 else 'worker'}, {task.strategy}")
     with board(record, console, _numbers) as shown:
-        serving = parse(task.strategy).num_serving if workers > 1 else 0
+        serving = parse(task.strategy).num_dedicated_servers if workers > 1 else 0
         results: list[TrainingResult | None] = launch(train_worker, task, workers=workers + serving, watch=shown.show)
     return outcome_of(results)
 
@@ -110,9 +110,7 @@ def _table(summary: dict[str, Any]) -> Table:
         ("samples/s", f"{rate:,.0f}"),
         ("bytes sent per worker", in_bytes(summary["bytes_sent"])),
         ("waiting for other workers", f"{summary['waiting_share']:.1%}"),
-        *([("staleness of updates", in_words(summary["staleness"]))] if summary["staleness"] else []),
-        *([("spectral gap", f"{summary['spectral_gap']:.4f}")] if summary["spectral_gap"] is not None else []),
-        *planned(summary),
+        *strategy_rows(summary["strategy_metrics"]),
     ):
         table.add_row(label, value)
     return table

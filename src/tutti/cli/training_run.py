@@ -47,7 +47,7 @@ def checked(task: TrainingConfig, workers: int) -> tuple[Recipe, TrainingConfig]
     made = recipe(task.recipe, **task.options)
     parsed = parse(task.strategy)
     if workers > 1:
-        parsed.check_size(workers + parsed.num_serving)
+        parsed.check_size(workers + parsed.num_dedicated_servers)
     strategy = str(parsed)
     if not 0 < task.lr_scale < float("inf"):
         raise ConfigError(f"--lr-scale must be a number above 0 such as 0.25, got {task.lr_scale}.")

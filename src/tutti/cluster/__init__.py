@@ -3,23 +3,26 @@
 from tutti.cluster.cluster import Cluster
 from tutti.cluster.compute import Compute, Jitter, Pauses
 from tutti.cluster.hosts import Host, Tier
-from tutti.cluster.link import (
-    Link,
+from tutti.cluster.link import Link
+from tutti.cluster.presets import PRESETS
+from tutti.cluster.quantities import (
+    Duration,
     format_rate,
     format_size,
     format_speed,
     format_time,
+    parse_duration,
     parse_rate,
     parse_size,
     parse_speed,
     parse_time,
 )
-from tutti.cluster.presets import PRESETS
 
 __all__ = [
     "PRESETS",
     "Cluster",
     "Compute",
+    "Duration",
     "Host",
     "Jitter",
     "Link",
@@ -29,6 +32,7 @@ __all__ = [
     "format_size",
     "format_speed",
     "format_time",
+    "parse_duration",
     "parse_rate",
     "parse_size",
     "parse_speed",

@@ -9,8 +9,9 @@ from typing import Any
 
 from tutti.cluster.compute import Compute, Jitter, Pauses
 from tutti.cluster.hosts import Host, Tier
-from tutti.cluster.link import Link, parse_time
+from tutti.cluster.link import Link
 from tutti.cluster.mistakes import Mistakes, is_count, is_name, is_positive
+from tutti.cluster.quantities import parse_time
 
 
 def settled(given: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:

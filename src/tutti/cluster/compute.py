@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-from tutti.cluster.link import format_speed, format_time, parse_speed, parse_time
 from tutti.cluster.mistakes import Mistakes, is_positive, number
+from tutti.cluster.quantities import Duration, format_speed, format_time, parse_speed, parse_time
 from tutti.errors import UnknownName
 
 Shape = Literal["lognormal", "uniform", "exponential"]
@@ -34,8 +34,8 @@ class Compute:
     def __init__(
         self,
         flops: str | float = 1e11,
-        sample_s: str | float | None = None,
-        step_s: str | float = 0.0,
+        sample_s: Duration | None = None,
+        step_s: Duration = 0.0,
         forward: float = 1 / 3,
     ) -> None:
         """Make it from numbers or texts, such as "100gflops" and "2ms"."""
@@ -104,7 +104,7 @@ class Pauses:
     every_s: float
     length_s: float
 
-    def __init__(self, every_s: str | float, length_s: str | float) -> None:
+    def __init__(self, every_s: Duration, length_s: Duration) -> None:
         """Make it from seconds, or texts such as "10s" and "200ms"."""
         mistakes = Mistakes()
         for name, given in (("every_s", every_s), ("length_s", length_s)):

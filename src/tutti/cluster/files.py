@@ -12,9 +12,10 @@ from tutti.cluster.check import pair
 from tutti.cluster.cluster import Cluster
 from tutti.cluster.compute import Compute, Jitter, Pauses
 from tutti.cluster.hosts import Host, Tier
-from tutti.cluster.link import Link, format_rate, format_speed, format_time, parse_rate, parse_speed, parse_time
+from tutti.cluster.link import Link
 from tutti.cluster.mistakes import Mistakes, is_name
 from tutti.cluster.presets import PRESETS
+from tutti.cluster.quantities import format_rate, format_speed, format_time, parse_rate, parse_speed, parse_time
 from tutti.errors import ConfigError, UnknownName
 
 _NO_LINK = "none"

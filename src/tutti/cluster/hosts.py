@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tutti.cluster.link import Link, format_time, parse_time
+from tutti.cluster.link import Link
 from tutti.cluster.mistakes import Mistakes, is_count, is_name, is_positive, number
+from tutti.cluster.quantities import Duration, format_time, parse_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Tier:
     latency_s: float
     """Added each time a message passes an uplink of this level."""
 
-    def __init__(self, size: int, oversubscription: float = 1.0, latency_s: str | float = 0.0) -> None:
+    def __init__(self, size: int, oversubscription: float = 1.0, latency_s: Duration = 0.0) -> None:
         """Make a level of switches; its latency is a number of seconds or a text such as "5us"."""
         mistakes = Mistakes()
         mistakes.need(is_count(size, 2), f"a tier's size must be 2 or more, got {size!r}")

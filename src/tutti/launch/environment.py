@@ -13,7 +13,7 @@ from tutti.transports.sockets.transport import LOOPBACK
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnvironment:
     """What a launcher says about this process."""
 
     launcher: str
@@ -30,7 +30,7 @@ class Place:
     """Whether it is sure that this launcher, and no other one around it, started this process."""
 
 
-def read(environment: Mapping[str, str] = os.environ) -> Place:
+def read(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
     """This process's place.
 
     A launcher that another one started wins: torchrun under Slurm, say. Otherwise launchers that
@@ -38,7 +38,7 @@ def read(environment: Mapping[str, str] = os.environ) -> Place:
     """
     found = [place for reader in READERS.values() if (place := reader(environment)) is not None]
     if not found:
-        return Place("none", 0, 1, 0, None, None)
+        return RankEnvironment("none", 0, 1, 0, None, None)
     first = found[0]
     if not first.innermost:
         for other in found[1:]:
@@ -59,7 +59,7 @@ def read(environment: Mapping[str, str] = os.environ) -> Place:
     return first
 
 
-def _torchrun(environment: Mapping[str, str]) -> Place | None:
+def _torchrun(environment: Mapping[str, str]) -> RankEnvironment | None:
     """torchrun's variables, which `tutti run` sets as well."""
     names = ("RANK", "WORLD_SIZE")
     given = [name for name in names if name in environment]
@@ -76,7 +76,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
     return replace(place, hosted=hosted, attempt=attempt, innermost=innermost)
 
 
-def _open_mpi(environment: Mapping[str, str]) -> Place | None:
+def _open_mpi(environment: Mapping[str, str]) -> RankEnvironment | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, size = _number(environment, "OMPI_COMM_WORLD_RANK"), _number(environment, "OMPI_COMM_WORLD_SIZE")
@@ -84,7 +84,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
     return _place("Open MPI", (rank, size, local_rank), environment, _meet_through_mpi)
 
 
-def _mpich(environment: Mapping[str, str]) -> Place | None:
+def _mpich(environment: Mapping[str, str]) -> RankEnvironment | None:
     if "PMI_RANK" not in environment or "PMI_SIZE" not in environment:
         return None
     rank, size = _number(environment, "PMI_RANK"), _number(environment, "PMI_SIZE")
@@ -92,7 +92,7 @@ def _mpich(environment: Mapping[str, str]) -> Place | None:
     return _place("MPICH", (rank, size, local_rank), environment, _meet_through_mpi)
 
 
-def _slurm(environment: Mapping[str, str]) -> Place | None:
+def _slurm(environment: Mapping[str, str]) -> RankEnvironment | None:
     # A batch script has SLURM_PROCID too; only what srun started has a numbered step.
     if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID", "").isdigit():
         return None
@@ -114,7 +114,7 @@ def _slurm_size(environment: Mapping[str, str]) -> int:
     return _number(environment, step if step in environment else "SLURM_NTASKS")
 
 
-READERS: dict[str, Callable[[Mapping[str, str]], Place | None]] = {
+READERS: dict[str, Callable[[Mapping[str, str]], RankEnvironment | None]] = {
     "torchrun": _torchrun,
     "open mpi": _open_mpi,
     "mpich": _mpich,
@@ -126,7 +126,7 @@ Meeting = Callable[[], tuple[str | None, int | None]]
 
 def _place(
     launcher: str, who: tuple[int, int, int], environment: Mapping[str, str], fallback: Meeting | None = None
-) -> Place:
+) -> RankEnvironment:
     rank, size, local_rank = who
     if size < 1 or not 0 <= rank < size:
         raise EnvironmentConflict(
@@ -140,7 +140,7 @@ def _place(
             raise EnvironmentConflict(f"MASTER_PORT must be from 1 to 65535, got {port}.")
     elif fallback is not None and size > 1:
         address, port = fallback()
-    return Place(launcher, rank, size, local_rank, address or LOOPBACK, port)
+    return RankEnvironment(launcher, rank, size, local_rank, address or LOOPBACK, port)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing import spawn
 from typing import IO, Any
 
+from tutti.cluster import Duration, parse_duration
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.launch import command
 from tutti.launch.interpreter import main_of
@@ -34,7 +34,7 @@ def launch(
     function: Callable[..., Any],
     *args: Any,
     workers: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Duration | None = None,
     transport: str | None = None,
     watch: Watcher | None = None,
     lab: Lab | None = None,
@@ -44,16 +44,15 @@ def launch(
     Args:
         function: importable by name, as for `multiprocessing`; it calls `tutti.init()` itself.
         workers: 2 by default; in a lab, as many as it has places for, and no other number.
-        timeout: how long a worker waits for the others before it gives up.
+        timeout: how long a worker waits for the others before it gives up: seconds, "40s" or a timedelta.
         transport: as for `tutti.init`.
-        watch: called with a rank and what it reported by `tutti.launch.supervisor_pipe.Link.progress`.
+        watch: called with a rank and what it reported by `tutti.launch.supervisor_pipe.SupervisorPipe.progress`.
         lab: run them on its hosts, from `tutti.lab(...)`.
 
-    Raises `WorkerFailed` for the first worker that failed, after all others have stopped. One that
-    said it is expendable (`tutti.launch.supervisor_pipe.Link.expendable`) may fail: its result is None and the
-    others go on, but if all such are lost, that is a failure too. In a worker that is still
-    importing the script that called it, it returns an empty list at once, so that script needs no
-    `if __name__ == "__main__"`.
+    Raises `WorkerFailed` for the first worker that failed, after all others have stopped. A worker that called
+    `tutti.launch.supervisor_pipe.SupervisorPipe.tolerate_loss` may fail: its result is None and the others go on.
+    If all such workers are lost, that is a failure too. In a worker that is still importing the script that called
+    `launch`, the call returns an empty list at once, so that the script needs no `if __name__ == "__main__"`.
     """
     if IMPORTING in os.environ:
         return []
@@ -65,7 +64,7 @@ def launch(
         )
     environment = {}
     if timeout is not None:
-        environment["TUTTI_TIMEOUT"] = str(timeout.total_seconds())
+        environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout).total_seconds())
     if transport is not None:
         environment["TUTTI_TRANSPORT"] = transport
     payload = _pickled(function, args)
@@ -259,8 +258,8 @@ class Supervisor:
 
     def _note_ends(self) -> None:
         failed = [worker for worker in self._newly_ended() if self._watched_reason(worker)]
-        for worker in sorted(failed, key=lambda worker: (worker.inbox.expendable, worker.knocked_on)):
-            if self._first_failed is None and worker.inbox.expendable:
+        for worker in sorted(failed, key=lambda worker: (worker.inbox.tolerates_loss, worker.knocked_on)):
+            if self._first_failed is None and worker.inbox.tolerates_loss:
                 self._lose(worker)
             elif self._first_failed is None or self._first_failed.knocked_on:
                 self._first_failed = worker
@@ -345,7 +344,7 @@ class Supervisor:
     def _failure(self) -> _Worker | None:
         """Whose failure is the whole run's."""
         first = self._first_failed
-        all_lost = all(worker in self._lost for worker in self._workers if worker.inbox.was_expendable)
+        all_lost = all(worker in self._lost for worker in self._workers if worker.inbox.ever_tolerated_loss)
         if self._lost and all_lost and (first is None or first.knocked_on):
             return next((worker for worker in self._lost if not worker.knocked_on), self._lost[0])
         return first

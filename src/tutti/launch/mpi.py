@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from tutti.errors import ConfigError, EnvironmentConflict
-from tutti.launch.environment import Place
+from tutti.launch.environment import RankEnvironment
 from tutti.transports.membership import Membership
 from tutti.transports.mpi.algorithms import ALLREDUCE_ALGORITHMS, Rules
 
@@ -51,7 +51,7 @@ def prepare(kind: str) -> None:
     os.environ.update(settings)
 
 
-def check(place: Place, kind: str) -> None:
+def check(place: RankEnvironment, kind: str) -> None:
     """Refuse ranks that MPI does not know, or knows by other numbers, or whose MPI has other algorithms."""
     if place.launcher not in ("Open MPI", "MPICH"):
         by = "by nobody" if place.launcher == "none" else f"as {place.launcher} says"

@@ -17,10 +17,11 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from tutti.cluster import Duration, parse_duration
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch import mpi
-from tutti.launch.environment import LOOPBACK, Place, read
-from tutti.launch.supervisor_pipe import HOST, Link
+from tutti.launch.environment import LOOPBACK, RankEnvironment, read
+from tutti.launch.supervisor_pipe import HOST, SupervisorPipe
 from tutti.simulation import guard
 from tutti.strategies import parse
 from tutti.transports import Membership, Peer, SingleRankTransport, SocketTransport, Transport
@@ -29,7 +30,7 @@ from tutti.transports.hosts import levelled
 from tutti.transports.membership import wait_for_keys
 from tutti.world import World, current_world, set_world
 
-_generations = count()
+_world_numbers = count()
 """Worlds of one process, one after the other, meet under names of their own."""
 
 _SIOCGIFADDR = 0x8915
@@ -41,20 +42,21 @@ KINDS = ("auto", "process_group", "shared_memory", "mpi")
 """Transports by name; "mpi:" takes an all-reduce algorithm of Open MPI's as well, as in "mpi:ring"."""
 
 
-def init(*, timeout: timedelta | None = None, transport: str | None = None) -> World:
+def init(*, timeout: Duration | None = None, transport: str | None = None) -> World:
     """Meet the other ranks of this run, as torchrun, mpirun, srun or `tutti run` describe it; alone otherwise.
 
     Called again, it returns the same world.
 
     Args:
-        timeout: how long to wait for ranks to come, and for any answer later; $TUTTI_TIMEOUT seconds, or 5 minutes.
+        timeout: how long to wait for ranks to come, and for any answer later: seconds, a text such as "40s" or a
+            timedelta; $TUTTI_TIMEOUT, or 5 minutes, by default.
         transport: "auto" takes shared memory when all ranks are on one host; "mpi" sends everything over MPI, and
             "mpi:ring", say, has Open MPI use its ring; $TUTTI_TRANSPORT by default.
     """
     if (world := current_world()) is not None:
         return world
     guard.refuse("tutti.init after the world was closed")
-    timeout = timeout or _timeout_from(os.environ.get("TUTTI_TIMEOUT"))
+    limit = _timeout_from_environment() if timeout is None else parse_duration(timeout)
     kind = transport or os.environ.get("TUTTI_TRANSPORT", "auto")
     if mpi.is_mpi(kind):
         mpi.prepare(kind)  # Before `read`, which may start MPI.
@@ -64,18 +66,17 @@ def init(*, timeout: timedelta | None = None, transport: str | None = None) -> W
     if mpi.is_mpi(kind):
         mpi.check(place, kind)
     if place.size == 1:
-        world = World(0, 1, place.local_rank, _host_name(), SingleRankTransport(timeout))
+        world = World(0, 1, place.local_rank, _host_name(), SingleRankTransport(limit))
     else:
-        generation = next(_generations)
-        store = PrefixStore(f"tutti/{place.attempt}/{generation}", _open_store(place, timeout))
-        membership = meet(place, store, timeout)
+        store = PrefixStore(f"tutti/{place.attempt}/{next(_world_numbers)}", _open_store(place, limit))
+        membership = meet(place, store, limit)
         if mpi.is_mpi(kind):
             link: Transport = mpi.connect(membership)
         else:
             link = connect(membership, listen_address(place, membership), kind)
         me = membership.peers[membership.rank]
         who = (membership.rank, membership.size, place.local_rank, me.host)
-        world = World(*who, link, generation=generation, leave=membership.leave, expendable=Link().expendable)
+        world = World(*who, link, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss)
         _say_goodbye(world)
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
@@ -94,7 +95,7 @@ def connect(membership: Membership, address: str = LOOPBACK, kind: str = "auto")
     return transport
 
 
-def meet(place: Place, store: Store, timeout: timedelta) -> Membership:
+def meet(place: RankEnvironment, store: Store, timeout: timedelta) -> Membership:
     """Wait until every rank has come, and learn who they are."""
     rank, size = place.rank, place.size
     keys = [f"peer/{other}" for other in range(size)]
@@ -118,7 +119,7 @@ def meet(place: Place, store: Store, timeout: timedelta) -> Membership:
         ) from error
 
 
-def _never_came(place: Place, missing: list[int], timeout: timedelta) -> DeadlineExceeded:
+def _never_came(place: RankEnvironment, missing: list[int], timeout: timedelta) -> DeadlineExceeded:
     return DeadlineExceeded(
         f"rank {place.rank}: after {timeout.total_seconds():g} s {place.size - len(missing)} of {place.size} ranks are "
         f"here; missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they reach "
@@ -143,7 +144,7 @@ def _say_goodbye(world: World) -> None:
 
 
 @cache  # A second world of this process meets in the same store.
-def _open_store(place: Place, timeout: timedelta) -> Store:
+def _open_store(place: RankEnvironment, timeout: timedelta) -> Store:
     assert place.address is not None
     assert place.port is not None
     serve = place.rank == 0 and not place.hosted
@@ -181,7 +182,7 @@ def _listener(address: str, port: int) -> int:
     return listener.detach()
 
 
-def listen_address(place: Place, membership: Membership) -> str:
+def listen_address(place: RankEnvironment, membership: Membership) -> str:
     """Where this rank's own sockets listen: loopback on one host, else the address that faces rank 0."""
     if membership.one_host:
         return LOOPBACK
@@ -241,13 +242,6 @@ def _host_id() -> str:
         return socket.gethostname()
 
 
-def _timeout_from(text: str | None) -> timedelta:
-    if text is None:
-        return DEFAULT_TIMEOUT
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise ConfigError(f"TUTTI_TIMEOUT must be a number of seconds above 0, got {text!r}.")
-    return timedelta(seconds=seconds)
+def _timeout_from_environment() -> timedelta:
+    text = os.environ.get("TUTTI_TIMEOUT")
+    return DEFAULT_TIMEOUT if text is None else parse_duration(text, "TUTTI_TIMEOUT")

@@ -27,7 +27,7 @@ _tell: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("tutti_t
 
 _HEADER = struct.Struct("<cQ")
 
-_EXPENDABLE, _FAILED, _PROGRESS, _RESULT = b"E", b"F", b"P", b"R"
+_TOLERATES_LOSS, _FAILED, _PROGRESS, _RESULT = b"E", b"F", b"P", b"R"
 
 
 class Failure(NamedTuple):
@@ -44,20 +44,20 @@ def telling(whom: Callable[[dict[str, Any]], None]) -> None:
     _tell.set(whom)
 
 
-class Link:
+class SupervisorPipe:
     """A worker's end. Without a supervisor everything it is told goes nowhere."""
 
     def __init__(self) -> None:
         number = os.environ.get(VARIABLE)
         self._file = int(number) if number else None
 
-    def expendable(self, yes: bool = True) -> None:
+    def tolerate_loss(self, yes: bool = True) -> None:
         """If this worker ends early, the others go on; with False, its loss stops them again.
 
         Simulated ranks have no need to say so: one that dies as the cluster says never stops the others.
         """
-        if _tell.get() is None:  # A simulation must not make the process it runs in expendable.
-            self._send(_EXPENDABLE, json.dumps(yes).encode())
+        if _tell.get() is None:  # A simulation must not speak for the process it runs in.
+            self._send(_TOLERATES_LOSS, json.dumps(yes).encode())
 
     def failed(self, failure: Failure) -> None:
         self._send(_FAILED, json.dumps(failure._asdict()).encode())
@@ -86,8 +86,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self.expendable = False
-        self.was_expendable = False
+        self.tolerates_loss = False
+        self.ever_tolerated_loss = False
         """At any time, whatever it said later."""
         self.failure: Failure | None = None
         self.result: Any = None
@@ -102,9 +102,9 @@ class Inbox:
                 break
             payload = bytes(self._buffer[_HEADER.size : _HEADER.size + length])
             del self._buffer[: _HEADER.size + length]
-            if kind == _EXPENDABLE:
-                self.expendable = json.loads(payload)
-                self.was_expendable |= self.expendable
+            if kind == _TOLERATES_LOSS:
+                self.tolerates_loss = json.loads(payload)
+                self.ever_tolerated_loss |= self.tolerates_loss
             elif kind == _FAILED:
                 self.failure = Failure(**json.loads(payload))
             elif kind == _PROGRESS:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from tutti.backend import Opened
-from tutti.launch.environment import Place
+from tutti.launch.environment import RankEnvironment
 from tutti.launch.rendezvous import listen_address, meet
 from tutti.simulation import operator_clock
 from tutti.transports import Membership, SingleRankTransport, SocketTransport, Transport
@@ -45,7 +45,7 @@ def _meet(options: Any, numbers: list[int]) -> tuple[Membership, str]:
     """Who the others are, and where to listen for them."""
     _generations[options.group_id] += 1
     store = PrefixStore(f"tutti/{_generations[options.group_id]}", options.store)
-    place = Place("torch.distributed", options.group_rank, options.group_size, 0, *_address(options.store))
+    place = RankEnvironment("torch.distributed", options.group_rank, options.group_size, 0, *_address(options.store))
     membership = _in_the_world(meet(place, store, options.timeout), numbers)
     return membership, listen_address(place, membership)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tutti.errors import NonFiniteLoss, RankLost
 from tutti.launch.command import die_with
-from tutti.launch.supervisor_pipe import IMPORTING, PARENT, Failure, Link
+from tutti.launch.supervisor_pipe import IMPORTING, PARENT, Failure, SupervisorPipe
 
 _STARTERS = ("launch/worker.py", "launch/simulate.py", "simulated/rank.py")
 """Files whose frames come first in a traceback: how the user's code was started."""
@@ -19,7 +19,7 @@ _STARTERS = ("launch/worker.py", "launch/simulate.py", "simulated/rank.py")
 
 def main() -> None:
     die_with(int(os.environ[PARENT]))
-    link = Link()
+    link = SupervisorPipe()
     try:
         if sys.argv[1] == "--function":
             link.result(_run_function(int(sys.argv[2])))

@@ -230,9 +230,9 @@ def _refuse_uneven(model: nn.Module, plan: TensorPlan, strategy: Strategy) -> li
     A sum is the same whatever is beside a gradient; what a codec says may not be, nor who comes first to a server.
     """
     codec = getattr(strategy, "codec", None)
-    if strategy.lockstep and (codec is None or isinstance(codec, Cast)):
+    if strategy.synchronous and (codec is None or isinstance(codec, Cast)):
         return []
-    exact_below = getattr(strategy, "exact_below", 0) if strategy.lockstep else 0
+    exact_below = getattr(strategy, "exact_below", 0) if strategy.synchronous else 0
     large = [
         layer.name
         for layer in plan.layers

@@ -2,12 +2,12 @@
 
 from math import ceil, inf
 
-from tutti.cluster import parse_time
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
 from tutti.plan.profile.record import Profile
 from tutti.plan.sums import compressed_sum, exact_sum
 from tutti.plan.toll import Toll
+from tutti.strategies.averaging.cadence import block_seconds
 from tutti.strategies.averaging.strategy import Blocks
 
 _ROLL_BYTES = 48
@@ -55,7 +55,7 @@ def _length(strategy: Blocks, exchange_s: float, computing_s: float) -> float:
     if strategy.every == "end":
         return inf
     worth = 1.0 if strategy.overlap else (1 - strategy.share) / strategy.share
-    spent_s = worth * exchange_s if strategy.every == "auto" else parse_time(strategy.every)
+    spent_s = worth * exchange_s if strategy.every == "auto" else block_seconds(strategy.every)
     return max(1, min(_MOST_STEPS, ceil(spent_s / computing_s) if computing_s else _MOST_STEPS))
 
 

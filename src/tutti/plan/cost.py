@@ -16,7 +16,6 @@ from tutti.plan.profile.record import Profile
 from tutti.plan.servers import parameter_server
 from tutti.plan.toll import Toll
 from tutti.strategies import (
-    BSP,
     AllReduce,
     Averaging,
     BlockMomentum,
@@ -84,7 +83,7 @@ class Prediction:
     @property
     def exact(self) -> bool:
         """Whether the workers do what one would with all of their samples."""
-        return is_exact(self.strategy)
+        return self.strategy.exact
 
     def as_dict(self) -> dict[str, Any]:
         named = {**asdict(replace(self, strategy=AllReduce())), "strategy": str(self.strategy), "exact": self.exact}
@@ -107,7 +106,7 @@ def price(
     `toll_of` is asked in place of what `PRICES` has, about what is at work and knows more of itself.
     """
     toll_of = toll_of or formula_of(strategy)
-    place = Place.of(workers + (strategy.num_serving if workers > 1 else 0), cluster)
+    place = Place.of(workers + (strategy.num_dedicated_servers if workers > 1 else 0), cluster)
     place = replace(place, alone=profile.overhead.alone)
     own = slowed(profile, place.slowness)
     computing_s = own.forward_s + own.backward_s + own.step_s
@@ -142,13 +141,3 @@ def formula_of(strategy: Strategy) -> Price:
 def _meant(strategy: Strategy) -> Strategy:
     """Poseidon that leaves consistency to servers is those servers."""
     return strategy.servers or strategy if isinstance(strategy, Poseidon) else strategy
-
-
-def is_exact(strategy: Strategy) -> bool:
-    """Whether replicas do what one would do with all their samples, but for the last bits of sums."""
-    strategy = _meant(strategy)
-    if isinstance(strategy, AllReduce):
-        return strategy.codec is None and strategy.skip_converged is None
-    if isinstance(strategy, ParameterServer):
-        return strategy.codec is None and strategy.consistency == BSP()
-    return isinstance(strategy, Poseidon)

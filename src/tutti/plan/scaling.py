@@ -69,7 +69,7 @@ def priced(
         if in_memory and isinstance(strategy, AllReduce) and strategy.algorithm != "native":
             continue
         with suppress(ConfigError):
-            strategy.check_size(workers + strategy.num_serving)
+            strategy.check_size(workers + strategy.num_dedicated_servers)
             found.append(price(strategy, profile, workers, cluster))
     return found if total_samples is None else [replace(each, total_samples=total_samples) for each in found]
 

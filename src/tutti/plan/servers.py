@@ -32,24 +32,24 @@ def parameter_server(strategy: ParameterServer, profile: Profile, place: Place) 
     """
     codec = strategy.codec
     loads = loads_of(profile, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
-    workers, whole = place.num_ranks - strategy.num_serving, sum(load.num_bytes for load in loads)
+    workers, whole = place.num_ranks - strategy.num_dedicated_servers, sum(load.num_bytes for load in loads)
     pushed = sum(message_bytes(load, codec) for load in loads)
     pulled = whole / _steps_a_pull(strategy, workers)
-    link = place.among(strategy.num_serving) if strategy.num_serving else place.crowded
+    link = place.among(strategy.num_dedicated_servers) if strategy.num_dedicated_servers else place.crowded
     trips = [_trip(load, codec, pulled / whole, link) for load in loads]
-    waits_s = (_with_dedicated if strategy.num_serving else _colocated)(strategy, profile, trips, workers)
+    waits_s = (_with_dedicated if strategy.num_dedicated_servers else _colocated)(strategy, profile, trips, workers)
     waits_s += 0.0 if strategy.consistency.bound else 2 * place.crowded.latency_s
     coding_s = sum(trip.coding_s for trip in trips)
-    sent = pushed if strategy.num_serving else (workers - 1) / workers * (pushed + pulled)
-    memory_bytes = 2 * whole + (0 if strategy.num_serving else 2 * whole / workers)
-    away = 1.0 if strategy.num_serving else (workers - 1) / workers
+    sent = pushed if strategy.num_dedicated_servers else (workers - 1) / workers * (pushed + pulled)
+    memory_bytes = 2 * whole + (0 if strategy.num_dedicated_servers else 2 * whole / workers)
+    away = 1.0 if strategy.num_dedicated_servers else (workers - 1) / workers
     wire_s = away * sum(trip.push_s + trip.pull_s for trip in trips)
     return Toll(waits_s, sent, memory_bytes, coding_s, num_buckets=len(trips), wire_s=wire_s)
 
 
 def _trip(load: Load, codec: Codec | None, pulls: float, link: Link) -> _Trip:
     per_byte = link.seconds_per_byte
-    coding_s = 0.0 if codec is None else coding_seconds(codec, load.numel, 1, 1)
+    coding_s = 0.0 if codec is None else coding_seconds(codec.speed, load.numel, 1, 1)
     return _Trip(load, message_bytes(load, codec) * per_byte, pulls * load.num_bytes * per_byte, coding_s)
 
 
@@ -76,7 +76,7 @@ def _colocated(strategy: ParameterServer, profile: Profile, trips: Sequence[_Tri
 
 def _with_dedicated(strategy: ParameterServer, profile: Profile, trips: Sequence[_Trip], workers: int) -> float:
     """In and out of a server are two stages: workers served early begin their next step while others still wait."""
-    crowd = max(1.0, workers / strategy.num_serving)
+    crowd = max(1.0, workers / strategy.num_dedicated_servers)
     busy_s = crowd * max(sum(trip.push_s for trip in trips), sum(trip.pull_s for trip in trips))
     if strategy.consistency.bound:
         return _beside(busy_s, profile, trips)

@@ -15,11 +15,10 @@ from tutti.data.shard import ShardedLoader, shard
 from tutti.errors import ConfigError
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
 from tutti.strategies import parse
-from tutti.strategies.base import Planned
 from tutti.world import World
 
 _REPORTS = 500
@@ -52,7 +51,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run went, on one rank. Only one knows the accuracy, where ranks do not go in lockstep."""
+    """How a run went, on one rank. Only the leader knows the accuracy, unless the strategy is synchronous."""
 
     loss: float
     accuracy: float
@@ -62,12 +61,8 @@ class TrainingResult:
     seconds: float
     bytes_sent: int
     waiting_share: float
-    staleness: dict[int, int]
-    """How many of the rank's updates were so many steps old; empty where none can be."""
-    version: int
-    spectral_gap: float | None
-    planned: Planned | None
-    """Under auto: what was chosen, what a step should have taken, and what it took."""
+    strategy_metrics: dict[str, Any]
+    """What the strategy itself reports: `job.metrics.strategy`."""
     parameters: Tensor
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,19 +124,20 @@ def train(task: TrainingConfig) -> TrainingResult:
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.step(loss)
-            if strategy.lockstep:
+            if strategy.synchronous:
                 with job.consensus():
                     accuracy = evaluate(made, model, shard(_whole(splits.test), world=world), world, task.double)
                 progress.epoch(loss, accuracy)
                 if task.until is not None and accuracy >= task.until:
                     break
-            elif job.leads and epoch + 1 < epochs:  # The others go on meanwhile, unless no step is without this rank.
-                with nullcontext() if strategy.in_step else job.away():
+            elif job.is_leader and epoch + 1 < epochs:
+                # The other ranks train on meanwhile, unless every step needs all ranks.
+                with nullcontext() if strategy.needs_all_ranks else job.away():
                     progress.epoch(loss, evaluate(made, model, _whole(splits.test), None, task.double))
-        metrics, leads = job.metrics, job.leads
-    if not strategy.lockstep:  # When all have finished, all have the same.
-        accuracy = evaluate(made, model, _whole(splits.test), None, task.double) if leads else float("nan")
-        if leads:
+        metrics, is_leader = job.metrics, job.is_leader
+    if not strategy.synchronous:  # When all have finished, all have the same.
+        accuracy = evaluate(made, model, _whole(splits.test), None, task.double) if is_leader else float("nan")
+        if is_leader:
             progress.epoch(loss, accuracy)
     return TrainingResult(
         loss=float(loss.detach()),
@@ -152,10 +148,7 @@ def train(task: TrainingConfig) -> TrainingResult:
         seconds=metrics.seconds,
         bytes_sent=metrics.bytes_sent,
         waiting_share=metrics.waiting_share,
-        staleness=metrics.staleness,
-        version=metrics.version,
-        spectral_gap=metrics.spectral_gap,
-        planned=metrics.planned,
+        strategy_metrics=metrics.strategy,
         parameters=torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
     )
 
@@ -190,7 +183,7 @@ class _Progress:
         self._total_steps = epochs * steps
         simulated = world.transport.cluster is not None
         self._simulated = simulated
-        self._link = Link()
+        self._link = SupervisorPipe()
         self._every = -(-self._total_steps // _REPORTS)
         self._patience_s = float("inf") if simulated else _REPORT_SECONDS
         self._now = world.transport.now
@@ -200,18 +193,18 @@ class _Progress:
     def step(self, loss: Tensor) -> None:
         first_or_due = self._job.steps % self._every == 1 % self._every
         due = first_or_due or self._now() - self._last_s > self._patience_s
-        if due and (self._simulated or self._job.leads):
+        if due and (self._simulated or self._job.is_leader):
             self._send("step", loss=float(loss.detach()))
 
     def epoch(self, loss: Tensor, accuracy: float) -> None:
-        if self._job.leads:
+        if self._job.is_leader:
             self._send("epoch", loss=float(loss.detach()), accuracy=accuracy)
 
     def _send(self, kind: str, **values: float) -> None:
         metrics = self._job.metrics
         self._last_s = self._now()
         epoch = metrics.steps / self._steps
-        old = metrics.staleness
+        old = metrics.strategy.get("staleness")
         stale = {"staleness": round(sum(k * n for k, n in old.items()) / sum(old.values()), 3)} if old else {}
         self._link.progress(
             kind=kind,

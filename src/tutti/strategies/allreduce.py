@@ -70,6 +70,10 @@ class AllReduce(Strategy):
         if mistakes:
             raise ConfigError(f"AllReduce: {'; '.join(mistakes)}.")
 
+    @property
+    def exact(self) -> bool:
+        return self.codec is None and self.skip_converged is None
+
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
             transport = transport if isinstance(transport, HostsTransport) else HostsTransport(transport)
@@ -154,15 +158,17 @@ class AllReduceExchange(Exchange):
         if self._converged.stepped(self.transport):
             self.replica.leave_out(self._converged.left_out)
 
-    @property
-    def skipped(self) -> float:
+    def metrics(self) -> dict[str, Any]:
+        """With `skip_converged`, `skipped` is the share of all gradient elements that was not exchanged."""
+        if self._converged is None:
+            return {}
         left_out, everything = self._num_elements
-        return left_out / everything if everything else 0.0
+        return {"skipped": left_out / everything if everything else 0.0}
 
     def consensus(self) -> None:
         share_buffers(self.replica.model, self.transport)
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         return None
 
     def finish(self) -> None:

@@ -29,7 +29,11 @@ class Auto(Strategy):
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         raise AssertionError("the planner attaches what it chooses: tutti.plan.auto")
 
-    def goes_on_from(self, text: str) -> bool:
+    @property
+    def exact(self) -> bool:
+        return not self.lossy
+
+    def can_resume_from(self, text: str) -> bool:
         return text.partition(":")[0] == "auto"
 
     def __str__(self) -> str:

@@ -1,7 +1,14 @@
-"""The contract between a strategy, which is a description, and an exchange, which is it at work."""
+"""The contract of strategies: `Strategy` describes how replicas are synchronised, `Exchange` does it on one replica.
+
+A strategy is a frozen record that compares by value and prints as the text that makes it. `attach` puts it to work on
+one replica and returns an exchange, which answers the events of training:
+
+    backward_started -> bucket_ready ... -> backward_done -> before_step -> after_step
+
+in every step; `consensus` and `restore_local` around evaluation and saving; `finish` and `close` at the end.
+"""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -12,24 +19,11 @@ from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.transports import Transport
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What a planner chose, and whether it was right."""
-
-    chosen: str
-    predicted_s: float | None
-    """What a step should take; None before there is a plan."""
-    step_s: float | None
-    """What a step takes, of late."""
-    settled: bool
-    """Whether nothing is being watched or tried out."""
-
-
 class Exchange(ABC):
-    """A strategy at work on one replica: answers to the events of training.
+    """A strategy at work on one replica: it answers the events of training.
 
-    It asks the transport for the time and waits for nothing except through the transport, so that it
-    runs under virtual time unchanged.
+    An exchange reads the time from its transport and waits only through its transport, so that the same code runs in
+    virtual time.
     """
 
     def __init__(self, replica: Replica, transport: Transport) -> None:
@@ -38,7 +32,7 @@ class Exchange(ABC):
         self.events = EventLog()
 
     def backward_started(self, weight: float) -> None:
-        """The first gradient of a backward pass is there; it counts for `weight` samples."""
+        """The first gradient of a backward pass is there; the pass counts for `weight` samples."""
         return None
 
     def bucket_ready(self, bucket: Bucket) -> None:
@@ -46,11 +40,11 @@ class Exchange(ABC):
         return None
 
     def factors_ready(self, layer: FactoredLayer) -> None:
-        """All factors of the gradient of `layer` are there. In any order, for those that were set apart."""
+        """All factors of the gradient of `layer` are there. Called in any order, for layers sent as factors."""
         return None
 
     def backward_done(self) -> None:
-        """Backward is over; what is in the buckets when this returns becomes `p.grad`."""
+        """Backward is over; the buckets' contents when this returns become `p.grad`."""
         return None
 
     @abstractmethod
@@ -63,119 +57,108 @@ class Exchange(ABC):
 
     @abstractmethod
     def consensus(self) -> None:
-        """Bring the model's parameters and buffers to what all ranks agree on. Collective."""
+        """Set the model's parameters and buffers to the values all ranks agree on. Collective."""
 
     @abstractmethod
-    def dissent(self) -> None:
-        """Give back what `consensus` took away: this rank's own parameters."""
+    def restore_local(self) -> None:
+        """Put back this rank's own parameters, which `consensus` replaced."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Complete what is under way and leave the model in agreement. Collective."""
+        """Complete pending communication and leave the same model on every rank. Collective."""
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of tensor data that this rank has sent, or made others read."""
+        """Bytes of tensor data that this rank has sent, or that others have read from its memory."""
         return self.transport.bytes_sent
 
-    @property
-    def staleness(self) -> dict[int, int]:
-        """How many of this rank's updates were computed from parameters so many steps old: none but fresh ones."""
+    def metrics(self) -> dict[str, Any]:
+        """Return what only this strategy can report, by name, such as staleness. `job.metrics.strategy` holds it.
+
+        Values are numbers, histograms (`dict[int, int]`) or frozen dataclasses of these, so that they can be
+        pickled, written as JSON and printed by `tutti train`.
+        """
         return {}
 
     @property
-    def version(self) -> int:
-        """How many steps servers had taken when this rank last read."""
-        return 0
-
-    @property
-    def spectral_gap(self) -> float | None:
-        """How fast what ranks have comes together by mixing with neighbours, from 0 to 1; None where none mix."""
-        return None
-
-    @property
-    def planned(self) -> Planned | None:
-        """What is at work, where that is the planner's choice."""
-        return None
-
-    @property
-    def skipped(self) -> float:
-        """The part of all gradients that was left out, since their parameters had stopped moving."""
-        return 0.0
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is the first of those that are left."""
+    def is_leader(self) -> bool:
+        """Whether this rank is the first of the ranks that are left."""
         return self.transport.rank == 0
 
     @property
-    def expendable(self) -> bool:
-        """Whether the other ranks go on when this one is lost."""
+    def tolerates_loss(self) -> bool:
+        """Whether the other ranks continue when this one is lost."""
         return False
 
     def leave(self) -> None:
-        """Take no part until `join`, and let the others go on."""
+        """Take no part until `join`, while the other ranks continue."""
         raise ConfigError(
             f"rank {self.transport.rank}: under this strategy every rank takes part in every step. Parameter "
             "servers, peers' updates and gossip let a worker go away for a while."
         )
 
     def join(self) -> None:
-        """Take part again."""
+        """Take part again, after `leave`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of the model. Not collective. Idempotent."""
+        """Detach from the model. Not collective. Idempotent."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved, beside model and optimiser, to go on exactly."""
+        """Return what must be saved, beside model and optimiser, to resume exactly."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from what `state_dict` returned."""
         assert not state, f"{type(self).__name__} keeps no state, got {sorted(state)}"
 
 
 class Strategy(ABC):
-    """A description of how replicas stay together: frozen, comparable, printed as the text that makes it."""
+    """A description of how replicas are synchronised: frozen, equal by value, printed as the text that makes it."""
 
     @abstractmethod
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
-        """Start working on `replica`. Collective."""
+        """Start synchronising `replica` with those of the transport's other ranks. Collective."""
+
+    @property
+    @abstractmethod
+    def exact(self) -> bool:
+        """Whether N workers compute what one worker would with all their samples, up to rounding of sums."""
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether all ranks take the same steps together, so that other collective calls fit between steps."""
+        return True
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether every step waits for all ranks, so that no rank can be absent (`job.away()`) without a pause."""
+        return self.synchronous
+
+    @property
+    def num_dedicated_servers(self) -> int:
+        """Number of ranks, the last ones, that serve the others and do not train."""
+        return 0
 
     def check_size(self, size: int) -> None:
-        """Raise `ConfigError` if it cannot be used by so many ranks."""
+        """Raise `ConfigError` if this strategy cannot be used by `size` ranks, dedicated servers included."""
         return None
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
-        """What is wrong with using it with this optimiser on so many ranks."""
+        """Return everything that is wrong with using this strategy with `optimizer` on `size` ranks."""
         try:
             self.check_size(size)
         except ConfigError as error:
             return [str(error)]
         return []
 
-    def goes_on_from(self, text: str) -> bool:
-        """Whether this can go on from what was saved under the strategy of that text."""
+    def can_resume_from(self, text: str) -> bool:
+        """Whether a job with this strategy can load the state of one whose strategy printed as `text`."""
         return text == str(self)
 
-    @property
-    def lockstep(self) -> bool:
-        """Whether all ranks take the same steps together, so that they can do other things together between them."""
-        return True
-
-    @property
-    def in_step(self) -> bool:
-        """Whether every step is of all ranks, so that one which is away (`job.away()`) leaves something out."""
-        return self.lockstep
-
-    @property
-    def num_serving(self) -> int:
-        """How many ranks, the last ones, do not train but serve the others."""
-        return 0
-
     def serve(self, replica: Replica, transport: Transport) -> None:
-        """Do what such a rank does, until nobody is left to serve. Collective with the others' `attach`."""
+        """Run a dedicated server until no worker is left. Collective with the workers' `attach`."""
         raise AssertionError(f"{type(self).__name__} has no servers")
 
     @abstractmethod

@@ -70,7 +70,7 @@ def strategies(
     check_model_names([model])
     by_servers: dict[int, list[str]] = {}
     for text in parse_strategies(texts):
-        by_servers.setdefault(parse(text).num_serving, []).append(text)
+        by_servers.setdefault(parse(text).num_dedicated_servers, []).append(text)
     console = Console()
     results: list[dict[str, Any]] = []
     for num_servers, group in by_servers.items():

@@ -131,7 +131,7 @@ def _run(
         simulation = simulate(
             train_worker,
             task,
-            workers=workers + (parse(task.strategy).num_serving if workers > 1 else 0),
+            workers=workers + (parse(task.strategy).num_dedicated_servers if workers > 1 else 0),
             cluster=cluster,
             watch=mean.show,
             pulse=lambda now_s, messages: shown.note(now_s=now_s, messages=messages),

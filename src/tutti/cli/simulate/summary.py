@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tutti.cli.board import in_bytes, planned
+from tutti.cli.board import in_bytes, strategy_rows
 from tutti.cluster import format_time
 from tutti.simulation.runs.simulate import Simulation
 
@@ -43,7 +43,7 @@ def table(summary: dict[str, Any]) -> Table:
         ("bytes sent per worker", in_bytes(summary["bytes_sent"])),
         *((label, _shares(summary["ranks"], key)) for label, key in _USES.items()),
         *_busiest(summary),
-        *planned(summary),
+        *strategy_rows(summary["strategy_metrics"]),
     ):
         made.add_row(label, value)
     return made

@@ -19,7 +19,7 @@ from tutti.errors import ConfigError
 from tutti.launch.lab import namespaces
 from tutti.launch.lab.namespaces import batch, missing
 from tutti.launch.lab.ownership import NAME, Claim, claiming
-from tutti.launch.lab.placement import Host, Placement
+from tutti.launch.lab.placement import LabHost, Placement
 
 MAX_HOSTS = 250
 
@@ -129,9 +129,9 @@ class Lab:
                 self.close()
                 raise
         self._placement = Placement(
-            tuple(Host(f"host{number}", claim.host(number)) for number in range(spec.hosts)),
+            tuple(LabHost(f"host{number}", claim.host(number)) for number in range(spec.hosts)),
             spec.ranks_per_host,
-            Host("switch", claim.switch),
+            LabHost("switch", claim.switch),
             SWITCH,
             _VARIABLES,
         )

@@ -13,7 +13,7 @@ from tutti.launch.supervisor_pipe import HOST
 
 
 @dataclass(frozen=True)
-class Host:
+class LabHost:
     """A place for workers: a network namespace, or without one this machine itself."""
 
     name: str | None = None
@@ -24,9 +24,9 @@ class Host:
 class Placement:
     """Ranks on hosts, in blocks: the first `ranks_per_host` on the first host, and so on."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[LabHost, ...]
     ranks_per_host: int
-    meeting: Host = field(default_factory=Host)
+    meeting: LabHost = field(default_factory=LabHost)
     """Where the store is."""
     address: str = LOOPBACK
     """The store's, as every host reaches it."""
@@ -65,13 +65,13 @@ class Placement:
             return _store(self.address)
         return namespaces.inside(self.meeting.namespace, lambda: _store(self.address))
 
-    def _host(self, rank: int) -> Host:
+    def _host(self, rank: int) -> LabHost:
         return self.hosts[rank // self.ranks_per_host]
 
 
 def here(workers: int) -> Placement:
     """All ranks on this machine."""
-    return Placement((Host(),), workers)
+    return Placement((LabHost(),), workers)
 
 
 def _store(address: str) -> TCPStore:

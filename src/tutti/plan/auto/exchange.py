@@ -12,6 +12,7 @@ import torch
 from tutti.cluster import Cluster, format_time
 from tutti.collectives import all_gather_json, broadcast_json
 from tutti.events import EXCHANGE, PULL
+from tutti.plan.auto.status import PlanStatus
 from tutti.plan.auto.survey import Survey
 from tutti.plan.auto.watch import layers_in, profile_of
 from tutti.plan.candidates import exact, lossy
@@ -25,7 +26,6 @@ from tutti.replica import HookedReplica
 from tutti.replica.owned_hooks import OwnedHook
 from tutti.strategies import AllReduce, Auto, Exchange, Poseidon, Strategy, parse
 from tutti.strategies.averaging.strategy import Blocks
-from tutti.strategies.base import Planned
 from tutti.strategies.poseidon import LayerShape
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.speed import product_speed
@@ -72,11 +72,15 @@ class AutoExchange(Exchange):
         self._attach()
         self._after = replica.optimizer.register_step_post_hook(lambda *_: self._stepped())
 
+    def metrics(self) -> dict[str, Any]:
+        return {**self._inner.metrics(), "planned": self.planned}
+
     @property
-    def planned(self) -> Planned:
+    def planned(self) -> PlanStatus:
         predicted_s = None if self.prediction is None else self.prediction.step_s
         settled = self._survey is None and self._next is None and self._rival is None
-        return Planned(str(self.chosen), predicted_s, statistics.median(self._walls) if self._walls else None, settled)
+        step_s = statistics.median(self._walls) if self._walls else None
+        return PlanStatus(str(self.chosen), predicted_s, step_s, settled)
 
     def _attach(self) -> None:
         self._number += 1
@@ -245,8 +249,8 @@ class AutoExchange(Exchange):
     def consensus(self) -> None:
         self._inner.consensus()
 
-    def dissent(self) -> None:
-        self._inner.dissent()
+    def restore_local(self) -> None:
+        self._inner.restore_local()
 
     def finish(self) -> None:
         self._inner.finish()

@@ -12,7 +12,7 @@ from tutti.cluster import Cluster, Compute
 from tutti.collectives import all_gather_json, recursive_doubling, run
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import Link as Reporter
+from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.simulation.runs.simulate import simulate
 from tutti.plan.network import cluster_with, measure_network
 from tutti.recipes import recipe
@@ -28,7 +28,7 @@ REFERENCE, REFERENCE_WITHIN = "recursive_doubling", "native"
 
 def measure(name: str) -> dict[str, Any]:
     """What a `Cluster` needs to know, measured on this rank and its peers; the same on every rank."""
-    transport, reporter = init().transport, Reporter()
+    transport, reporter = init().transport, SupervisorPipe()
     reporter.progress(doing="sending messages")
     found = measure_network(transport)
     reporter.progress(doing="training")

@@ -35,7 +35,7 @@ def dry_run(strategy: Strategy, profile: Profile, workers: int, cluster: Cluster
     paced = replace(cluster, compute=compute, failures={})
     parts = _model(profile), _workload(profile)
     steps = _num_steps(strategy, cluster)
-    ranks = workers + strategy.num_serving
+    ranks = workers + strategy.num_dedicated_servers
     done = simulate(_train, strategy, parts, profile.num_samples, steps, workers=ranks, cluster=paced)
     first = steps // 3
     steps_a_s = [(steps - first) / (ends[-1] - ends[first - 1]) for ends in done.results if ends]
@@ -45,7 +45,7 @@ def dry_run(strategy: Strategy, profile: Profile, workers: int, cluster: Cluster
 def _num_steps(strategy: Strategy, cluster: Cluster) -> int:
     """Whole blocks, where there are any."""
     every = getattr(strategy, "every", 1)
-    uneven = not strategy.lockstep or cluster.jitter is not None or cluster.pauses is not None
+    uneven = not strategy.synchronous or cluster.jitter is not None or cluster.pauses is not None
     return max(3 * every if isinstance(every, int) else 1, _UNEVEN_STEPS if uneven else _STEPS)
 
 
@@ -55,14 +55,14 @@ def _train(strategy: Strategy, parts: tuple[nn.Module, Workload], num_samples: i
     transport = init().transport.channel("job")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = DryRunReplica(model, optimizer, ComputeClock(transport, workload))
-    if transport.rank >= transport.size - strategy.num_serving:
+    if transport.rank >= transport.size - strategy.num_dedicated_servers:
         strategy.serve(replica, transport)
         return []
     exchange, ends = strategy.attach(replica, transport), []
     for _ in range(steps):
         replica.step(num_samples)
         ends.append(transport.now())
-    if not strategy.lockstep:
+    if not strategy.synchronous:
         exchange.finish()  # Or the others would take them for lost.
     return ends
 

@@ -83,7 +83,7 @@ Parts = tuple[nn.Module, torch.optim.Optimizer, Workload]
 
 
 def _run(case: ScalingCase, parts: Parts, workers: int, pulse: Callable[[float, int], None]) -> Simulation:
-    return simulate(_train, case, parts, workers=workers + case.strategy.num_serving, cluster=case.cluster, pulse=pulse)
+    return simulate(_train, case, parts, workers=workers + case.strategy.num_dedicated_servers, cluster=case.cluster, pulse=pulse)
 
 
 def _train(case: ScalingCase, parts: Parts) -> tuple[list[float], float]:
@@ -94,7 +94,7 @@ def _train(case: ScalingCase, parts: Parts) -> tuple[list[float], float]:
     model, optimizer, workload = parts
     transport = init().transport.channel("job")
     replica = DryRunReplica(model, optimizer, ComputeClock(transport, workload))
-    if transport.rank >= transport.size - case.strategy.num_serving:
+    if transport.rank >= transport.size - case.strategy.num_dedicated_servers:
         case.strategy.serve(replica, transport)
         return [], 0.0
     exchange = case.strategy.attach(replica, transport)
@@ -105,7 +105,7 @@ def _train(case: ScalingCase, parts: Parts) -> tuple[list[float], float]:
         sent.append(exchange.bytes_sent)
     first = 1 if case.steps > 1 else 0  # A strategy may only learn in the first step how to go on.
     num_bytes = (sent[-1] - sent[first]) / (case.steps - first)
-    if not case.strategy.lockstep:
+    if not case.strategy.synchronous:
         exchange.finish()  # Or the others would take them for lost.
     return ends, num_bytes
 

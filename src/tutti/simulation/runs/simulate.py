@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tutti.cluster import Cluster, Host, format_time
+from tutti.cluster import Cluster, Duration, Host, format_time, parse_duration
 from tutti.errors import ConfigError, Deadlock, NoLink, WorkerFailed
 from tutti.events import EventLog, Strip
 from tutti.simulation import guard
@@ -79,7 +79,7 @@ def simulate(
     *args: Any,
     workers: int,
     cluster: Cluster | None = None,
-    timeout: timedelta | None = None,
+    timeout: Duration | None = None,
     watch: Watcher | None = None,
     pulse: Callable[[float, int], None] | None = None,
 ) -> Simulation:
@@ -91,7 +91,8 @@ def simulate(
 
     Args:
         cluster: hosts, links and speeds; `tutti.Cluster()` by default.
-        timeout: how long, in virtual time, a rank waits for the others before it gives up; 5 minutes by default.
+        timeout: how long, in virtual time, a rank waits for the others before it gives up: seconds, a text such as
+            "40s" or a timedelta; 5 minutes by default.
         watch: called with a rank and what it reported, as for `tutti.launch`.
         pulse: called now and then with the virtual seconds and messages so far.
 
@@ -102,6 +103,7 @@ def simulate(
             f"cluster must be an object such as tutti.Cluster(link=tutti.Link('1gbit', '50us')), got {cluster!r}. "
             "tutti.Cluster.load reads presets and files."
         )
+    limit = DEFAULT_TIMEOUT if timeout is None else parse_duration(timeout)
     guard.refuse("tutti.simulate")
     _return_memory()
     hosts = cluster.place(workers)
@@ -109,7 +111,7 @@ def simulate(
         raise ConfigError("another simulation runs in this process, and the two would share its random numbers. Wait.")
     try:
         return _simulate(
-            partial(function, *args), cluster, hosts, DEFAULT_TIMEOUT if timeout is None else timeout, watch, pulse
+            partial(function, *args), cluster, hosts, limit, watch, pulse
         )
     finally:
         _one_at_a_time.release()

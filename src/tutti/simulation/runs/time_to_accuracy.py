@@ -76,7 +76,7 @@ def _first_of_each_kind(predictions: tuple[Prediction, ...]) -> list[Prediction]
 
 
 def _ranks(strategy: Strategy, made: Plan) -> int:
-    return made.workers + (strategy.num_serving if made.workers > 1 else 0)
+    return made.workers + (strategy.num_dedicated_servers if made.workers > 1 else 0)
 
 
 def _trained(task: TrainingConfig, ranks: int, place: Cluster) -> tuple[float, float, float]:

@@ -3,11 +3,15 @@
 import math
 import re
 from abc import ABC, abstractmethod
+from contextlib import suppress
+from datetime import timedelta
 
+from tutti.cluster import parse_duration
+from tutti.errors import ConfigError
 from tutti.strategies.averaging.block_status import Roll
 
-Every = int | str
-"""Steps in a block, "2s" for blocks of that much time, "auto", or "end" for one block that is the whole run."""
+Every = int | str | timedelta
+"""Steps in a block; "2s" or a timedelta for blocks of that duration; "auto"; "end" for one block, the whole run."""
 
 _MOST = 10_000
 _GROWTH = 16
@@ -77,7 +81,7 @@ def check_every(every: object) -> list[str]:
     """What is wrong with it."""
     if isinstance(every, int) and not isinstance(every, bool):
         return [] if every >= 1 else [f"every must be 1 step or more, got {every}"]
-    if isinstance(every, str) and (every in ("auto", "end") or _seconds(every) > 0):
+    if isinstance(every, str | timedelta) and (every in ("auto", "end") or block_seconds(every) > 0):
         return []
     return [f"every must be a number of steps, a time such as '2s' or '500ms', 'auto' or 'end', got {every!r}"]
 
@@ -88,7 +92,7 @@ def cadence(every: Every, share: float, overlap: bool) -> Cadence:
         return AfterSteps(every)
     if every == "end":
         return AtEnd()
-    return Adaptive(share, overlap) if every == "auto" else AfterSeconds(_seconds(every))
+    return Adaptive(share, overlap) if every == "auto" else AfterSeconds(block_seconds(every))
 
 
 def read_every(text: str) -> Every:
@@ -96,10 +100,18 @@ def read_every(text: str) -> Every:
     return int(text) if re.fullmatch(r"-?\d+", text) else text
 
 
-def _seconds(text: str) -> float:
-    """How long "2s", "500ms" or "1.5s" is; 0 if it is no time."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|ms)", text)
-    return 0.0 if found is None else float(found[1]) * (1.0 if found[2] == "s" else 1e-3)
+def duration_text(duration: timedelta) -> str:
+    """Return the duration as `every` takes it in a text: "2s", "0.5s"."""
+    return f"{duration.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
+
+
+def block_seconds(every: str | timedelta) -> float:
+    """Return how long "2s", "500ms", "5m" or a timedelta is; 0 if it is no duration, or has no unit."""
+    if isinstance(every, str) and not every.strip()[-1:].isalpha():
+        return 0.0  # A number in a text is neither clearly a number of steps nor clearly seconds.
+    with suppress(ConfigError):
+        return parse_duration(every).total_seconds()
+    return 0.0
 
 
 def check_share(share: float) -> list[str]:

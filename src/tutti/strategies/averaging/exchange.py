@@ -62,9 +62,8 @@ class BlockExchange(Exchange):
         self._exchange_s, self._sent_before = 0.0, self.bytes_sent
         replica.listen(self, to="samples")
 
-    @property
-    def version(self) -> int:
-        return self._blocks
+    def metrics(self) -> dict[str, Any]:
+        return {"blocks": self._blocks}
 
     def before_step(self) -> None:
         weight = self.replica.take_samples()
@@ -186,7 +185,7 @@ class BlockExchange(Exchange):
         self._record(start_s)
 
     @torch.no_grad()
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         for buffer, own in zip(self.replica.model.buffers(), self._own_buffers, strict=True):
             buffer.copy_(own)
         for stretch, values in zip(self._stretches, self._own, strict=True):

@@ -3,12 +3,13 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from typing import Any, Literal, get_args
 
 from tutti.codecs import Codec, print_codec
 from tutti.errors import ConfigError
 from tutti.replica import Replica
-from tutti.strategies.averaging.cadence import Every, check_every, check_share, read_every
+from tutti.strategies.averaging.cadence import Every, check_every, check_share, duration_text, read_every
 from tutti.strategies.averaging.exchange import BlockExchange
 from tutti.strategies.averaging.outer import PLAIN, Outer
 from tutti.strategies.base import Exchange, Strategy
@@ -22,9 +23,9 @@ class Blocks(Strategy):
     """What all of them have.
 
     Args:
-        every: steps in a block. "2s" makes blocks of that much time, in which fast workers take more steps and count
-            for more; "auto" keeps communication below `share` of the time; "end" brings models together once, when
-            the job finishes.
+        every: steps in a block. "2s" (or a timedelta) makes blocks of that much time, in which fast workers take more
+            steps and count for more; "auto" keeps communication below `share` of the time; "end" brings models
+            together once, when the job finishes.
         codec: how the progress of a block is said in fewer bytes, such as `ErrorFeedback(OneBit())`.
         overlap: let the exchange of a block run behind the computation of the next, at whose end it counts.
         optimizer_state: what becomes of the momentum, say, of each worker at the end of a block: it is kept, averaged,
@@ -44,6 +45,8 @@ class Blocks(Strategy):
     """With a codec, parameters of fewer elements are exact all the same."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.every, timedelta):  # One text for one duration: strategies are equal by value.
+            object.__setattr__(self, "every", duration_text(self.every))
         mistakes = [*check_every(self.every), *check_share(self.share), *self._own_mistakes()]
         if self.codec is not None and not isinstance(self.codec, Codec):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
@@ -67,6 +70,10 @@ class Blocks(Strategy):
     @abstractmethod
     def outer(self, num_workers: int) -> Outer:
         """What the mean progress of so many workers does."""
+
+    @property
+    def exact(self) -> bool:
+        return False
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         return BlockExchange(replica, transport, self, self.outer(transport.size))

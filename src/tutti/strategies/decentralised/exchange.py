@@ -25,7 +25,7 @@ class PeerExchange(Exchange):
     dropped then.
     """
 
-    expendable = True
+    tolerates_loss = True
 
     def __init__(self, replica: Replica, transport: Transport, name: str, exact_below: int = 0) -> None:
         super().__init__(replica, transport)
@@ -136,7 +136,7 @@ class PeerExchange(Exchange):
         self._own = self.images.for_meeting(self.base)
         self.images.take_meeting(outcome.value)
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         if self._own is not None:
             self.images.take_meeting(self._own)
             self._own = None
@@ -171,5 +171,5 @@ class PeerExchange(Exchange):
         return self._wire.bytes_sent
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self._me == self.company.leader

@@ -1,7 +1,7 @@
 """Gossip in pairs, at any time: a rank that meets another half-way waits for nobody (Lian et al. 2018)."""
 
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,9 +40,8 @@ class AsyncGossip(PeerExchange):
     def _clock(self) -> int:
         return self._at
 
-    @property
-    def spectral_gap(self) -> float:
-        return self.topology.over(sorted(self.company.living)).spectral_gap
+    def metrics(self) -> dict[str, Any]:
+        return {"spectral_gap": self.topology.over(sorted(self.company.living)).spectral_gap}
 
     def _step(self) -> None:
         self._wait(self._contribute(self.images.change(self.base)))

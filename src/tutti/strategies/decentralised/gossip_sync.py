@@ -1,7 +1,7 @@
 """Gossip in step: neighbours mix their values while they compute the next gradient (Lian et al. 2017)."""
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,9 +46,8 @@ class SyncGossip(PeerExchange):
     def _clock(self) -> int:
         return self._at
 
-    @property
-    def spectral_gap(self) -> float:
-        return self.topology.spectral_gap
+    def metrics(self) -> dict[str, Any]:
+        return {"spectral_gap": self.topology.spectral_gap}
 
     def _step(self) -> None:
         self._wait(self._mix(self.images.change(self.base)))

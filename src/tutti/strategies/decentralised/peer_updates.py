@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -62,10 +62,9 @@ class PeerUpdatesExchange(PeerExchange):
     def _clock(self) -> int:
         return self._number
 
-    @property
-    def staleness(self) -> dict[int, int]:
-        """How many of this rank's updates were made while so many of others came."""
-        return dict(sorted(self._staleness.items()))
+    def metrics(self) -> dict[str, Any]:
+        """`staleness[k]` counts this rank's updates that were computed while k updates of other ranks arrived."""
+        return {"staleness": dict(sorted(self._staleness.items()))}
 
     # Steps
 

@@ -56,7 +56,11 @@ class PeerUpdates(Strategy):
             sized(self.graph, size)
 
     @property
-    def lockstep(self) -> bool:
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def synchronous(self) -> bool:
         return False
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
@@ -96,7 +100,11 @@ class Gossip(Strategy):
         sized(self.graph, size)
 
     @property
-    def lockstep(self) -> bool:
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def synchronous(self) -> bool:
         return False
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:

@@ -110,19 +110,23 @@ class ParameterServer(Strategy):
         found = [] if (why := refusal(optimizer)) is None else [why]
         return found + super().mistakes(optimizer, size)
 
-    def goes_on_from(self, text: str) -> bool:
+    def can_resume_from(self, text: str) -> bool:
         return text.startswith("ps:")  # What is saved is of whole parameters, whoever held them.
 
     @property
-    def lockstep(self) -> bool:
+    def exact(self) -> bool:
+        return self.codec is None and self.consistency == BSP()
+
+    @property
+    def synchronous(self) -> bool:
         return False  # Workers may be lost, and the others go on.
 
     @property
-    def in_step(self) -> bool:
+    def needs_all_ranks(self) -> bool:
         return self.consistency.bound == 0
 
     @property
-    def num_serving(self) -> int:
+    def num_dedicated_servers(self) -> int:
         return 0 if self.servers == "colocated" else self.servers
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:

@@ -63,8 +63,13 @@ class Worker(Exchange):
         """Have every rank stop."""
 
     @property
-    def staleness(self) -> dict[int, int]:
-        return dict(sorted(self._staleness.items()))
+    @abstractmethod
+    def version(self) -> int:
+        """The number of server steps contained in the oldest piece of this worker's parameters."""
+
+    def metrics(self) -> dict[str, Any]:
+        """`staleness[k]` counts this worker's updates that were computed from parameters k server steps old."""
+        return {"staleness": dict(sorted(self._staleness.items())), "version": self.version}
 
     def backward_started(self, weight: float) -> None:
         if self._backwards and self._strategy.overlap:
@@ -115,7 +120,7 @@ class Worker(Exchange):
         self.events.record(Event(EXCHANGE, now, now, sent - self._sent_before))  # Waiting is recorded where it is.
         self._sent_before = sent
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         return None
 
     def close(self) -> None:

@@ -137,7 +137,7 @@ class PoseidonExchange(Exchange):
     def consensus(self) -> None:
         self._buckets.consensus()
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         return None
 
     def finish(self) -> None:

@@ -73,12 +73,16 @@ class Poseidon(Strategy):
         return ParameterServer(self.consistency, bucket_bytes=self.bucket_bytes or bucket_bytes_on(None), factors=True)
 
     @property
-    def lockstep(self) -> bool:
+    def exact(self) -> bool:
+        return self.servers is None or self.servers.exact
+
+    @property
+    def synchronous(self) -> bool:
         return self.servers is None
 
     @property
-    def in_step(self) -> bool:
-        return self.servers is None or self.servers.in_step
+    def needs_all_ranks(self) -> bool:
+        return self.servers is None or self.servers.needs_all_ranks
 
     def check_size(self, size: int) -> None:
         if self.servers is not None:

@@ -117,11 +117,11 @@ class MessageWorker(Worker):
         return min(held.version for held in self._held)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self._me == self._leader
 
     @property
-    def expendable(self) -> bool:
+    def tolerates_loss(self) -> bool:
         return self._server is None  # Else a server is lost with it.
 
     # Coming and going
@@ -395,7 +395,7 @@ class MessageWorker(Worker):
         tasks = [
             self._wire.spawn(self._loaded(server, state, images))
             for server in self._active
-            if server == self._me or (self.leads and self._server is None)
+            if server == self._me or (self.is_leader and self._server is None)
         ]
         for task in tasks:
             task.wait()

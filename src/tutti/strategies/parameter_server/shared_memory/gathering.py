@@ -62,7 +62,7 @@ class Gathering:
         return np.flatnonzero(self._counters[self._gone] == _HERE).tolist()
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether no rank before this one is here."""
         return self._me == min(self.living)
 
@@ -95,7 +95,7 @@ class Gathering:
         def left() -> tuple[np.ndarray, int] | None:
             if self.flags.reached(self._said, number):
                 return None
-            if self.leads:
+            if self.is_leader:
                 what()
                 self.flags.publish(int(self._said[0]), number)
                 return None

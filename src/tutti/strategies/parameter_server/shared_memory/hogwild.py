@@ -33,7 +33,7 @@ _LINE_BYTES = 64
 class HogwildWorker(Exchange):
     """One worker among those of a host."""
 
-    expendable = True
+    tolerates_loss = True
 
     def __init__(self, replica: HookedReplica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
         super().__init__(replica, transport)
@@ -92,17 +92,12 @@ class HogwildWorker(Exchange):
     def bytes_sent(self) -> int:
         return self._clock * self._num_bytes
 
-    @property
-    def staleness(self) -> dict[int, int]:
-        return dict(sorted(self._staleness.items()))
+    def metrics(self) -> dict[str, Any]:
+        return {"staleness": dict(sorted(self._staleness.items())), "version": self._base}
 
     @property
-    def version(self) -> int:
-        return self._base
-
-    @property
-    def leads(self) -> bool:
-        return self._crowd.leads
+    def is_leader(self) -> bool:
+        return self._crowd.is_leader
 
     def before_step(self) -> None:
         if isnan(self.replica.take_samples()):
@@ -170,7 +165,7 @@ class HogwildWorker(Exchange):
         self._crowd.meet(lambda number: self._read())
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
-    def dissent(self) -> None:
+    def restore_local(self) -> None:
         return None
 
     def leave(self) -> None:

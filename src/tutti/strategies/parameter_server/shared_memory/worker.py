@@ -52,7 +52,7 @@ class _Piece:
 class InMemoryWorker(Worker):
     """One worker among those of a host."""
 
-    expendable = True
+    tolerates_loss = True
 
     def __init__(self, replica: Replica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
         super().__init__(replica, transport, strategy)
@@ -150,8 +150,8 @@ class InMemoryWorker(Worker):
         return min(self._versions)
 
     @property
-    def leads(self) -> bool:
-        return self._crowd.leads
+    def is_leader(self) -> bool:
+        return self._crowd.is_leader
 
     def _ask_to_stop(self) -> None:
         self._crowd.stop()

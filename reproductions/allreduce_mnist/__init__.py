@@ -1,0 +1,1 @@
+"""Fourie (2019): all-reduce algorithms on MNIST."""

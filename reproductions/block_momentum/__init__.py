@@ -1,0 +1,1 @@
+"""Chen & Huo (2016): block momentum on up to 64 workers."""

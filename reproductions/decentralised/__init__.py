@@ -1,0 +1,1 @@
+"""Strom (2015), Lian et al. (2017): training without a parameter server."""

@@ -1,0 +1,1 @@
+"""Zhang et al. (2015): wait-free back-propagation and sufficient factors."""

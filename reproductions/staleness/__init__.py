@@ -1,0 +1,1 @@
+"""Dong, Kim (2016): staleness of parameter servers."""
