@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from command import Call, assert_refused
-from tutti.cli.subject import resized
+from tutti.cli.model_argument import resized
 from tutti.recipes import RECIPES
 
 NETS = """

@@ -54,7 +54,9 @@ def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
             for way in ways.values():
                 for _ in range(_WARM_UP):
                     way()
-            times = InterleavedTimer(benchmark.rounds, benchmark.round_s, 200, total_s=60.0).medians(ways, world.transport)
+            times = InterleavedTimer(benchmark.rounds, benchmark.round_s, 200, total_s=60.0).medians(
+                ways, world.transport
+            )
             rows.append({"operation": name, "subject": subject, "workers": world.size, "seconds": times})
     return rows
 

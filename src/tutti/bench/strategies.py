@@ -58,7 +58,10 @@ def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
     with ExitStack() as stack:
         if benchmark.post_local_sgd is not None:
             stack.enter_context(torch_group(world))
-            ways |= {"DDP": ddp_step(case), f"PostLocalSGD({benchmark.post_local_sgd})": _post_local_sgd(case, benchmark.post_local_sgd)}
+            ways |= {
+                "DDP": ddp_step(case),
+                f"PostLocalSGD({benchmark.post_local_sgd})": _post_local_sgd(case, benchmark.post_local_sgd),
+            }
         seconds = _timed(ways, jobs, benchmark, supervisor)
     metrics = {text: job.metrics for text, job in jobs.items()}
     for job in jobs.values():
@@ -73,7 +76,9 @@ def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
     }
 
 
-def _timed(ways: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark, supervisor: SupervisorPipe) -> dict[str, float]:
+def _timed(
+    ways: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark, supervisor: SupervisorPipe
+) -> dict[str, float]:
     """Seconds a step, of every way."""
     trains = jobs[benchmark.strategies[0]].world
     if benchmark.slowness > 1 and trains.rank == trains.size - 1:
@@ -96,7 +101,9 @@ def _timed(ways: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark,
         before={name: blocks[name] for name in jobs if lengths[name] > 1},
         after=settle,
     )
-    seconds = rounds.medians(blocks, trains.transport, lambda text: supervisor.progress(doing=f"{text} of {len(ways)} ways"))
+    seconds = rounds.medians(
+        blocks, trains.transport, lambda text: supervisor.progress(doing=f"{text} of {len(ways)} ways")
+    )
     return {name: each / lengths[name] for name, each in seconds.items()}
 
 

@@ -21,9 +21,9 @@ _DEFAULT_WORKERS = 2
 
 
 def auto(
-    models: Annotated[
-        str, typer.Option(help=f"Comma-separated models to train: {', '.join(MODEL_NAMES)}.")
-    ] = ",".join(RECIPES),
+    models: Annotated[str, typer.Option(help=f"Comma-separated models to train: {', '.join(MODEL_NAMES)}.")] = ",".join(
+        RECIPES
+    ),
     lab: LabText = None,
     workers: Annotated[
         int | None,

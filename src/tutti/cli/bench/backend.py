@@ -26,9 +26,7 @@ def backend(
     ] = "mnist-mlp",
     workers: Annotated[
         str | None,
-        typer.Option(
-            "--workers", "-n", help="Comma-separated numbers of workers on this machine.", show_default="2,4"
-        ),
+        typer.Option("--workers", "-n", help="Comma-separated numbers of workers on this machine.", show_default="2,4"),
     ] = None,
     lab: LabText = None,
     simulate: Annotated[
@@ -91,7 +89,10 @@ def _compare_simulation(model: str, lab: str | None, steps: int, json_file: Path
     recipe(model)
     if lab is None:
         raise ConfigError("--simulate needs a lab to compare with, such as --lab hosts=8,rate=100mbit.")
-    with Lab(LabSpec.parse(lab)) as hosts, console.status(f"training {model} under FSDP2, in {lab} and in virtual time"):
+    with (
+        Lab(LabSpec.parse(lab)) as hosts,
+        console.status(f"training {model} under FSDP2, in {lab} and in virtual time"),
+    ):
         fidelity = compare(model, hosts, steps)
     for name, seconds in fidelity.lab_s.items():
         bits = "bit-identical to" if fidelity.same_bits[name] else "other bits than"

@@ -74,9 +74,7 @@ def _check(names: list[str], rates: list[str], numbers: list[int]) -> None:
         raise ConfigError(f"--workers goes up to {_MOST_WORKERS}, got {max(numbers)}.")
 
 
-def _simulate(
-    names: list[str], rates: list[str], numbers: list[int], status: Status
-) -> "Iterator[MeshComparison]":
+def _simulate(names: list[str], rates: list[str], numbers: list[int], status: Status) -> "Iterator[MeshComparison]":
     from tutti.bench import meshes as benchmark
 
     for name in names:

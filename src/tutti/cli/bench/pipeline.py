@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 def pipeline(
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", min=2, help="Number of ranks. Each uses one core.")
-    ] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of ranks. Each uses one core.")] = 2,
     schedules: Annotated[
         str | None,
         typer.Option(

@@ -1,4 +1,4 @@
-"""The table of `tutti plan --per-layer`: how Poseidon would exchange each layer, and what else it could do."""
+"""The output of `tutti plan --per-layer`: how Poseidon would exchange each layer, beside the alternatives."""
 
 from typing import Any
 
@@ -15,33 +15,43 @@ from tutti.strategies.poseidon.rule import published
 
 
 def decisions(profile: Profile, workers: int, cluster: Cluster) -> list[Decision]:
-    """Of every layer that has factors; none for one worker."""
+    """Poseidon's method for every layer whose gradient has sufficient factors; empty for one worker."""
     return per_layer(Poseidon(), profile, Place.of(workers, cluster)) if workers > 1 else []
 
 
-def table_of(found: list[Decision], profile: Profile, workers: int) -> Table:
-    """Layers in the order of forward; those without factors together in the last row."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="each layer, by poseidon")
-    table.caption = "a worker's time and bytes, each way; published: what the rule of Zhang et al. (2015) takes"
+def layer_table(decisions: list[Decision], profile: Profile, workers: int) -> Table:
+    """A row per layer in the order of forward; layers without factors share the last row."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="Exchange of each layer under Poseidon")
+    table.caption = (
+        "time and bytes of one worker by each method; published: the choice of the rule of Zhang et al. (2015)"
+    )
     table.add_column("", overflow="fold", min_width=10)
-    for heading in ("out × in", "rows", *METHODS, "takes", "published"):
+    for heading in ("out × in", "rows", *METHODS, "chosen", "published"):
         table.add_column(heading, justify="right")
-    for each in found:
-        shape = each.shape
-        costs = [f"{format_time(each.seconds[way])}\n{format_size(round(each.sent_bytes[way]))}" for way in METHODS]
+    for decision in decisions:
+        shape = decision.shape
+        costs = [
+            f"{format_time(decision.seconds[method])}\n{format_size(round(decision.sent_bytes[method]))}"
+            for method in METHODS
+        ]
         size = f"{shape.num_out} ×\n{shape.num_in}"
         table.add_row(
-            shape.name.removesuffix(".weight"), size, str(shape.rows), *costs, each.method, published(shape, workers)
+            shape.name.removesuffix(".weight"),
+            size,
+            str(shape.rows),
+            *costs,
+            decision.method,
+            published(shape, workers),
         )
-    named = {each.shape.name for each in found}
+    named = {decision.shape.name for decision in decisions}
     rest = sum(gradient.num_bytes for gradient in profile.gradients if gradient.name not in named)
-    table.add_row("the rest", "", "", format_size(rest), "", "", "full", "full")
+    table.add_row("other parameters", "", "", format_size(rest), "", "", "full", "full")
     return table
 
 
-def as_dicts(found: list[Decision], workers: int) -> list[dict[str, Any]]:
+def as_dicts(decisions: list[Decision], workers: int) -> list[dict[str, Any]]:
     return [
-        {**vars(each.shape), "method": each.method, "published": published(each.shape, workers),
-         "seconds": each.seconds, "sent_bytes": each.sent_bytes}
-        for each in found
+        {**vars(decision.shape), "method": decision.method, "published": published(decision.shape, workers),
+         "seconds": decision.seconds, "sent_bytes": decision.sent_bytes}
+        for decision in decisions
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `tutti plan --target-accuracy` shows."""
+"""The output of `tutti plan --target-accuracy`: the time to an accuracy under each strategy."""
 
 from math import inf, isnan
 
@@ -9,33 +9,35 @@ from tutti.cluster import format_time
 from tutti.simulation.runs.time_to_accuracy import Reach
 
 
-def table_of(reaches: list[Reach], target: float) -> Table:
-    """Every strategy that was trained, the soonest first."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"until {target:.2%}", title_justify="left")
-    table.add_column("", overflow="fold")
-    for heading in ("epochs", "best", "samples/s", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for each in reaches:
-        mark = "" if each.prediction.exact else "~"
-        table.add_row(
-            f"{mark}{each.prediction.strategy}",
-            f"{each.epochs:g}" if each.epochs < inf else "-",
-            "diverged" if isnan(each.accuracy) else f"{each.accuracy:.2%}",
-            f"{each.prediction.samples_per_s:,.0f}",
-            format_time(each.seconds) if each.seconds < inf else "never",
+def table(reaches: list[Reach], target: float) -> Table:
+    """A row per strategy that was trained; the fastest to the target comes first."""
+    rows = Table(
+        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"Time to a test accuracy of {target:.2%}", title_justify="left"
+    )
+    rows.add_column("", overflow="fold")
+    for heading in ("epochs", "best accuracy", "samples/s", "time"):
+        rows.add_column(heading, justify="right", no_wrap=True)
+    for result in reaches:
+        mark = "" if result.prediction.exact else "~"
+        rows.add_row(
+            f"{mark}{result.prediction.strategy}",
+            f"{result.epochs:g}" if result.epochs < inf else "-",
+            "diverged" if isnan(result.accuracy) else f"{result.accuracy:.2%}",
+            f"{result.prediction.samples_per_s:,.0f}",
+            format_time(result.seconds) if result.seconds < inf else "never",
         )
-    return table
+    return rows
 
 
-def in_words(reaches: list[Reach], target: float, epochs: int) -> str:
-    """Which to use to get there."""
+def recommendation(reaches: list[Reach], target: float, epochs: int) -> str:
+    """The strategy that reaches the target first, and how long the best exact strategy takes."""
     first = reaches[0]
     if first.seconds == inf:
-        return f"None reaches {target:.2%} within {epochs} epochs: give more --epochs, or ask for less."
-    said = f"Use {first.prediction.strategy}: {target:.2%} in {format_time(first.seconds)}"
-    exact = next((each for each in reaches if each.prediction.exact), None)
+        return f"None reaches {target:.2%} within {epochs} epochs. Give more --epochs or a lower --target-accuracy."
+    text = f"Use {first.prediction.strategy}: {target:.2%} in {format_time(first.seconds)}"
+    exact = next((result for result in reaches if result.prediction.exact), None)
     if exact is None or exact is first:
-        return f"{said}, by an exact strategy." if exact is first else f"{said}."
+        return f"{text}, by an exact strategy." if exact is first else f"{text}."
     if exact.seconds == inf:
-        return f"{said}; {exact.prediction.strategy}, which is exact, does not get there in {epochs} epochs."
-    return f"{said}; {exact.prediction.strategy}, which is exact, takes {format_time(exact.seconds)}."
+        return f"{text}; {exact.prediction.strategy}, which is exact, does not reach it in {epochs} epochs."
+    return f"{text}; {exact.prediction.strategy}, which is exact, takes {format_time(exact.seconds)}."

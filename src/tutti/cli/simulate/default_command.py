@@ -1,4 +1,4 @@
-"""A group of commands one of which needs no name."""
+"""A command group with a default command: `tutti simulate digits` runs `tutti simulate run digits`."""
 
 import copy
 from typing import Any
@@ -10,26 +10,26 @@ from tutti.errors import UnknownName
 from tutti.recipes import RECIPES
 
 DEFAULT = "run"
-"""Where a first word goes that names no command."""
+"""The command that runs if the first argument names no command."""
 
 
-class RecipeOrCommand(TyperGroup):
-    """`tutti simulate digits` is `tutti simulate run digits`, and the group's help is that of `run`, with the rest."""
+class DefaultCommandGroup(TyperGroup):
+    """Runs the default command where the first argument names no command. Its help is that of the default command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
-            _check_word(args[0], [name for name, command in self.commands.items() if not command.hidden])
+            _check_first_argument(args[0], [name for name, command in self.commands.items() if not command.hidden])
             args = [DEFAULT, *args]
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        whole = copy.copy(self)
-        whole.params, whole.help = self.commands[DEFAULT].params, self.commands[DEFAULT].help
-        TyperGroup.format_help(whole, ctx, formatter)
+        merged = copy.copy(self)
+        merged.params, merged.help = self.commands[DEFAULT].params, self.commands[DEFAULT].help
+        TyperGroup.format_help(merged, ctx, formatter)
 
 
-class _OfTheGroup(typer.Context):
-    """A command's context that goes by the name of its group."""
+class _GroupContext(typer.Context):
+    """The context of a command that is shown under the name of its group."""
 
     @property
     def command_path(self) -> str:
@@ -37,13 +37,13 @@ class _OfTheGroup(typer.Context):
         return self.parent.command_path
 
 
-class Unnamed(TyperCommand):
-    """The command that needs no name: its usage does not mention one."""
+class DefaultCommand(TyperCommand):
+    """The default command: its usage line does not contain its name."""
 
-    context_class = _OfTheGroup
+    context_class = _GroupContext
 
 
-def _check_word(word: str, commands: list[str]) -> None:
-    """Refuse a first word that is neither an option nor a recipe: it may have been meant as a command."""
+def _check_first_argument(word: str, commands: list[str]) -> None:
+    """Refuse a first argument that is no option and no recipe: it may be a misspelt command."""
     if not word.startswith("-") and word not in RECIPES:
         raise UnknownName("recipe or command", word, [*RECIPES, *commands])
