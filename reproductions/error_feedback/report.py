@@ -8,6 +8,9 @@ from typing import Any
 
 from tutti.report.plots import pyplot
 
+EXACT = "native"
+"""The strategy without a codec that all others are compared with."""
+
 _COLOURS = ("#0072b2", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#56b4e9")
 _SMOOTH = 20
 """A loss is smoothed over one part in so many of its points."""
@@ -45,9 +48,9 @@ Measured on {result["machine"]}. `tutti reproduce error-feedback` does it again.
 
 def _accuracy(result: dict[str, Any]) -> str:
     plan, rows = result["plan"], result["accuracy"]
-    exact = [row["accuracy"] for row in rows if "+" not in row["strategy"]]
+    exact = [row["accuracy"] for row in rows if row["strategy"] == EXACT]
     exact_mean = statistics.mean(exact)
-    exact_bytes = next(row["bytes_sent"] for row in rows if "+" not in row["strategy"])
+    exact_bytes = next(row["bytes_sent"] for row in rows if row["strategy"] == EXACT)
     lines = [
         f"## Test accuracy: {plan['accuracy_of']}, {plan['epochs']} epochs, seeds {_listed(plan['seeds'])}\n",
         f"Uncompressed: {_percent(exact)}, {exact_bytes / 1e3:.0f} KB a step and rank. In brackets the difference from "
@@ -68,7 +71,7 @@ def _listed(seeds: list[int]) -> str:
 
 
 def _texts(codec: str) -> tuple[str, str]:
-    return f"native+{codec}", f"native+{bare(codec)}"
+    return codec, bare(codec)
 
 
 def bare(codec: str) -> str:

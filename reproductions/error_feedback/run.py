@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reproductions.context import ReproductionContext, machine
-from reproductions.error_feedback.report import bare, write_report
+from reproductions.error_feedback.report import EXACT, bare, write_report
 from tutti.bench.compression import DEFAULT_CODECS
 from tutti.errors import NonFiniteLoss
 from tutti.launch import init, launch
 from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.recipes import recipe
 from tutti.recipes.training import TrainingConfig, train
-
-EXACT = "native"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +69,11 @@ def reproduce(context: ReproductionContext) -> str:
 
 
 def _with(codecs: tuple[str, ...]) -> list[str]:
-    return [f"{EXACT}+{codec}" for codec in codecs]
+    return list(codecs)
 
 
 def _both(codecs: tuple[str, ...]) -> list[str]:
-    return [f"{EXACT}+{text}" for codec in codecs for text in (codec, bare(codec))]
+    return [text for codec in codecs for text in (codec, bare(codec))]
 
 
 def _run(tasks: list[dict[str, Any]], workers: int, context: ReproductionContext) -> list[dict[str, Any]]:

@@ -15,11 +15,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 def reduce_by_nccl() -> tuple[bool, bool, list[float]]:
-    membership = Membership(0, [Peer.me(0, "host", "host")], HashStore(), timedelta(seconds=30))
+    membership = Membership(0, [Peer.this_process(0, "host", "host")], HashStore(), timedelta(seconds=30))
     with SocketTransport(membership) as transport:
         tensor = torch.ones(5, device="cuda")
         transport.all_reduce(tensor).wait()
-        return transport._own_gpu is True, transport._nccl is not None, tensor.tolist()
+        groups = transport._torch_groups
+        return groups.own_gpu is True, groups.nccl is not None, tensor.tolist()
 
 
 def test_nccl_is_used_where_each_rank_has_its_own_gpu() -> None:
@@ -98,7 +99,7 @@ def train_compressed(codec: Codec) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 100)).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = tutti.AllReduce("ring", 100_000, ErrorFeedback(codec), exact_below=500)
+    strategy = tutti.AllReduce("native", 100_000, ErrorFeedback(codec), exact_below=500)
     generator = torch.Generator().manual_seed(world.rank)
     with tutti.distribute(model, optimizer, strategy) as job:
         for _ in range(4):

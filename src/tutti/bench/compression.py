@@ -23,7 +23,7 @@ DEFAULT_CODECS = (*CODECS, "quantize:4", "topk:0.001", print_codec(ErrorFeedback
 WARM_UP = 4
 
 EXACT = ("ddp", "native")
-"""What is exact and always timed, beside the strategy that carries the codecs."""
+"""What is exact and always timed, beside the exact strategy that was asked for."""
 
 GAIN = 1.1
 """What is lossy must be faster than what is exact by this to be worth it."""
@@ -44,11 +44,11 @@ class CompressionReport:
     bytes_sent: dict[str, float]
     """By a rank in a step, by strategy."""
     exact: str
-    """The strategy without a codec."""
+    """The exact strategy that codecs are compared with."""
 
     @property
     def codecs(self) -> list[str]:
-        return [way for way in self.bytes_sent if "+" in way]
+        return [way for way in self.bytes_sent if way not in (*EXACT, self.exact)]
 
     def recommendation(self) -> str:
         """Which to use, or none, and why: the one that says most among those that are about as fast as the fastest."""
@@ -77,7 +77,7 @@ def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int)
         if peers:
             ways |= {"ddp fp16": _hooked(case, None, fp16_compress_hook), "ddp powersgd": _power_sgd(case)}
         jobs: dict[str, Job] = {}
-        for text in [*dict.fromkeys(("native", exact)), *(f"{exact}+{codec}" for codec in codecs)]:
+        for text in [*dict.fromkeys(("native", exact)), *codecs]:
             ways[text], jobs[text] = tutti_step(case, world, text)
         for way in ways.values():
             for _ in range(WARM_UP):

@@ -28,7 +28,7 @@ LabText = Annotated[
     ),
 ]
 StrategyText = Annotated[
-    str, typer.Option("--strategy", help="Synchronisation strategy, such as ring, native+onebit or ps:ssp=3.")
+    str, typer.Option("--strategy", help="Synchronisation strategy, such as ring, onebit or ps:ssp=3.")
 ]
 DataFolder = Annotated[
     Path | None, typer.Option("--data", envvar="TUTTI_DATA", help="Folder that contains the datasets.")

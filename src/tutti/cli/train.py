@@ -56,7 +56,9 @@ def train(
     Example: tutti train digits --workers 2 --strategy ring --check
     """
     from tutti.cli.training_run import check_target, prepare, summarise
+    from tutti.plan.reason import has_codec
     from tutti.recipes.training import TrainingConfig
+    from tutti.strategies import parse
 
     requested = TrainingConfig(
         recipe=recipe,
@@ -69,7 +71,7 @@ def train(
         double=check,
     )
     made, config = prepare(requested, workers)
-    if check and "+" in strategy:
+    if check and has_codec(parse(strategy)):
         raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
     check_writable(json_file)
     folder = new_folder(name, f"{made.name}-{workers}x")

@@ -34,9 +34,7 @@ def compression(
             "--workers", "-n", min=2, help="Number of workers on this machine.", show_default=str(_DEFAULT_WORKERS)
         ),
     ] = None,
-    strategy: Annotated[
-        str, typer.Option(help="Exact strategy to which the codecs are added, such as ring or ps:bsp.")
-    ] = "ring",
+    strategy: Annotated[str, typer.Option(help="Exact strategy that the codecs are compared with.")] = "ring",
     codecs: Annotated[
         str | None,
         typer.Option(
@@ -78,15 +76,17 @@ def _split_codecs(text: str) -> list[str]:
 
 
 def _check_codecs(strategy: str, codecs: list[str]) -> None:
-    """Refuse what no strategy can be made from."""
+    """Refuse a strategy that compresses, and unknown codecs."""
+    from tutti.codecs import parse_codec
+    from tutti.plan.reason import has_codec
     from tutti.strategies import parse
 
-    if "+" in strategy:
+    if has_codec(parse(strategy)):
         raise ConfigError(f"--strategy is what is exact, such as ring; codecs go into --codecs. Got '{strategy}'.")
     if not codecs:
         raise ConfigError("--codecs needs one or more, such as onebit,lowrank.")
     for codec in codecs:
-        parse(f"{strategy}+{codec}")
+        parse_codec(codec)
 
 
 def _table(report: "CompressionReport", where: str) -> Table:
