@@ -14,7 +14,7 @@ def test_a_table_and_pictures(call: Call, tmp_path: Path) -> None:
     words += ["--fixed-time", "20"]
     ended = call("bench", "pipeline", *words, "--json", "pipeline.json", "--plot", "pictures")
     assert ended.status == 0, ended.err
-    for said in ("2 ranks, 4 microbatches", "one process", "in-turn", "gpipe", "20.0%", "drawn in pictures"):
+    for said in ("2 ranks, 4 microbatches", "one process", "in-turn", "gpipe", "20.0%", "figures written to pictures"):
         assert said in ended.out
     result = json.loads((tmp_path / "pipeline.json").read_text())
     assert [row["schedule"] for row in result["rows"]] == ["in-turn", "gpipe"]

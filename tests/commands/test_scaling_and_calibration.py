@@ -16,7 +16,7 @@ def test_scaling(call: Call, tmp_path: Path) -> None:
     strategies = ["--strategy", "ring:bucket_bytes=67108864,tree"]
     ended = call("simulate", "scaling", *words, *strategies, "--json", "rows.json", "--plot", "scaling.png")
     assert ended.status == 0, ended.err
-    for words in ("images/s", "efficiency", "sent/step", "ring, 64 MiB buckets", "tree, 4 MiB buckets"):
+    for words in ("images/s", "efficiency", "sent: bytes per worker and step", "ring, 64 MiB buckets", "tree, 4 MiB buckets"):
         assert words in ended.out
     assert "334.8us a sample" in ended.out  # The P100's 2,987 images a second.
     found = json.loads((tmp_path / "rows.json").read_text())
@@ -98,7 +98,7 @@ def test_fidelity_quickly(call: Call, tmp_path: Path, monkeypatch: pytest.Monkey
     words = ["--models", "digits", "--strategies", "ring", "--rates", "1gbit", "--steps", "3"]
     ended = call("bench", "fidelity", *words, "--json", "rows.json")
     assert ended.status == 0, ended.err
-    assert "parameters equal to the bit in 1 of 1" in ended.out
+    assert "parameters are bit-identical in 1 of 1" in ended.out
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert (row["model"], row["strategy"], row["same_bits"]) == ("digits", "ring", True)
     assert row["simulated_s"] > 0

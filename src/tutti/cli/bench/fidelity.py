@@ -37,7 +37,7 @@ def fidelity(
     console = Console()
     with console.status("starting") as status:
         rows = benchmark.compare(jobs, steps, status.update)
-    console.print(_table(rows))
+    console.print(_table(rows, benchmark.HOSTS))
     errors = [abs(row.error) for row in rows]
     same = sum(row.same_bits for row in rows)
     console.print(
@@ -47,12 +47,12 @@ def fidelity(
     write_json(json_file, [row.as_dict() for row in rows])
 
 
-def _table(rows: "list[SimulationCheck]") -> Table:
-    table = plain_table("Median milliseconds per step, 4 hosts")
+def _table(rows: "list[SimulationCheck]", num_hosts: int) -> Table:
+    table = plain_table(f"Median milliseconds per step, {num_hosts} hosts")
     for heading in ("model", "strategy", "rate", "ranks", "lab", "simulated", "error", "bits"):
         table.add_column(heading, justify="left" if heading in ("model", "strategy") else "right", no_wrap=True)
     for row in rows:
-        where = (row.model, row.strategy, row.rate, str(4 * row.ranks))
+        where = (row.model, row.strategy, row.rate, str(num_hosts * row.ranks))
         times = format_ms(row.real_s), format_ms(row.simulated_s), f"{row.error:+.1%}"
         table.add_row(*where, *times, "same" if row.same_bits else "differ")
     return table

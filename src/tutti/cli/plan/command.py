@@ -94,4 +94,4 @@ def plan(
     )
     from tutti.cli.plan.planning import run
 
-    write_json(json_file, run(request.with_batch()))
+    write_json(json_file, run(request.resolved()))

@@ -22,7 +22,7 @@ def _table(plan: MeshPlan, total_samples: int) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"Meshes, {total_samples} samples per step")
     table.caption = "tensor: all-reduces of split layers; waiting: for other pipeline stages"
     if plan.memory_bytes is not None:
-        table.caption += "; *: too large"
+        table.caption += "\n*: too large for the memory of a worker"
     for heading in ("data", "tensor", "pipe"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("step", "computing", "tensor", "waiting", "exposed", "memory"):

@@ -197,7 +197,8 @@ def _show_target_accuracy(request: PlanRequest, planned: _Planned, console: Cons
     )
     with console.status("training in virtual time") as status:
         reaches = reach(planned.plan, planned.profile, planned.cluster, config, status.update)
-    console.print(target_accuracy.table(reaches, target))
+    console.print(f"Time to a test accuracy of {target:.2%}", highlight=False)
+    console.print(target_accuracy.table(reaches))
     epochs = request.epochs or recipe(request.model).epochs
     console.print(target_accuracy.recommendation(reaches, target, epochs), highlight=False)
     return [each.as_dict() for each in reaches]

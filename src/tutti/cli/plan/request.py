@@ -16,7 +16,7 @@ ALLOWED = ("lossy",)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The arguments of `tutti plan`. The constructor refuses those that contradict each other."""
+    """The arguments of `tutti plan`. `resolved` refuses those that contradict each other."""
 
     model: str
     """A recipe's name, or "module:factory"."""
@@ -41,7 +41,7 @@ class PlanRequest:
     memory_bytes: int | None
     """Memory of a worker; meshes that need more are marked."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.batch is not None and self.global_batch is not None:
             raise ConfigError("give --batch or --global-batch, not both: the one divides by the workers to the other.")
         if self.workers < 1:
@@ -55,8 +55,8 @@ class PlanRequest:
         if ":" in self.model:
             raise ConfigError("--target-accuracy needs data to train on, which a recipe has and a factory has not.")
 
-    def with_batch(self) -> Self:
-        """The same request with the batch of a worker, where the batch of all is known.
+    def resolved(self) -> Self:
+        """Check the request, and return it with the batch of a worker where the batch of all workers is known.
 
         A recipe that is trained to an accuracy has its own batch of all workers by default; data that cannot be
         divided over the workers is refused here.
@@ -64,6 +64,7 @@ class PlanRequest:
         from tutti.plan.scaling import share_of
         from tutti.recipes.training import GlobalBatches
 
+        self._check()
         batch, global_batch = self.batch, self.global_batch
         if self.target_accuracy is not None:
             made = recipe(self.model, **self.options)

@@ -9,11 +9,9 @@ from tutti.cluster import format_time
 from tutti.simulation.runs.time_to_accuracy import Reach
 
 
-def table(reaches: list[Reach], target: float) -> Table:
+def table(reaches: list[Reach]) -> Table:
     """A row per strategy that was trained; the fastest to the target comes first."""
-    rows = Table(
-        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"Time to a test accuracy of {target:.2%}", title_justify="left"
-    )
+    rows = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     rows.add_column("", overflow="fold")
     for heading in ("epochs", "best accuracy", "samples/s", "time"):
         rows.add_column(heading, justify="right", no_wrap=True)
