@@ -20,8 +20,8 @@ from tutti.cluster import Cluster, Compute, Link, Pauses
 from tutti.launch.lab.lab import missing
 from tutti.recipes.models import AlexNet, CifarQuick, GoogLeNet
 from tutti.recipes.step_times import k20
-from tutti.simulation.compute_clock import Workload
 from tutti.simulation.runs.scaling import IMAGE, ScalingCase, scaling
+from tutti.simulation.workload import Workload
 from tutti.strategies import Poseidon, Strategy, parse
 
 LATENCY = "20us"
@@ -149,7 +149,7 @@ def compute(name: str) -> Compute:
 def _workload(name: str) -> Workload:
     model = MODELS[name]
     with torch.device("meta"):
-        return Workload.of(model.make(), (torch.empty(1, *model.sample),), {})
+        return Workload.from_model(model.make(), (torch.empty(1, *model.sample),), {})
 
 
 def _computing(name: str) -> dict[str, float]:

@@ -179,12 +179,12 @@ def test_what_is_uneven_is_simulated_until_the_best_was() -> None:
         asked.append(strategy)
         return 9.0 if len(asked) == 1 else 1e-3
 
-    found = plan(lab_perceptron(0.02), 4, UNEVEN, simulated=simulated)
+    found = plan(lab_perceptron(0.02), 4, UNEVEN, simulator=simulated)
     assert len(asked) == 2
     assert (found.best.strategy, found.best.step_s, found.best.simulated) == (asked[1], 1e-3, True)
     assert found.predictions[-1].strategy == asked[0], "what the simulation finds slow is not the best"
     asked.clear()
-    assert not plan(lab_perceptron(0.02), 4, SLOW, simulated=simulated).best.simulated
+    assert not plan(lab_perceptron(0.02), 4, SLOW, simulator=simulated).best.simulated
     assert asked == [], "formulas hold"
 
 
@@ -195,7 +195,7 @@ def test_few_are_simulated() -> None:
         asked.append(strategy)
         return 9.0
 
-    plan(lab_perceptron(0.02), 4, UNEVEN, simulated=simulated, allow_lossy=True)
+    plan(lab_perceptron(0.02), 4, UNEVEN, simulator=simulated, allow_lossy=True)
     assert len(set(asked)) == len(asked) == 12, "six exact ones, and six others"
 
 
@@ -205,7 +205,7 @@ def test_what_would_talk_where_no_link_is_is_left_out() -> None:
             raise NoLink("not joined")
         return 2.0
 
-    found = plan(TINY, 3, UNEVEN, simulated=simulated)
+    found = plan(TINY, 3, UNEVEN, simulator=simulated)
     assert [(each.strategy, each.step_s) for each in found.predictions] == [(AllReduce("ring"), 2.0)]
 
 
@@ -225,7 +225,7 @@ def test_one_worker() -> None:
     found = plan(TINY, 1, SLOW)
     assert not found.distribute
     assert found.best.step_s == found.alone.step_s
-    assert found.reason == "One worker has nobody to talk to."
+    assert found.reason == "One worker exchanges nothing."
 
 
 def test_refused() -> None:
@@ -240,3 +240,18 @@ def test_a_plan_as_json() -> None:
         found["predictions"][0]
     )
     assert found["alone"]["workers"] == 1
+
+
+def test_scaling_says_where_doubling_stops_paying_and_why() -> None:
+    found = plan(lab_perceptron(0.02), 8, Cluster(link=Link("1gbit", "50us")))
+    assert [row.workers for row in found.scaling.rows] == [1, 2, 4, 8]
+    assert found.scaling.rows[-1].samples_per_s == found.best.samples_per_s
+    for row in found.scaling.rows:
+        assert row.speed_up == pytest.approx(row.samples_per_s / found.alone.samples_per_s)
+        assert row.efficiency == pytest.approx(row.speed_up / row.workers)
+    assert found.stops_paying_at == 2
+    assert found.scaling.reason.startswith("More than 2 workers do not pay: ")
+    assert "does not count as worthwhile." in found.scaling.reason
+    odd = plan(lab_perceptron(0.02), 3, Cluster(link=Link("100gbit", "1us")))
+    assert [row.workers for row in odd.scaling.rows][:4] == [1, 2, 3, 4]
+    assert odd.scaling.reason.startswith("Every doubling pays up to 1024 workers")

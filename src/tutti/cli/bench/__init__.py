@@ -14,6 +14,7 @@ from tutti.cli.bench.overhead import overhead
 from tutti.cli.bench.overlap import overlap
 from tutti.cli.bench.pipeline import pipeline
 from tutti.cli.bench.plan import plan
+from tutti.cli.bench.startup import startup
 from tutti.cli.bench.step import step
 from tutti.cli.bench.strategies import strategies
 
@@ -35,5 +36,6 @@ for _command in (
     overlap,
     backend,
     pipeline,
+    startup,
 ):
     app.command(_command.__name__)(_command)

@@ -100,12 +100,12 @@ def parse_strategies(text: str) -> list[str]:
 
 def split_strategies(text: str) -> list[str]:
     """Split a list of strategies at its commas. A part that is no strategy's name is an option of the one before."""
-    from tutti.strategies import STRATEGY_NAMES
+    from tutti.strategies import is_strategy_name
 
     texts: list[str] = []
     for part in text.split(","):
         name = part.strip().partition(":")[0].partition("+")[0]
-        if texts and name not in STRATEGY_NAMES and ":" in texts[-1]:
+        if texts and not is_strategy_name(name) and ":" in texts[-1]:
             texts[-1] += f",{part.strip()}"
         elif part.strip():
             texts.append(part.strip())

@@ -16,18 +16,18 @@ from tutti.cli.plan import layers, target_accuracy
 from tutti.cli.plan import meshes as mesh_output
 from tutti.cli.plan.request import MEASURED, PlanRequest
 from tutti.cluster import Cluster, Link, format_size, format_time
+from tutti.cost.placement import restricted_to
 from tutti.launch import init, launch
 from tutti.plan import Plan, Prediction, Profile, plan
 from tutti.plan.mesh import Parts, plan_meshes
 from tutti.plan.network import measure_network
-from tutti.plan.place import up_to
 from tutti.plan.profile import profile as profile_model
 from tutti.plan.profile.problem import Problem
-from tutti.plan.scaling import Profiles, each_has, sharing_cores
+from tutti.plan.scaling import Profiles, sharing_cores, worker_profile
 from tutti.recipes import recipe
 from tutti.recipes.training import TrainingConfig
 from tutti.simulation.runs.dry_run import dry_run
-from tutti.simulation.runs.time_to_accuracy import reach
+from tutti.simulation.runs.time_to_accuracy import time_to_accuracy
 from tutti.strategies import Strategy
 
 _MOST_ROWS = 20
@@ -69,12 +69,12 @@ def run(request: PlanRequest) -> dict[str, Any]:
 def _make_plan(request: PlanRequest, console: Console) -> _Planned:
     with console.status("measuring links") as status:
         cluster = _measure_cluster() if request.cluster == MEASURED else Cluster.load(request.cluster)
-        cluster = up_to(cluster, request.workers)
+        cluster = restricted_to(cluster, request.workers)
         cluster.place(request.workers)  # Refuses more ranks than the hosts have room for.
         status.update(f"measuring a step of {request.model}")
         measure = partial(profile_step, request.model, request.options, request.batch, request.input_shape)
         profiles = _profiles_sharing_cores(measure) if request.cluster == MEASURED else measure()
-        profile = each_has(profiles, request.workers, request.global_batch)
+        profile = worker_profile(profiles, request.workers, request.global_batch)
         status.update("predicting step times")
         simulated = partial(_simulate, profile, request.workers, cluster, status.update)
         made = plan(
@@ -83,7 +83,7 @@ def _make_plan(request: PlanRequest, console: Console) -> _Planned:
             cluster,
             allow_lossy=request.allow_lossy,
             global_batch=request.global_batch,
-            simulated=simulated if request.workers <= _MOST_SIMULATED_RANKS else None,
+            simulator=simulated if request.workers <= _MOST_SIMULATED_RANKS else None,
         )
     return _Planned(made, profile, cluster)
 
@@ -127,11 +127,11 @@ def _show(made: Plan, console: Console) -> None:
     console.print(_table(made))
     if (left := len(made.predictions) - _MOST_ROWS) > 0:
         console.print(f"{left} slower ones are not shown; --json has them")
+    for name, reason in made.not_priced.items():
+        console.print(f"no prediction for {name}: {reason}", highlight=False)
     console.print(made.reason, highlight=False)
-    if made.stops_paying_at is None:
-        console.print(f"adding workers increases throughput up to {made.most_workers}, the most that were considered")
-    else:
-        console.print(f"adding workers stops increasing throughput at {made.stops_paying_at}")
+    console.print(_scaling_table(made))
+    console.print(made.scaling.reason, highlight=False)
 
 
 def _table(made: Plan) -> Table:
@@ -147,6 +147,19 @@ def _table(made: Plan) -> Table:
     for prediction in made.predictions[:_MOST_ROWS]:
         mark = "" if prediction.exact else "~"
         table.add_row(f"{mark}{prediction.strategy}", *_cells(prediction))
+    return table
+
+
+def _scaling_table(made: Plan) -> Table:
+    """Throughput by number of workers, each with the fastest strategy for it."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.caption = "speed-up: samples/s relative to one worker; efficiency: speed-up divided by workers"
+    for heading in ("workers", "samples/s", "speed-up", "efficiency"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("strategy", overflow="fold")
+    for row in made.scaling.rows:
+        numbers = f"{row.workers:,}", f"{row.samples_per_s:,.0f}", f"{row.speed_up:.3g}", f"{row.efficiency:.0%}"
+        table.add_row(*numbers, row.strategy)
     return table
 
 
@@ -196,7 +209,7 @@ def _show_target_accuracy(request: PlanRequest, planned: _Planned, console: Cons
         until=target,
     )
     with console.status("training in virtual time") as status:
-        reaches = reach(planned.plan, planned.profile, planned.cluster, config, status.update)
+        reaches = time_to_accuracy(planned.plan, planned.profile, planned.cluster, config, status.update)
     console.print(f"Time to a test accuracy of {target:.2%}", highlight=False)
     console.print(target_accuracy.table(reaches))
     epochs = request.epochs or recipe(request.model).epochs

@@ -6,10 +6,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tutti.cluster import format_time
-from tutti.simulation.runs.time_to_accuracy import Reach
+from tutti.simulation.runs.time_to_accuracy import TimeToAccuracy
 
 
-def table(reaches: list[Reach]) -> Table:
+def table(reaches: list[TimeToAccuracy]) -> Table:
     """A row per strategy that was trained; the fastest to the target comes first."""
     rows = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     rows.add_column("", overflow="fold")
@@ -27,7 +27,7 @@ def table(reaches: list[Reach]) -> Table:
     return rows
 
 
-def recommendation(reaches: list[Reach], target: float, epochs: int) -> str:
+def recommendation(reaches: list[TimeToAccuracy], target: float, epochs: int) -> str:
     """The strategy that reaches the target first, and how long the best exact strategy takes."""
     first = reaches[0]
     if first.seconds == inf:

@@ -89,7 +89,7 @@ def _simulate(
             workers=num_ranks(config, workers),
             cluster=cluster,
             watch=mean_loss.report,
-            pulse=lambda now_s, messages: progress.show(now_s=now_s, messages=messages),
+            on_progress=lambda now_s, messages: progress.show(now_s=now_s, messages=messages),
         )
         progress.show(now_s=simulation.seconds, messages=simulation.num_messages)
     return simulation, progress.reports

@@ -1,0 +1,193 @@
+"""Registry of a host's workers in shared memory: who is alive, barriers, locks, stops.
+
+How it works
+------------
+Every worker has a status counter: ALIVE, LEFT or LOST. A worker sets its own to LEFT when it finishes. When a wait has
+lasted for `_CHECK_SECONDS`, the waiting worker asks the transport who is missing and sets that worker's status from
+ALIVE to LOST by compare-and-swap: exactly one worker logs the loss, and every worker then calls `on_loss`, which may
+therefore run several times for one loss, on several ranks.
+
+A barrier has a number, one more than that of the last one. (1) Each worker publishes the number as `entered`, and waits
+until all living workers have. (2) It runs its action, publishes the number as `left_barrier`, and waits again. (3) It
+publishes the number as the last barrier's. Both waits re-read the statuses every time they check, so they end when the
+last living worker arrives and also when the last missing worker is lost.
+
+A lock is a counter that holds the owner's rank + 1, or 0. `acquire` waits for 0. If the owner is lost, `on_loss`
+repairs what the lock protects and frees it.
+
+Waits have the transport's timeout as deadline, counted from the last change of `progress`: a worker waits on as long
+as the others advance.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tutti.errors import NonFiniteLoss
+from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
+
+if TYPE_CHECKING:
+    from tutti.transports.shared_memory.flags import Flags
+    from tutti.transports.shared_memory.transport import SharedMemoryTransport
+
+_log = logging.getLogger("tutti")
+
+_CHECK_SECONDS = 0.2
+"""How long a wait sleeps before it checks whether a worker is lost."""
+
+_ALIVE, _LEFT, _LOST = 0, 1, 2
+
+Awaited = tuple[np.ndarray, int]
+"""Indices of counters, and the value that all of them must reach."""
+
+
+class WorkerRegistry:
+    """The workers of one host, as each of them sees the others."""
+
+    def __init__(self, transport: "SharedMemoryTransport", layout: CounterLayout) -> None:
+        """Allocate the registry's counters; `open` follows once the memory is mapped."""
+        self._transport = transport
+        self._rank = transport.rank
+        self._status = layout.allocate(transport.size)
+        self._entered, self._left_barrier = layout.allocate(transport.size), layout.allocate(transport.size)
+        self._last_barrier = layout.allocate(1)
+        self._stopped_by = layout.allocate(1)
+        """1 + rank of the worker that asked all workers to stop."""
+        self._leader_done = layout.allocate(1)
+        """Number of the last barrier in which the leader has done its action."""
+        self._lock_freed = int(layout.allocate(1)[0])
+        """Published to wake those who wait for a lock; its value means nothing."""
+        self.clock: Callable[[int], int] = lambda worker: 0
+        """Returns the clock of a worker, for the log."""
+        self.on_loss: Callable[[int], None] = lambda worker: None
+        """Called for a lost worker, perhaps several times."""
+        self.progress: Callable[[], int] = lambda: 0
+        """Returns a number that changes while workers make progress."""
+
+    def open(self, flags: "Flags") -> None:
+        """Use the counters of `flags`."""
+        self.flags = flags
+        self._counters = flags.counters
+
+    @property
+    def alive(self) -> list[int]:
+        """Ranks of the workers that have not left and are not lost."""
+        return np.flatnonzero(self._counters[self._status] == _ALIVE).tolist()
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether no living worker has a lower rank."""
+        return self._rank == min(self.alive)
+
+    def leave(self) -> None:
+        """Leave for good: nobody waits for this worker any more."""
+        self.flags.publish(int(self._status[self._rank]), _LEFT)
+
+    # Stops
+
+    def request_stop(self) -> None:
+        """Ask all workers to stop."""
+        self.flags.publish(int(self._stopped_by[0]), self._rank + 1)
+
+    def check_stop(self, steps: int) -> None:
+        """Raise `NonFiniteLoss` if a worker has asked all workers to stop; `steps` is for the message."""
+        if stopped_by := self.flags.value(int(self._stopped_by[0])):
+            raise NonFiniteLoss(self._rank, [stopped_by - 1], steps)
+
+    # Barriers
+
+    def barrier(self, action: Callable[[int], None]) -> None:
+        """Wait for all living workers; run `action` with the barrier's number; go on when all have run theirs."""
+        number = self.flags.value(int(self._last_barrier[0])) + 1
+        self.flags.publish(int(self._entered[self._rank]), number)
+        self.wait(lambda: self._missing(self._entered, number))
+        action(number)
+        self.flags.publish(int(self._left_barrier[self._rank]), number)
+        self.wait(lambda: self._missing(self._left_barrier, number))
+        self.flags.publish(int(self._last_barrier[0]), number)
+
+    def run_on_leader(self, barrier_number: int, action: Callable[[], None]) -> None:
+        """Within a barrier: run `action` on the leader, or on the next if that is lost, and wait until it is done."""
+
+        def remaining() -> Awaited | None:
+            if self.flags.reached(self._leader_done, barrier_number):
+                return None
+            if self.is_leader:
+                action()
+                self.flags.publish(int(self._leader_done[0]), barrier_number)
+                return None
+            return self._leader_done, barrier_number
+
+        self.wait(remaining)
+
+    def _missing(self, counters: np.ndarray, number: int) -> Awaited | None:
+        alive = counters[self._counters[self._status] == _ALIVE]
+        return None if self.flags.reached(alive, number) else (alive, number)
+
+    # Waits and locks
+
+    def wait(self, remaining: Callable[[], Awaited | None], steps: int = 0) -> None:
+        """Wait until `remaining` returns None, and handle losses and stops meanwhile.
+
+        Args:
+            remaining: returns what to wait for next; called again whenever that is reached, and after every check.
+            steps: the number of steps taken, for the message of `NonFiniteLoss`.
+        """
+        timeout_s = self._transport.timeout.total_seconds()
+        deadline, last_progress = time.monotonic() + timeout_s, -1
+        while (awaited := remaining()) is not None:
+            if self.flags.wait(*awaited, _CHECK_SECONDS):
+                continue
+            self.check_workers(steps)
+            if (progress := self.progress()) != last_progress:
+                deadline, last_progress = time.monotonic() + timeout_s, progress
+            elif time.monotonic() > deadline:
+                late = np.flatnonzero(self._counters[awaited[0]] < awaited[1])
+                gone = sorted(set(range(self._transport.size)) - set(self.alive))
+                suffix = f"; ranks {', '.join(map(str, gone))} have left" if gone else ""
+                raise self._transport.membership.timeout_error(f"other workers ({len(late)} are not as far{suffix})")
+
+    def acquire(self, lock: int) -> None:
+        """Take a lock. One that a lost worker held is freed by `on_loss`."""
+        deadline = time.monotonic() + self._transport.timeout.total_seconds()
+        while not self.flags.lock(lock, self._rank + 1, _CHECK_SECONDS):
+            self.check_workers()
+            if time.monotonic() > deadline:
+                owner = self.flags.value(lock) - 1
+                raise self._transport.membership.timeout_error(f"rank {owner} to take a step of the optimiser")
+
+    def try_acquire(self, lock: int) -> bool:
+        """Take a lock if it is free; return whether it was."""
+        return self.flags.swap(lock, 0, self._rank + 1)
+
+    def take_over(self, lock: int, lost_worker: int) -> bool:
+        """Take a lock that a lost worker holds; return whether it did. Of several workers that try, one succeeds."""
+        return self.flags.swap(lock, lost_worker + 1, self._rank + 1)
+
+    def release(self, lock: int) -> None:
+        """Free a lock that this worker holds."""
+        self.flags.publish(lock, 0)
+
+    def release_lost(self, lock: int, lost_worker: int) -> bool:
+        """Free a lock that a lost worker holds; return whether it did."""
+        if not self.flags.swap(lock, lost_worker + 1, 0):
+            return False
+        self.flags.publish(self._lock_freed, 1)  # A swap wakes nobody; a publish wakes those who wait for the lock.
+        return True
+
+    def check_workers(self, steps: int = 0) -> None:
+        """Raise if this rank must stop; mark, log and handle workers that are lost."""
+        self._transport.check_open()
+        self.check_stop(steps)
+        for worker, reason in self._transport.missing().items():
+            if self.flags.swap(int(self._status[worker]), _ALIVE, _LOST):
+                _log.warning(
+                    "rank %d: worker %d left at clock %d, and %d go on: %s",
+                    *(self._rank, worker, self.clock(worker), len(self.alive), reason),
+                )
+            # Every worker handles every loss: the one that logged it may be lost before it has.
+            if int(self._counters[self._status[worker]]) == _LOST:
+                self.on_loss(worker)
