@@ -21,7 +21,7 @@ from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
-from tutti.strategies import AllReduce, Auto, Exchange, Strategy
+from tutti.strategies import AllReduce, Auto, Exchange, Strategy, as_strategy
 from tutti.transports import Transport, for_devices
 from tutti.world import World, set_world
 from tutti.world import current_world as current_world_if_any
@@ -263,7 +263,7 @@ class Job:
 def distribute(
     model: nn.Module,
     optimizer: Optimizer,
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
     *,
     world: World | None = None,
     mesh: Mesh | None = None,
@@ -278,7 +278,8 @@ def distribute(
     Args:
         model: built the same on every rank; its device decides how tensors travel.
         optimizer: holds every trainable parameter of `model`.
-        strategy: how replicas stay together, `AllReduce()` by default; `tutti run --strategy` overrules it.
+        strategy: how replicas are synchronised: an object such as `tutti.BlockMomentum(every=16)`, or the text that
+            names it at the command line, "bmuf:every=16"; `AllReduce()` by default, `tutti run --strategy` first.
         world: where to run; the one `tutti.init` made by default.
         mesh: how ranks split the model too; `strategy` is then between those that have the same part of it, and the
             world afterwards is theirs: make `tutti.data.shard` after it.
@@ -291,12 +292,11 @@ def distribute(
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh must be a tutti.Mesh(data=..., tensor=..., pipe=...), got {mesh!r}.")
     world = world or current_world()
-    strategy = world.strategy or strategy or AllReduce()
-    mistakes = _mistakes(model, optimizer, strategy)
+    strategy, mistakes = _chosen(strategy, world)
+    mistakes += _mistakes(model, optimizer, strategy)
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
         mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
-    if isinstance(strategy, Strategy):
-        mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
+    mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:
         mistakes += mistakes_on_mesh(model, optimizer, mesh, strategy, world.size, example)
     check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
@@ -400,13 +400,21 @@ def measure_link(*, world: World | None = None) -> LinkMeasurement:
     return measure_links((world or current_world()).transport)
 
 
+def _chosen(strategy: Strategy | str | None, world: World) -> tuple[Strategy, list[str]]:
+    """Return the strategy to use, and what is wrong with the one that was given.
+
+    A bad text is not raised here: every rank has to come to `check_alike`, or the others would wait for this one.
+    """
+    if world.strategy is not None:
+        return world.strategy, []
+    try:
+        return AllReduce() if strategy is None else as_strategy(strategy), []
+    except ConfigError as error:
+        return AllReduce(), [str(error)]
+
+
 def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:
     mistakes = []
-    if not isinstance(strategy, Strategy):
-        mistakes.append(
-            f"strategy must be an object such as tutti.AllReduce(), got {strategy!r}. "
-            "Texts are for the command line; tutti.strategies.parse reads them."
-        )
     if getattr(model, _MARK, None) is not None:
         mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
     if any(isinstance(module, Branches) for module in model.modules()) and not isinstance(strategy, AllReduce):

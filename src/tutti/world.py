@@ -19,7 +19,6 @@ class World:
     local_rank: int
     host: str
     transport: Transport
-    generation: int = 0
     sample_counts: SampleCounts = field(default_factory=SampleCounts, repr=False)
     strategy: Strategy | None = None
     """What the launcher was told to use, whatever the script says."""

@@ -1,5 +1,7 @@
 """Each mistake gets one clear error, on every rank, and none hangs."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -87,12 +89,36 @@ def test_distribute_twice(transport: str) -> None:
 
 
 def test_a_text_for_a_strategy() -> None:
-    def work(world: World) -> None:
-        model = nn.Linear(2, 2)
-        distribute(model, sgd(model), "ring", world=world)  # type: ignore[arg-type]
+    def work(world: World) -> list[str]:
+        texts = ["ring", "bmuf:every=16", "ring+onebit"]
+        strategies = []
+        for text in texts:
+            model = nn.Linear(2, 2)
+            with distribute(model, sgd(model), strategy=text, world=world) as job:
+                strategies.append(job.strategy)
+        assert strategies == [parse(text) for text in texts]
+        return [str(strategy) for strategy in strategies]
 
     results = run_threads(work, size=2, transport="process_group")
-    expect_on_all(results, ConfigError, "strategy must be an object such as tutti.AllReduce()", "'ring'")
+    assert [result[0] for result in results] == ["ring", "ring"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("nativ", "unknown strategy 'nativ'. Did you mean 'native'?"),
+        ("averaging:every=0", "Averaging: every must be 1 step or more, got 0"),
+        ("", "unknown strategy ''"),
+        (7, "strategy must be an object such as tutti.AllReduce('ring') or a text such as 'ring', got 7"),
+    ],
+)
+def test_what_is_no_strategy(strategy: Any, message: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(2, 2)
+        # One rank's mistake is everyone's error, as with any other.
+        distribute(model, sgd(model), strategy if world.rank == 1 else None, world=world)
+
+    expect_on_all(run_threads(work, size=2, transport="process_group"), ConfigError, f"rank 1: {message}")
 
 
 def test_an_unknown_strategy() -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from profiles import lab_perceptron, perceptron
 from tutti.cluster import Cluster, Host, Jitter, Link, Tier
+from tutti.codecs import Cast, Chain, CodecSpeed, LowRank, OneBit, Quantize, RandomK, Threshold, TopK
 from tutti.errors import ConfigError
 from tutti.plan import Overhead, price
-from tutti.plan.coding import SPEEDS, Speed
 from tutti.plan.loads import loads_of, with_batch
 from tutti.simulation.runs.dry_run import dry_run
 from tutti.strategies import AllReduce, Exchange, Strategy, parse
@@ -114,8 +114,9 @@ def test_others_are_about_what_the_simulator_says(
     strategy: str, within: float, workers: int, rate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without encoding and decoding, which take no time there."""
-    for name in SPEEDS:
-        monkeypatch.setitem(SPEEDS, name, Speed(inf, inf))
+    for codec in (Cast, Chain, LowRank, OneBit, Quantize, RandomK, Threshold, TopK):
+        monkeypatch.setattr(codec, "speed", CodecSpeed(inf, inf))
+    monkeypatch.setattr("tutti.plan.peers.MIXING", CodecSpeed(inf, inf))
     profile, cluster = lab_perceptron(0.02), Cluster(link=Link(rate, "50us"))
     found = price(parse(strategy), profile, workers, cluster)
     assert found.step_s == pytest.approx(dry_run(found.strategy, profile, workers, cluster), rel=within)

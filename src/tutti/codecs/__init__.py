@@ -1,6 +1,6 @@
 """Ways to say a tensor in fewer bytes, and to sum what was said."""
 
-from tutti.codecs.base import Codec, LinearCodec, Packet, State
+from tutti.codecs.base import Codec, CodecSpeed, LinearCodec, Packet, State
 from tutti.codecs.cast import Cast
 from tutti.codecs.chain import Chain
 from tutti.codecs.feedback import ErrorFeedback
@@ -18,6 +18,7 @@ __all__ = [
     "Cast",
     "Chain",
     "Codec",
+    "CodecSpeed",
     "ErrorFeedback",
     "LinearCodec",
     "LowRank",

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ State = dict[str, Any]
 """What a codec remembers from one call to the next, by name. The call that takes it uses it up and hands one back."""
 
 
+class CodecSpeed(NamedTuple):
+    """How fast a codec works on one core, in bytes of float32 input per second."""
+
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
+
+
 class Codec(ABC):
     """A way to say a tensor in fewer bytes: frozen, comparable, printed as at the command line (`print_codec`)."""
 
@@ -28,6 +35,10 @@ class Codec(ABC):
     """Whether what several ranks send may be summed before it is decoded; then it has `rounds` (`LinearCodec`)."""
     sparse: ClassVar[bool] = False
     """Whether it sends some values and says nothing of the others, in as many bytes as that takes."""
+
+    speed: ClassVar[CodecSpeed] = CodecSpeed(1e9, 5e9)
+    """With error feedback, as `tutti bench codecs` measures it (docs/benchmarks.md). The planner predicts encoding and
+    decoding times from it. The default is a cautious guess for a codec that has not been measured."""
 
     @property
     def needs_feedback(self) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import kernels
-from tutti.codecs.base import Codec, Packet, State, copy_back, flat_float32, flat_view, groups_or_rows
+from tutti.codecs.base import Codec, CodecSpeed, Packet, State, copy_back, flat_float32, flat_view, groups_or_rows
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.scale_groups import ScaleGroups
 from tutti.errors import ConfigError
@@ -30,6 +30,7 @@ class Cast(Codec):
 
     to: Number = "fp16"
     name = "cast"
+    speed = CodecSpeed(7.9e9, 21e9)
 
     def __post_init__(self) -> None:
         if self.to not in _NAMES:

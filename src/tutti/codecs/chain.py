@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import CPU, Codec, Packet, State
+from tutti.codecs.base import CPU, Codec, CodecSpeed, Packet, State
 from tutti.codecs.feedback import ErrorFeedback
 from tutti.codecs.indices import index_bytes
 from tutti.codecs.packet import HEADER
@@ -25,6 +25,7 @@ class Chain(Codec):
     second: Codec
     name = "chain"
     sparse = True
+    speed = CodecSpeed(2.7e9, 12e9)
 
     def __post_init__(self) -> None:
         dense = isinstance(self.second, Codec) and not (self.second.sparse or self.second.linear)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import CPU, Codec, LinearCodec, Packet, State, SumRounds, TensorLayout
+from tutti.codecs.base import CPU, Codec, CodecSpeed, LinearCodec, Packet, State, SumRounds, TensorLayout
 from tutti.codecs.scale_groups import ScaleGroups
 from tutti.errors import ConfigError
 
@@ -28,6 +28,10 @@ class ErrorFeedback(Codec):
     @property
     def sparse(self) -> bool:  # type: ignore[override]
         return self.inner.sparse
+
+    @property
+    def speed(self) -> CodecSpeed:  # type: ignore[override]
+        return self.inner.speed  # Speeds are measured with error feedback.
 
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
         return {

@@ -8,7 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tutti.codecs.base import Codec, Packet, State, SumRounds, TensorLayout, copy_back, flat_float32, flat_view
+from tutti.codecs.base import (
+    Codec,
+    CodecSpeed,
+    Packet,
+    State,
+    SumRounds,
+    TensorLayout,
+    copy_back,
+    flat_float32,
+    flat_view,
+)
 from tutti.codecs.kernels.orthogonal import multiply, orthogonalize
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.scale_groups import ScaleGroups
@@ -47,6 +57,7 @@ class LowRank(Codec):
     rank: int = 2
     name = "lowrank"
     linear = True
+    speed = CodecSpeed(1.4e9, 6.5e9)  # Of a matrix of 1024 by 1024; larger ones are slower.
 
     def __post_init__(self) -> None:
         if not (isinstance(self.rank, int) and self.rank >= 1):

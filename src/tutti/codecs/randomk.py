@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import kernels
-from tutti.codecs.base import CPU, Codec, Packet, State, SumRounds, TensorLayout, flat_float32
+from tutti.codecs.base import CPU, Codec, CodecSpeed, Packet, State, SumRounds, TensorLayout, flat_float32
 from tutti.codecs.kernels.reference import edges
 from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.scale_groups import ScaleGroups
@@ -31,6 +31,7 @@ class RandomK(Codec):
     density: float = 0.5
     name = "randomk"
     linear = True
+    speed = CodecSpeed(0.8e9, 2.5e9)
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.codecs import kernels
-from tutti.codecs.base import Codec, Packet, State, copy_back, flat_float32, flat_view
+from tutti.codecs.base import Codec, CodecSpeed, Packet, State, copy_back, flat_float32, flat_view
 from tutti.codecs.indices import check_room, decode_symbols, encode_symbols, from_gaps, gaps, index_bytes, order_for
 from tutti.codecs.packet import HEADER, Header, floats, new_packet, read
 from tutti.codecs.scale_groups import ScaleGroups
@@ -35,6 +35,7 @@ class Threshold(Codec):
     density: float = 0.01
     name = "threshold"
     sparse = True
+    speed = CodecSpeed(3.6e9, 11e9)
 
     def __post_init__(self) -> None:
         mistakes = []

@@ -30,7 +30,7 @@ from tutti.transports.hosts import levelled
 from tutti.transports.membership import wait_for_keys
 from tutti.world import World, current_world, set_world
 
-_generations = count()
+_world_numbers = count()
 """Worlds of one process, one after the other, meet under names of their own."""
 
 _SIOCGIFADDR = 0x8915
@@ -68,8 +68,7 @@ def init(*, timeout: Duration | None = None, transport: str | None = None) -> Wo
     if place.size == 1:
         world = World(0, 1, place.local_rank, _host_name(), SingleRankTransport(limit))
     else:
-        generation = next(_generations)
-        store = PrefixStore(f"tutti/{place.attempt}/{generation}", _open_store(place, limit))
+        store = PrefixStore(f"tutti/{place.attempt}/{next(_world_numbers)}", _open_store(place, limit))
         membership = meet(place, store, limit)
         if mpi.is_mpi(kind):
             link: Transport = mpi.connect(membership)
@@ -77,9 +76,7 @@ def init(*, timeout: Duration | None = None, transport: str | None = None) -> Wo
             link = connect(membership, listen_address(place, membership), kind)
         me = membership.peers[membership.rank]
         who = (membership.rank, membership.size, place.local_rank, me.host)
-        world = World(
-            *who, link, generation=generation, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss
-        )
+        world = World(*who, link, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss)
         _say_goodbye(world)
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))

@@ -17,7 +17,7 @@ class Overhead:
     bucket_s: float = 0.0
     """Of each bucket that is exchanged."""
     coding: float = 1.0
-    """How many times as long as on a core of its own (`tutti.plan.coding.SPEEDS`) it takes to encode and decode."""
+    """How many times as long as on a core of its own (`Codec.speed`) it takes to encode and decode."""
     crowding: float = 0.0
     """The part of computing that is lost while the link is in use, since the same cores move what is sent: from 0,
     where others do, to 1, where nothing is gained by exchanging while one computes."""

@@ -2,6 +2,7 @@
 
 from math import ceil
 
+from tutti.codecs import CodecSpeed
 from tutti.plan.coding import coding_seconds, message_bytes
 from tutti.plan.loads import loads_of
 from tutti.plan.place import Place
@@ -15,6 +16,9 @@ HEAD_BYTES = 48
 
 _BUCKET_BYTES = 4 * 2**20
 
+MIXING = CodecSpeed(0.95e9, 8.3e9)
+"""Averaging with neighbours: some six passes over this rank's own values, and one over each neighbour's."""
+
 
 def peer_updates(strategy: PeerUpdates, profile: Profile, place: Place) -> Toll:
     """Every update to everybody else, while computing goes on: as fast as the card of a host can send them."""
@@ -23,7 +27,7 @@ def peer_updates(strategy: PeerUpdates, profile: Profile, place: Place) -> Toll:
     whole = sum(load.num_bytes for load in loads)
     message = sum(message_bytes(load, codec) for load in loads)
     numel = sum(load.numel for load in loads)
-    coding_s = 0.0 if codec is None else coding_seconds(codec, numel, 1, place.num_ranks)
+    coding_s = 0.0 if codec is None else coding_seconds(codec.speed, numel, 1, place.num_ranks)
     sent = others * (message + HEAD_BYTES)
     busy_s = _computing_s(profile) + coding_s
     wire_s = sent * place.crowded.seconds_per_byte
@@ -39,13 +43,13 @@ def gossip(strategy: Gossip, profile: Profile, place: Place) -> Toll:
     link, computing_s = place.crowded, _computing_s(profile)
     if strategy.pairs == "async":  # There and back, with one request under way at most, and nobody waits.
         steps = max(1, ceil(2 * link.seconds(whole) / computing_s) if computing_s else 1)
-        mixing_s = coding_seconds("mixing", whole / 4, 1, 1) / steps
+        mixing_s = coding_seconds(MIXING, whole / 4, 1, 1) / steps
         sent, wire_s = 2 * whole / steps, 2 * link.seconds(whole) / steps
         return Toll(mixing_s, sent, 5 * whole, mixing_s, 1 / steps, len(loads) / steps, wire_s)
     neighbours = _neighbours(strategy, place.num_ranks)
     sent = neighbours * (whole + HEAD_BYTES)
     arrive_s = sent * link.seconds_per_byte + link.latency_s
-    mixing_s = coding_seconds("mixing", whole / 4, 1, neighbours)
+    mixing_s = coding_seconds(MIXING, whole / 4, 1, neighbours)
     exposed_s = mixing_s + max(0.0, arrive_s - computing_s)
     return Toll(exposed_s, sent, (3 + neighbours) * whole, mixing_s, num_buckets=len(loads), wire_s=arrive_s)
 

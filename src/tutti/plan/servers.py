@@ -49,7 +49,7 @@ def parameter_server(strategy: ParameterServer, profile: Profile, place: Place) 
 
 def _trip(load: Load, codec: Codec | None, pulls: float, link: Link) -> _Trip:
     per_byte = link.seconds_per_byte
-    coding_s = 0.0 if codec is None else coding_seconds(codec, load.numel, 1, 1)
+    coding_s = 0.0 if codec is None else coding_seconds(codec.speed, load.numel, 1, 1)
     return _Trip(load, message_bytes(load, codec) * per_byte, pulls * load.num_bytes * per_byte, coding_s)
 
 

@@ -73,10 +73,10 @@ def _compressed(load: Load, codec: Codec, num_ranks: int, place: Place) -> Sum:
     packet = codec.packet_bytes(load.numel, load.groups)
     if way is GatheredSum:  # Everyone's packet to everyone.
         num_bytes: float = others * (_LENGTH_BYTES + aligned(load.exact_bytes) + packet)
-        times, coding_s = 1, coding_seconds(codec, load.numel, 1, num_ranks)
+        times, coding_s = 1, coding_seconds(codec.speed, load.numel, 1, num_ranks)
     else:  # Pieces to their owners, and sums of pieces back.
         num_bytes = 2 * others * (HEADER.size + (packet - HEADER.size + load.exact_bytes) / num_ranks)
-        times, coding_s = 2, coding_seconds(codec, load.numel, 1, 2 * others / num_ranks)
+        times, coding_s = 2, coding_seconds(codec.speed, load.numel, 1, 2 * others / num_ranks)
     return Sum(num_bytes, num_bytes * link.seconds_per_byte, times * link.latency_s, coding_s)
 
 
@@ -86,7 +86,7 @@ def _in_rounds(load: Load, codec: Codec, num_ranks: int, link: Link) -> Sum:
     sizes = [4 * first + load.exact_bytes, *(4 * size for size in later)]
     found = [_cheapest(num_ranks, size, link) for size in sizes]
     num_bytes, wire_s = sum(each.num_bytes for each in found), sum(each.wire_s for each in found)
-    return Sum(num_bytes, wire_s, coding_s=coding_seconds(codec, load.numel, 1, 1))
+    return Sum(num_bytes, wire_s, coding_s=coding_seconds(codec.speed, load.numel, 1, 1))
 
 
 def _cheapest(num_ranks: int, num_bytes: float, link: Link) -> Sum:

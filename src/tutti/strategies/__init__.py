@@ -6,7 +6,7 @@ from tutti.strategies.averaging import Averaging, BlockMomentum, DiLoCo
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.decentralised import Gossip, Graph, PeerUpdates
 from tutti.strategies.parameter_server import BSP, SSP, Async, ParameterServer, SoftSync, StalenessAware
-from tutti.strategies.parse import STRATEGIES, parse
+from tutti.strategies.parse import STRATEGIES, as_strategy, parse
 from tutti.strategies.poseidon import Poseidon
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "SoftSync",
     "StalenessAware",
     "Strategy",
+    "as_strategy",
     "parse",
 ]

@@ -30,6 +30,20 @@ STRATEGIES: dict[str, Callable[[Options, Codec | None], Strategy]] = {
 }
 
 
+def as_strategy(strategy: Strategy | str) -> Strategy:
+    """Return the strategy itself, or the one that a text such as "bmuf:every=16" names.
+
+    Raises `ConfigError` for what is neither, and what `parse` raises for a text that names no strategy.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    if isinstance(strategy, str):
+        return parse(strategy)
+    raise ConfigError(
+        f"strategy must be an object such as tutti.AllReduce('ring') or a text such as 'ring', got {strategy!r}."
+    )
+
+
 def parse(text: str) -> Strategy:
     """The strategy that `text` names; `str` of a strategy gives the text back."""
     own, plus, codec = text.partition("+")
