@@ -19,13 +19,14 @@ class Claim:
     """The source's number; "no number" where it gives none."""
     measured: str
     """The corresponding number of this reproduction."""
-    agrees: bool
+    agrees: bool | None
+    """None where the measurements allow no conclusion."""
     reason: str = ""
     """Why it differs, or under which condition it agrees."""
 
     def row(self) -> tuple[str, str, str, str]:
         """Return the cells of the claims table."""
-        result = "agrees" if self.agrees else "**differs**"
+        result = {True: "agrees", False: "**differs**", None: "undecided"}[self.agrees]
         return self.statement, self.published, self.measured, f"{result}: {self.reason}" if self.reason else result
 
 
