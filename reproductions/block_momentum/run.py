@@ -42,7 +42,7 @@ METHODS = {
     SINGLE: "native",
     "averaging": "averaging:every={every}",
     "BMUF": "bmuf:every={every}",
-    "1-bit": "ring+onebit",
+    "1-bit": "onebit",
     "BMUF and 1-bit": "bmuf:every={every}+onebit",
 }
 """Each by the strategy that does it."""

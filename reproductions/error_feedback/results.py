@@ -67,4 +67,4 @@ def without_feedback(codec: str) -> str:
 
 def strategies(codec: str) -> tuple[str, str]:
     """Return the strategies with a codec, with error feedback and without."""
-    return f"{EXACT}+{codec}", f"{EXACT}+{without_feedback(codec)}"
+    return codec, without_feedback(codec)

@@ -12,24 +12,28 @@ from tutti.codecs import CODECS
 from tutti.launch.lab.lab import missing
 
 REFUSED = {
-    "a codec nobody knows": (["train", "digits", "--strategy", "ring+onbit"], r"unknown codec 'onbit'.*'onebit'"),
-    "too dense": (["train", "digits", "--strategy", "ring+topk:2"], r"density must be above 0 and at most 1, got 2"),
-    "no bits": (["train", "digits", "--strategy", "ring+quantize:3"], r"bits must be one of 8, 4, 2, got 3"),
-    "a negative threshold": (["train", "digits", "--strategy", "ring+threshold:-1"], r"tau must be above 0 .*got -1"),
+    "a codec nobody knows": (["train", "digits", "--strategy", "onbit"], r"unknown strategy 'onbit'.*'onebit'"),
+    "too dense": (["train", "digits", "--strategy", "topk:2"], r"density must be above 0 and at most 1, got 2"),
+    "no bits": (["train", "digits", "--strategy", "quantize:3"], r"bits must be one of 8, 4, 2, got 3"),
+    "a negative threshold": (["train", "digits", "--strategy", "threshold:-1"], r"tau must be above 0 .*got -1"),
     "no rank": (
-        ["train", "digits", "--strategy", "ring+lowrank:0"],
+        ["train", "digits", "--strategy", "lowrank:0"],
         r"rank must be a whole number of 1 or more, got 0",
     ),
-    "half a chain": (["train", "digits", "--strategy", "ring+onebit+topk"], r"Chain joins one that selects"),
-    "what cannot match": (["train", "digits", "--strategy", "ring+fp16", "--check"], r"'ring\+fp16' is lossy"),
+    "an algorithm that a codec does not use": (
+        ["train", "digits", "--strategy", "ring:exact_below=100+onebit"],
+        r"'ring' and a codec do not go together.*Write 'onebit:exact_below=100'",
+    ),
+    "half a chain": (["train", "digits", "--strategy", "onebit+topk"], r"Chain joins one that selects"),
+    "what cannot match": (["train", "digits", "--strategy", "fp16", "--check"], r"'fp16' is lossy"),
     "what needs feedback": (
-        ["train", "digits", "--strategy", "ring+topk:0.01,momentum=0.9,feedback=0"],
+        ["train", "digits", "--strategy", "topk:0.01,momentum=0.9,feedback=0"],
         r"wrap it in ErrorFeedback",
     ),
-    "an option nobody has": (["train", "digits", "--strategy", "ring+topk:k=3"], r"it has density, warmup_steps"),
+    "an option nobody has": (["train", "digits", "--strategy", "topk:k=3"], r"it has density, warmup_steps"),
     "a model nobody knows": (["bench", "worth", "digit"], r"unknown model 'digit'\. Did you mean 'digits'"),
     "two places": (["bench", "worth", "--lab", "hosts=2", "-n", "2"], r"give --workers or --lab, not both"),
-    "a codec where it does not go": (["bench", "worth", "--strategy", "ring+onebit"], r"codecs go into --codecs"),
+    "a codec where it does not go": (["bench", "worth", "--strategy", "onebit"], r"codecs go into --codecs"),
     "a codec that cannot be timed": (["bench", "worth", "--codecs", "onebit,x"], r"unknown codec 'x'"),
     "a device nobody knows": (["bench", "codecs", "--device", "tpu"], r"--device takes cpu or cuda, got 'tpu'"),
     "too small": (["bench", "codecs", "--size", "1KiB"], r"--size takes a row of 4096 bytes or more"),
@@ -45,8 +49,8 @@ def test_train_and_simulate(call: Call, tmp_path: Path) -> None:
     """Both learn, and send as much; the same bits are the business of other tests."""
     sent = {}
     for name, words in {
-        "real": ["train", "digits", "-n", "2", "--strategy", "ring:exact_below=100+onebit"],
-        "virtual": ["simulate", "digits", "-n", "2", "--strategy", "ring:exact_below=100+onebit"],
+        "real": ["train", "digits", "-n", "2", "--strategy", "onebit:exact_below=100"],
+        "virtual": ["simulate", "digits", "-n", "2", "--strategy", "onebit:exact_below=100"],
     }.items():
         ended = call(*words, "--epochs", "3", "--name", name)
         assert ended.status == 0, ended.err
@@ -77,8 +81,8 @@ def test_bench_worth(call: Call, tmp_path: Path) -> None:
     )
     assert ended.status == 0, ended.err
     found = json.loads((tmp_path / "it.json").read_text())
-    assert found["seconds"].keys() == {"solo", "ddp", "native", "ring", "ring+onebit", "ring+lowrank"}
-    assert found["bytes_sent"]["ring"] > 10 * found["bytes_sent"]["ring+onebit"]
+    assert found["seconds"].keys() == {"solo", "ddp", "native", "ring", "onebit", "lowrank"}
+    assert found["bytes_sent"]["ring"] > 10 * found["bytes_sent"]["onebit"]
     verdict = ended.out.strip().splitlines()[-1]
     assert verdict == found["verdict"]
 
@@ -86,15 +90,15 @@ def test_bench_worth(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("onebit_s", "fp16_s", "says"),
     [
-        (0.5, 1.3, "use ring+onebit: 1.8 times as fast as native. Accuracy was not measured."),
-        (0.5, 0.52, "use ring+fp16: 1.7 times as fast as native; ring+onebit is 1.8 times as fast, and says less. "),
-        (1.2, 1.3, "none: the fastest codec, ring+onebit, takes 133% of the time of native. Do not compress here."),
+        (0.5, 1.3, "use onebit: 1.8 times as fast as native. Accuracy was not measured."),
+        (0.5, 0.52, "use fp16: 1.7 times as fast as native; onebit is 1.8 times as fast, and says less. "),
+        (1.2, 1.3, "none: the fastest codec, onebit, takes 133% of the time of native. Do not compress here."),
         (0.9 / GAIN + 0.01, 1.3, "none: "),
     ],
 )
 def test_the_verdict_may_be_none(onebit_s: float, fp16_s: float, says: str) -> None:
-    seconds = {"solo": 0.1, "ddp": 1.1, "native": 0.9, "ring": 1.0, "ring+fp16": fp16_s, "ring+onebit": onebit_s}
-    sent = {"native": 4000.0, "ring": 4000.0, "ring+fp16": 2000.0, "ring+onebit": 130.0}
+    seconds = {"solo": 0.1, "ddp": 1.1, "native": 0.9, "ring": 1.0, "fp16": fp16_s, "onebit": onebit_s}
+    sent = {"native": 4000.0, "ring": 4000.0, "fp16": 2000.0, "onebit": 130.0}
     assert says in CompressionReport("digits", 1000, 2, seconds, sent, "ring").verdict()
 
 

@@ -86,7 +86,7 @@ def test_within_80_columns(call: Call, monkeypatch: pytest.MonkeyPatch, profiled
     assert ended.status == 0, ended.err
     assert max(map(len, ended.out.splitlines())) <= 80
     assert "…" not in ended.out
-    assert "~native+onebit" in ended.out
+    assert "~onebit" in ended.out
 
 
 def test_a_batch_of_each_worker_or_of_all(call: Call, profiled: list[int | None]) -> None:

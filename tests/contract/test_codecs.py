@@ -437,7 +437,7 @@ def test_kernels_agree(
     tensor.view(-1)[: len(some)] = torch.tensor(some[: tensor.numel()])
     residual = gradient(shape, seed + 1, scale).view(-1) if feedback else None
     packet, out, rest = outcome(codec, tensor, residual)
-    with mock.patch.object(kernels, "of", return_value=reference):
+    with mock.patch.object(kernels, "for_device", return_value=reference):
         wanted_packet, wanted, wanted_rest = outcome(codec, tensor, residual)
     assert packet.numel() == wanted_packet.numel()
     # Where a value lies between two levels, a fused product and sum may round it to the other.
@@ -456,7 +456,7 @@ def test_kernels_agree_on_bad_values(codec: Codec) -> None:
     for bad, residual in product(BAD, [None, gradient((3 * 512,), 1)]):
         tensor[1, 3] = bad
         packet, out, rest = outcome(codec, tensor, residual)
-        with mock.patch.object(kernels, "of", return_value=reference):
+        with mock.patch.object(kernels, "for_device", return_value=reference):
             wanted_packet, wanted, wanted_rest = outcome(codec, tensor, residual)
         assert packet.numel() == wanted_packet.numel()
         assert torch.equal(out.isfinite(), wanted.isfinite())
@@ -620,3 +620,9 @@ def test_state_is_what_checkpoints_hold() -> None:
         _, state = said(codec, gradient((17, 300)))
         assert all(isinstance(key, str) for key in state)
         assert all(isinstance(value, int | Tensor | np.ndarray) for value in state.values())
+
+
+def test_every_codec_states_its_speed() -> None:
+    for codec in BARE.values():
+        assert 0 < codec.speed.encode_bytes_per_s < codec.speed.decode_bytes_per_s
+        assert ErrorFeedback(codec).speed == codec.speed

@@ -50,7 +50,7 @@ def said(codec: Codec, values: Tensor, residual: Tensor | None, add_to: Tensor) 
 
 def as_reference(codec: Codec, values: Tensor, residual: Tensor | None, add_to: Tensor) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "of", lambda device: reference)
+        patch.setattr(kernels, "for_device", lambda device: reference)
         return said(codec, values, residual, add_to)
 
 

@@ -90,7 +90,7 @@ def test_distribute_twice(transport: str) -> None:
 
 def test_a_text_for_a_strategy() -> None:
     def work(world: World) -> list[str]:
-        texts = ["ring", "bmuf:every=16", "ring+onebit"]
+        texts = ["ring", "bmuf:every=16", "onebit"]
         strategies = []
         for text in texts:
             model = nn.Linear(2, 2)

@@ -35,10 +35,10 @@ MEASURED = {  # Four hosts of the lab, batch 64, docs/benchmarks.md: millisecond
     },
     ("100mbit", 19.1): {
         "ring": 983.1,
-        "ring+fp16": 511.9,
-        "ring+fp8": 273.4,
-        "ring+quantize:4": 154.1,
-        "ring+onebit": 59.1,
+        "fp16": 511.9,
+        "fp8": 273.4,
+        "quantize:4": 154.1,
+        "onebit": 59.1,
     },
     ("1gbit", 18.8): {
         "ring": 118.8,
@@ -84,10 +84,10 @@ def test_so_it_is_of_a_model_that_is_all_latency(algorithm: str, workers: int) -
 @pytest.mark.parametrize(
     ("strategy", "within"),
     [
-        ("native+bf16", 0.02),
-        ("native+onebit", 0.05),
-        ("native+topk", 0.02),
-        ("native+lowrank", 0.02),
+        ("bf16", 0.02),
+        ("onebit", 0.05),
+        ("topk", 0.02),
+        ("lowrank", 0.02),
         ("poseidon", 0.05),
         ("poseidon:overlap=0", 0.05),
         ("poseidon:rule=owners", 0.05),
@@ -125,29 +125,29 @@ def test_others_are_about_what_the_simulator_says(
 COMPRESSED = {  # `tutti bench worth`, docs/benchmarks.md: rate, milliseconds without exchange, milliseconds a step.
     ("94.5mbit", 19.1): {
         "native": 982.1,
-        "native+fp16": 511.9,
-        "native+fp8": 273.4,
-        "native+quantize:4": 154.1,
-        "native+onebit": 59.1,
-        "native+topk": 61.7,
-        "native+lowrank": 46.9,
-        "native+topk+quantize:8": 48.4,
+        "fp16": 511.9,
+        "fp8": 273.4,
+        "quantize:4": 154.1,
+        "onebit": 59.1,
+        "topk": 61.7,
+        "lowrank": 46.9,
+        "topk+quantize:8": 48.4,
     },
     ("945mbit", 19.2): {
         "native": 121.5,
-        "native+fp16": 77.8,
-        "native+fp8": 54.7,
-        "native+quantize:4": 42.8,
-        "native+onebit": 36.3,
-        "native+topk": 42.6,
-        "native+lowrank": 41.7,
-        "native+topk+quantize:8": 41.7,
+        "fp16": 77.8,
+        "fp8": 54.7,
+        "quantize:4": 42.8,
+        "onebit": 36.3,
+        "topk": 42.6,
+        "lowrank": 41.7,
+        "topk+quantize:8": 41.7,
     },
 }
 """By what links carry beside headers."""
 
 REFERENCE = {"94.5mbit": 39.0, "945mbit": 38.1}
-"""Of native+topk:0.001, which sends next to nothing."""
+"""Of topk:0.001, which sends next to nothing."""
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_what_one_strategy_takes_beyond_its_formula_the_others_take_too(
     """Four ranks on two cores. Without it, those with a codec are too fast by up to 48 %."""
     profile, cluster = lab_perceptron(computing_ms / 1e3), Cluster(link=Link(rate, "100us"))
     coding = Overhead(coding=2.0)
-    explained_s = price(parse("native+topk:0.001"), replace(profile, overhead=coding), 4, cluster).step_s
+    explained_s = price(parse("topk:0.001"), replace(profile, overhead=coding), 4, cluster).step_s
     overhead = replace(coding, exchange_s=REFERENCE[rate] / 1e3 - explained_s)
     found = price(parse(strategy), replace(profile, overhead=overhead), 4, cluster)
     assert found.step_s * 1e3 == pytest.approx(measured_ms, rel=0.13)
@@ -174,7 +174,7 @@ def test_overhead_comes_to_every_exchange_and_every_bucket() -> None:
         assert paid.step_s - free.step_s == pytest.approx(exchanges * (0.016 + 2 * 0.0016)), strategy
         assert (paid.computing_s, paid.bytes_per_step) == (free.computing_s, free.bytes_per_step)
     free, paid = (
-        price(parse("ring+onebit"), each, 4, EVEN).step_s for each in (profile, replace(profile, overhead=overhead))
+        price(parse("onebit"), each, 4, EVEN).step_s for each in (profile, replace(profile, overhead=overhead))
     )
     assert paid - free > 0.016 + 2 * 0.0016 + 1e-3, "encoding and decoding take three times as long"
 
@@ -243,8 +243,8 @@ def test_overhead_is_for_those_who_exchange() -> None:
 
 def test_codecs_may_be_faster_than_on_the_core_they_were_timed_on() -> None:
     profile = lab_perceptron(0.02)
-    quick = price(parse("ring+onebit"), replace(profile, overhead=Overhead(coding=0.0)), 4, EVEN)
-    assert profile.seconds <= quick.step_s < price(parse("ring+onebit"), profile, 4, EVEN).step_s
+    quick = price(parse("onebit"), replace(profile, overhead=Overhead(coding=0.0)), 4, EVEN)
+    assert profile.seconds <= quick.step_s < price(parse("onebit"), profile, 4, EVEN).step_s
 
 
 def test_nothing_is_exposed_on_a_link_without_end() -> None:
@@ -271,7 +271,7 @@ def test_bytes_are_those_of_the_algorithm() -> None:
     for strategy, wanted in {"ring": 1.5, "recursive_doubling": 2.0, "averaging:every=10": 0.15, "gossip": 1.0}.items():
         found = price(parse(strategy), lab_perceptron(0.02), 4, EVEN)
         assert found.bytes_per_step == pytest.approx(wanted * num_bytes, rel=1e-3), strategy
-    compressed = price(parse("ring+onebit"), lab_perceptron(0.02), 4, EVEN)
+    compressed = price(parse("onebit"), lab_perceptron(0.02), 4, EVEN)
     assert compressed.bytes_per_step == pytest.approx(366 * 1024, rel=0.02)  # As `tutti bench worth` has counted.
 
 
@@ -329,7 +329,7 @@ def test_where_they_hold_it_is_not() -> None:
 
 
 def test_encoding_comes_to_what_a_simulation_says() -> None:
-    found = price(parse("ring+onebit"), lab_perceptron(0.02), 4, Cluster(jitter=Jitter(0.1)), lambda strategy: 0.03)
+    found = price(parse("onebit"), lab_perceptron(0.02), 4, Cluster(jitter=Jitter(0.1)), lambda strategy: 0.03)
     assert 0.0305 < found.step_s < 0.033
 
 
@@ -357,7 +357,7 @@ def test_a_strategy_that_nobody_has_priced() -> None:
 
 
 def test_more_parameters_cost_more_and_a_faster_link_less() -> None:
-    for strategy in ("ring", "tree", "ring+onebit", "ps:bsp", "ps:ssp=3", "peers+threshold", "bmuf:every=16"):
+    for strategy in ("ring", "tree", "onebit", "ps:bsp", "ps:ssp=3", "peers+threshold", "bmuf:every=16"):
         steps = [
             price(parse(strategy), perceptron(100, width, 10, computing_s=1e-3), 8, Cluster(link=Link(rate))).step_s
             for width, rate in ((1000, "1gbit"), (4000, "1gbit"), (4000, "100mbit"))
@@ -368,7 +368,7 @@ def test_more_parameters_cost_more_and_a_faster_link_less() -> None:
 
 def test_memory_is_the_profiles_and_what_is_kept() -> None:
     profile = replace(lab_perceptron(0.02), peak_bytes=10**9)
-    plain, compressed = (price(parse(text), profile, 4, EVEN).memory_bytes for text in ("ring", "ring+onebit"))
+    plain, compressed = (price(parse(text), profile, 4, EVEN).memory_bytes for text in ("ring", "onebit"))
     assert plain == 10**9
     assert compressed == pytest.approx(10**9 + 4 * 1_863_690, rel=1e-3)
     assert price(parse("bmuf:every=16"), profile, 4, EVEN).memory_bytes > compressed

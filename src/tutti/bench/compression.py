@@ -24,7 +24,7 @@ DEFAULTS = (*CODECS, "quantize:4", "topk:0.001", print_codec(ErrorFeedback(Chain
 WARM_UP = 4
 
 EXACT = ("ddp", "native")
-"""What is exact and always timed, beside the strategy that carries the codecs."""
+"""What is exact and always timed, beside the exact strategy that was asked for."""
 
 GAIN = 1.1
 """What is lossy must be faster than what is exact by this to be worth it."""
@@ -45,11 +45,11 @@ class CompressionReport:
     bytes_sent: dict[str, float]
     """By a rank in a step, by strategy."""
     exact: str
-    """The strategy without a codec."""
+    """The exact strategy that codecs are compared with."""
 
     @property
     def codecs(self) -> list[str]:
-        return [way for way in self.bytes_sent if "+" in way]
+        return [way for way in self.bytes_sent if way not in (*EXACT, self.exact)]
 
     def verdict(self) -> str:
         """Which to use, or none, and why: the one that says most among those that are about as fast as the fastest."""
@@ -78,7 +78,7 @@ def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int)
         if peers:
             ways |= {"ddp fp16": _hooked(case, None, fp16_compress_hook), "ddp powersgd": _power_sgd(case)}
         jobs: dict[str, Job] = {}
-        for text in [*dict.fromkeys(("native", exact)), *(f"{exact}+{codec}" for codec in codecs)]:
+        for text in [*dict.fromkeys(("native", exact)), *codecs]:
             ways[text], jobs[text] = _tutti(case, text, world)
         for way in ways.values():
             for _ in range(WARM_UP):

@@ -36,7 +36,7 @@ def reference_jobs(model: str, workers: int) -> tuple[str, str]:
     """Jobs that send next to nothing, in one bucket and in several: what they take beyond formulas is overhead."""
     num_bytes = sum(p.nbytes for p in make_benchmark_model(model, workers).model.parameters())
     sizes = (WHOLE_BYTES, max(1, num_bytes // NUM_PARTS))
-    one, several = (f"native:bucket_bytes={size}+{REFERENCE_CODEC}" for size in sizes)
+    one, several = (f"{REFERENCE_CODEC},bucket_bytes={size}" for size in sizes)
     return one, several
 
 

@@ -16,7 +16,7 @@ from tutti.strategies import parse
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.")]
 StrategyText = Annotated[
-    str, typer.Option("--strategy", help="How replicas stay together, such as ring, ring+onebit or ps:ssp=3.")
+    str, typer.Option("--strategy", help="How replicas stay together, such as ring, onebit or ps:ssp=3.")
 ]
 DataFolder = Annotated[Path | None, typer.Option("--data", envvar="TUTTI_DATA", help="Folder with datasets.")]
 Epochs = Annotated[

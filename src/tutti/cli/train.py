@@ -31,6 +31,7 @@ from tutti.cli.recipe_task import (
 from tutti.cli.run_folder import kept, new_folder
 from tutti.errors import ConfigError, TuttiError
 from tutti.launch import launch
+from tutti.plan.reason import has_codec
 from tutti.recipes.training import TrainingConfig, TrainingResult
 from tutti.recipes.training import train as train_worker
 from tutti.strategies import parse
@@ -66,7 +67,7 @@ def train(
         double=check,
     )
     made, task = checked(asked, workers)
-    if check and "+" in strategy:
+    if check and has_codec(parse(strategy)):
         raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
     check_writable(json_file)
     folder = new_folder(name, f"{made.name}-{workers}x")

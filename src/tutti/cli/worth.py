@@ -14,8 +14,10 @@ from tutti.bench.step import CASES
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.place import check_one_place, described, lab_if_any
 from tutti.cluster import format_size
+from tutti.codecs import parse_codec
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import launch
+from tutti.plan.reason import has_codec
 from tutti.strategies import parse
 
 
@@ -27,7 +29,7 @@ def worth(
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", min=2, help="Processes on this machine; 2 by default.")
     ] = None,
-    strategy: Annotated[str, typer.Option(help="What carries the codecs, and is exact without one.")] = "ring",
+    strategy: Annotated[str, typer.Option(help="Exact strategy that the codecs are compared with.")] = "ring",
     codecs: Annotated[str, typer.Option(help="Codecs to time, with commas between; chains have a plus.")] = ",".join(
         compression_bench.DEFAULTS
     ),
@@ -40,14 +42,14 @@ def worth(
     check_one_place(workers, lab)
     if model not in CASES:
         raise UnknownName("model", model, CASES)
-    if "+" in strategy:
+    if has_codec(parse(strategy)):
         raise ConfigError(f"--strategy is what is exact, such as ring; codecs go into --codecs. Got '{strategy}'.")
     # A comma may also be between a codec's own options.
     names = [name.strip() for name in re.split(r",(?!\s*\w+=)", codecs) if name.strip()]
     if not names:
         raise ConfigError("--codecs needs one or more, such as onebit,lowrank.")
     for name in names:
-        parse(f"{strategy}+{name}")
+        parse_codec(name)
     console = Console()
     with lab_if_any(lab) as hosts:
         where = described(workers or 2, hosts)

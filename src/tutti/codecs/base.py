@@ -20,10 +20,12 @@ State = dict[str, Any]
 
 
 class CodecSpeed(NamedTuple):
-    """How fast a codec works on one core, in bytes of float32 input per second."""
+    """How fast a codec works on one CPU core, as `tutti bench codecs` measures it (docs/benchmarks.md)."""
 
     encode_bytes_per_s: float
+    """Bytes of float32 input that are encoded per second, error feedback included."""
     decode_bytes_per_s: float
+    """Bytes of float32 output that are filled per second when a packet is decoded."""
 
 
 class Codec(ABC):

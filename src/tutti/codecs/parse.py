@@ -5,7 +5,7 @@ A codec named there has error feedback, unless it says `feedback=0`; two with a 
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tutti.codecs.base import Codec
@@ -34,8 +34,8 @@ CODECS: dict[str, Callable[..., Codec]] = {
 
 _NO_FEEDBACK = "feedback=0"
 
-_PLUS = re.compile(r"\+(?!\d)")
-"""Between two codecs, not within a number such as 1e+16."""
+CHAIN_SEPARATOR = re.compile(r"\+(?!\d)")
+"""The plus between the two codecs of a chain. A plus before a digit belongs to a number such as 1e+16."""
 
 
 def parse_codec(text: str) -> Codec:
@@ -43,7 +43,7 @@ def parse_codec(text: str) -> Codec:
     own, said, number = text.partition("feedback=")
     if said and (number not in ("0", "1") or own[-1:] not in (",", ":")):
         raise ConfigError(f"codec '{text}': feedback=0 or feedback=1 comes last, after a comma or the first colon.")
-    parts = _PLUS.split(own[:-1] if said else own)
+    parts = CHAIN_SEPARATOR.split(own[:-1] if said else own)
     codecs = [_one(part) for part in parts]
     if len(codecs) > 2:
         raise ConfigError(f"codec '{text}' has {len(codecs)} parts; a chain has two, such as topk:0.01+quantize:8.")
@@ -51,12 +51,19 @@ def parse_codec(text: str) -> Codec:
     return codec if number == "0" else ErrorFeedback(codec)
 
 
-def print_codec(codec: Codec) -> str:
-    """The text that makes this codec."""
-    if isinstance(codec, ErrorFeedback):
-        return str(codec.inner)
-    text = str(codec)
-    return f"{text}{',' if ':' in _PLUS.split(text)[-1] else ':'}{_NO_FEEDBACK}"
+def print_codec(codec: Codec, more: Sequence[str] = ()) -> str:
+    """Return the text that makes this codec.
+
+    Args:
+        more: options of the strategy that uses the codec, such as "exact_below=100", printed after the codec's own.
+    """
+    feedback = isinstance(codec, ErrorFeedback)
+    text = str(codec.inner) if isinstance(codec, ErrorFeedback) else str(codec)
+    options = [*more] if feedback else [*more, _NO_FEEDBACK]
+    if not options:
+        return text
+    # The last codec of a chain takes the options: a colon starts them unless it has some of its own.
+    return f"{text}{',' if ':' in CHAIN_SEPARATOR.split(text)[-1] else ':'}{','.join(options)}"
 
 
 def _one(part: str) -> Codec:

@@ -6,13 +6,14 @@ from tutti.strategies.averaging import Averaging, BlockMomentum, DiLoCo
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.decentralised import Gossip, Graph, PeerUpdates
 from tutti.strategies.parameter_server import BSP, SSP, Async, ParameterServer, SoftSync, StalenessAware
-from tutti.strategies.parse import STRATEGIES, as_strategy, parse
+from tutti.strategies.parse import STRATEGIES, STRATEGY_NAMES, as_strategy, parse
 from tutti.strategies.poseidon import Poseidon
 
 __all__ = [
     "BSP",
     "SSP",
     "STRATEGIES",
+    "STRATEGY_NAMES",
     "AllReduce",
     "Async",
     "Auto",

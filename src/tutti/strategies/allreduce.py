@@ -24,6 +24,9 @@ Algorithm = Literal[
 
 NAMES: tuple[Algorithm, ...] = get_args(Algorithm)
 
+OPTIONS = ("bucket_bytes", "exact_below", "skip_converged", "check_every")
+"""Options of `AllReduce` that its text may have, beside an algorithm or a codec."""
+
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
@@ -59,6 +62,11 @@ class AllReduce(Strategy):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
             mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+        elif self.codec is not None and self.algorithm != "native":
+            mistakes.append(
+                f"algorithm '{self.algorithm}' would change nothing beside a codec, because compressed gradients are "
+                f"not summed by an all-reduce algorithm: leave it out, as in AllReduce(codec={self.codec!r})"
+            )
         if self.exact_below < 0:
             mistakes.append(f"exact_below must be 0 or more, got {self.exact_below}")
         if self.skip_converged is not None and not 0 < self.skip_converged < 1:
@@ -83,13 +91,10 @@ class AllReduce(Strategy):
 
     def __str__(self) -> str:
         default = type(self)(self.algorithm)
-        options = [
-            f"{key}={getattr(self, key)}"
-            for key in ("bucket_bytes", "exact_below", "skip_converged", "check_every")
-            if getattr(self, key) != getattr(default, key)
-        ]
-        codec = "" if self.codec is None else f"+{print_codec(self.codec)}"
-        return self.algorithm + (f":{','.join(options)}" if options else "") + codec
+        options = [f"{key}={getattr(self, key)}" for key in OPTIONS if getattr(self, key) != getattr(default, key)]
+        if self.codec is not None:
+            return print_codec(self.codec, options)
+        return self.algorithm + (f":{','.join(options)}" if options else "")
 
 
 class AllReduceExchange(Exchange):
@@ -206,7 +211,7 @@ class AllReduceExchange(Exchange):
 def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, codec: Codec | None) -> Mean:
     algorithm = strategy.algorithm
     if codec is not None:
-        return CompressedMean(replica, transport, codec, algorithm)
+        return CompressedMean(replica, transport, codec)
     # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
     if algorithm == "cheapest" and not replica.device_types <= {"cpu", "meta"}:
         algorithm = "native"

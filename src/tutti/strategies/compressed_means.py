@@ -1,6 +1,6 @@
 """Means over ranks of buckets whose gradients are said in fewer bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +9,11 @@ from torch import Tensor
 
 from tutti.codecs import Codec
 from tutti.collectives import (
-    ALGORITHMS,
-    Collective,
     all_gather,
     broadcast_all,
     broadcast_json,
     butterfly,
-    measure_collectives,
+    native,
     run,
 )
 from tutti.collectives.compressed import STAGE_BOUNDARY, CompressedSum, ReductionContext, compressed_sum_for
@@ -36,15 +34,16 @@ class CompressedMean:
     ranks when some are gone.
     """
 
-    def __init__(self, replica: Replica, transport: Transport, codec: Codec, algorithm: str) -> None:
+    def __init__(self, replica: Replica, transport: Transport, codec: Codec) -> None:
         self._replica = replica
         self._transport = transport
         self._codec = codec
         self._within: Transport | None = None
         self._across: Transport | None = transport
-        if isinstance(transport, HostsTransport) and algorithm in ("native", "cheapest", "hierarchical"):
+        if isinstance(transport, HostsTransport):
             self._within, self._across = transport.within, transport.across
-        self._exactly = _chosen(transport, algorithm)
+        # For buckets in which nothing is compressed. The butterfly has few rounds and few bytes.
+        self._exact_sum = native if isinstance(transport, HostsTransport) else butterfly
         self._sums: dict[Bucket, CompressedSum] = {}
         self._open: list[_StagedWork] = []
         self._num_boundaries = compressed_sum_for(codec).num_boundaries
@@ -82,7 +81,7 @@ class CompressedMean:
         flat, size = bucket.flat, self._transport.size
         weigh(flat, weights, self._transport.rank)
         if not bucket.values.numel():
-            yield from self._exactly(flat.nbytes).steps(flat, self._transport)
+            yield from self._exact_sum.steps(flat, self._transport)
             flat.div_(size)
             return
         if self._within is not None:
@@ -278,12 +277,3 @@ def _senders(transport: Transport, two_levels: bool) -> list[int]:
     if not two_levels:
         return list(range(transport.size))
     return sorted(transport.hosts.index(host) for host in set(transport.hosts))
-
-
-def _chosen(transport: Transport, algorithm: str) -> Callable[[int], Collective]:
-    """The plain sum for so many bytes."""
-    if algorithm == "cheapest":
-        return measure_collectives(transport).best
-    if algorithm == "native" and not isinstance(transport, HostsTransport):
-        return lambda num_bytes: butterfly  # Few rounds, and few bytes.
-    return lambda num_bytes: ALGORITHMS[algorithm]

@@ -1,22 +1,45 @@
-"""The grammar of strategies at the command line: `name` or `name:option,key=number`, then `+codec` if any."""
+"""The grammar of strategies at the command line.
 
+| text | strategy |
+| --- | --- |
+| `ring`, `tree:bucket_bytes=1000000` | all-reduce of exact gradients by the named algorithm |
+| `onebit`, `topk:0.01,exact_below=100` | all-reduce of gradients that the named codec compresses |
+| `ps:ssp=3,servers=1`, `bmuf:every=16` | another strategy with its options |
+| `ps:async+onebit` | the same with a codec, where the strategy takes one |
+
+Text is parsed here and nowhere else: everything behind the command line passes `Strategy` objects.
+"""
+
+import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from tutti.codecs import Codec, parse_codec
+from tutti.codecs import CODECS, Codec, parse_codec
+from tutti.codecs.parse import CHAIN_SEPARATOR
 from tutti.errors import ConfigError, UnknownName
 from tutti.strategies import auto, averaging, decentralised, parameter_server, poseidon
-from tutti.strategies.allreduce import NAMES, Algorithm, AllReduce
+from tutti.strategies.allreduce import NAMES, OPTIONS, Algorithm, AllReduce
 from tutti.strategies.base import Strategy
 
 Options = dict[str, str]
-"""As they were written: an empty text for what has no number."""
+"""Options by key, as they were written. An option without a number has an empty text."""
 
 
 def _all_reduce(algorithm: Algorithm, options: Options, codec: Codec | None) -> Strategy:
-    share = options.pop("skip_converged", None)
-    numbers = {key: int(number) for key, number in options.items()}
-    return AllReduce(algorithm, codec=codec, skip_converged=None if share is None else float(share), **numbers)
+    """Make an exact all-reduce; refuse a codec, because compressed sums do not use the algorithm."""
+    if codec is not None:
+        wanted = AllReduce(codec=codec, **_numbers(options))
+        raise ConfigError(
+            f"'{algorithm}' and a codec do not go together: compressed gradients are not summed by an all-reduce "
+            f"algorithm, so '{algorithm}' would change nothing. Write '{wanted}'."
+        )
+    return AllReduce(algorithm, **_numbers(options))
+
+
+def _numbers(options: Options) -> dict[str, Any]:
+    """Convert the texts of `AllReduce` options; `skip_converged` is the one that is not a whole number."""
+    return {key: float(text) if key == "skip_converged" else int(text) for key, text in options.items()}
 
 
 STRATEGIES: dict[str, Callable[[Options, Codec | None], Strategy]] = {
@@ -28,6 +51,10 @@ STRATEGIES: dict[str, Callable[[Options, Codec | None], Strategy]] = {
     "poseidon": poseidon.read,
     "auto": auto.read,
 }
+"""Functions that make a strategy from its options and its codec, by name. A codec's name is a strategy, too."""
+
+STRATEGY_NAMES = frozenset([*STRATEGIES, *CODECS])
+"""Every name that a strategy's text may begin with."""
 
 
 def as_strategy(strategy: Strategy | str) -> Strategy:
@@ -45,21 +72,44 @@ def as_strategy(strategy: Strategy | str) -> Strategy:
 
 
 def parse(text: str) -> Strategy:
-    """The strategy that `text` names; `str` of a strategy gives the text back."""
-    own, plus, codec = text.partition("+")
-    name, _, rest = own.partition(":")
-    if name not in STRATEGIES:
-        raise UnknownName("strategy", name, STRATEGIES)
-    given = [(key, value) for key, _, value in (part.partition("=") for part in rest.split(",") if part)]
-    options = dict(given)
-    if len(options) < len(given):
-        raise ConfigError(f"strategy '{text}' says one of its options twice.")
+    """Return the strategy that `text` names; `str` of a strategy gives the text back."""
+    name = re.split("[:+]", text, maxsplit=1)[0]
+    if name not in STRATEGY_NAMES:
+        raise UnknownName("strategy", name, STRATEGY_NAMES)
     try:
-        return STRATEGIES[name](options, parse_codec(codec) if plus else None)
+        return _parse_codec_text(text) if name in CODECS else _parse_named(name, text)
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
             f"strategy '{text}' is not of the form name:key=number+codec, such as ring:bucket_bytes=1000000, "
-            "ring+onebit or ps:ssp=3,servers=1, or it has no such key."
+            "onebit or ps:ssp=3,servers=1, or it has no such key."
         ) from None
+
+
+def _parse_named(name: str, text: str) -> Strategy:
+    """Parse `name:options+codec`."""
+    before_codec, plus, codec = text.partition("+")
+    options = _unique(text, before_codec.partition(":")[2].split(","))
+    return STRATEGIES[name](options, parse_codec(codec) if plus else None)
+
+
+def _parse_codec_text(text: str) -> Strategy:
+    """Parse a codec's text among whose options are some of `AllReduce`: `topk:0.01,exact_below=100+quantize:8`."""
+    codecs, of_strategy = [], []
+    for part in CHAIN_SEPARATOR.split(text):
+        name, colon, rest = part.partition(":")
+        options = rest.split(",") if colon else []
+        of_strategy += [option for option in options if option.partition("=")[0] in OPTIONS]
+        of_codec = [option for option in options if option.partition("=")[0] not in OPTIONS]
+        codecs.append(f"{name}:{','.join(of_codec)}" if of_codec else name)
+    return AllReduce(codec=parse_codec("+".join(codecs)), **_numbers(_unique(text, of_strategy)))
+
+
+def _unique(text: str, parts: list[str]) -> Options:
+    """Return options by key, and raise if one is given twice."""
+    given = [(key, value) for key, _, value in (part.partition("=") for part in parts if part)]
+    options = dict(given)
+    if len(options) < len(given):
+        raise ConfigError(f"strategy '{text}' says one of its options twice.")
+    return options

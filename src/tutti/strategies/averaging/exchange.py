@@ -48,7 +48,7 @@ class BlockExchange(Exchange):
         replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
         replica.arrange([slot.name for slot in replica.slots])
         self._exactly = CollectiveMean(transport, lambda num_bytes: native)
-        self._compressed = None if codec is None else CompressedMean(replica, transport, codec, "native")
+        self._compressed = None if codec is None else CompressedMean(replica, transport, codec)
         buckets = [] if replica.sizes_only else replica.buckets
         self._stretches = [Stretch(bucket, outer, strategy.overlap) for bucket in buckets]
         self._cadence = cadence(strategy.every, strategy.share, strategy.overlap)

@@ -112,7 +112,9 @@ class Poseidon(Strategy):
 def read(options: dict[str, str], codec: Codec | None) -> Poseidon:
     """Make one from options at the command line."""
     if codec is not None:
-        raise ConfigError("poseidon is exact and takes no codec; ring+onebit, say, is all-reduce with one.")
+        raise ConfigError(
+            "poseidon is exact and takes no codec. Write the codec alone, such as onebit, for an all-reduce with it."
+        )
     given: dict[str, object] = {}
     served = {key: text for key, text in options.items() if key not in ("rule", "overlap", "bucket_bytes")}
     if served:
