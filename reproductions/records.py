@@ -2,7 +2,7 @@
 
 `save` and `load` write and read a file; `to_json` and `from_json` convert values, for example those that worker
 processes send. Reading validates: a missing or unknown field and a value of another type raise `RecordError`, with
-the path of the value.
+the path of the value. Points of curves are named tuples: in the file they are short lists.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def _field_text(value: Any) -> str:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """Convert by the annotation `kind`, which may be a dataclass, a plain type, or a container or union of them."""
+    """Convert by the annotation `kind`: a dataclass, a named tuple, a plain type, or a container or union of them."""
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, value, where)
     origin, arguments = get_origin(kind), get_args(kind)
@@ -74,7 +74,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         _expect(isinstance(value, dict), value, "an object", where)
         key_kind, item_kind = arguments
         return {_read_key(key_kind, key, where): _read(item_kind, value[key], f"{where}.{key}") for key in value}
-    return _read_plain(kind, value, where)
+    return _read_plain_or_named_tuple(kind, value, where)
 
 
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
@@ -116,7 +116,9 @@ def _read_key(kind: Any, key: str, where: str) -> Any:
     return int(key)
 
 
-def _read_plain(kind: Any, value: Any, where: str) -> Any:
+def _read_plain_or_named_tuple(kind: Any, value: Any, where: str) -> Any:
+    if issubclass(kind, tuple):
+        return kind(*_read_tuple(tuple(get_type_hints(kind).values()), value, where))
     if kind is float:  # A float that is whole may have been written as an integer.
         _expect(isinstance(value, int | float) and not isinstance(value, bool), value, "a number", where)
         return float(value)

@@ -192,8 +192,8 @@ def _compute_section() -> Section:
             random images (torch 2.11; `python -m tutti.bench.images`). Milliseconds, median of 30 by the GPU's clock.
             Precision is float32 without TF32, which a K80 lacks."""),
             prose(f"""A K80 card has two GPUs, and a worker is one of them. It is taken to be **{factor:.1f} times as
-            slow as the H200** in every part. This is the geometric mean of the ratios that published speeds of one K80 GPU
-            give (TensorFlow team 2017, "Benchmarks", synthetic data): {anchors}."""),
+            slow as the H200** in every part. This is the geometric mean of the ratios that published speeds of one K80
+            GPU give (TensorFlow team 2017, "Benchmarks", synthetic data): {anchors}."""),
             prose("""The factor lies between the ratios of NVIDIA's stated peaks: 15 for float32 (67 and 4.4 Tflop/s at
             boost clock) and 20 for memory bandwidth (4.8 and 0.24 TB/s). No published speed was found for GoogLeNet,
             which is scaled by the same factor. How the speed grows with the batch size is the H200's: a K80 has fewer

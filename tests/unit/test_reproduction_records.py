@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -9,11 +10,17 @@ from reproductions.records import RecordError, from_json, load, save, to_json
 from reproductions.report import Claim, Report, Section, prose, table
 
 
+class CurvePoint(NamedTuple):
+    epoch: float
+    loss: float
+
+
 @dataclass(frozen=True)
 class Inner:
     name: str
     seconds: dict[str, float]
     pair: tuple[int, float] = (0, 0.0)
+    points: tuple[CurvePoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,9 @@ class Outer:
     quick: bool = False
 
 
-RECORD = Outer(rows=(Inner("a", {"ring": 1.0}, (1, 2.5)), Inner("b", {})), histogram={3: 4}, note="x")
+RECORD = Outer(
+    rows=(Inner("a", {"ring": 1.0}, (1, 2.5), (CurvePoint(1.0, 2.0),)), Inner("b", {})), histogram={3: 4}, note="x"
+)
 
 
 def test_a_record_survives_the_file(tmp_path: Path) -> None:
@@ -46,6 +55,7 @@ def test_whole_numbers_are_floats_too() -> None:
         ({"quick": 1}, r"value\.quick: expected a bool, got 1"),
         ({"histogram": {"x": 1}}, r"value\.histogram: expected a whole number as key"),
         ({"histogram": {"1": True}}, r"value\.histogram\.1: expected a whole number, got True"),
+        ({"rows": [{"name": "a", "seconds": {}, "points": [[1]]}]}, r"points\[0\]: expected a list of 2"),
         ({"rows": {}}, r"value\.rows: expected a list"),
         ({"rows": [{"name": "a", "seconds": {}, "pair": [1]}]}, r"rows\[0\]\.pair: expected a list of 2"),
     ],
