@@ -126,7 +126,7 @@ def _worlds() -> tuple[World, dict[str, World]]:
     world = init(transport="process_group")
     worlds = dict.fromkeys(MESSAGE_ALGORITHMS, world)
     if communicator() is not None:
-        worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.roster))  # type: ignore[attr-defined]
+        worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.membership))  # type: ignore[attr-defined]
     return world, worlds
 
 
