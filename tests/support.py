@@ -37,7 +37,7 @@ def run_threads(
     store = HashStore()
     results: list[Any] = [None] * size
     hosts = [f"host{rank // 2 if transport == 'hosts' else 0}" for rank in range(size)]
-    peers = [Peer.me(rank, host, host) for rank, host in enumerate(hosts)]
+    peers = [Peer.this_process(rank, host, host) for rank, host in enumerate(hosts)]
 
     def work(rank: int) -> None:
         try:

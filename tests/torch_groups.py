@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 import tutti.transports.shared_memory.transport  # noqa: F401  Compiled here, not inside a test's deadline.
-from tutti.backend import Opened, group_over
+from tutti.backend import GroupConnection, group_over
 from tutti.transports import Membership, Peer, SingleRankTransport, SocketTransport
 from tutti.transports.hosts import shared_where_possible
 
@@ -29,11 +29,11 @@ def tutti_group(hosts: int) -> Callable[..., Any]:
     def make(rank: int, size: int, store: dist.Store, timeout: timedelta) -> Any:
         names = [f"host{number * min(hosts, size) // size}" for number in range(size)]
         membership = Membership(
-            rank, [Peer.me(number, name, name) for number, name in enumerate(names)], store, timeout
+            rank, [Peer.this_process(number, name, name) for number, name in enumerate(names)], store, timeout
         )
         if size == 1:
-            return group_over(Opened(SingleRankTransport(timeout), 0, lambda: None))
-        return group_over(Opened(shared_where_possible(SocketTransport(membership)), rank, membership.leave))
+            return group_over(GroupConnection(SingleRankTransport(timeout), 0, lambda: None))
+        return group_over(GroupConnection(shared_where_possible(SocketTransport(membership)), rank, membership.leave))
 
     return make
 

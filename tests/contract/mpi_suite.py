@@ -252,7 +252,7 @@ def a_conversation_that_one_rank_closed(link: Transport) -> None:
         made.close()
     elif link.rank == 1:
         started = time.monotonic()
-        with pytest.raises(RankLost, match="rank 1: rank 0 is gone: it has closed this conversation"):
+        with pytest.raises(RankLost, match="rank 1: rank 0 is gone: it has closed this channel"):
             made.irecv(torch.empty(1), 0).wait()
         assert time.monotonic() - started < 5
         tensor = torch.empty(1)

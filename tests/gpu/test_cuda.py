@@ -15,11 +15,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 def reduce_by_nccl() -> tuple[bool, bool, list[float]]:
-    membership = Membership(0, [Peer.me(0, "host", "host")], HashStore(), timedelta(seconds=30))
+    membership = Membership(0, [Peer.this_process(0, "host", "host")], HashStore(), timedelta(seconds=30))
     with SocketTransport(membership) as transport:
         tensor = torch.ones(5, device="cuda")
         transport.all_reduce(tensor).wait()
-        return transport._own_gpu is True, transport._nccl is not None, tensor.tolist()
+        groups = transport._torch_groups
+        return groups.own_gpu is True, groups.nccl is not None, tensor.tolist()
 
 
 def test_nccl_is_used_where_each_rank_has_its_own_gpu() -> None:

@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from torch_groups import GROUPS, on_ranks
-from tutti.backend import Opened, group_over
+from tutti.backend import GroupConnection, group_over
 from tutti.backend.operation_queue import RealTimeQueue
 from tutti.backend.work import BackendWork
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, TuttiError
@@ -442,7 +442,7 @@ def test_when_nobody_moves_messages_any_more_all_of_them_fail() -> None:
 def test_a_group_that_cannot_be_made_leaves_nothing_open(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
 
-    def note(given: Opened) -> Any:
+    def note(given: GroupConnection) -> Any:
         opened.append(given)
         return group_over(given)
 

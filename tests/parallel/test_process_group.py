@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 from support import run_threads
 from tutti.errors import RankLost
 from tutti.transports import Membership, Peer, SocketTransport
+from tutti.transports.gpu.process_groups import TorchGroupWork
 from tutti.transports.membership import wait_for_keys
-from tutti.transports.sockets.transport import GroupWork
 from tutti.world import World
 
 _IN_TIME_S = 10
@@ -58,9 +58,9 @@ def test_a_sum_that_failed_holds_no_sockets() -> None:
         def wait(timeout: timedelta) -> None:
             raise RuntimeError("Connection closed by peer")
 
-    membership = Membership(0, [Peer.me(0, "here", "here")], HashStore(), timedelta(seconds=1))
+    membership = Membership(0, [Peer.this_process(0, "here", "here")], HashStore(), timedelta(seconds=1))
     work = Failing()
-    held, summed = weakref.ref(work), GroupWork(work, membership)  # type: ignore[arg-type]
+    held, summed = weakref.ref(work), TorchGroupWork(work, membership)  # type: ignore[arg-type]
     del work
     with pytest.raises(RankLost) as raised:
         summed.wait()

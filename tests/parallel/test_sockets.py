@@ -14,7 +14,7 @@ from tutti.collectives import native
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch
 from tutti.transports import ANY, SocketTransport
 from tutti.transports.base import Operation, Work
-from tutti.transports.sockets.frames import CODES, HEADER
+from tutti.transports.sockets.frames import DTYPE_CODES, HEADER
 from tutti.world import World
 
 LARGE = 2_000_000
@@ -37,9 +37,9 @@ def test_a_large_message_waits_until_it_is_asked_for() -> None:
             held = not sending.done()
             sending.wait()
             return held
-        while not any(incoming.held for incoming in link._messenger._incoming):
-            link._messenger._step(0.1)
-        kept = any(messages for messages in link._messenger._unasked.values())
+        while not any(incoming.held for incoming in link._messenger.connections.incoming):
+            link._messenger.connections.step(0.1)
+        kept = any(messages for messages in link._messenger.matcher.unexpected.values())
         link.isend(go, 0, tag=2).wait()
         got = torch.empty(8 * LARGE)
         link.irecv(got, 0, tag=1).wait()
@@ -141,7 +141,7 @@ def test_strangers_are_turned_away() -> None:
     def work(world: World) -> float:
         link, got = messages(world), torch.zeros(1)
         if world.rank == 0:
-            port = link._messenger._listener.getsockname()[1]
+            port = link._messenger.connections.listener.getsockname()[1]
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100))
                 with socket.create_connection(("127.0.0.1", port)) as silent:
@@ -239,7 +239,7 @@ def test_channels_over_some_ranks() -> None:
             link.isend(torch.zeros(1), 1).wait()
             link.irecv(torch.zeros(1), 2).wait()  # Stays until rank 2 has seen it.
         else:
-            with pytest.raises(RankLost, match=r"rank 2: rank 0 is gone: it has closed this conversation"):
+            with pytest.raises(RankLost, match=r"rank 2: rank 0 is gone: it has closed this channel"):
                 pair.irecv(torch.zeros(1), 1).wait()
             link.isend(torch.zeros(1), 0).wait()
         return float(total)
@@ -256,16 +256,16 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_does_not_take_the_receive_w
         if world.rank == 0:
             got = torch.zeros(LARGE)
             receiving = link.irecv(got, ANY, tag=3)
-            while not any(incoming.message for incoming in link._messenger._incoming):
-                link._messenger._step(0.1)
+            while not any(incoming.message for incoming in link._messenger.connections.incoming):
+                link._messenger.connections.step(0.1)
             begun.set()
             receiving.wait()
             return [float(receiving.source), float(got[0]), float(got[-1])]
         if world.rank == 1:
-            out = link._messenger._connect(0)
+            out = link._messenger.connector.connect(0)
             hello = bytes(out.queue.popleft()[0])
             out.socket.setblocking(True)
-            out.socket.sendall(hello + HEADER.pack(3, 4 * LARGE, CODES[torch.float32]) + bytes(1000))
+            out.socket.sendall(hello + HEADER.pack(3, 4 * LARGE, DTYPE_CODES[torch.float32]) + bytes(1000))
         assert begun.wait(30)
         if world.rank == 2:
             link.isend(torch.full((LARGE,), 2.0), 0, tag=3).wait()
@@ -385,6 +385,6 @@ def test_a_host_that_nothing_answers_from(monkeypatch: pytest.MonkeyPatch) -> No
         assert over.wait(30)
 
     over = threading.Event()
-    monkeypatch.setattr("tutti.transports.sockets.messenger.socket.create_connection", unanswered)
+    monkeypatch.setattr("tutti.transports.sockets.connector.socket.create_connection", unanswered)
     results = run_threads(work, size=2, transport="process_group", timeout=timedelta(seconds=1))
     assert results == [None, None]

@@ -54,15 +54,15 @@ def test_no_wake_up_is_lost(num_spins: int) -> None:
 
 def test_entries_that_differ_have_no_weight() -> None:
     it, entries, weights = flags(1), np.array([16, 24]), np.zeros(2)
-    it.announce(16, (7, 1, 0), 2.0)
-    it.announce(24, (7, 1, 0), 6.0)
-    assert it.weigh(entries, weights) == 8.0
+    it.write_entry(16, (7, 1, 0), 2.0)
+    it.write_entry(24, (7, 1, 0), 6.0)
+    assert it.read_weights(entries, weights) == 8.0
     assert weights.tolist() == [2.0, 6.0]
-    it.announce(24, (7, 1, 0), 2.0)
-    assert it.weigh(entries, weights) == 2.0
+    it.write_entry(24, (7, 1, 0), 2.0)
+    assert it.read_weights(entries, weights) == 2.0
     assert weights.tolist() == [1.0, 1.0]
-    it.announce(24, (7, 1, 5), 2.0)
-    assert np.isnan(it.weigh(entries, weights))
+    it.write_entry(24, (7, 1, 5), 2.0)
+    assert np.isnan(it.read_weights(entries, weights))
 
 
 def test_ranks_that_outnumber_cores_do_not_spin() -> None:

@@ -18,7 +18,8 @@ from tutti.backend.operation_queue import OperationQueue, RealTimeQueue
 from tutti.backend.two_level_collectives import TwoLevelCollectives
 from tutti.backend.virtual_time import VirtualTimeQueue
 from tutti.transports import HostsTransport
-from tutti.transports.base import SharesAll, SharesMemory, Transport
+from tutti.transports.base import Transport
+from tutti.transports.capabilities import SharesAll, SharesMemory
 from tutti.transports.hosts import hosts_are_shared
 
 __all__ = ["Opened", "TuttiGroup", "group_over", "register"]
@@ -27,7 +28,7 @@ NAME = "tutti"
 
 
 @dataclass(frozen=True)
-class Opened:
+class GroupConnection:
     """What a group is made of: how its ranks were joined."""
 
     transport: Transport
@@ -37,7 +38,7 @@ class Opened:
     """Tells the others that this rank will answer no more."""
 
 
-def register(open_group: Callable[[Any], Opened]) -> None:
+def register(open_group: Callable[[Any], GroupConnection]) -> None:
     """Let torch.distributed make groups of Tutti's. `open_group` is given torch's options of a group, on every rank."""
 
     groups: WeakSet[TuttiGroup] = WeakSet()
@@ -56,7 +57,7 @@ def register(open_group: Callable[[Any], Opened]) -> None:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def group_over(opened: Opened) -> TuttiGroup:
+def group_over(opened: GroupConnection) -> TuttiGroup:
     """A group of the ranks that a transport joins, which is closed with it, or at once if that fails. Collective."""
     transport = opened.transport
     try:

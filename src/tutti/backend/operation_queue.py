@@ -13,9 +13,10 @@ import torch
 from tutti.backend.thread_pool import ThreadPool
 from tutti.backend.work import BackendWork
 from tutti.errors import ConfigError, RankLost, TuttiError
-from tutti.transports.background import take
-from tutti.transports.base import Operation, SpawnsInline, Transport, Work
-from tutti.transports.event_loop import Driven
+from tutti.transports.background import run_operation
+from tutti.transports.base import Operation, Transport, Work
+from tutti.transports.capabilities import SpawnsInline
+from tutti.transports.event_loop import DrivableWork
 
 
 class OperationQueue(ABC):
@@ -70,7 +71,7 @@ class RealTimeQueue(OperationQueue):
     def message(self, operation: BackendWork, steps: Operation) -> None:
         operation.patience_s, operation.expected = self._patience_s, self._limit  # Its steps have no deadline.
         work = self._send(self._told(operation, steps))
-        if isinstance(work, Driven):
+        if isinstance(work, DrivableWork):
             operation.drive = work.drive
         self._underway.add(operation)
 
@@ -123,7 +124,7 @@ class RealTimeQueue(OperationQueue):
             return self._failure
         try:
             with torch.no_grad():
-                take(steps)
+                run_operation(steps)
         except Exception as error:
             return self._fail(error)
         except BaseException as error:  # A signal's, in the main thread.

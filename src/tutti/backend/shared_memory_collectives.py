@@ -46,17 +46,17 @@ class SharedMemoryCollectives(Collectives):
         rounds, rank = self._rounds, self._rank
         cut = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
         for start, piece in self._pieces(flat):
-            yield rounds.begin()
-            boxes = rounds.boxes(flat.dtype)
-            boxes[rank][: len(piece)].copy_(piece)
-            yield rounds.shown("all-reduce", flat.numel(), flat.dtype)
+            yield rounds.await_writable()
+            buffers = rounds.buffers(flat.dtype)
+            buffers[rank][: len(piece)].copy_(piece)
+            yield rounds.publish_input("all-reduce", flat.numel(), flat.dtype)
             shares = even_parts(len(piece), self._size)
             mine = shares[rank]
-            self._fold(boxes[rank], 0, operator, _runs(cut, start + mine.start, start + mine.stop, start))
-            yield rounds.made()
-            for box, share in zip(boxes, shares, strict=True):
-                piece[share].copy_(box[share])
-            rounds.end()
+            self._fold(buffers[rank], 0, operator, _runs(cut, start + mine.start, start + mine.stop, start))
+            yield rounds.publish_result()
+            for buffer, share in zip(buffers, shares, strict=True):
+                piece[share].copy_(buffer[share])
+            rounds.finish()
 
     def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
         return self._reduce_whole("reduce", flat, operator, here=self._rank == root)
@@ -65,12 +65,12 @@ class SharedMemoryCollectives(Collectives):
         rounds = self._rounds
         cut = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
         for start, piece in self._pieces(flat):
-            yield rounds.begin()
-            rounds.boxes(flat.dtype)[self._rank][: len(piece)].copy_(piece)
-            yield rounds.shown(name, flat.numel(), flat.dtype)
+            yield rounds.await_writable()
+            rounds.buffers(flat.dtype)[self._rank][: len(piece)].copy_(piece)
+            yield rounds.publish_input(name, flat.numel(), flat.dtype)
             if here:
                 self._fold(piece, 0, operator, _runs(cut, start, start + len(piece), start))
-            rounds.end()
+            rounds.finish()
 
     def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
         numel = mine.numel()
@@ -83,13 +83,13 @@ class SharedMemoryCollectives(Collectives):
     def _reduce_own(
         self, name: str, mine: Tensor, parts: list[Tensor], operator: ReduceOperator, runs: list[Run]
     ) -> Operation:
-        rounds, width = self._rounds, self._rounds.room // mine.itemsize // self._size
+        rounds, width = self._rounds, self._rounds.buffer_bytes // mine.itemsize // self._size
         for start, piece in self._pieces(mine, width):
-            yield rounds.begin()
-            box = rounds.boxes(mine.dtype)[self._rank]
+            yield rounds.await_writable()
+            buffer = rounds.buffers(mine.dtype)[self._rank]
             for rank, part in enumerate(parts):
-                box[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
-            yield rounds.shown(name, mine.numel(), mine.dtype)
+                buffer[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
+            yield rounds.publish_input(name, mine.numel(), mine.dtype)
             at = self._rank * width
             here = [
                 (block, max(first, start) - start + at, min(last, start + len(piece)) - start + at)
@@ -97,7 +97,7 @@ class SharedMemoryCollectives(Collectives):
                 if first < start + len(piece) and last > start
             ]
             self._fold(piece, at, operator, here)
-            rounds.end()
+            rounds.finish()
 
     def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
         return self._gather("all-gather", everyones, mine)
@@ -108,48 +108,48 @@ class SharedMemoryCollectives(Collectives):
     def _gather(self, name: str, everyones: list[Tensor] | None, mine: Tensor) -> Operation:
         rounds = self._rounds
         for start, piece in self._pieces(mine):
-            yield rounds.begin()
-            boxes = rounds.boxes(mine.dtype)
-            boxes[self._rank][: len(piece)].copy_(piece)
-            yield rounds.shown(name, mine.numel(), mine.dtype)
-            for box, out in zip(boxes, everyones or [], strict=False):
-                out[start : start + len(piece)].copy_(box[: len(piece)])
-            rounds.end()
+            yield rounds.await_writable()
+            buffers = rounds.buffers(mine.dtype)
+            buffers[self._rank][: len(piece)].copy_(piece)
+            yield rounds.publish_input(name, mine.numel(), mine.dtype)
+            for buffer, out in zip(buffers, everyones or [], strict=False):
+                out[start : start + len(piece)].copy_(buffer[: len(piece)])
+            rounds.finish()
 
     def broadcast(self, flat: Tensor, root: int) -> Operation:
         rounds = self._rounds
         for _, piece in self._pieces(flat):
-            yield rounds.begin()
-            box = rounds.boxes(flat.dtype)[root]
+            yield rounds.await_writable()
+            buffer = rounds.buffers(flat.dtype)[root]
             if self._rank == root:
-                box[: len(piece)].copy_(piece)
-            yield rounds.shown("broadcast", flat.numel(), flat.dtype)
+                buffer[: len(piece)].copy_(piece)
+            yield rounds.publish_input("broadcast", flat.numel(), flat.dtype)
             if self._rank != root:
-                piece.copy_(box[: len(piece)])
-            rounds.end()
+                piece.copy_(buffer[: len(piece)])
+            rounds.finish()
 
     def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
-        rounds, width = self._rounds, self._rounds.room // mine.itemsize // self._size
+        rounds, width = self._rounds, self._rounds.buffer_bytes // mine.itemsize // self._size
         for start, piece in self._pieces(mine, width):
-            yield rounds.begin()
-            box = rounds.boxes(mine.dtype)[root]
+            yield rounds.await_writable()
+            buffer = rounds.buffers(mine.dtype)[root]
             for rank, part in enumerate(parts or []):
-                box[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
-            yield rounds.shown("scatter", mine.numel(), mine.dtype)
-            piece.copy_(box[self._rank * width :][: len(piece)])
-            rounds.end()
+                buffer[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
+            yield rounds.publish_input("scatter", mine.numel(), mine.dtype)
+            piece.copy_(buffer[self._rank * width :][: len(piece)])
+            rounds.finish()
 
     def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
         return self._by_message.all_to_all(received, sent)
 
     def barrier(self) -> Operation:
-        yield self._rounds.begin()
-        yield self._rounds.shown("barrier", 0, torch.uint8)
-        self._rounds.end()
+        yield self._rounds.await_writable()
+        yield self._rounds.publish_input("barrier", 0, torch.uint8)
+        self._rounds.finish()
 
     def _pieces(self, flat: Tensor, width: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """What fits into a round, at most `width` elements, one after the other; an empty one if there is nothing."""
-        width = width or self._rounds.room // flat.itemsize
+        width = width or self._rounds.buffer_bytes // flat.itemsize
         if flat.numel() <= width:
             yield 0, flat
             return
@@ -157,17 +157,17 @@ class SharedMemoryCollectives(Collectives):
             yield start, flat[start : start + width]
 
     def _fold(self, out: Tensor, at: int, operator: ReduceOperator, runs: list[Run]) -> None:
-        """Combine what all have in their boxes, in Gloo's order; `out` begins at element `at` of the boxes."""
+        """Combine what all have in their buffers, in Gloo's order; `out` begins at element `at` of the buffers."""
         kernel = KERNELS.get(out.dtype) if operator.name in ("SUM", "AVG") else None
         if kernel is not None:
             self._add(kernel, out, at, runs)
             return
-        boxes = self._rounds.boxes(out.dtype)
+        buffers = self._rounds.buffers(out.dtype)
         for block, start, stop in runs:
             first, *others = self._orders[block].tolist()
-            result = boxes[first][start:stop].clone()
+            result = buffers[first][start:stop].clone()
             for rank in others:
-                operator.make(boxes[rank][start:stop], result, result)
+                operator.make(buffers[rank][start:stop], result, result)
             out[start - at : stop - at].copy_(result)
 
     def _add(self, kernel: Kernel, out: Tensor, at: int, runs: list[Run]) -> None:

@@ -9,7 +9,8 @@ from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
 from tutti.collectives.ring import in_chunks, pass_on
 from tutti.transports import HostsTransport, SocketTransport
-from tutti.transports.base import Operation, SharesAll
+from tutti.transports.base import Operation
+from tutti.transports.capabilities import SharesAll
 
 
 class TwoLevelCollectives(MessageCollectives):
@@ -95,5 +96,5 @@ class TwoLevelCollectives(MessageCollectives):
             if isinstance(self._within, SharesAll):
                 self._within.abort()
             if isinstance(self._across, SocketTransport):
-                self._across.conversation.abort()
+                self._across.channel_membership.abort()
             raise

@@ -104,7 +104,7 @@ def meet(place: RankEnvironment, store: Store, timeout: timedelta) -> Membership
     try:
         if store.add(f"came/{rank}", 1) > 1:
             raise EnvironmentConflict(f"two processes say they are rank {rank} of {size}; each needs its own.")
-        store.set(keys[rank], Peer.me(rank, _host_name(), _host_id()).to_json())
+        store.set(keys[rank], Peer.this_process(rank, _host_name(), _host_id()).to_json())
         while not wait_for_keys(store, keys, min(1.0, timeout.total_seconds() / 4)):
             missing = [other for other in range(size) if not store.check([keys[other]])]
             if missing and time.monotonic() > deadline:
@@ -192,7 +192,7 @@ def listen_address(place: RankEnvironment, membership: Membership) -> str:
         except OSError as error:
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigError(
-                f"rank {membership.me}: GLOO_SOCKET_IFNAME names '{names}', which has no address here "
+                f"rank {membership.world_rank}: GLOO_SOCKET_IFNAME names '{names}', which has no address here "
                 f"({error.strerror}). Known: {known}."
             ) from None
     assert place.address is not None
@@ -204,8 +204,8 @@ def listen_address(place: RankEnvironment, membership: Membership) -> str:
             if not address.startswith("127.") and address != "::1":
                 return address
     raise ConfigError(
-        f"rank {membership.me}: this host has no network address by which others could reach it; its ranks are on "
-        "several hosts. Name its network interface in GLOO_SOCKET_IFNAME."
+        f"rank {membership.world_rank}: this host has no network address by which others could reach it; its "
+        "ranks are on several hosts. Name its network interface in GLOO_SOCKET_IFNAME."
     )
 
 

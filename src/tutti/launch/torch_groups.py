@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from tutti.backend import Opened
+from tutti.backend import GroupConnection
 from tutti.launch.environment import RankEnvironment
 from tutti.launch.rendezvous import listen_address, meet
 from tutti.simulation import operator_clock
@@ -21,7 +21,7 @@ _generations: Counter[str] = Counter()
 """How often a group of each name was made here: a store may remember the ones before."""
 
 
-def open_group(options: Any) -> Opened:
+def open_group(options: Any) -> GroupConnection:
     """Meet the other ranks of a group through its store, and choose how to talk to them."""
     rank, size = options.group_rank, options.group_size
     numbers = list(options.global_ranks_in_group) or list(range(size))
@@ -38,7 +38,7 @@ def open_group(options: Any) -> Opened:
             membership, address = _meet(options, numbers)
             stack.callback(membership.leave)
             transport = _connect(membership, address)
-        return Opened(transport, numbers[rank], stack.pop_all().close)
+        return GroupConnection(transport, numbers[rank], stack.pop_all().close)
 
 
 def _meet(options: Any, numbers: list[int]) -> tuple[Membership, str]:
@@ -73,7 +73,7 @@ def _in_the_world(membership: Membership, numbers: list[int]) -> Membership:
     """The same ranks, named as in the whole world."""
     peers = [replace(peer, rank=number) for peer, number in zip(membership.peers, numbers, strict=True)]
     made = Membership(membership.rank, peers, membership.store, membership.timeout)
-    made.more_time = "the timeout of init_process_group or new_group"
+    made.timeout_hint = "the timeout of init_process_group or new_group"
     return made
 
 

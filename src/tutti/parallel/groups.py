@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from tutti.backend import Opened, group_over
+from tutti.backend import GroupConnection, group_over
 from tutti.transports import Transport
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def process_group(transport: Transport) -> Iterator[dist.ProcessGroup]:
 
     It is not, and needs no, default group. When a rank is lost, what waits for it fails at once.
     """
-    group = group_over(Opened(transport.channel("group"), transport.world_rank, lambda: None))
+    group = group_over(GroupConnection(transport.channel("group"), transport.world_rank, lambda: None))
     with registered(group):
         yield group
 

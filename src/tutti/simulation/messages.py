@@ -11,7 +11,7 @@ from tutti.errors import RankLost, ReplicaMismatch
 from tutti.simulation.network import Network, Pipe
 from tutti.simulation.work import Pending
 from tutti.transports.base import ANY
-from tutti.transports.membership import loss_of
+from tutti.transports.membership import rank_lost_error
 
 if TYPE_CHECKING:
     from tutti.simulation.rank import Rank
@@ -366,4 +366,4 @@ class SimulatedChannel:
         if self.ranks[who] is me:
             return RankLost(f"rank {me.number}: this channel was closed while it waited for a peer.")
         causes = {rank.number: rank.gone for rank in self.ranks if rank.gone is not None and not rank.fled}
-        return loss_of(me.number, causes or {self.ranks[who].number: self.closed[who]})
+        return rank_lost_error(me.number, causes or {self.ranks[who].number: self.closed[who]})

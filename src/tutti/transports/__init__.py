@@ -1,14 +1,16 @@
-"""Moving tensors between ranks."""
+"""Transports: move tensors between ranks over TCP, shared memory, MPI, NCCL or Gloo.
 
-from tutti.transports.base import (
-    ANY,
+`base` defines the interface, `capabilities` what some transports can do in addition. `hosts` joins two levels: shared
+memory within each host, sockets between hosts.
+"""
+
+from tutti.transports.base import ANY, Transport, Work
+from tutti.transports.capabilities import (
     AllReduces,
     Averages,
     Broadcasts,
     SharesAll,
     SharesMemory,
-    Transport,
-    Work,
     for_devices,
 )
 from tutti.transports.hosts import HostsTransport

@@ -1,4 +1,21 @@
-"""A thread that takes the steps of collectives while the caller computes."""
+"""A background thread that runs operations one after the other while the caller computes.
+
+How it works
+------------
+`OperationThread.start` appends an operation to a queue and returns its `Work`. One daemon thread, created with the
+first operation, takes them from the queue in order and runs each to its end: it waits for every work that the
+operation yields. All ranks start their operations in the same order, so the n-th operation here meets the n-th one
+elsewhere.
+
+That order is also why a failure is final. If an operation fails, the peers may be in the middle of it, and running the
+next one would match its messages with those of another operation. So after the first failure every later operation ends
+at once with the same error (`_failure`), without being run.
+
+Waits: the thread's waits have the deadlines of the transport, so the caller's wait for an operation needs none of its
+own. `close` puts None behind the last operation and joins the thread. The transport must have been interrupted
+before, so that the work under way fails; what is still queued then ends with `RankLost`. `_lock` orders `start`
+against `close`: nothing is queued behind the None.
+"""
 
 import threading
 from queue import SimpleQueue
@@ -9,12 +26,12 @@ from tutti.errors import ConfigError, RankLost
 from tutti.transports.base import Operation, Work
 
 
-def take(steps: Operation) -> None:
-    """Take all steps, one after the other; what fails is raised where they yielded it."""
+def run_operation(operation: Operation) -> None:
+    """Run `operation` to its end in this thread. An error of a yielded work is raised at its `yield`."""
     failure: Exception | None = None
     while True:
         try:
-            work = next(steps) if failure is None else steps.throw(failure)
+            work = next(operation) if failure is None else operation.throw(failure)
         except StopIteration:
             return
         failure = None
@@ -25,10 +42,10 @@ def take(steps: Operation) -> None:
 
 
 class _QueuedOperation(Work):
-    """Steps that somebody else takes."""
+    """An operation in the queue of an `OperationThread`, or under way there."""
 
-    def __init__(self, steps: Operation) -> None:
-        self.steps = steps
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
         self.over = threading.Event()
         self.error: Exception | None = None
 
@@ -36,67 +53,70 @@ class _QueuedOperation(Work):
         return self.over.is_set()
 
     def wait(self) -> None:
-        # Needs no deadline: each wait among the steps has one, and closing the transport ends them all.
+        # No deadline is needed: each wait inside the operation has one, and closing the transport ends them all.
         self.over.wait()
         if self.error is not None:
             raise self.error
 
 
-class Background:
-    """Takes steps in the order in which they were started, in one thread that is made when it is needed."""
+class OperationThread:
+    """Runs operations in the order in which they were started, in one thread that is created when it is needed."""
 
     def __init__(self, name: str) -> None:
+        """Prepare the queue; `name` starts error messages and names the thread."""
         self._name = name
         self._queue: SimpleQueue[_QueuedOperation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None  # Written by the thread alone, once.
         self._closed = False
         self._lock = threading.Lock()
 
-    def start(self, steps: Operation) -> Work:
-        task = _QueuedOperation(steps)
-        with self._lock:  # So that nothing can be put after the end that `close` puts.
+    def start(self, operation: Operation) -> Work:
+        """Queue `operation` and return its work. Raises `ConfigError` if the thread was closed."""
+        queued = _QueuedOperation(operation)
+        with self._lock:  # So that nothing can be queued behind the None of `interrupt`.
             if self._closed:
                 raise ConfigError(f"{self._name}: this transport is closed.")
-            self._queue.put(task)
+            self._queue.put(queued)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
-        return task
+        return queued
 
     def interrupt(self) -> None:
-        """Take no more steps than are under way. Idempotent."""
+        """Begin no operation after the one that is under way. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
 
     def close(self) -> None:
-        """End the thread. What it waits for must have been made to fail before. Idempotent."""
+        """Join the thread. The work it waits for must have been made to fail before. Idempotent."""
         self.interrupt()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _work(self) -> None:
         with torch.no_grad():
-            while (task := self._queue.get()) is not None:
+            while (queued := self._queue.get()) is not None:
                 if self._closed and self._failure is None:
-                    self._failure = self._closed_early()
+                    self._failure = self._closed_error()
                 if self._failure is None:
-                    self._take(task)
-                else:  # The conversation broke off: what comes after would be out of step.
-                    task.steps.close()
-                    task.error = self._failure
-                task.over.set()
-                del task  # It holds tensors, and the queue may stay empty for long.
+                    self._run(queued)
+                else:  # An earlier operation broke off: the messages of this one would not match the peers'.
+                    queued.operation.close()
+                    queued.error = self._failure
+                queued.over.set()
+                del queued  # It holds tensors, and the queue may stay empty for long.
 
-    def _take(self, task: _QueuedOperation) -> None:
+    def _run(self, queued: _QueuedOperation) -> None:
         try:
-            take(task.steps)
+            run_operation(queued.operation)
         except Exception as error:
-            # A step that begins on a closed transport is told of a mistake; here it is the closing that came between.
-            told = self._closed and isinstance(error, ConfigError)
-            self._failure = task.error = self._closed_early() if told else error
+            # An operation that uses a closed transport gets ConfigError, as for a mistake of the caller. Here the
+            # closing came in between, which is no mistake.
+            closed_meanwhile = self._closed and isinstance(error, ConfigError)
+            self._failure = queued.error = self._closed_error() if closed_meanwhile else error
 
-    def _closed_early(self) -> RankLost:
+    def _closed_error(self) -> RankLost:
         return RankLost(f"{self._name}: this transport was closed with work still to do.")

@@ -1,47 +1,71 @@
-"""What a transport is: the one thing strategies and collectives know about the outside world."""
+"""The transport interface: how strategies and collectives move tensors between ranks.
+
+How it works
+------------
+A transport joins a fixed set of ranks. `isend` and `irecv` start a message and return a `Work`; nothing blocks until
+somebody calls `Work.wait`. A message is matched by source, destination and tag, and messages of one (source, tag)
+arrive in the order in which they were sent.
+
+Collectives are written as generators (`Operation`). An operation yields each `Work` it depends on and is resumed when
+that work is over. So the same text of an algorithm runs in three places:
+
+- in the calling thread: `for work in operation: work.wait()`;
+- in the background: `Transport.start` runs operations one after the other, `Transport.spawn` runs them concurrently;
+- in virtual time: the simulator resumes the generator when its modelled clock reaches the end of the work.
+
+If a yielded work fails, its error is raised inside the generator at that `yield`. An operation that catches the error
+continues; otherwise the operation ends with that error, and `wait` on its own `Work` raises it.
+
+Threads: one thread at a time uses a transport. Once `start` or `spawn` was called, the operations own the transport,
+and a caller that wants to send or receive concurrently opens a `channel`. Only `interrupt` may be called from any
+thread.
+
+Waits: every wait ends when the work is over, when a peer it depends on is gone (`RankLost`), after `timeout`
+(`DeadlineExceeded`), or when this rank closes the transport. No transport waits without a deadline unless it was
+asked to.
+"""
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from datetime import timedelta
-from typing import Protocol, Self, runtime_checkable
+from typing import Self
 
-import torch
 from torch import Tensor
 
 from tutti.cluster import Cluster
 
 ANY = -1
-"""Receive from whichever rank sends first."""
+"""As a source: receive from the rank whose message arrives first."""
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-"""How long a wait lasts before it is an error, unless the caller says otherwise."""
+"""Longest wait without progress before it is an error, unless the caller sets another."""
 
 
 class Work(ABC):
-    """Something under way. Abandoning it is allowed only when the transport is closed."""
+    """A communication that is in progress. It may be abandoned only when the transport is closed."""
 
     __slots__ = ()
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether `wait` would return at once. Never blocks; may move the work along."""
+        """Whether `wait` would return at once. Never blocks; may make progress on the work."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when finished.
+        """Block until the work is complete.
 
         Raises `RankLost` if a peer is gone and `DeadlineExceeded` after the transport's timeout.
         """
 
     @property
     def source(self) -> int:
-        """The rank a finished receive came from."""
+        """The rank from which a completed receive came."""
         raise AssertionError(f"{type(self).__name__} is not a receive")
 
 
 class CompletedWork(Work):
-    """Work that is over already."""
+    """Work that was complete when it was returned."""
 
     def done(self) -> bool:
         return True
@@ -51,48 +75,46 @@ class CompletedWork(Work):
 
 
 class Signal(Work):
-    """Work that is done when somebody says so: by it, steps of one transport wait for each other."""
+    """Work that is done once `set` was called. Spawned operations of one transport synchronise by yielding it."""
 
     def __init__(self) -> None:
-        self._given = False
+        self._is_set = False
 
     def set(self) -> None:
-        """It is done."""
-        self._given = True
+        """Mark the signal as done. The operations that wait for it continue."""
+        self._is_set = True
 
     def done(self) -> bool:
-        return self._given
+        return self._is_set
 
     def wait(self) -> None:
-        assert self._given, "only steps wait for a signal"
+        # Blocking here would deadlock: the thread that would call `set` is the one that runs all operations.
+        assert self._is_set, "a signal can only be yielded by an operation, not waited for by a thread"
 
 
 Operation = Generator[Work, None, None]
-"""A collective on its way: it yields each piece of work that must be done before it can go on.
-
-If that fails, the error is raised where it was yielded, and steps that catch it go on.
-"""
+"""A generator that yields the work it waits for. See "How it works" above."""
 
 
 class Transport(ABC):
-    """Moves tensors between ranks. Passed to whoever needs it, never looked up.
-
-    One thread at a time may use a transport; a second thread takes a `channel` of its own.
-    """
+    """Moves tensors between ranks. It is passed to the code that needs it and never looked up globally."""
 
     rank: int
+    """This rank's index in this transport."""
     size: int
+    """Number of ranks in this transport."""
     world_rank: int
-    """This rank's number among all, by which errors name it: a channel between some of them has ranks of its own."""
+    """This rank's index in the whole world, which error messages name. A channel of some ranks has its own `rank`s."""
     hosts: tuple[str, ...]
-    """The host of each rank, by rank: equal where ranks can share memory."""
+    """The host of each rank, by rank. Ranks with equal hosts can share memory."""
     timeout: timedelta
+    """Longest wait without progress."""
     cluster: Cluster | None = None
-    """What its clock follows; None where time passes by itself."""
+    """The modelled cluster whose virtual clock this transport follows; None for real time."""
     seed: str = ""
-    """Of what is random about that clock; another for every rank and conversation."""
+    """Seed of the random part of that clock. Each rank and channel has another."""
     bytes_sent: int
-    """Bytes of tensor data this rank has sent, or made others read, through this transport."""
+    """Bytes of tensor data that this rank has sent, or has made others read, through this transport."""
 
     @abstractmethod
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
@@ -104,18 +126,18 @@ class Transport(ABC):
 
     @abstractmethod
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "Transport":
-        """An independent conversation between the same ranks, or between some of them, numbered in the order given.
+        """Open an independent transport between the same ranks, or between `ranks`, numbered in the order given.
 
-        Collective: those ranks open the same names in the same order.
+        Messages of different channels never match each other. Collective: those ranks open the same names in the
+        same order.
         """
 
     @abstractmethod
     def start(self, operation: Operation) -> Work:
-        """Take the steps of `operation` beside the caller, when those started before are done.
+        """Run `operation` in the background, after all operations that were started before it.
 
-        Steps yield what they wait for, and draw no numbers from global generators: they may run in any thread.
-        From the first call on, all that is sent and received through this transport is in such steps,
-        except while none are under way.
+        An operation may run in any thread, so it draws no numbers from global random generators. From the first call
+        on, only operations send and receive through this transport, except while none are in progress.
         """
 
     @abstractmethod
@@ -128,27 +150,27 @@ class Transport(ABC):
         """
 
     def signal(self) -> Signal:
-        """Something that steps taken beside each other can wait for."""
+        """Make a signal that spawned operations of this transport can yield."""
         return Signal()
 
     def now(self) -> float:
-        """Seconds on this rank's clock: the machine's, unless a transport has a clock of its own."""
+        """Seconds on this rank's clock: the machine's, or the simulator's."""
         return time.perf_counter()
 
     def elapse(self, seconds: float) -> None:
-        """Let `seconds` of computation pass: nothing to do where time passes by itself."""
+        """Let `seconds` of computation pass on a virtual clock. Does nothing in real time."""
         return None
 
     def interrupt(self) -> None:
-        """Make whoever waits, in whatever thread, stop waiting: the first half of `close`."""
+        """End every wait on this transport, in any thread. This is the first half of `close`."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Release sockets, memory and threads, of its channels too; peers that wait for them fail. Idempotent."""
+        """Release sockets, memory and threads, also those of channels. Peers that wait for it fail. Idempotent."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return self  # A handle: a copied module that holds it talks to the same peers.
+        return self  # A transport is a handle: a copied module that holds it communicates with the same peers.
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +180,7 @@ class Transport(ABC):
 
 
 class TransportWrapper(Transport):
-    """A transport that adds to another: messages, steps and time are those of `inner`."""
+    """A transport that adds something to `inner`, to which it forwards messages, operations and time."""
 
     inner: Transport
 
@@ -186,100 +208,3 @@ class TransportWrapper(Transport):
 
     def elapse(self, seconds: float) -> None:
         self.inner.elapse(seconds)
-
-
-@runtime_checkable
-class AllReduces(Protocol):
-    """A transport that sums across ranks better than sends and receives could."""
-
-    def all_reduce(self, tensor: Tensor) -> Work:
-        """Replace `tensor` by its sum over ranks, the same bits on all of them.
-
-        Every rank starts the same reductions in the same order; several may be under way.
-        """
-        ...
-
-
-@runtime_checkable
-class Averages(Protocol):
-    """A transport that also weighs what it sums, so that nobody has to scale or divide."""
-
-    def average(self, tensor: Tensor, weight: float) -> Work:
-        """Replace `tensor` by its weighted mean over ranks, under the rules of `all_reduce`.
-
-        With equal weights it is the sum divided by the number of ranks, to the bit. A rank of
-        weight 0 contributes nothing, NaN included.
-        """
-        ...
-
-
-@runtime_checkable
-class Broadcasts(Protocol):
-    """A transport that hands out rank 0's tensor better than messages could."""
-
-    def broadcast(self, tensor: Tensor) -> Work:
-        """Overwrite `tensor` on every rank with rank 0's, to the bit."""
-        ...
-
-
-@runtime_checkable
-class ReportsProgress(Protocol):
-    """A transport whose waits go on as long as those they wait for show that they do."""
-
-    def report_progress(self) -> None:
-        """Tell those who wait for this rank that it goes on, slowly."""
-        ...
-
-
-@runtime_checkable
-class SpawnsInline(Protocol):
-    """A transport that lets the caller take steps beside others as far as they go at once."""
-
-    def spawn_inline(self, operation: Operation) -> Work:
-        """As `Transport.spawn` without a deadline, but without waking anybody."""
-        ...
-
-
-@runtime_checkable
-class CanShare(Protocol):
-    """A transport whose ranks, where they are on one host, can do better than send messages."""
-
-    def shared(self) -> Transport:
-        """The same conversation with sums in memory. Collective; for ranks of one host."""
-        ...
-
-
-@runtime_checkable
-class SharesMemory(Protocol):
-    """A transport whose peers can read memory that it hands out, so that a bucket needs no copy."""
-
-    inner: Transport
-    """The transport beneath, for tensors that cannot live in such memory."""
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat CPU tensor that every rank can reach. Collective: all ranks ask for the same."""
-        ...
-
-
-@runtime_checkable
-class SharesAll(Protocol):
-    """A transport all of whose ranks can have one and the same memory."""
-
-    def shared_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat CPU tensor, zeros at first, that is one and the same on every rank. Collective."""
-        ...
-
-    def per_rank_tensors(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """A flat CPU tensor of each rank, all of them on every rank. Collective."""
-        ...
-
-    def abort(self) -> None:
-        """This rank cannot go on: nobody should wait for it here."""
-        ...
-
-
-def for_devices(transport: Transport, device_types: set[str]) -> Transport:
-    """The transport to use for tensors of these devices: only CPU tensors can live in shared memory."""
-    if isinstance(transport, SharesMemory) and not device_types <= {"cpu", "meta"}:
-        return transport.inner
-    return transport

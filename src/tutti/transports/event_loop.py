@@ -1,4 +1,30 @@
-"""A thread that takes the steps of many at once: whichever can go on goes on."""
+"""An event loop that runs many spawned operations concurrently in one thread.
+
+How it works
+------------
+`EventLoop` holds operations and resumes each as soon as the work it yielded is over. It knows nothing about sockets or
+MPI: a `ProgressEngine` moves the messages and says which work is over.
+
+One pass (`_advance_all`): take over new operations, resume all that can continue, drop those that ended; if none
+continued, let the engine wait for messages. Whoever makes a pass holds `_turn`. There are three possible runners:
+
+- The loop's own daemon thread, created with the first operation. It makes passes until the loop is closed.
+- A caller that waits for one operation (`drive`). It makes the passes itself until that operation is over, which saves
+  two thread switches per message. At most one caller drives. It sets `_num_drivers`, wakes the thread, which then
+  releases `_turn`, and takes `_turn`. The thread then stays away until no caller has driven for a while
+  (`_stay_away`): in a sequence of blocking calls, each of them would otherwise fight it for the turn.
+- A caller of `spawn_inline` runs only the first part of its new operation, under `engine.guard`, without the turn.
+  The guard excludes passes and message handlers, not the engine's wait. If the operation has to wait, its sockets are
+  already registered with the selector, so their events end that wait: nobody has to be woken.
+
+Who may write what: `_new` is appended under `_lock`, and emptied by the holder of `_turn`. `_operations` belongs to the
+holder of `_turn`. An operation is resumed only under `engine.guard`, by one thread at a time.
+
+Waits: `_SpawnedOperation.wait` ends when the operation is over. Every progress restarts its deadline; without progress
+it fails after `timeout_s`, unless the operation was spawned without a deadline. A lost peer makes the engine report its
+work as over with an error, which is thrown into the operation. If the engine itself fails, or the loop is closed, the
+thread ends every operation with an error before it exits.
+"""
 
 import threading
 import time
@@ -12,79 +38,83 @@ from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports.base import Operation, Work
 from tutti.transports.membership import WATCH_SECONDS
 
-_AWAY_SECONDS = 0.001
-"""What is asked for meanwhile, and not waited for, goes on so much later."""
+_STAY_AWAY_SECONDS = 0.001
+"""How long the loop's thread leaves the turn to callers that drive. Operations nobody waits for are delayed as much."""
 
 
-class Mover(ABC):
-    """Moves messages along, for a loop that does nothing else meanwhile."""
+class ProgressEngine(ABC):
+    """Moves the messages of one transport for an event loop, and says which work is over."""
 
     guard: AbstractContextManager[object] = nullcontext()
-    """Held by who takes steps or moves messages, where others than the loop may."""
+    """Held while operations are resumed and messages are handled, where `EventLoop.add_inline` is used."""
 
     @abstractmethod
     def idle(self, seconds: float = WATCH_SECONDS) -> None:
-        """Move what can be moved; return when something has, after so long, or when `wake` was called."""
+        """Wait until a message made progress, at most `seconds`, or until `wake` is called."""
 
     @abstractmethod
     def wake(self) -> None:
-        """End an `idle`, from any thread."""
+        """End a running `idle`, from any thread."""
 
     @abstractmethod
     def over(self, work: Work) -> bool:
-        """Whether `work` has come to an end. Moves nothing."""
+        """Whether `work` is complete or has failed. Moves nothing."""
 
     @abstractmethod
     def failure(self, work: Work) -> Exception | None:
-        """Why work that is over came to nothing, if it did."""
+        """The error of work that is over, or None if it succeeded."""
 
     @abstractmethod
-    def overdue(self, what: str) -> DeadlineExceeded:
-        """The error for who has waited for `what` as long as a wait may last."""
+    def timeout_error(self, awaited: str) -> DeadlineExceeded:
+        """The error for a caller that has waited for `awaited` longer than the transport's timeout."""
 
 
-class Driven(Work):
-    """Work that whoever waits for it may move along."""
+class DrivableWork(Work):
+    """Work that the waiting caller can make progress on, instead of waiting for another thread."""
 
     @abstractmethod
     def drive(self, seconds: float) -> None:
-        """Move it, and all else that is under way, until it is over or so long; or not, if somebody else does."""
+        """Make progress on this and all other work until this is over, for at most `seconds`.
+
+        Returns at once if another caller drives already.
+        """
 
 
-class _SpawnedOperation(Driven):
-    """Steps that the loop takes."""
+class _SpawnedOperation(DrivableWork):
+    """An operation that the loop runs."""
 
-    def __init__(self, steps: Operation, loop: "Loop", deadline: bool) -> None:
-        self._steps, self._loop = steps, loop
+    def __init__(self, operation: Operation, loop: "EventLoop", deadline: bool) -> None:
+        self._operation, self._loop = operation, loop
         self._has_deadline = deadline
-        self._moved_at = time.monotonic()
+        self._progressed_at = time.monotonic()
         self._waits_for: Work | None = None
         self._ended = threading.Event()
         self._error: Exception | None = None
 
-    def advance(self, mover: Mover) -> bool:
-        """Go on as far as possible; whether that was anywhere."""
-        moved = False
+    def advance(self, engine: ProgressEngine) -> bool:
+        """Resume the operation until it has to wait; return whether it was resumed at all. Under `engine.guard`."""
+        progressed = False
         try:
-            while (work := self._waits_for) is None or mover.over(work):
-                moved = True
-                self._moved_at = time.monotonic()
-                failure = None if work is None else mover.failure(work)
-                self._waits_for = next(self._steps) if failure is None else self._steps.throw(failure)
+            while (work := self._waits_for) is None or engine.over(work):
+                progressed = True
+                self._progressed_at = time.monotonic()
+                failure = None if work is None else engine.failure(work)
+                self._waits_for = next(self._operation) if failure is None else self._operation.throw(failure)
         except StopIteration:
             self._ended.set()
         except Exception as error:
             self.abort(error)
-        return moved
+        return progressed
 
     def fail(self, error: Exception) -> None:
-        """As `abort`, but its steps hear why."""
+        """End the operation with `error`, which is also raised inside it."""
         with suppress(BaseException):
-            self._steps.throw(error)
+            self._operation.throw(error)
         self.abort(error)
 
     def abort(self, error: Exception) -> None:
-        self._steps.close()
+        """End the operation with `error`, without raising it inside."""
+        self._operation.close()
         self._error = error
         self._ended.set()
 
@@ -96,129 +126,131 @@ class _SpawnedOperation(Driven):
 
     def wait(self) -> None:
         started = time.monotonic()
-        while not self._ended.wait(self._loop.patience_s):
-            late = time.monotonic() - max(started, self._moved_at) > self._loop.patience_s
+        while not self._ended.wait(self._loop.timeout_s):
+            late = time.monotonic() - max(started, self._progressed_at) > self._loop.timeout_s
             if late and self._has_deadline:
-                raise self._loop.mover.overdue("a reply")
+                raise self._loop.engine.timeout_error("a reply")
         if self._error is not None:
             raise self._error
 
 
-class Loop:
-    """Takes steps beside each other, in one thread that is made when it is needed.
+class EventLoop:
+    """Runs operations concurrently, in one thread that is created when it is needed, or in a caller that waits."""
 
-    A caller that waits may do so instead: nobody has to wake it then. While callers do so again and again, the thread
-    keeps away.
-    """
-
-    def __init__(self, name: str, mover: Mover, patience_s: float) -> None:
-        self.mover = mover
-        self.patience_s = patience_s
+    def __init__(self, name: str, engine: ProgressEngine, timeout_s: float) -> None:
+        """Prepare a loop over `engine`; `name` starts error messages, `timeout_s` limits waits without progress."""
+        self.engine = engine
+        self.timeout_s = timeout_s
         self._name = name
         self._new: deque[_SpawnedOperation] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._tasks: list[_SpawnedOperation] = []
-        self._turn = threading.Lock()  # Held by who goes on with tasks.
-        self._drivers = 0
-        self._num_drives = 0
+        self._operations: list[_SpawnedOperation] = []
+        self._turn = threading.Lock()  # Held by the thread that makes passes.
+        self._num_drivers = 0  # 0 or 1.
+        self._num_drives = 0  # Counts calls of `drive`, so that the thread sees whether there were new ones.
         self._closed = False
         self._failure: Exception | None = None
 
-    def add(self, steps: Operation, deadline: bool) -> Work:
-        """Have `steps` taken from now on; those who wait for them have a deadline if `deadline`."""
-        task = _SpawnedOperation(steps, self, deadline)
-        self._enqueue(task)
-        self.mover.wake()
-        return task
+    def add(self, operation: Operation, deadline: bool) -> Work:
+        """Run `operation` from now on. With `deadline`, waits for it fail after `timeout_s` without progress."""
+        spawned = _SpawnedOperation(operation, self, deadline)
+        self._enqueue(spawned)
+        self.engine.wake()
+        return spawned
 
-    def add_here(self, steps: Operation) -> Driven:
-        """As `add` without a deadline, but the caller takes the steps that need not wait: the mover has a guard."""
-        task = _SpawnedOperation(steps, self, deadline=False)
-        with self.mover.guard, torch.no_grad():
+    def add_inline(self, operation: Operation) -> DrivableWork:
+        """As `add` without a deadline, but the caller runs the first part. The engine must have a real guard."""
+        spawned = _SpawnedOperation(operation, self, deadline=False)
+        with self.engine.guard, torch.no_grad():
             if not self._closed:
-                task.advance(self.mover)
-            if not task.done():
-                self._enqueue(task)  # What it waits for will wake the loop.
-        return task
+                spawned.advance(self.engine)
+            if not spawned.done():
+                self._enqueue(spawned)  # No wake-up: the message it waits for ends the engine's wait.
+        return spawned
 
-    def _enqueue(self, task: _SpawnedOperation) -> None:
+    def _enqueue(self, spawned: _SpawnedOperation) -> None:
         with self._lock:
             if self._closed:
                 raise self._failure or ConfigError(f"{self._name}: this transport is closed.")
-            self._new.append(task)
+            self._new.append(spawned)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"{self._name}, beside", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=f"{self._name}, event loop", daemon=True)
                 self._thread.start()
 
     def interrupt(self) -> None:
-        """Take no more steps. Idempotent."""
+        """Resume no operation from now on; the thread ends them with an error. Idempotent."""
         with self._lock:
             self._closed = True
         if self._thread is not None:
-            self.mover.wake()
+            self.engine.wake()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Join the thread. Idempotent."""
         self.interrupt()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def drive(self, task: _SpawnedOperation, seconds: float) -> None:
-        """Take steps here until `task` is over, for so long at most; not if another caller does so already."""
+    def drive(self, spawned: _SpawnedOperation, seconds: float) -> None:
+        """Make passes in the calling thread until `spawned` is over, for at most `seconds`.
+
+        Returns at once if another caller drives already.
+        """
         deadline_s = time.monotonic() + seconds
         with self._lock:
-            if self._drivers:
+            if self._num_drivers:
                 return
-            self._drivers, self._num_drives = 1, self._num_drives + 1
+            self._num_drivers, self._num_drives = 1, self._num_drives + 1
         try:
             if not self._turn.acquire(blocking=False):
-                self.mover.wake()  # The thread, which then lets go.
+                self.engine.wake()  # The loop's thread, which sees the driver and releases the turn.
                 self._turn.acquire()
             try:
                 with torch.no_grad():
-                    while not (task.done() or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
-                        self._go_on(min(left_s, WATCH_SECONDS))
+                    while not (spawned.done() or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
+                        self._advance_all(min(left_s, WATCH_SECONDS))
             except Exception as error:
                 self._failure = self._failure or error
-                self._closed = True  # The thread tells all of them.
+                self._closed = True  # The thread ends all operations with this error.
             finally:
                 self._turn.release()
         finally:
-            self._drivers = 0
+            self._num_drivers = 0
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
                 while not self._closed:
                     with self._turn:
-                        while not (self._closed or self._drivers):
-                            self._go_on()
-                    self._keep_away()
-        except BaseException as error:  # Of the one who moves messages: whoever waits for some must hear of it.
-            stopped = RankLost(f"{self._name}: what moves messages here stopped: {error!r}.")
+                        while not (self._closed or self._num_drivers):
+                            self._advance_all()
+                    self._stay_away()
+        except BaseException as error:  # The engine failed: every caller that waits must get an error.
+            stopped = RankLost(f"{self._name}: the thread that moves messages here stopped with {error!r}.")
             self._failure = error if isinstance(error, Exception) else stopped
         with self._lock:
             self._closed = True
+        # A driver may still hold the turn; it leaves because the loop is closed.
         with self._turn:
-            for task in [*self._tasks, *self._new]:
+            for spawned in [*self._operations, *self._new]:
                 if self._failure is not None:
-                    task.fail(self._failure)
+                    spawned.fail(self._failure)
                 else:
-                    task.abort(RankLost(f"{self._name}: this transport was closed with work still to do."))
+                    spawned.abort(RankLost(f"{self._name}: this transport was closed with work still to do."))
 
-    def _keep_away(self) -> None:
-        """Until nobody has come to drive for a while."""
+    def _stay_away(self) -> None:
+        """Sleep until no caller has driven the loop for `_STAY_AWAY_SECONDS`."""
         seen = -1
-        while not self._closed and (self._drivers or self._num_drives != seen):
+        while not self._closed and (self._num_drivers or self._num_drives != seen):
             seen = self._num_drives
-            time.sleep(_AWAY_SECONDS)
+            time.sleep(_STAY_AWAY_SECONDS)
 
-    def _go_on(self, seconds: float = WATCH_SECONDS) -> None:
+    def _advance_all(self, seconds: float = WATCH_SECONDS) -> None:
+        """Make one pass over all operations; if none continued, wait for messages for at most `seconds`."""
         while self._new:
-            self._tasks.append(self._new.popleft())
-        with self.mover.guard:
-            moved = [task.advance(self.mover) for task in self._tasks]
-        self._tasks[:] = [task for task in self._tasks if not task.done()]
-        if not any(moved) and not self._new and not self._closed:
-            self.mover.idle(seconds)
+            self._operations.append(self._new.popleft())
+        with self.engine.guard:
+            progressed = [spawned.advance(self.engine) for spawned in self._operations]
+        self._operations[:] = [spawned for spawned in self._operations if not spawned.done()]
+        if not any(progressed) and not self._new and not self._closed:
+            self.engine.idle(seconds)

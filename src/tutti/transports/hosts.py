@@ -1,4 +1,20 @@
-"""Several hosts with several ranks each: one transport that knows both levels."""
+"""Two-level transport: shared memory within each host, messages between hosts.
+
+How it works
+------------
+`HostsTransport` wraps a message transport (`inner`) that joins all ranks. It opens two channels on it:
+
+- `within` joins the ranks of this host, in shared memory where the platform has it;
+- `across` joins the first rank of every host (its leader); it is None on the other ranks.
+
+Collectives that know both levels (the hierarchical all-reduce, the torch backend) use `within` and `across` directly.
+Everything else sees an ordinary transport and goes through `inner`.
+
+While a leader waits for other hosts, the other ranks of its host wait for the leader in shared memory. They cannot see
+whether data moves between hosts. So the leader's sockets report progress into `within` whenever a wait ends or data
+arrives, which restarts the deadlines there. If another host is gone, the leader fails, announces that in the channel
+`within`, and the ranks that wait for it fail in turn.
+"""
 
 from collections.abc import Sequence
 from weakref import WeakSet
@@ -6,28 +22,34 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from tutti.transports.base import CanShare, ReportsProgress, SharesMemory, Transport, TransportWrapper
+from tutti.transports.base import Transport, TransportWrapper
+from tutti.transports.capabilities import CanShare, ReportsProgress, SharesMemory
 from tutti.transports.sockets.transport import SocketTransport
 
 
 def shared_where_possible(transport: Transport) -> Transport:
-    """The same conversation with sums in shared memory, if all its ranks are on one host."""
+    """Return `transport` with sums in shared memory if all its ranks are on one host, else unchanged. Collective."""
     one_host = len(set(transport.hosts)) == 1
     return transport.shared() if one_host and isinstance(transport, CanShare) else transport
 
 
 def hosts_are_shared(transport: Transport) -> bool:
-    """Whether there are two levels: more hosts than one, and fewer than ranks."""
+    """Whether there are two levels: several hosts, at least one of them with several ranks."""
     return 1 < len(set(transport.hosts)) < transport.size
 
 
 def levelled(transport: Transport) -> Transport:
-    """The same conversation by the best means there are: two levels, one in shared memory, or as it is. Collective."""
+    """Return the fastest transport for the same ranks: two levels, shared memory, or `transport` itself. Collective."""
     return HostsTransport(transport) if hosts_are_shared(transport) else shared_where_possible(transport)
 
 
 class HostsTransport(TransportWrapper):
-    """Messages go through `inner`; `within` joins the ranks of this host, `across` the first rank of every host."""
+    """Ranks on several hosts with several ranks each. Messages go through `inner`."""
+
+    within: Transport
+    """Joins the ranks of this host."""
+    across: Transport | None
+    """Joins the first rank of every host; None on other ranks."""
 
     def __init__(self, inner: Transport) -> None:
         """Open both levels. Collective."""
@@ -35,18 +57,17 @@ class HostsTransport(TransportWrapper):
         self.rank, self.size, self.hosts, self.timeout = inner.rank, inner.size, inner.hosts, inner.timeout
         self.cluster, self.seed = inner.cluster, inner.seed
         leaders = sorted(inner.hosts.index(host) for host in set(inner.hosts))
-        here = [rank for rank, host in enumerate(inner.hosts) if host == inner.hosts[inner.rank]]
-        self.within = shared_where_possible(inner.channel("within", here))
+        local_ranks = [rank for rank, host in enumerate(inner.hosts) if host == inner.hosts[inner.rank]]
+        self.within = shared_where_possible(inner.channel("within", local_ranks))
         self.across = inner.channel("across", leaders) if inner.rank in leaders else None
         self._channels: WeakSet[Transport] = WeakSet()
         if isinstance(self.within, ReportsProgress) and isinstance(self.across, SocketTransport):
-            self.across.on_progress(
-                self.within.report_progress
-            )  # This host's others wait for what their leader waits for.
+            # The other ranks of this host wait for whatever their leader waits for.
+            self.across.on_progress(self.within.report_progress)
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
-        """Over the network: what stays on this host is not counted."""
+        """Bytes sent over the network. Data that stays on this host is not counted."""
         return self.inner.bytes_sent + (self.across.bytes_sent if self.across is not None else 0)
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> Transport:
@@ -55,16 +76,17 @@ class HostsTransport(TransportWrapper):
         return made
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat CPU tensor that the ranks of this host can reach, where they can share memory."""
+        """Allocate a flat CPU tensor that the ranks of this host can reach, where they can share memory."""
         if isinstance(self.within, SharesMemory):
             return self.within.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def interrupt(self) -> None:
-        for each in (*self._channels, self.within, self.inner):
-            each.interrupt()
+        for transport in (*self._channels, self.within, self.inner):
+            transport.interrupt()
 
     def close(self) -> None:
+        # All waits end before anything is closed: a thread of one channel may wait in another.
         self.interrupt()
-        for each in (*self._channels, self.inner, self.within):
-            each.close()
+        for transport in (*self._channels, self.inner, self.within):
+            transport.close()

@@ -1,4 +1,27 @@
-"""Who takes part, and which of them are gone."""
+"""Membership: which ranks take part, and which of them are gone.
+
+How it works
+------------
+The ranks of one generation share a `torch.distributed` store. A `Membership` lists them as `Peer`s. A
+`ChannelMembership` adds what they announce about one channel. Each rank writes only its own keys, and no key is ever
+removed:
+
+- `left/RANK`: this rank leaves the world and answers no more. Written on purpose (shutdown) by `leave`.
+- `fled/RANK`: this rank stops because of another rank's failure. Written just before it raises its own error, so that
+  the others do not report it as the cause when they see it go.
+- `CHANNEL/over/RANK`: this rank has closed or aborted one channel, with the reason as text.
+
+A rank is gone if its process has ended, which only ranks of the same host can see (`/proc`, with the start time, so
+that a reused process id is not mistaken for it), or if its `left` key is there. A peer on another host that dies
+without a word is noticed by its closed connection, which is the transport's task.
+
+`gone` reads the `fled` keys last. A rank writes `fled` before it can be seen to be gone, so a rank found gone without
+that key went by itself and is the cause. If all fled, all of them are reported.
+
+Waits: `await_keys` polls the store. It ends when all keys are there, when a rank is found gone (`RankLost`), or after
+`timeout` (`DeadlineExceeded`). The store may end with the launcher: its errors are taken as "nothing announced",
+because no rank is left then that could be told.
+"""
 
 import json
 import os
@@ -14,21 +37,27 @@ from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 
 
 def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; -1 if it is gone or only waits to be reaped."""
+    """When a process started, in clock ticks since boot; -1 if it has ended, also if it is not reaped yet."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()
+            fields = stat.read().rpartition(")")[2].split()  # The command before it may contain anything.
     except (FileNotFoundError, ProcessLookupError):
         return -1
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 
 WATCH_SECONDS = 0.5
-"""How often a rank that waits looks whether the others are still there."""
+"""How often a waiting rank checks whether the ranks it waits for are still there."""
+
+EXPLAIN_SECONDS = 1.0
+"""How long to look for the cause of a broken connection: sockets close a little before the process is seen to end."""
 
 
 def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
-    """Whether all `keys` come into the store within `seconds`. Asks, because the store's own wait complains aloud."""
+    """Whether all `keys` are in the store within `seconds`.
+
+    It polls, because the store's own wait logs an error when it times out.
+    """
     deadline, pause = time.monotonic() + seconds, 0.0005
     while not store.check(keys):
         if time.monotonic() > deadline:
@@ -40,86 +69,97 @@ def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
 
 @dataclass(frozen=True)
 class Peer:
-    """One rank, as the others need to know it."""
+    """The identity of one rank, as the others know it."""
 
     rank: int
+    """Its rank in the whole world, which error messages name."""
     host: str
+    """The name of its host, for people."""
     host_id: str
+    """Identifies its host: ranks with equal ids can share memory and see each other's processes."""
     pid: int
+    """Its process id on that host."""
     started: int
+    """The start time of that process, as `start_time` gives it."""
 
     @classmethod
-    def me(cls, rank: int, host: str, host_id: str) -> "Peer":
+    def this_process(cls, rank: int, host: str, host_id: str) -> "Peer":
+        """Describe the calling process as `rank`."""
         pid = os.getpid()
         return cls(rank, host, host_id, pid, start_time(pid))
 
     def to_json(self) -> str:
+        """Serialise for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Peer":
+        """Parse what `to_json` returned."""
         return cls(**json.loads(text))
 
 
-def loss_of(me: int, gone: dict[int, str]) -> RankLost:
-    """The error for rank `me` to raise, naming those who are gone and how."""
-    who = "; ".join(f"rank {rank} is gone: {how}" for rank, how in sorted(gone.items()))
+def rank_lost_error(world_rank: int, gone: dict[int, str]) -> RankLost:
+    """The error for `world_rank` to raise. `gone` maps the lost ranks to how that is known."""
+    who = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in sorted(gone.items()))
     return RankLost(
-        f"rank {me}: {who}. It failed (see its output), or it took fewer steps than this rank "
+        f"rank {world_rank}: {who}. It failed (see its output), or it took fewer steps than this rank "
         "(tutti.data.shard gives all ranks the same number).",
         gone,
     )
 
 
 class Membership:
-    """The ranks of one generation, or some of them, and the store through which they met.
+    """The ranks of one generation, or some of them, and the store they share.
 
-    `peers` are in the order of the ranks here; each peer's own `rank` is the one in the whole world, which is what
-    messages name.
+    `peers` are in the order of the ranks here; `Peer.rank` is the rank in the whole world.
     """
 
     def __init__(self, rank: int, peers: Iterable[Peer], store: Store, timeout: timedelta) -> None:
+        """Describe a group of `peers`, of which this process is number `rank`; `timeout` limits every wait."""
         self.rank = rank
         self.peers = tuple(peers)
         self.store = store
         self.timeout = timeout
-        self.more_time = "tutti.init(timeout=...), tutti run --timeout or TUTTI_TIMEOUT"
-        """How to have longer."""
+        self.timeout_hint = "tutti.init(timeout=...), tutti run --timeout or TUTTI_TIMEOUT"
+        """Where the user can set a longer timeout, for error messages."""
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.peers)
 
     @property
     def hosts(self) -> tuple[str, ...]:
+        """The host id of each rank."""
         return tuple(peer.host_id for peer in self.peers)
 
     @property
     def one_host(self) -> bool:
+        """Whether all ranks are on the same host."""
         return len(set(self.hosts)) == 1
 
     @property
-    def me(self) -> int:
+    def world_rank(self) -> int:
         """This rank's number in the whole world."""
         return self.peers[self.rank].rank
 
     def subset(self, ranks: Sequence[int]) -> "Membership":
-        """Some of these ranks, this one among them, in the order given."""
+        """The membership of some of these ranks, this one among them, in the order given."""
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
         return Membership(ranks.index(self.rank), [self.peers[rank] for rank in ranks], self.store, self.timeout)
 
     def leave(self) -> None:
-        """Tell the others that this rank is done and will answer no more."""
+        """Announce that this rank is done and answers no more."""
         self._mark("left")
 
     def gone(self) -> dict[int, str]:
-        """Ranks that are gone, with how that is known; if any went of its own accord, only those."""
-        found = {peer.rank: how for peer in self.peers if (how := self.how_gone(peer)) is not None}
-        # Asked last: a rank says that it flees from another before it is seen to be gone.
-        causes = {rank: how for rank, how in found.items() if not self._marked("fled", rank)}
-        return causes or found
+        """World ranks that are gone, with how that is known; only the causes, if some went because of others."""
+        gone = {peer.rank: reason for peer in self.peers if (reason := self.reason_gone(peer)) is not None}
+        # Read last: a rank writes that it flees from another before it can be seen to be gone.
+        causes = {rank: reason for rank, reason in gone.items() if not self._marked("fled", rank)}
+        return causes or gone
 
-    def how_gone(self, peer: Peer) -> str | None:
+    def reason_gone(self, peer: Peer) -> str | None:
         """How it is known that a peer is gone; None if it is here, or is this rank."""
         me = self.peers[self.rank]
         if peer is me:
@@ -129,47 +169,54 @@ class Membership:
         return "it has left" if self._marked("left", peer.rank) else None
 
     def check_peer(self, rank: int) -> None:
-        """Refuse to talk to nobody, or to oneself."""
+        """Raise `ConfigError` unless `rank` is another rank of this group."""
         if not 0 <= rank < self.size or rank == self.rank:
-            raise ConfigError(f"rank {self.me}: no peer {rank} in a world of {self.size}.")
+            raise ConfigError(f"rank {self.world_rank}: no peer {rank} in a world of {self.size}.")
 
-    def loss(self, gone: dict[int, str], detail: str = "") -> RankLost:
-        """The error for this rank to raise; the others will not blame this rank for leaving with it."""
+    def loss_error(self, gone: dict[int, str], detail: str = "") -> RankLost:
+        """The error for this rank to raise because ranks are `gone`. Marks this rank as fled."""
         self._mark("fled")
         if not gone:
-            return RankLost(f"rank {self.me}: lost contact with a peer ({detail}). See the other ranks' output.")
-        return loss_of(self.me, gone)
+            return RankLost(
+                f"rank {self.world_rank}: lost contact with a peer ({detail}). See the other ranks' output."
+            )
+        return rank_lost_error(self.world_rank, gone)
 
-    def explain(self, cause: Exception) -> RankLost | DeadlineExceeded:
-        """Turn a transport's own failure into the error that names the rank that caused it."""
-        deadline = time.monotonic() + 1.0
-        # A dying peer's connections close a moment before its process is seen to have ended.
+    def explain_error(self, cause: Exception) -> RankLost | DeadlineExceeded:
+        """Turn a failure of Gloo, MPI or the operating system into the error that names the rank that caused it."""
+        deadline = time.monotonic() + EXPLAIN_SECONDS
         while not (gone := self.gone()) and time.monotonic() < deadline:
             time.sleep(0.02)
         text = str(cause).splitlines()[0]
         if not gone and "imed out" in text:
-            return self.overdue(f"a reply ({text})")
-        return self.loss(gone, text)
+            return self.timeout_error(f"a reply ({text})")
+        return self.loss_error(gone, text)
 
-    def overdue(self, what: str) -> DeadlineExceeded:
+    def timeout_error(self, awaited: str) -> DeadlineExceeded:
+        """The error for this rank to raise after it has waited for `awaited` too long. Marks this rank as fled."""
         self._mark("fled")
         return DeadlineExceeded(
-            f"rank {self.me}: waited {self.timeout.total_seconds():g} s for {what}, and no rank is known to be "
-            f"gone. If the work is just slow, give more: {self.more_time}."
+            f"rank {self.world_rank}: waited {self.timeout.total_seconds():g} s for {awaited}, and no rank is known to "
+            f"be gone. If the work is just slow, give more: {self.timeout_hint}."
         )
 
-    def await_keys(self, keys: list[str], what: str, lost: Callable[[], dict[int, str]] | None = None) -> None:
-        """Wait until all `keys` are in the store, watching that nobody is gone meanwhile, or whom `lost` names."""
+    def await_keys(self, keys: list[str], awaited: str, lost: Callable[[], dict[int, str]] | None = None) -> None:
+        """Wait until all `keys` are in the store.
+
+        Args:
+            awaited: what is waited for, for the timeout error.
+            lost: returns the ranks whose loss ends the wait, instead of `gone`.
+        """
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not wait_for_keys(self.store, keys, WATCH_SECONDS):
             if gone := (lost or self.gone)():
-                raise self.loss(gone)
+                raise self.loss_error(gone)
             if time.monotonic() > deadline:
-                raise self.overdue(what)
+                raise self.timeout_error(awaited)
 
     def _mark(self, state: str) -> None:
-        with suppress(DistError):  # The store goes with the launcher: then nobody is left to tell.
-            self.store.set(f"{state}/{self.me}", "1")
+        with suppress(DistError):  # The store ends with the launcher: then no rank is left to read it.
+            self.store.set(f"{state}/{self.world_rank}", "1")
 
     def _marked(self, state: str, rank: int) -> bool:
         try:
@@ -179,42 +226,44 @@ class Membership:
 
 
 class ChannelMembership:
-    """What ranks tell each other, through the store, about one conversation: who has closed it or given it up."""
+    """The ranks of one channel: which have closed it, and which have aborted it."""
 
     def __init__(self, membership: Membership, name: str) -> None:
+        """Watch the channel called `name`, which must be unique in the store."""
         self.membership = membership
-        self._name = f"{name}/over"
+        self._prefix = f"{name}/over"
 
     def close(self) -> None:
-        self._say("it has closed this conversation")
+        """Announce that this rank has closed the channel."""
+        self._announce("it has closed this channel")
 
     def abort(self) -> None:
-        """This rank has failed to get an answer: nobody should wait for it here."""
-        self._say("it has given up this conversation, having waited for another rank in vain")
+        """Announce that this rank has failed to get an answer, so that no rank waits for it here."""
+        self._announce("it has given up this channel, having waited for another rank in vain")
 
-    def closed_meanwhile(self) -> RankLost:
-        """The error for a wait of this rank that its own closing has ended."""
-        return RankLost(f"rank {self.membership.me}: this conversation was closed while it waited for a peer.")
+    def closed_error(self) -> RankLost:
+        """The error for a wait of this rank that ended because this rank closed the channel."""
+        return RankLost(f"rank {self.membership.world_rank}: this channel was closed while it waited for a peer.")
 
     def lost(self, rank: int) -> dict[int, str]:
-        """Nobody, if `rank` may still answer here; otherwise whom to blame for that, and why."""
+        """Empty if `rank` may still answer here; otherwise the world ranks to blame, and why."""
         peer = self.membership.peers[rank]
-        why = self.membership.how_gone(peer) or self.said_by(rank)
-        return {} if why is None else self.membership.gone() or {peer.rank: why}
+        reason = self.membership.reason_gone(peer) or self.reason_left(rank)
+        return {} if reason is None else self.membership.gone() or {peer.rank: reason}
 
     def lost_ranks(self) -> dict[int, str]:
-        """Everyone who will not answer here any more."""
+        """All world ranks that will not answer here any more, and why."""
         others = [rank for rank in range(self.membership.size) if rank != self.membership.rank]
-        return {who: why for rank in others for who, why in self.lost(rank).items()}
+        return {world_rank: reason for rank in others for world_rank, reason in self.lost(rank).items()}
 
-    def _say(self, what: str) -> None:
-        with suppress(DistError):  # The store goes with the launcher: then nobody is left to tell.
-            self.membership.store.set(f"{self._name}/{self.membership.rank}", what)
-
-    def said_by(self, rank: int) -> str | None:
-        """How a rank has ended its part in this conversation; None if it has not."""
-        key = f"{self._name}/{rank}"
+    def reason_left(self, rank: int) -> str | None:
+        """How a rank has ended its part in this channel; None if it has not."""
+        key = f"{self._prefix}/{rank}"
         try:
             return self.membership.store.get(key).decode() if self.membership.store.check([key]) else None
         except DistError:
             return None
+
+    def _announce(self, reason: str) -> None:
+        with suppress(DistError):  # The store ends with the launcher: then no rank is left to read it.
+            self.membership.store.set(f"{self._prefix}/{self.membership.rank}", reason)

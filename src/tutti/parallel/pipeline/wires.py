@@ -12,7 +12,8 @@ from tutti.errors import ConfigError
 from tutti.parallel.pipeline.order import Parcel
 from tutti.parallel.pipeline.plan import Shapes, StagePlan
 from tutti.transports import Transport, Work
-from tutti.transports.base import Operation, SharesAll, SharesMemory
+from tutti.transports.base import Operation
+from tutti.transports.capabilities import SharesAll, SharesMemory
 
 AT_ONCE_BYTES = 64 * 2**10
 """A message as small as this fits into the network's buffers: it needs nobody to move it along while ranks compute."""
@@ -167,7 +168,7 @@ class InMemory(Wires):
     def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
         for room, tensor in zip(self._rooms(parcel), self._as_planned(parcel, tensors), strict=True):
             room.copy_(tensor)
-        self._slots.filled(self._places[parcel], self._turn)
+        self._slots.publish(self._places[parcel], self._turn)
 
     def receive(self, parcel: Parcel) -> Arriving:
         def wait() -> tuple[Tensor, ...]:
@@ -178,7 +179,7 @@ class InMemory(Wires):
 
     def _rooms(self, parcel: Parcel) -> Iterator[Tensor]:
         """The tensors of a parcel, where they lie in this step."""
-        room = self._slots.room(self._places[parcel], self._turn)
+        room = self._slots.buffer(self._places[parcel], self._turn)
         start = 0
         for shape, name in self._plan.shapes(parcel):
             dtype = getattr(torch, name)

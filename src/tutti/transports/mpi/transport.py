@@ -17,10 +17,10 @@ from mpi4py import MPI
 from torch import Tensor
 
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, TuttiError
-from tutti.transports.background import Background
+from tutti.transports.background import OperationThread
 from tutti.transports.base import ANY, CompletedWork, Operation, Transport, Work
-from tutti.transports.event_loop import Loop, Mover
-from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership, loss_of
+from tutti.transports.event_loop import EventLoop, ProgressEngine
+from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership, rank_lost_error
 from tutti.transports.mpi.algorithms import Rules
 
 _SPIN_SECONDS = 0.0002
@@ -97,7 +97,7 @@ class _Message(_Polled):
         if isinstance(self.error, MPI.Exception):
             if self.error.Get_error_class() == MPI.ERR_TRUNCATE:
                 raise self._mismatch("more") from self.error
-            raise self._link.membership.explain(self.error) from self.error
+            raise self._link.membership.explain_error(self.error) from self.error
         if self.error is not None:
             raise self.error
         if self.target is not self.data:
@@ -107,8 +107,8 @@ class _Message(_Polled):
         membership = self._link.membership
         sender = membership.peers[self._status.Get_source()].rank
         return ReplicaMismatch(
-            f"rank {membership.me}: expected {self.data.numel()} × {self.data.dtype} from rank {sender}, which sent "
-            f"{how_much}. All ranks must call with tensors of one length and dtype."
+            f"rank {membership.world_rank}: expected {self.data.numel()} × {self.data.dtype} from rank {sender}, "
+            f"which sent {how_much}. All ranks must call with tensors of one length and dtype."
         )
 
 
@@ -146,7 +146,7 @@ class _MpiReduction(_Polled):
         self._reduced = threading.Event()
         self._task: Work = CompletedWork()
 
-    def start(self, reducer: Background, comm: Any) -> None:
+    def start(self, reducer: OperationThread, comm: Any) -> None:
         self._task = reducer.start(self._steps(comm))
 
     def done(self) -> bool:
@@ -165,7 +165,7 @@ class _MpiReduction(_Polled):
         try:
             self._task.wait()
         except MPI.Exception as error:
-            raise self._link.membership.explain(error) from error
+            raise self._link.membership.explain_error(error) from error
         if self._target is not self._data:
             self._target.copy_(self._data)
 
@@ -183,7 +183,7 @@ class _Blocking(Work):
         self._call()
 
 
-class _Poller(Mover):
+class _Poller(ProgressEngine):
     """Looks at messages again and again."""
 
     def __init__(self, link: "MpiTransport") -> None:
@@ -200,7 +200,7 @@ class _Poller(Mover):
             self._pause_s = 0.0
         if time.monotonic() > self._looked_at + WATCH_SECONDS:
             self._looked_at = time.monotonic()
-            self._lost = self._link._conversation.lost_ranks()
+            self._lost = self._link._channel_membership.lost_ranks()
 
     def wake(self) -> None:
         self._woken.set()
@@ -213,15 +213,15 @@ class _Poller(Mover):
 
     def failure(self, work: Work) -> Exception | None:
         if not work.done():
-            return loss_of(self._link.membership.me, self._lost)
+            return rank_lost_error(self._link.membership.world_rank, self._lost)
         try:
             work.wait()
         except TuttiError as error:
             return error
         return None
 
-    def overdue(self, what: str) -> DeadlineExceeded:
-        return self._link.membership.overdue(what)
+    def timeout_error(self, awaited: str) -> DeadlineExceeded:
+        return self._link.membership.timeout_error(awaited)
 
     def _gone(self, work: _Message) -> bool:
         return not work.any and self._link.membership.peers[work.peers[0]].rank in self._lost
@@ -239,22 +239,22 @@ class MpiTransport(Transport):
             name: distinguishes this conversation from others on the same membership.
         """
         self.rank, self.size, self.hosts = membership.rank, membership.size, membership.hosts
-        self.world_rank = membership.me
+        self.world_rank = membership.world_rank
         self.timeout, self.bytes_sent = membership.timeout, 0
         self.membership = membership
         self.rules = rules or Rules()
         self._held: list[_Polled] = []  # What MPI still uses of conversations that are closed.
         self._comm, self._name = comm, name
-        self._conversation = ChannelMembership(membership, name)
+        self._channel_membership = ChannelMembership(membership, name)
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._reductions: Any = None
         self._opened: Counter[str] = Counter()
         self._channels: list[MpiTransport] = []
         self._pending: set[_Message] = set()
         self._reducing: list[_MpiReduction] = []
-        self._steps = Background(f"rank {membership.me}")
-        self._reducer = Background(f"rank {membership.me}, reductions")
-        self._loop = Loop(f"rank {membership.me}", _Poller(self), membership.timeout.total_seconds())
+        self._steps = OperationThread(f"rank {membership.world_rank}")
+        self._reducer = OperationThread(f"rank {membership.world_rank}, reductions")
+        self._loop = EventLoop(f"rank {membership.world_rank}", _Poller(self), membership.timeout.total_seconds())
         self._closed = False
         self._beside = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if not self._beside and self.rank == 0:
@@ -346,7 +346,7 @@ class MpiTransport(Transport):
         self._closed = True
         for channel in self._channels:
             channel.close()
-        self._conversation.close()
+        self._channel_membership.close()
         self._steps.close()
         self._loop.close()
         self._held += [message for message in list(self._pending) if not message.abandon()]
@@ -363,7 +363,7 @@ class MpiTransport(Transport):
         try:
             message = kind(self, start, data, peer, tag)
         except MPI.Exception as error:
-            raise self.membership.explain(error) from error
+            raise self.membership.explain_error(error) from error
         self._pending.add(message)
         return message
 
@@ -378,7 +378,7 @@ class MpiTransport(Transport):
 
     def _arrive(self, name: str, membership: Membership) -> None:
         """Meet in the store first, which has a deadline: making a communicator has none."""
-        membership.store.set(f"{name}/came/{membership.me}", "1")
+        membership.store.set(f"{name}/came/{membership.world_rank}", "1")
         membership.await_keys([f"{name}/came/{peer.rank}" for peer in membership.peers], f"all ranks of '{name}'")
 
     def _watch(self, work: _Polled, peers: Sequence[int]) -> None:
@@ -394,20 +394,20 @@ class MpiTransport(Transport):
                 looked, gone = now, self._gone(peers, work)
                 lost_since = min(lost_since, now) if gone else float("inf")
                 if gone and (late or now - lost_since > _GRACE_SECONDS):
-                    raise self.membership.loss(self.membership.gone() or gone)
+                    raise self.membership.loss_error(self.membership.gone() or gone)
                 if late:
-                    raise self.membership.overdue("a reply over MPI")
+                    raise self.membership.timeout_error("a reply over MPI")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             work.pause(0 if now - started < _SPIN_SECONDS else pause)
 
     def _gone(self, peers: Sequence[int], work: _Polled) -> dict[int, str]:
         """Those of `peers` that will not answer here, if `work` cannot do without them."""
-        lost = [self._conversation.lost(peer) for peer in peers]
+        lost = [self._channel_membership.lost(peer) for peer in peers]
         found = {who: why for each in lost for who, why in each.items()}
         return found if all(lost) or not work.any else {}
 
     def _closed_early(self) -> RankLost:
-        return RankLost(f"rank {self.membership.me}: this transport was closed with work still to do.")
+        return RankLost(f"rank {self.membership.world_rank}: this transport was closed with work still to do.")
 
     def _check_open(self) -> None:
         if self._closed:

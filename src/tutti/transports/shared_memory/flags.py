@@ -1,11 +1,26 @@
-"""Counters in memory that processes share: written by one rank, awaited by the others.
+"""Counters in memory that processes share: written by one rank, awaited by others.
 
-A wait spins for a moment, because a peer on another core answers in under a microsecond; then it
-lets others run, because where ranks outnumber cores the peer needs this very core to answer; then
-it sleeps in the kernel.
-The sleep is an event count: a waiter announces itself, reads the event number, looks once more and
-sleeps only while that number stands; a writer advances the number after every write. Each order of
-these four steps either shows the waiter the new value or wakes it.
+How it works
+------------
+Counters are 64-bit integers that only grow, except where they are used as locks. A write is a release store and a read
+an acquire load. So a rank that sees a counter also sees everything the writer wrote before it.
+
+A wait has three phases:
+
+1. It spins, because a peer on another core answers in under a microsecond. Only where every rank has a core.
+2. It yields the processor, because with more ranks than cores the peer needs this very core to answer.
+3. It sleeps in the kernel (futex), until a writer wakes it or the time is over.
+
+The sleep is an event count. Slot 0 is the event number, slot 8 the number of sleepers, a cache line each. A waiter
+(a) adds itself to the sleepers, (b) reads the event number, (c) looks at the counters once more, and (d) sleeps only
+while the event number is the one it read. A writer (1) stores the counter, (2) advances the event number, and (3)
+reads the number of sleepers and wakes them if there are any. The read-modify-write operations are sequentially
+consistent. If the waiter's (c) misses the new value, the writer's (2) comes after (b): then either (d) sees another
+event number and does not sleep, or the writer's (3) sees the sleeper and wakes it. No wake-up is lost.
+
+A writer that dies wakes nobody. So every wait has a time limit, after which the caller checks whether the peers live.
+
+Where the futex call is unknown (neither x86-64 nor ARM64), sleeping is a short nap: correct, but with more delay.
 """
 
 import ctypes
@@ -21,6 +36,7 @@ from numba.core.base import BaseContext
 from numba.extending import intrinsic
 
 COUNTERS = types.Array(types.int64, 1, "C")
+"""The numba type of a page of counters, and of a list of slots in it."""
 
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -33,12 +49,18 @@ class _Timespec(ctypes.Structure):
 
 
 def _element(context: BaseContext, builder: ir.IRBuilder, array_type: types.Array, args: tuple) -> ir.Value:
+    """The address of element `args[1]` of the array `args[0]`, in LLVM."""
     array = context.make_array(array_type)(context, builder, args[0])
     return builder.gep(array.data, [args[1]])
 
 
+# Numba has no atomic operations on CPU arrays: these four are written in LLVM.
+
+
 @intrinsic
 def _load(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Read an element, and see everything that was written before it was stored (acquire)."""
+
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.load_atomic(_element(context, builder, signature.args[0], args), "acquire", 8)
 
@@ -47,6 +69,8 @@ def _load(typing_context, array, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _store(typing_context, array, index, value):  # type: ignore[no-untyped-def]
+    """Write an element after everything that was written before (release)."""
+
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         builder.store_atomic(args[2], _element(context, builder, signature.args[0], args), "release", 8)
         return context.get_dummy_value()
@@ -56,6 +80,8 @@ def _store(typing_context, array, index, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _add(typing_context, array, index, value):  # type: ignore[no-untyped-def]
+    """Add to an element; return what it held before (sequentially consistent)."""
+
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.atomic_rmw("add", _element(context, builder, signature.args[0], args), args[2], "seq_cst")
 
@@ -63,39 +89,40 @@ def _add(typing_context, array, index, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _swap(typing_context, array, index, old, new):  # type: ignore[no-untyped-def]
-    """Put `new` where `old` is: whether it was."""
+def _compare_and_swap(typing_context, array, index, old, new):  # type: ignore[no-untyped-def]
+    """Put `new` into an element that holds `old`; return whether it did (sequentially consistent)."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        place = _element(context, builder, signature.args[0], args)
-        found = builder.cmpxchg(place, args[2], args[3], "seq_cst", "seq_cst")
-        return builder.extract_value(found, 1)
+        address = _element(context, builder, signature.args[0], args)
+        result = builder.cmpxchg(address, args[2], args[3], "seq_cst", "seq_cst")
+        return builder.extract_value(result, 1)
 
     return types.boolean(array, types.intp, array.dtype, array.dtype), generate
 
 
 _NUM_YIELDS = 100
-"""How often to let others run before sleeping: with more ranks than cores, this is cheaper than being woken."""
+"""Yields of the processor before sleeping: with more ranks than cores, this is cheaper than being woken."""
 
-# Slots 0 and 8 of the counters are the event number and the number of sleepers, a cache line each.
+# The slots of the event count, on a cache line each.
 _EVENT, _SLEEPERS = 0, 8
 
 
 @njit(types.boolean(COUNTERS, types.int64, types.int64), nogil=True, cache=True)
 def _publish(counters, slot, value):  # type: ignore[no-untyped-def]
+    """Store a value and advance the event number; return whether there are sleepers to wake."""
     _store(counters, slot, value)
     _add(counters, _EVENT, 1)
-    return _add(counters, _SLEEPERS, 0) > 0
+    return _add(counters, _SLEEPERS, 0) > 0  # An addition, not a load: it may not be reordered before the others.
 
 
 @njit(types.boolean(COUNTERS, types.int64, types.int64, types.int64), nogil=True, cache=True)
-def _exchanged(counters, slot, old, new):  # type: ignore[no-untyped-def]
-    return _swap(counters, slot, old, new)
+def _try_swap(counters, slot, old, new):  # type: ignore[no-untyped-def]
+    return _compare_and_swap(counters, slot, old, new)
 
 
 @njit(types.boolean(COUNTERS, COUNTERS, types.int64, types.int64), nogil=True, cache=True)
 def _reached(counters, slots, value, num_spins):  # type: ignore[no-untyped-def]
-    """Whether every slot has come to `value`, looking at each at most `num_spins` times."""
+    """Whether every slot holds at least `value`, looking at each at most `num_spins` times."""
     for slot in slots:
         spins = num_spins
         while _load(counters, slot) < value:
@@ -107,6 +134,7 @@ def _reached(counters, slots, value, num_spins):  # type: ignore[no-untyped-def]
 
 @njit(types.int64(COUNTERS, types.int64, COUNTERS, COUNTERS, COUNTERS), nogil=True, cache=True)
 def _next_version(counters, version_slot, clocks, firsts, counted):  # type: ignore[no-untyped-def]
+    """See `Flags.next_version`."""
     version = _load(counters, version_slot)
     lowest = np.int64(-1)
     for rank in range(len(clocks)):
@@ -122,7 +150,8 @@ def _next_version(counters, version_slot, clocks, firsts, counted):  # type: ign
 
 
 @njit(types.void(COUNTERS, types.int64, types.int64, types.int64, types.int64, types.float64), nogil=True, cache=True)
-def _announce(counters, entry, first, second, third, weight):  # type: ignore[no-untyped-def]
+def _write_entry(counters, entry, first, second, third, weight):  # type: ignore[no-untyped-def]
+    """Write an entry with plain stores: the counter that is published after it releases them."""
     counters[entry] = first
     counters[entry + 1] = second
     counters[entry + 2] = third
@@ -130,7 +159,8 @@ def _announce(counters, entry, first, second, third, weight):  # type: ignore[no
 
 
 @njit(types.float64(COUNTERS, COUNTERS, types.Array(types.float64, 1, "C")), nogil=True, cache=True)
-def _weigh(counters, entries, weights):  # type: ignore[no-untyped-def]
+def _read_weights(counters, entries, weights):  # type: ignore[no-untyped-def]
+    """See `Flags.read_weights`."""
     total, equal = 0.0, True
     for rank in range(len(entries)):
         entry = entries[rank]
@@ -148,31 +178,36 @@ def _weigh(counters, entries, weights):  # type: ignore[no-untyped-def]
 
 @njit(types.int64(COUNTERS, types.int64, types.int64), nogil=True, cache=True)
 def _advance(counters, slot, value):  # type: ignore[no-untyped-def]
+    """Add to a slot; return what it holds then."""
     return _add(counters, slot, value) + value
 
 
 class Flags:
-    """The counters of one conversation, in memory that all its ranks have mapped."""
+    """Counters in memory that all ranks have mapped. Slots 0 to 15 are reserved."""
 
     def __init__(self, counters: np.ndarray, num_spins: int) -> None:
+        """Use `counters`, zeros at first; a wait looks at each slot `num_spins` times before it yields."""
         self.counters = counters
         self.num_spins = num_spins
 
     def publish(self, slot: int, value: int) -> None:
-        """Let everyone see `value`, and everything written before it."""
+        """Store `value`, release everything written before it, and wake the sleepers."""
         if _publish(self.counters, slot, value):
             self._futex(_FUTEX_WAKE, 2**31 - 1, None)
 
-    def announce(self, entry: int, what: tuple[int, int, int], weight: float) -> None:
-        """Write down what this rank publishes next: three numbers that must be equal on all ranks, and a weight."""
-        _announce(self.counters, entry, *what, weight)
+    def write_entry(self, entry: int, numbers: tuple[int, int, int], weight: float) -> None:
+        """Describe what this rank publishes next: three numbers that must be equal on all ranks, and a weight.
 
-    def weigh(self, entries: np.ndarray, weights: np.ndarray) -> float:
-        """Read every rank's entry: fill `weights`, return their sum, or NaN if entries differ or a weight is NaN.
-
-        Equal weights come out as ones, so that the mean they make is the plain one.
+        `entry` is the first of four slots. Peers may read them once they have seen a counter published after them.
         """
-        return _weigh(self.counters, entries, weights)
+        _write_entry(self.counters, entry, *numbers, weight)
+
+    def read_weights(self, entries: np.ndarray, weights: np.ndarray) -> float:
+        """Read every rank's entry: fill `weights` and return their sum; NaN if entries differ or a weight is NaN.
+
+        Equal weights are returned as ones, so that the mean is the sum divided by the number of ranks, bit for bit.
+        """
+        return _read_weights(self.counters, entries, weights)
 
     def reached(self, slots: np.ndarray, value: int) -> bool:
         """Whether all `slots` hold at least `value`."""
@@ -182,20 +217,21 @@ class Flags:
         """Return True once all `slots` hold at least `value`, False after about `seconds`."""
         if _reached(self.counters, slots, value, self.num_spins):
             return True
-        return self._until(lambda: _reached(self.counters, slots, value, 1), seconds)
+        return self._sleep_until(lambda: _reached(self.counters, slots, value, 1), seconds)
 
-    def _until(self, true: Callable[[], bool], seconds: float) -> bool:
-        """Let others run, then sleep, until `true` is; False after about `seconds`."""
+    def _sleep_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Yield the processor, then sleep, until `condition()` is true; False after about `seconds`."""
         for _ in range(_NUM_YIELDS):
             os.sched_yield()
-            if true():
+            if condition():
                 return True
         deadline = time.monotonic() + seconds
         _advance(self.counters, _SLEEPERS, 1)
         try:
             while True:
+                # The order matters: a write after this line changes the number, and the futex call returns at once.
                 event = _advance(self.counters, _EVENT, 0)
-                if true():
+                if condition():
                     return True
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -205,33 +241,39 @@ class Flags:
             _advance(self.counters, _SLEEPERS, -1)
 
     def value(self, slot: int) -> int:
-        """What a slot holds, and everything that was written before it."""
+        """Read a slot, and see everything that was written before it."""
         return _advance(self.counters, slot, 0)
 
     def advance(self, slot: int) -> int:
-        """Add one to what a slot holds; what it held before. Wakes nobody."""
+        """Add one to a slot; return what it held before. Wakes no sleepers."""
         return _advance(self.counters, slot, 1) - 1
 
     def swap(self, slot: int, old: int, new: int) -> bool:
-        """Put `new` into a slot that holds `old`; whether it did. Wakes nobody."""
-        return _exchanged(self.counters, slot, old, new)
+        """Put `new` into a slot that holds `old`; return whether it did. Wakes no sleepers."""
+        return _try_swap(self.counters, slot, old, new)
 
     def next_version(self, version: int, clocks: np.ndarray, firsts: np.ndarray, counted: np.ndarray) -> int:
-        """The lowest number, from that in slot `version` on, that some rank has passed; -1 while any counts on more.
+        """The next version that a server can apply; -1 if it has to wait for a rank, or no rank has sent any.
 
-        A rank has passed the numbers from its first on and below its clock. One whose `counted` is 1 and whose clock
-        has not passed the version is waited for.
+        Args:
+            version: the slot of the next version to apply.
+            clocks: the slot of each rank's clock. A rank has sent the versions from its first up to below its clock.
+            firsts: the slot of the first version that each rank takes part in.
+            counted: the slot that is 1 for each rank that every version has to wait for.
+
+        The result is the lowest version, not below the one in the slot, that some rank has sent.
         """
         return int(_next_version(self.counters, version, clocks, firsts, counted))
 
     def lock(self, slot: int, owner: int, seconds: float) -> bool:
-        """Put `owner` into a slot that holds 0, when it does; False after about `seconds`."""
-        if _exchanged(self.counters, slot, 0, owner):
+        """Wait until a slot holds 0 and put `owner` into it; False after about `seconds`."""
+        if _try_swap(self.counters, slot, 0, owner):
             return True
-        return self._until(lambda: _exchanged(self.counters, slot, 0, owner), seconds)
+        return self._sleep_until(lambda: _try_swap(self.counters, slot, 0, owner), seconds)
 
     def _futex(self, call: int, value: int, seconds: float | None) -> None:
-        if _FUTEX_CALL is None:  # Another processor: correct all the same, only with coarser naps.
+        """Sleep while the low half of the event number is `value`, or wake up to `value` sleepers."""
+        if _FUTEX_CALL is None:  # Another processor: naps instead.
             if call == _FUTEX_WAIT:
                 time.sleep(0.0002)
             return
@@ -242,5 +284,5 @@ class Flags:
 
 
 def spins_for(num_ranks: int) -> int:
-    """How often to look before sleeping: some 200 µs where every rank has a core, not at all elsewhere."""
+    """How often a wait looks before it yields: for about 200 µs if every rank has a core, otherwise once."""
     return 400_000 if num_ranks <= len(os.sched_getaffinity(0)) else 1

@@ -1,7 +1,13 @@
-"""Add up the same stretch of every rank's memory and put the result back into all of them.
+"""Reduction kernels: sum the same slice of every rank's memory and write the result back to all of them.
 
-One rank owns each stretch, so all ranks get the same bits; the sum is made once, in rank order, a
-cache-sized block at a time: each byte crosses the memory bus once in and once out.
+How it works
+------------
+One rank sums each slice, in rank order, so all ranks get the same bits. The kernel goes through the slice in blocks
+that fit into the first-level cache. Each byte of a source crosses the memory bus once in, and each byte of a target
+once out.
+
+float32 and float64 have compiled kernels, which release Python's global lock. Other dtypes are summed by torch.
+Kernels do not synchronise: the caller ensures that all sources are complete and that no other rank writes the slice.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +22,13 @@ BLOCK = 2048
 """Elements summed at a time: small enough to stay in the first-level cache."""
 
 Kernel = Callable[[np.ndarray, np.ndarray, int, int, np.ndarray, float], None]
-"""Takes addresses to read and to write, from where to where, a weight for each that is read, and what to divide by."""
+"""Called with source addresses, target addresses, first and last element, a weight per source, and a divisor."""
 
 
 @intrinsic
 def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
+    """An address as a pointer."""
+
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
@@ -28,6 +36,7 @@ def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
 
 
 def _compile(element: types.Float) -> Kernel:
+    """Compile the kernel for one element type."""
     addresses_type = types.Array(types.int64, 1, "C")
     weights_type = types.Array(types.float64, 1, "C")
 
@@ -40,7 +49,7 @@ def _compile(element: types.Float) -> Kernel:
     )
     def kernel(sources, targets, start, stop, weights, divisor):  # type: ignore[no-untyped-def]
         total = np.empty(BLOCK, element)
-        narrow = np.empty(2, element)
+        narrow = np.empty(2, element)  # Weight and divisor, rounded to the element type as torch rounds scalars.
         narrow[1] = divisor
         for begin in range(start, stop, BLOCK):
             end = min(begin + BLOCK, stop)
@@ -48,7 +57,7 @@ def _compile(element: types.Float) -> Kernel:
             first = True
             for rank in range(len(sources)):
                 if weights[rank] == 0:
-                    continue
+                    continue  # Not even read: it may hold NaN.
                 narrow[0] = weights[rank]
                 weight = narrow[0]
                 source = carray(_pointer(sources[rank]), (stop,), element)[begin:end]
@@ -59,9 +68,9 @@ def _compile(element: types.Float) -> Kernel:
                 else:
                     for i in range(size):
                         total[i] += source[i] * weight
-            by = narrow[1]
+            rounded_divisor = narrow[1]
             for i in range(size):
-                total[i] /= by
+                total[i] /= rounded_divisor
             for rank in range(len(targets)):
                 target = carray(_pointer(targets[rank]), (stop,), element)[begin:end]
                 for i in range(size):
@@ -74,7 +83,10 @@ KERNELS: dict[torch.dtype, Kernel] = {torch.float32: _compile(float32), torch.fl
 
 
 def combine(tensors: Sequence[Tensor], weights: Sequence[float], divisor: float) -> None:
-    """The same for every other dtype, in torch operations: half types are summed in float32."""
+    """Replace every tensor by their weighted sum divided by `divisor`, for dtypes without a kernel.
+
+    float16 and bfloat16 are summed in float32.
+    """
     wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else tensors[0].dtype
     for begin in range(0, tensors[0].numel(), BLOCK):
         pieces = [tensor[begin : begin + BLOCK] for tensor in tensors]
@@ -85,7 +97,7 @@ def combine(tensors: Sequence[Tensor], weights: Sequence[float], divisor: float)
             if number:
                 total += scaled
             else:
-                total.copy_(scaled)  # Not added to zero: -0.0 stays what it is.
+                total.copy_(scaled)  # Not added to zero, which would turn -0.0 into 0.0.
         if divisor != 1:
             total /= divisor
         for piece in pieces:

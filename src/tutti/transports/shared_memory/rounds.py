@@ -1,8 +1,23 @@
-"""Rounds of exchange between the ranks of one host: everyone shows something, and everyone reads what it needs.
+"""Rounds of exchange in shared memory: every rank publishes a buffer, and every rank reads what it needs.
 
-Each rank has a box in shared memory, in two halves. In every round it fills one half, says so, and waits until all
-have; then it reads. It comes back to the same half two rounds later, when all have read it: so a round needs one
-meeting of all ranks, or two if what they made of it is to be read as well.
+How it works
+------------
+Each rank has a buffer in two halves; even rounds use one, odd rounds the other. A rank goes through a round like this:
+
+1. Yield `await_writable`: it ends when all ranks have finished the round before the last, which used the same half.
+2. Fill its half, and yield `publish_input`: it ends when all ranks have published theirs.
+3. Read the others' halves. In some collectives each rank computes a part of the result, puts it into its own half,
+   where no other rank reads before, and yields `publish_result`: it ends when all ranks have.
+4. Call `finish`.
+
+So a round costs one synchronisation of all ranks, or two with step 3: the two halves save the one between reading and
+the next writing.
+
+Each rank writes only its own row of counters: `input`, `result` and `finished` hold the number of rounds for which it
+has done so, each on its own cache line. An entry next to them (one per half) says which collective it came for, of
+what length and dtype. When all have published, every rank compares all entries, and all raise the same
+`ReplicaMismatch` if they differ. Waits end as `SharedMemoryTransport.await_counters` says: when a rank that is late
+is lost, or after the timeout.
 """
 
 import numpy as np
@@ -14,15 +29,16 @@ from tutti.transports.base import Work
 from tutti.transports.shared_memory.transport import SharedMemoryTransport
 from tutti.transports.sockets.frames import DTYPES
 
+# The counters page: a reserved head, then a row per rank.
 _HEAD, _ROW = 16, 32
-_SHOWN, _MADE, _READ, _ASKED, _ENTRY = 0, 8, 16, 24, 4
+_INPUT, _RESULT, _FINISHED, _ENTRIES, _ENTRY = 0, 8, 16, 24, 4
 
-Boxes = list[Tensor]
-"""The bytes of every rank's box, by rank."""
+Buffers = list[Tensor]
+"""The bytes of every rank's buffer, by rank."""
 
 
-class _Reached(Work):
-    """Done when counters of all ranks have come to a value."""
+class _CountersReached(Work):
+    """Done when a counter of every rank holds a value."""
 
     def __init__(self, rounds: "SharedMemoryRounds", slots: np.ndarray, value: int) -> None:
         self._rounds, self._slots, self._value = rounds, slots, value
@@ -34,69 +50,69 @@ class _Reached(Work):
         self._rounds.wait(self._slots, self._value)
 
 
-class _Compared(_Reached):
-    """And then all have come for the same."""
+class _InputsPublished(_CountersReached):
+    """Done when all ranks have published their input; fails if they came for different collectives."""
 
     def wait(self) -> None:
         super().wait()
-        self._rounds.compare()
+        self._rounds.compare_entries()
 
 
 class SharedMemoryRounds:
-    """The boxes of one conversation. Making it is collective, and so is every round, in the same order on all ranks."""
+    """The buffers of one channel. Every round is collective: all ranks take the same ones in the same order."""
 
-    def __init__(self, transport: SharedMemoryTransport, room: int, names: tuple[str, ...]) -> None:
-        """Give every rank a box of twice `room` bytes, for rounds of these `names`."""
+    def __init__(self, transport: SharedMemoryTransport, buffer_bytes: int, names: tuple[str, ...]) -> None:
+        """Allocate two halves of `buffer_bytes` per rank, for collectives of these `names`. Collective."""
         self._transport, self._names = transport, names
-        self.rank, self.size, self.room = transport.rank, transport.size, room
-        boxes = transport.per_rank_tensors(2 * room, torch.uint8)
-        self._halves = [[box[half * room :][:room] for box in boxes] for half in range(2)]
-        self._typed: dict[tuple[int, torch.dtype], Boxes] = {}
-        self.addresses = [np.array([box.data_ptr() for box in half]) for half in self._halves]
-        """Of the boxes, in the halves that even and odd rounds use."""
+        self.rank, self.size, self.buffer_bytes = transport.rank, transport.size, buffer_bytes
+        memories = transport.per_rank_tensors(2 * buffer_bytes, torch.uint8)
+        self._halves = [[memory[half * buffer_bytes :][:buffer_bytes] for memory in memories] for half in range(2)]
+        self._typed: dict[tuple[int, torch.dtype], Buffers] = {}
+        self.addresses = [np.array([buffer.data_ptr() for buffer in half]) for half in self._halves]
+        """The addresses of all ranks' buffers, for even and for odd rounds."""
         self.flags = transport.flags(_HEAD + _ROW * self.size)
         rows = _HEAD + _ROW * np.arange(self.size, dtype=np.int64)
         self._row = int(rows[self.rank])
-        self._shown, self._made, self._read = rows + _SHOWN, rows + _MADE, rows + _READ
-        self._entries = [rows + _ASKED + _ENTRY * half for half in range(2)]
+        self._input, self._result, self._finished = rows + _INPUT, rows + _RESULT, rows + _FINISHED
+        self._entries = [rows + _ENTRIES + _ENTRY * half for half in range(2)]
         self._weights = np.ones(self.size)
         self.number = 0
-        """Of the round under way, or of the next."""
+        """The number of the round in progress, or of the next."""
 
-    def boxes(self, dtype: torch.dtype) -> Boxes:
-        """The boxes of this round as flat tensors."""
+    def buffers(self, dtype: torch.dtype) -> Buffers:
+        """The buffers of this round as flat tensors, by rank."""
         key = self.number % 2, dtype
         if key not in self._typed:
-            usable = self.room // dtype.itemsize * dtype.itemsize
-            self._typed[key] = [box[:usable].view(dtype) for box in self._halves[key[0]]]
+            usable = self.buffer_bytes // dtype.itemsize * dtype.itemsize
+            self._typed[key] = [buffer[:usable].view(dtype) for buffer in self._halves[key[0]]]
         return self._typed[key]
 
-    def begin(self) -> Work:
-        """Done when this rank may fill its box: all have read what was there."""
-        return _Reached(self, self._read, self.number - 1)
+    def await_writable(self) -> Work:
+        """Work that is done when this rank may fill its buffer: all ranks have read what was there."""
+        return _CountersReached(self, self._finished, self.number - 1)
 
-    def shown(self, name: str, numel: int, dtype: torch.dtype) -> Work:
-        """This rank's box is filled, for a round of that name. Done when everyone's is, and for the same; then read."""
+    def publish_input(self, name: str, numel: int, dtype: torch.dtype) -> Work:
+        """Publish this rank's buffer for collective `name`. The work is done when all ranks have published theirs."""
         half = self.number % 2
         entry = int(self._entries[half][self.rank])
-        self.flags.announce(entry, (self._names.index(name), numel, DTYPES.index(dtype)), 1.0)
-        self.flags.publish(self._row + _SHOWN, self.number + 1)
-        return _Compared(self, self._shown, self.number + 1)
+        self.flags.write_entry(entry, (self._names.index(name), numel, DTYPES.index(dtype)), 1.0)
+        self.flags.publish(self._row + _INPUT, self.number + 1)
+        return _InputsPublished(self, self._input, self.number + 1)
 
-    def made(self) -> Work:
-        """This rank has put what it made in its box, where nobody else reads before. Done when all have."""
-        self.flags.publish(self._row + _MADE, self.number + 1)
-        return _Reached(self, self._made, self.number + 1)
+    def publish_result(self) -> Work:
+        """Publish the part of the result in this rank's buffer. The work is done when all ranks have."""
+        self.flags.publish(self._row + _RESULT, self.number + 1)
+        return _CountersReached(self, self._result, self.number + 1)
 
-    def end(self) -> None:
-        """This rank has read what it needs."""
-        self.flags.publish(self._row + _READ, self.number + 1)
+    def finish(self) -> None:
+        """Note that this rank has read what it needs."""
+        self.flags.publish(self._row + _FINISHED, self.number + 1)
         self.number += 1
 
-    def compare(self) -> None:
-        """Raise, on every rank, if they came to this round for different things."""
+    def compare_entries(self) -> None:
+        """Raise `ReplicaMismatch`, on every rank, if they came to this round for different collectives."""
         half = self.number % 2
-        if np.isnan(self.flags.weigh(self._entries[half], self._weights)):
+        if np.isnan(self.flags.read_weights(self._entries[half], self._weights)):
             raise self._mismatch(half)
 
     def wait(self, slots: np.ndarray, value: int) -> None:
@@ -111,6 +127,6 @@ class SharedMemoryRounds:
             kind, numel, code = self.flags.counters[entry : entry + 3].tolist()
             asked.append(f"rank {peer.rank}: {self._names[kind]} of {numel} × {DTYPES[code]}")
         return ReplicaMismatch(
-            f"rank {self._transport.membership.me}: ranks call different operations, or with different tensors: "
-            f"{'; '.join(asked)}. All ranks of a group call the same ones in the same order."
+            f"rank {self._transport.membership.world_rank}: ranks call different operations, or with different "
+            f"tensors: {'; '.join(asked)}. All ranks of a group call the same ones in the same order."
         )

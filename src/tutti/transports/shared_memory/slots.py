@@ -1,7 +1,13 @@
-"""Places in memory of one host, each of which one rank fills and another empties, turn after turn.
+"""Message slots in shared memory: one rank writes each slot and another reads it, round after round.
 
-Every place is there twice, for even and odd turns. So a rank may fill a place for its next turn while the other still
-reads what it got in this one; nobody may be two turns ahead of anybody: whoever takes turns sees to that.
+How it works
+------------
+A slot lies in the memory of the rank that reads it. Its counter, in a page that all ranks map, holds the number of
+rounds for which it was written. The writer fills the slot and publishes `round + 1`; the reader waits for that value.
+
+Every slot exists twice, for even and odd rounds. So a writer may fill a slot for its next round while the reader still
+uses what it got in this one. There is no counter for "read": no rank may be two rounds ahead of another, and the caller
+ensures that (a pipeline does, as every step ends with a synchronisation).
 """
 
 from collections.abc import Sequence
@@ -12,37 +18,38 @@ from torch import Tensor
 
 from tutti.transports.shared_memory.transport import SharedMemoryTransport
 
-_HEAD, _LINE = 16, 8
+_HEAD, _LINE = 16, 8  # Slots of the counters page: its reserved head, and one cache line per counter.
 _ALIGNED_BYTES = 64
 
 
 class MessageSlots:
-    """Making them is collective: `places` are the same on every rank, each the rank that empties it and its bytes."""
+    """All message slots of one channel."""
 
-    def __init__(self, transport: SharedMemoryTransport, places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, transport: SharedMemoryTransport, slots: Sequence[tuple[int, int]]) -> None:
+        """Allocate `slots`, each given by the rank that reads it and its bytes; the same on every rank. Collective."""
         self._transport = transport
         needed = [0] * transport.size
         starts = []
-        for rank, num_bytes in places:
+        for rank, num_bytes in slots:
             starts.append(needed[rank])
             needed[rank] += -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         half = max(needed)
-        boxes = transport.per_rank_tensors(2 * half, torch.uint8)
-        self._rooms = [
-            [boxes[rank][turn * half + start :][:num_bytes] for turn in range(2)]
-            for start, (rank, num_bytes) in zip(starts, places, strict=True)
+        memories = transport.per_rank_tensors(2 * half, torch.uint8)
+        self._buffers = [
+            [memories[rank][parity * half + start :][:num_bytes] for parity in range(2)]
+            for start, (rank, num_bytes) in zip(starts, slots, strict=True)
         ]
-        self._flags = transport.flags(_HEAD + _LINE * len(places))
-        self._counters = [np.array([_HEAD + _LINE * number]) for number in range(len(places))]
+        self._flags = transport.flags(_HEAD + _LINE * len(slots))
+        self._counters = [np.array([_HEAD + _LINE * number]) for number in range(len(slots))]
 
-    def room(self, place: int, turn: int) -> Tensor:
-        """The bytes of a place in this turn."""
-        return self._rooms[place][turn % 2]
+    def buffer(self, slot: int, number: int) -> Tensor:
+        """The bytes of a slot in round `number`."""
+        return self._buffers[slot][number % 2]
 
-    def filled(self, place: int, turn: int) -> None:
-        """Let who empties it see what was written there."""
-        self._flags.publish(int(self._counters[place][0]), turn + 1)
+    def publish(self, slot: int, number: int) -> None:
+        """Let the reader of a slot see what was written to it in round `number`."""
+        self._flags.publish(int(self._counters[slot][0]), number + 1)
 
-    def wait(self, place: int, turn: int, rank: int) -> None:
-        """Wait until `rank` has filled a place in this turn."""
-        self._transport.await_counters(self._flags, self._counters[place], turn + 1, [rank], "fill what it gives")
+    def wait(self, slot: int, number: int, rank: int) -> None:
+        """Wait until `rank` has published a slot in round `number`."""
+        self._transport.await_counters(self._flags, self._counters[slot], number + 1, [rank], "fill what it gives")

@@ -1,1 +1,6 @@
-"""TCP sockets: tagged messages between ranks of different hosts."""
+"""Tagged messages between ranks over TCP.
+
+Modules, from the wire upwards: `frames` (byte format), `messages` (sends and receives in progress), `matching` (which
+message goes to which receive), `connections` (non-blocking sockets), `connector` (reaching a peer), `messenger`
+(waiting, deadlines, lost peers), `transport` (the `Transport` made of it).
+"""

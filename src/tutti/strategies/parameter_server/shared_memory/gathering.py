@@ -121,7 +121,7 @@ class Gathering:
                 late = np.flatnonzero(self._counters[awaited[0]] < awaited[1])
                 lost = sorted(set(range(self._transport.size)) - set(self.living))
                 gone = f"; ranks {', '.join(map(str, lost))} have left" if lost else ""
-                raise self._transport.membership.overdue(f"other workers ({len(late)} are not as far{gone})")
+                raise self._transport.membership.timeout_error(f"other workers ({len(late)} are not as far{gone})")
 
     def acquire(self, lock: int) -> None:
         """Take a lock, if need be from one who is lost."""
@@ -130,7 +130,7 @@ class Gathering:
             self.look_around()
             if time.monotonic() > deadline:
                 owner = self.flags.value(lock) - 1
-                raise self._transport.membership.overdue(f"rank {owner} to take a step of the optimiser")
+                raise self._transport.membership.timeout_error(f"rank {owner} to take a step of the optimiser")
 
     def release(self, lock: int) -> None:
         self.flags.publish(lock, 0)

@@ -1,0 +1,186 @@
+"""All-reduces by torch's own process groups: NCCL between GPUs, Gloo where ranks share a GPU or have none.
+
+How it works
+------------
+The groups are built directly on the job's store, never through torch's default group. So a script may use
+`torch.distributed` for itself, and several generations and channels live side by side. A group is made by the first
+all-reduce that needs it, which all ranks start together.
+
+NCCL refuses two ranks on one GPU. So before the first all-reduce of a CUDA tensor all ranks exchange the identifiers of
+their GPUs through the store, and use NCCL only if every rank has one of its own. Gloo sums on the CPU.
+
+Gloo cannot be interrupted: neither while it connects, nor while it sums. Three things keep a lost rank from blocking
+the others until Gloo's timeout:
+
+- Ranks agree in the store before they connect (`_agree_to_connect`). Each announces itself and waits for all. A rank
+  that finds another one lost writes the verdict "stop", one that saw all writes "go"; the first verdict counts for
+  everybody. So either all ranks connect, or none does.
+- Connecting runs in a thread of its own (`_ConnectThread`), while the caller watches whether ranks are gone.
+- A work that failed is dropped at once: it holds the group's sockets, and the peers wait until those are closed. That
+  is also why `close` drops the group: its sockets close with the last reference, and peers that wait fail.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tutti.errors import DeadlineExceeded, RankLost
+from tutti.transports.base import Work
+from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership
+
+_GLOO_SUM_DTYPES = {torch.int16: torch.int32, torch.bool: torch.int32}
+"""Dtypes that Gloo cannot add, and the wider ones they are added in. Converting back wraps as torch would."""
+
+
+class TorchGroupWork(Work):
+    """A work of a torch process group, and what to do with its result."""
+
+    def __init__(self, work: dist.Work, membership: Membership, then: Callable[[], object] = lambda: None) -> None:
+        """Wrap `work`; call `then` after it has succeeded, in the thread that waits."""
+        self._work: dist.Work | None = work
+        self._membership = membership
+        self._then = then
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        try:
+            work.wait(self._membership.timeout)
+        except RuntimeError as error:
+            self._error = self._membership.explain_error(error)
+            raise self._error from error
+        finally:
+            del work  # It holds the group's sockets open. The traceback would hold it, and the peers would wait on.
+        self._then()
+
+
+class _ConnectThread(threading.Thread):
+    """Connects a Gloo group, which nothing interrupts; the caller may stop waiting, and it ends by its own timeout."""
+
+    def __init__(self, make: Callable[[], Any], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._make = make
+        self.over = threading.Event()
+        self.group: Any = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.group = self._make()
+        except Exception as error:  # Whatever it is, the waiting caller raises it.
+            self.error = error
+        self.over.set()
+
+
+class TorchProcessGroups:
+    """The NCCL and the Gloo group of one channel, made when they are needed."""
+
+    def __init__(self, channel_membership: ChannelMembership, address: str, name: str) -> None:
+        """Prepare groups that listen on `address`; `name` identifies the channel in the store."""
+        self._membership = channel_membership.membership
+        self._channel_membership = channel_membership
+        self._address, self._name = address, name
+        self._store = dist.PrefixStore(name, self._membership.store)
+        self.gloo: Any = None  # torch's stubs know neither its methods nor its options.
+        self.nccl: Any = None
+        self.own_gpu: bool | None = None
+        """Whether each rank has a GPU of its own; None before the first all-reduce of a CUDA tensor."""
+        self.closed = False
+        """Set when the transport is interrupted: ends the wait for other ranks to connect."""
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Replace `tensor` by its sum over ranks. The first call connects, on all ranks together."""
+        if tensor.is_cuda and self._has_own_gpu(tensor):
+            return self._reduce(self._connect_nccl(tensor), tensor)
+        data = tensor.detach().to(_GLOO_SUM_DTYPES.get(tensor.dtype, tensor.dtype)).contiguous()
+        flat = torch.view_as_real(data) if data.is_complex() else data
+        if data.data_ptr() == tensor.data_ptr():
+            return self._reduce(self._connect_gloo(), flat)
+        return self._reduce(self._connect_gloo(), flat, lambda: tensor.copy_(data))
+
+    def close(self) -> None:
+        """Shut the groups down."""
+        if self.nccl is not None:
+            self.nccl.shutdown()
+            self.nccl = None
+        # Dropping the last reference closes the sockets: peers that wait for this rank fail at once.
+        self.gloo = None
+
+    def _reduce(self, group: Any, tensor: Tensor, then: Callable[[], object] = lambda: None) -> Work:
+        try:
+            return TorchGroupWork(group.allreduce([tensor]), self._membership, then)
+        except RuntimeError as error:
+            raise self._membership.explain_error(error) from error
+
+    def _connect_gloo(self) -> Any:
+        if self.gloo is None:
+            self._agree_to_connect()
+            connecting = _ConnectThread(self._make_gloo, f"rank {self._membership.world_rank} connects")
+            while not connecting.over.wait(WATCH_SECONDS):
+                if gone := self._membership.gone():
+                    raise self._membership.loss_error(gone)
+            if connecting.error is not None:
+                raise self._membership.explain_error(connecting.error) from connecting.error
+            self.gloo = connecting.group
+        return self.gloo
+
+    def _make_gloo(self) -> Any:
+        make: Any = dist.ProcessGroupGloo
+        options = make._Options()
+        options._timeout = self._membership.timeout
+        options._threads = 2
+        options._devices = [make.create_device(hostname=self._address)]
+        return make(self._store, self._membership.rank, self._membership.size, options)
+
+    def _agree_to_connect(self) -> None:
+        """Wait until all ranks have come to connect; raise on every rank if one of them found another lost.
+
+        A rank that came, gave up alone and lives on would keep the others waiting until their deadline.
+        """
+        failure: Exception | None = None
+        self._store.set(f"gloo/{self._membership.rank}", "1")
+        keys = [f"{self._name}/gloo/{rank}" for rank in range(self._membership.size)]
+        try:
+            self._membership.await_keys(keys, "all ranks to take part in an all-reduce", self._lost_ranks)
+        except (RankLost, DeadlineExceeded) as error:
+            failure = error
+        # The first to write decides for all: a rank that found all present stops too if another one gave up before.
+        if self._store.compare_set("gloo/verdict", "", "stop" if failure else "go") == b"stop":
+            raise failure or self._membership.loss_error(self._lost_ranks(), "another rank would not wait any longer")
+
+    def _lost_ranks(self) -> dict[int, str]:
+        if self.closed:
+            raise self._channel_membership.closed_error()
+        return self._channel_membership.lost_ranks()
+
+    def _connect_nccl(self, tensor: Tensor) -> Any:
+        if self.nccl is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._membership.timeout
+            store = dist.PrefixStore("nccl", self._store)
+            torch.cuda.set_device(tensor.device)
+            self.nccl = dist.ProcessGroupNCCL(store, self._membership.rank, self._membership.size, options)
+        return self.nccl
+
+    def _has_own_gpu(self, tensor: Tensor) -> bool:
+        """Whether every rank's tensors are on a GPU that no other rank uses. Asked once, by all ranks together."""
+        if self.own_gpu is None:
+            mine = torch.cuda.get_device_properties(tensor.device).uuid if dist.is_nccl_available() else "none"
+            self._store.set(f"gpu/{self._membership.rank}", str(mine))
+            keys = [f"{self._name}/gpu/{rank}" for rank in range(self._membership.size)]
+            self._membership.await_keys(keys, "the GPUs of all ranks")
+            gpus = [self._membership.store.get(key) for key in keys]
+            self.own_gpu = b"none" not in gpus and len(set(gpus)) == self._membership.size
+        return self.own_gpu

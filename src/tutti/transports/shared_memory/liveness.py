@@ -1,0 +1,95 @@
+"""Waiting for counters in shared memory while watching that the ranks that write them are alive."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from tutti.transports.membership import ChannelMembership, Membership
+from tutti.transports.shared_memory.counters import RankCounters
+from tutti.transports.shared_memory.flags import Flags
+from tutti.transports.sockets.transport import SocketTransport
+
+CHECK_SECONDS = 0.2
+"""How often a waiting rank checks whether the ranks it waits for are still there."""
+
+_CLOSED = "it has closed this channel"
+
+
+class ChannelLiveness:
+    """Which ranks of one shared-memory channel may still answer; waits that end when they will not.
+
+    A rank is lost here if its process ended, if it left the world, if it announced in the store that it closed or
+    aborted the channel, or if it set its `closed` counter. A rank may do its part and leave at once. So a wait first
+    looks for lost ranks and then once more at the counters, and fails only if they still lack the value.
+    """
+
+    def __init__(self, inner: SocketTransport, counters: RankCounters) -> None:
+        """Watch the ranks of `inner`, whose channel this one shares."""
+        self._inner, self._counters = inner, counters
+        self._membership: Membership = inner.membership
+        self._channel_membership: ChannelMembership = inner.channel_membership
+        self._timeout_s = inner.timeout.total_seconds()
+        self.closed = False
+        """Whether this rank has closed the channel."""
+
+    def check_open(self) -> None:
+        """End the present wait with `RankLost` if the channel was closed here meanwhile."""
+        if self.closed or self._inner.closed:
+            raise self._channel_membership.closed_error()
+
+    def missing(self) -> dict[int, str]:
+        """Ranks that will answer here no more, and how that is known."""
+        ranks = range(self._membership.size)
+        missing = {rank: reason for rank in ranks if (reason := self._reason_gone(rank)) is not None}
+        return missing | dict.fromkeys(self._closed_world_ranks(), _CLOSED)
+
+    def await_reductions(self, slots: np.ndarray, value: int) -> None:
+        """Wait until all `slots`, one per rank, hold `value`. Reported progress restarts the deadline."""
+        counters, flags = self._counters, self._counters.flags
+        if flags.wait(slots, value, CHECK_SECONDS):
+            return
+        deadline, progress = time.monotonic() + self._timeout_s, counters.progress()
+        while not flags.wait(slots, value, CHECK_SECONDS):
+            self.check_open()
+            gone = self._membership.gone() or self._closed_world_ranks() or self._channel_membership.lost_ranks()
+            if gone and not flags.reached(slots, value):  # It may have gone after doing its part.
+                raise self._membership.loss_error(gone)
+            if progress != counters.progress():  # A rank waits for other hosts, and data comes from them.
+                deadline, progress = time.monotonic() + self._timeout_s, counters.progress()
+            elif time.monotonic() > deadline:
+                late = self._world_ranks(np.flatnonzero(flags.counters[slots] < value).tolist())
+                names = ", ".join(map(str, late))
+                raise self._membership.timeout_error(f"rank {names} to take part in all-reduce {value - 1}")
+
+    def await_counters(self, flags: Flags, slots: np.ndarray, value: int, ranks: Sequence[int], action: str) -> None:
+        """Wait until all `slots` hold `value`, which `ranks` write, one each.
+
+        Only the loss of a rank that is late ends the wait. `action` says what the ranks should do, for the error.
+        """
+        if flags.wait(slots, value, CHECK_SECONDS):
+            return
+        deadline = time.monotonic() + self._timeout_s
+        while not flags.wait(slots, value, CHECK_SECONDS):
+            self.check_open()
+            late = [ranks[index] for index in np.flatnonzero(flags.counters[slots] < value).tolist()]
+            reasons = {self._membership.peers[rank].rank: self._reason_gone(rank) for rank in late}
+            lost = {world_rank: reason for world_rank, reason in reasons.items() if reason is not None}
+            if lost and not flags.reached(slots, value):  # It may have gone after doing its part.
+                raise self._membership.loss_error(self._membership.gone() or lost)
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, self._world_ranks(late)))
+                raise self._membership.timeout_error(f"rank {names} to {action}")
+
+    def _reason_gone(self, rank: int) -> str | None:
+        """How it is known that a rank will answer here no more; None if it may."""
+        if rank == self._membership.rank:
+            return None
+        return self._membership.reason_gone(self._membership.peers[rank]) or self._channel_membership.reason_left(rank)
+
+    def _closed_world_ranks(self) -> dict[int, str]:
+        closed = self._world_ranks(self._counters.closed_ranks())
+        return {rank: _CLOSED for rank in closed if rank != self._membership.world_rank}
+
+    def _world_ranks(self, ranks: list[int]) -> list[int]:
+        return [self._membership.peers[rank].rank for rank in ranks]

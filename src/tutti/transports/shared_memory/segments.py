@@ -1,0 +1,123 @@
+"""Memory that all ranks of one host map: anonymous files, opened through /proc.
+
+How it works
+------------
+`map_all` gives every rank the same number of bytes. Each rank creates an anonymous file (memfd), publishes its
+process id and file descriptor in the store, and opens the others' files as `/proc/PID/fd/FD`, which the kernel allows
+to the same user alone. A file is closed only when all ranks have mapped it: that is the second wait. The mappings
+keep the memory.
+
+Such memory never has a name, so nothing is left behind, not even by SIGKILL; and its size is not bound by /dev/shm,
+which containers often make small.
+
+Lifetime: a tensor keeps its mapping, and this rank's mapping keeps the `Segment`, which keeps the peers' mappings. So a
+segment lives as long as the tensor that was handed out, and `SharedSegments` holds it only weakly.
+"""
+
+import mmap
+import os
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tutti.errors import ReplicaMismatch
+from tutti.transports.membership import Membership
+
+
+class SharedMapping(mmap.mmap):
+    """One rank's memory, mapped here. A tensor made on it keeps it alive."""
+
+    segment: "Segment"
+    """Set on this rank's own mapping, to keep the whole segment alive."""
+
+
+class Segment:
+    """The same number of bytes from every rank, all mapped here."""
+
+    def __init__(self, number: int, mappings: list[SharedMapping], rank: int) -> None:
+        """Join the mappings of all ranks; `number` is the same on all of them."""
+        self.number = number
+        mine = mappings[rank]
+        mine.segment = self
+        self.peers = [mapping for mapping in mappings if mapping is not mine]
+        self.bases = np.array([torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() for mapping in mappings])
+        """The address of each rank's memory in this process."""
+        self.start = int(self.bases[rank])
+        self.stop = self.start + len(mine)
+
+
+class SharedSegments:
+    """Allocates shared tensors, and finds the segment that a tensor lies in. All allocations are collective."""
+
+    def __init__(self, membership: Membership, name: str) -> None:
+        """Publish files in the store under `name`."""
+        self._membership, self._name = membership, name
+        self._num_allocated = 0  # The same on every rank, as all of them allocate in the same order.
+        self._segments: WeakSet[Segment] = WeakSet()
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor of this rank, at the same position of a segment that all ranks map."""
+        number, mappings = self._map(numel, dtype)
+        rank = self._membership.rank
+        self._segments.add(Segment(number, mappings, rank))
+        return torch.frombuffer(mappings[rank], dtype=dtype)[:numel]
+
+    def shared_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate one tensor of zeros that all ranks map."""
+        return torch.frombuffer(self._map(numel, dtype)[1][0], dtype=dtype)[:numel]
+
+    def per_rank_tensors(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Allocate a tensor of each rank; every rank maps all of them."""
+        return [torch.frombuffer(mapping, dtype=dtype)[:numel] for mapping in self._map(numel, dtype)[1]]
+
+    def find(self, address: int) -> Segment | None:
+        """The segment in whose part of this rank `address` lies."""
+        for segment in self._segments:
+            if segment.start <= address < segment.stop:
+                return segment
+        return None
+
+    def _map(self, numel: int, dtype: torch.dtype) -> tuple[int, list[SharedMapping]]:
+        number = self._num_allocated
+        mappings = map_all(self._membership, f"{self._name}/{number}", max(1, numel) * dtype.itemsize)
+        self._num_allocated += 1
+        return number, mappings
+
+
+def map_all(membership: Membership, name: str, num_bytes: int) -> list[SharedMapping]:
+    """Create `num_bytes` of memory on every rank and map everyone's here, by rank. Collective."""
+    ranks = range(membership.size)
+    file = os.memfd_create("tutti")
+    try:
+        os.ftruncate(file, num_bytes)
+        membership.store.set(f"{name}/at/{membership.rank}", f"{os.getpid()} {file}")
+        membership.await_keys([f"{name}/at/{rank}" for rank in ranks], "memory of all ranks")
+        mappings = [_open(membership, name, rank, num_bytes) for rank in ranks]
+        membership.store.set(f"{name}/mapped/{membership.rank}", "1")
+        # The descriptor must stay open until the slowest rank has opened it.
+        membership.await_keys([f"{name}/mapped/{rank}" for rank in ranks], "all ranks to map memory")
+    finally:
+        os.close(file)
+    return mappings
+
+
+def _open(membership: Membership, name: str, rank: int, num_bytes: int) -> SharedMapping:
+    pid, number = membership.store.get(f"{name}/at/{rank}").split()
+    try:
+        file = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise membership.explain_error(error) from error
+    try:
+        if os.fstat(file).st_size != num_bytes:
+            raise ReplicaMismatch(
+                f"rank {membership.world_rank}: asked for {num_bytes} bytes of shared memory where rank {rank} asked "
+                f"for {os.fstat(file).st_size}: the ranks' models differ."
+            )
+        return SharedMapping(file, num_bytes)
+    finally:
+        os.close(file)
