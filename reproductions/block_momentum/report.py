@@ -66,9 +66,9 @@ def write_report(results: BlockMomentumResults, folder: Path) -> str:
             plain averaging gives worse models the less often it averages.""",
             """Here all methods train on the same number of samples, so that more workers make fewer steps each. The
             optimiser is plain SGD with a learning rate that decreases linearly to 0, and gradients are clipped to a
-            norm of 1. Only 1-bit SGD has another learning rate: it grows with the square root of the number of workers, as
-            its batch grows with their number. BMUF has Nesterov momentum of 1 − 1/N for N workers and a block learning
-            rate of 1.""",
+            norm of 1. Only 1-bit SGD has another learning rate: it grows with the square root of the number of workers,
+            as its batch grows with their number. BMUF has Nesterov momentum of 1 − 1/N for N workers and a block
+            learning rate of 1.""",
         ],
         criteria=f"""The published numbers are word error rates; in brackets the relative change from a single GPU
         ({PUBLISHED_SINGLE} %). A method keeps the quality if perplexity grows by at most {PERPLEXITY_TOLERANCE:.0%}, or
