@@ -51,8 +51,8 @@ def write_report(results: DecentralisedResults, folder: Path) -> str:
             compared with all-reduce. Bytes are those sent between hosts during training; those that a run of no steps
             sends, to start and to end, are subtracted.""",
         ],
-        criteria=f"""*Close* to all-reduce's final accuracy is within {CLOSE_POINTS:g} points, and a larger difference is
-        clear. Times are the virtual seconds until a method is close. Gossip
+        criteria=f"""*Close* to all-reduce's final accuracy is within {CLOSE_POINTS:g} points, and a larger difference
+        is clear. Times are the virtual seconds until a method is close. Gossip
         has the same accuracy within {GOSSIP_CLOSE_POINTS:g} points, and the same traffic within
         {SAME_BYTES - 1:.0%}.""",
         claims=claims(results),
@@ -138,9 +138,9 @@ def _gossip_section(results: DecentralisedResults) -> Section:
         [
             prose(_task_text(task)),
             prose(f"""Gossip has all-reduce's learning rate: every worker steps by its own gradient, and averaging with
-            neighbours makes the mean. Accuracy is that of the mean of all parameters at the end; *local accuracy* is the
-            lowest and highest of single workers before that. The spectral gap says how fast the workers agree; 1 is at
-            once (of random pairs, over 32 draws). Asynchronous pairs have none. {seeds}"""),
+            neighbours makes the mean. Accuracy is that of the mean of all parameters at the end; *local accuracy* is
+            the lowest and highest of single workers before that. The spectral gap says how fast the workers agree; 1 is
+            at once (of random pairs, over 32 draws). Asynchronous pairs have none. {seeds}"""),
             figure("Accuracy over virtual time, and bytes over the number of workers", "gossip.png"),
             _gossip_table(results),
             "Bytes sent per step by one worker, by number of workers, counted over a few steps of the same model:",
@@ -195,8 +195,8 @@ def _limits(results: DecentralisedResults) -> list[str]:
         standard error of {errors[0]:.1f} points on the sites and {errors[1]:.1f} with gossip. All methods have the same
         learning rate, or an N-th of it, and none its best.""",
         *([] if results.quick else [choices]),
-        """The ratio of compute time to link speed decides much. A larger model or shorter steps would make exact updates
-        worse still, and longer steps better. The sites' links are round figures that never vary and have no other
-        traffic. All sites draw from the same data; with different data at each site the results may differ. No worker is
-        slow or lost.""",
+        """The ratio of compute time to link speed decides much. A larger model or shorter steps would make exact
+        updates worse still, and longer steps better. The sites' links are round figures that never vary and have no
+        other traffic. All sites draw from the same data; with different data at each site the results may differ. No
+        worker is slow or lost.""",
     ]
