@@ -65,13 +65,16 @@ def whole_runs(flat: Tensor, size: int) -> list[Run]:
 def own_runs(flat: Tensor, numel: int, rank: int, size: int) -> list[Run]:
     """Part `rank`, of `numel` elements, of the reduction of `flat`; counted from the start of that part."""
     cut, start = gloo_order.blocks(flat.numel(), flat.itemsize, size), rank * numel
-    return [(block, first - start, last - start) for block, first, last in gloo_order.runs(cut, start, start + numel)]
+    return [
+        (block, first - start, last - start)
+        for block, first, last in gloo_order.split_by_block(cut, start, start + numel)
+    ]
 
 
 def fold(out: Tensor, everyones: list[Tensor], operator: ReduceOperator, runs: list[Run]) -> None:
     """Combine what all ranks have, in Gloo's order."""
     for block, start, stop in runs:
-        first, *others = gloo_order.order(block, len(everyones))
+        first, *others = gloo_order.reduction_order(block, len(everyones))
         result = everyones[first][start:stop].clone()
         for rank in others:
             operator.make(everyones[rank][start:stop], result, result)

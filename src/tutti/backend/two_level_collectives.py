@@ -7,7 +7,7 @@ from tutti.backend.collectives import Collectives, fold, whole_runs
 from tutti.backend.message_collectives import MessageCollectives
 from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
-from tutti.collectives.ring import in_chunks, pass_on
+from tutti.collectives.ring import pass_blocks_around, split_into_chunks
 from tutti.transports import HostsTransport, SocketTransport
 from tutti.transports.base import Operation
 from tutti.transports.capabilities import SharesAll
@@ -65,8 +65,8 @@ class TwoLevelCollectives(MessageCollectives):
         if self._across is not None:
             rows = [room[places[host[0]] : places[host[-1]] + 1].view(-1) for host in self._hosts]
             longest = max(row.nbytes for row in rows)
-            chunks = [in_chunks(row, longest) for row in rows]
-            yield from pass_on(chunks, self._across, self._here, 0, len(rows) - 1)
+            chunks = [split_into_chunks(row, longest) for row in rows]
+            yield from pass_blocks_around(chunks, self._across, self._here, 0, len(rows) - 1)
         for others in (room[:first], room[last:]):
             if len(others):
                 yield from self._in_memory.broadcast(others.view(-1), 0)

@@ -1,4 +1,4 @@
-"""All collectives by name: what each does, and what it costs."""
+"""The registry of collectives: each algorithm with its name and cost formula. An algorithm joins by being listed."""
 
 from tutti.collectives.butterfly import butterfly as _butterfly
 from tutti.collectives.butterfly import butterfly_cost
@@ -30,7 +30,7 @@ native = Collective("native", _native, native_cost)
 ALGORITHMS: dict[str, Collective] = {
     each.name: each for each in (ring, ring_blocking, tree, butterfly, recursive_doubling, hierarchical, native)
 }
-"""All-reduce: every rank ends with the sum over all of them."""
+"""All-reduce algorithms by name: every rank ends with the sum over all ranks, with the same bits."""
 
 reduce_scatter = Collective("reduce_scatter", on_flat(_reduce_scatter), round_cost)
 all_gather = Collective("all_gather", on_flat(_all_gather), round_cost)
