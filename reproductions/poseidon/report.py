@@ -56,9 +56,9 @@ def write_report(results: PoseidonResults, folder: Path) -> str:
             being computed. The structure-aware communication protocol (SACP) sends factors of a fully connected layer's
             gradient instead of the matrix. Workers may be a bounded number of steps apart (SSP).""",
             f"""Here the strategy [`Poseidon`](../../docs/poseidon.md) is simulated by sizes alone, without computing
-            gradients, for {config.workers[0]} to {config.workers[-1]} workers. Variants: {variants}. Layers that are sent in full
-            are summed in a ring, or by whichever algorithm is fastest on the link, where the source used a server. A
-            worker then sends as much, and no server is a bottleneck.""",
+            gradients, for {config.workers[0]} to {config.workers[-1]} workers. Variants: {variants}. Layers that are
+            sent in full are summed in a ring, or by whichever algorithm is fastest on the link, where the source used a
+            server. A worker then sends as much, and no server is a bottleneck.""",
         ],
         criteria=f"""Values are the same within {SAME - 1:.0%}; faster means by at least {FASTER - 1:.0%}. Claims are
         judged at the source's link rate where it was simulated.""",
