@@ -10,8 +10,8 @@ from reproductions.poseidon.results import AssumedCompute
 from tutti.cluster import Compute
 from tutti.recipes.models import AlexNet, CifarQuick, GoogLeNet
 from tutti.recipes.step_times import k20
-from tutti.simulation.compute_clock import Workload
 from tutti.simulation.runs.scaling import IMAGE
+from tutti.simulation.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -66,4 +66,4 @@ def assumed_compute(name: str) -> AssumedCompute:
 def _forward_flops(name: str) -> float:
     model = MODELS[name]
     with torch.device("meta"):
-        return Workload.of(model.make(), (torch.empty(1, *model.sample),), {}).forward_flops
+        return Workload.from_model(model.make(), (torch.empty(1, *model.sample),), {}).forward_flops

@@ -29,7 +29,7 @@ from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
 from tutti.recipes import RECIPES, recipe
 from tutti.recipes.training import GlobalBatches, TrainingConfig
 from tutti.simulation.runs.dry_run import dry_run
-from tutti.simulation.runs.time_to_accuracy import reach
+from tutti.simulation.runs.time_to_accuracy import time_to_accuracy
 from tutti.strategies import Strategy
 
 MEASURED = "measured"
@@ -148,7 +148,7 @@ def planned(
             batch_size=global_batch, until=target,
         )  # fmt: skip
         with console.status("training") as status:
-            reaches = reach(made, each_has(profile, workers, global_batch), cluster, task, status.update)
+            reaches = time_to_accuracy(made, each_has(profile, workers, global_batch), cluster, task, status.update)
         console.print(target_accuracy.table_of(reaches, target))
         console.print(target_accuracy.in_words(reaches, target, epochs or recipe(subject).epochs), highlight=False)
         written["reaches"] = [each.as_dict() for each in reaches]
