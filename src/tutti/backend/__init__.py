@@ -22,7 +22,7 @@ from tutti.transports.base import Transport
 from tutti.transports.capabilities import SharesAll, SharesMemory
 from tutti.transports.hosts import hosts_are_shared
 
-__all__ = ["Opened", "TuttiGroup", "group_over", "register"]
+__all__ = ["GroupConnection", "TuttiGroup", "group_over", "register"]
 
 NAME = "tutti"
 
