@@ -128,15 +128,13 @@ class TuttiGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.ReduceScatterOptions()
-        (output,), (tensors,) = (
-            self._check.single(outputs, "reduce_scatter"),
-            self._check.single(inputs, "reduce_scatter"),
-        )
+        (output,) = self._check.single(outputs, "reduce_scatter")
+        (tensors,) = self._check.single(inputs, "reduce_scatter")
         flats, op = self._reducible(output, opts)
         parts = flats.inputs(*self._check.one_per_rank(tensors, "reduce_scatter"))
-        (mine,) = flats.outputs(output)
-        operation = self._collectives.reduce_parts(mine, parts, op)
-        return self._submit_collective(flats, self._reduced(operation, mine, op, output), opts)
+        (result,) = flats.outputs(output)
+        operation = self._collectives.reduce_parts(result, parts, op)
+        return self._submit_collective(flats, self._reduced(operation, result, op, output), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> BackendWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -149,12 +147,13 @@ class TuttiGroup(dist.ProcessGroup):
         operations = []
         for output, whole in zip(outputs, inputs, strict=True):
             self._check.whole_and_part("reduce_scatter_tensor", whole, output)
-            (flat,), (mine,) = flats.inputs(whole), flats.outputs(output)
-            operation = self._collectives.reduce_scatter(mine, flat, op)
-            operations.append(self._reduced(operation, mine, op, output))
+            (flat,), (result,) = flats.inputs(whole), flats.outputs(output)
+            operation = self._collectives.reduce_scatter(result, flat, op)
+            operations.append(self._reduced(operation, result, op, output))
         return self._submit_collective(flats, _in_sequence(operations), opts)
 
     def _reduced(self, operation: Operation, result: Tensor, op: ReduceOperator, tensor: Tensor) -> Operation:
+        """Run a reduction of tensors like `tensor`, and turn `result` into what the operator returns."""
         yield from operation
         op.finish(result, self.size(), tensor.dtype)
 
@@ -164,17 +163,17 @@ class TuttiGroup(dist.ProcessGroup):
         opts = opts or c10d.AllgatherOptions()
         (tensors,), (tensor,) = self._check.single(outputs, "all_gather"), self._check.single(inputs, "all_gather")
         flats = FlatTensors(self._world_rank)
-        (mine,) = flats.inputs(tensor)
+        (flat_input,) = flats.inputs(tensor)
         gathered = flats.outputs(*self._check.one_per_rank(tensors, "all_gather", like=tensor))
-        return self._submit_collective(flats, self._collectives.all_gather(gathered, mine), opts)
+        return self._submit_collective(flats, self._collectives.all_gather(gathered, flat_input), opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
         opts = opts or c10d.AllgatherOptions()
         flats, operations = FlatTensors(self._world_rank), []
         for number, tensor in enumerate(inputs):
-            (mine,) = flats.inputs(tensor)
+            (flat_input,) = flats.inputs(tensor)
             gathered = self._check.one_per_rank([per_rank[number] for per_rank in outputs], "all_gather", like=tensor)
-            operations.append(self._collectives.all_gather(flats.outputs(*gathered), mine))
+            operations.append(self._collectives.all_gather(flats.outputs(*gathered), flat_input))
         return self._submit_collective(flats, _in_sequence(operations), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> BackendWork:
@@ -185,9 +184,9 @@ class TuttiGroup(dist.ProcessGroup):
         flats, operations = FlatTensors(self._world_rank), []
         for whole, tensor in zip(outputs, inputs, strict=True):
             self._check.whole_and_part("all_gather_into_tensor", whole, tensor)
-            (mine,), (flat,) = flats.inputs(tensor), flats.outputs(whole)
-            parts = list(flat.split(mine.numel())) if mine.numel() else [flat] * self.size()
-            operations.append(self._collectives.all_gather(parts, mine))
+            (flat_input,), (flat,) = flats.inputs(tensor), flats.outputs(whole)
+            parts = list(flat.split(flat_input.numel())) if flat_input.numel() else [flat] * self.size()
+            operations.append(self._collectives.all_gather(parts, flat_input))
         return self._submit_collective(flats, _in_sequence(operations), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, **_: Any) -> BackendWork:
@@ -201,11 +200,11 @@ class TuttiGroup(dist.ProcessGroup):
         opts = opts or c10d.GatherOptions()
         (tensor,) = self._check.single(inputs, "gather")
         flats, gathered = FlatTensors(self._world_rank), None
-        (mine,) = flats.inputs(tensor)
+        (flat_input,) = flats.inputs(tensor)
         if self.rank() == opts.rootRank:
             (tensors,) = self._check.single(outputs, "gather")
             gathered = flats.outputs(*self._check.one_per_rank(tensors, "gather", like=tensor))
-        return self._submit_collective(flats, self._collectives.gather(gathered, mine, opts.rootRank), opts)
+        return self._submit_collective(flats, self._collectives.gather(gathered, flat_input, opts.rootRank), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.ScatterOptions()
@@ -214,8 +213,8 @@ class TuttiGroup(dist.ProcessGroup):
         if self.rank() == opts.rootRank:
             (tensors,) = self._check.single(inputs, "scatter")
             parts = flats.inputs(*self._check.one_per_rank(tensors, "scatter", like=tensor))
-        (mine,) = flats.outputs(tensor)
-        return self._submit_collective(flats, self._collectives.scatter(mine, parts, opts.rootRank), opts)
+        (result,) = flats.outputs(tensor)
+        return self._submit_collective(flats, self._collectives.scatter(result, parts, opts.rootRank), opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.AllToAllOptions()
