@@ -9,20 +9,21 @@ ifneq ($(wildcard ../shared/data),)
 export TUTTI_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: install demo test check bench clean
+.PHONY: help install demo test test-quick check docs bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   train a small model with 2 workers and check it against one (under a minute)"
 	@echo "make test   the whole test suite"
 	@echo "make check  ruff and mypy"
+	@echo "make docs   the documentation site, into site/"
 	@echo "make bench  training steps and all-reduce against DDP, Gloo and Open MPI"
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,mpi,report]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,mpi,report]'
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -38,9 +39,12 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(STAMP)
 	$(BIN)/tutti bench step
 	$(BIN)/tutti bench allreduce
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

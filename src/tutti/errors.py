@@ -6,6 +6,7 @@
     │   ├── EnvironmentConflict  launchers' variables that contradict each other
     │   ├── ReplicaMismatch    models, optimisers or tensors that differ between ranks
     │   ├── NoLink             simulated ranks talk whose hosts no link joins
+    │   ├── NotPriced          a strategy without a cost formula
     │   └── DataError          a dataset that is missing, truncated or something else
     ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank needed it
     ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) nobody died, but nobody answered either
@@ -56,6 +57,10 @@ class DataError(ConfigError):
 
 class NoLink(ConfigError):
     """Simulated ranks talk whose hosts no link joins."""
+
+
+class NotPriced(ConfigError):
+    """A strategy without a cost formula, which the planner cannot compare with others."""
 
 
 class RankLost(TuttiError, RuntimeError):

@@ -26,6 +26,9 @@ _one_at_a_time = Lock()  # Ranks that are threads share torch's generator.
 STEPS = 20
 BATCH = 24
 
+HIDDEN = 740
+"""Units of `WideNet`: the gradient of its hidden layer has 4.2 MiB, more than shared memory stages at once."""
+
 OWN: dict[str, Strategy] = {"allreduce": AllReduce(), "allreduce, many buckets": AllReduce(bucket_bytes=300)}
 """What each transport does in a way of its own."""
 
@@ -81,6 +84,13 @@ class Net(nn.Module):
         return out
 
 
+class WideNet(nn.Sequential):
+    """A hidden layer whose gradient is longer than every limit at which messages are cut or staged."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 4))
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One way to train."""
@@ -93,7 +103,16 @@ class Scenario:
     schedule: bool = False
     keep_zeros: bool = False
     groups: bool = False
+    steps: int = STEPS
+    wide: bool = False
+    """Whether the model is `WideNet`, whose gradients make long messages."""
 
+
+SHORT = Scenario(optimizer="momentum", uneven=True, clip=0.5, schedule=True, steps=2)
+"""A few steps with small messages, for every algorithm in every world."""
+
+LONG_MESSAGES = Scenario(optimizer="momentum", uneven=True, steps=1, wide=True)
+"""One step with messages above every limit at which collectives and transports cut them."""
 
 SCENARIOS: dict[str, Scenario] = {
     **{name: Scenario(optimizer=name) for name in OPTIMIZERS},
@@ -115,7 +134,7 @@ def device() -> str:
 def batches(scenario: Scenario) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(7)
     made = []
-    for number in range(STEPS * scenario.accumulate):
+    for number in range(scenario.steps * scenario.accumulate):
         size = BATCH - number % 5 if scenario.uneven else BATCH
         x = torch.randn(size, 8, generator=generator, dtype=torch.float64).to(scenario.dtype)
         made.append((x.to(device()), torch.randint(0, 4, (size,), generator=generator).to(device())))
@@ -127,10 +146,10 @@ def part_of(batch: tuple[Tensor, Tensor], rank: int, size: int) -> tuple[Tensor,
     return batch[0].tensor_split(size)[rank], batch[1].tensor_split(size)[rank]
 
 
-def prepare(scenario: Scenario, seed: int) -> tuple[Net, Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def prepare(scenario: Scenario, seed: int) -> tuple[nn.Module, Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     with _one_at_a_time, torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Net().to(device(), scenario.dtype)
+        model = (WideNet() if scenario.wide else Net()).to(device(), scenario.dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": trained[:3]}, {"params": trained[3:], "lr": 0.003}] if scenario.groups else trained
     optimizer = OPTIMIZERS[scenario.optimizer](groups)

@@ -23,7 +23,13 @@ from tutti.events import READ
 from tutti.job import Job, distribute
 from tutti.strategies import BSP, SSP, AllReduce, Async, ParameterServer, SoftSync, StalenessAware, parse
 from tutti.strategies.parameter_server import Consistency
-from tutti.strategies.parameter_server.messages.wire import HEAD, NOTHING, PAYLOAD, Head, Kind
+from tutti.strategies.parameter_server.messages.wire import (
+    NO_PULL,
+    PAYLOAD_TAG,
+    REQUEST_TAG,
+    RequestHeader,
+    RequestKind,
+)
 from tutti.world import World
 
 BY_MESSAGES = ("simulated", "process_group", "hosts")
@@ -518,17 +524,17 @@ def test_others_go_on_when_a_worker_is_lost(
 # What cannot be
 
 
-def say(exchange: Any, head: Tensor, payload: Tensor | None = None) -> None:
+def send(exchange: Any, head: Tensor, payload: Tensor | None = None) -> None:
     """Send to the first server what `exchange` would not."""
 
     def steps() -> Any:
-        server = exchange._held[0].server
-        sending = [exchange._wire.isend(head, server, HEAD)]
+        server = exchange._shards[0].server
+        sending = [exchange._channel.isend(head, server, REQUEST_TAG)]
         if payload is not None:
-            sending.append(exchange._wire.isend(payload, server, PAYLOAD))
+            sending.append(exchange._channel.isend(payload, server, PAYLOAD_TAG))
         yield from sending
 
-    exchange._wire.spawn(steps()).wait()
+    exchange._channel.spawn(steps()).wait()
 
 
 def garbage(size: int) -> Tensor:
@@ -541,34 +547,35 @@ MALFORMED: dict[str, tuple[dict[str, Any], int | None]] = {
     "long": ({"num_bytes": 8}, 8),
     "huge": ({"num_bytes": 2**60}, None),
     "less than nothing": ({"num_bytes": -(2**40)}, None),
-    "unknown piece": ({"piece": 999}, 0),
-    "negative piece": ({"piece": -1}, 0),
+    "unknown shard": ({"shard": 999}, 0),
+    "negative shard": ({"shard": -1}, 0),
     "not a number": ({"weight": float("nan")}, 0),
     "negative weight": ({"weight": -1.0}, 0),
-    "from the future": ({"base": 10**6}, 0),
+    "from the future": ({"base_version": 10**6}, 0),
 }
-"""What is wrong with a head, and how much longer than a piece the payload is. `num_bytes` is counted from a piece's."""
+"""What is wrong with a head, and how much longer than a shard the payload is. `num_bytes` is counted from a shard's."""
 
 
 def malformed(exchange: Any, what: str) -> None:
-    held = exchange._held[0]
-    piece, setting = held.piece, exchange._setting
-    options, marks = exchange._options.now(), np.ones(len(piece.shares), bool)
-    good = Head(Kind.PUSH, piece.number, held.version, NOTHING, piece.num_bytes)
+    worker_shard = exchange._shards[0]
+    shard, config = worker_shard.shard, exchange._config
+    requests = config.request_format
+    options, flags = exchange._options_reader.read(), np.ones(len(shard.segments), bool)
+    good = RequestHeader(RequestKind.PUSH, shard.index, worker_shard.version, NO_PULL, shard.num_bytes)
     if what == "garbage head":
-        say(exchange, garbage(setting.heads.num_bytes))
+        send(exchange, garbage(requests.num_bytes))
     elif what == "short head":
-        say(exchange, garbage(setting.heads.num_bytes - 3))
+        send(exchange, garbage(requests.num_bytes - 3))
     elif what == "empty":
-        say(exchange, setting.heads.pack(replace(good, num_bytes=0), options, marks))
+        send(exchange, requests.pack(replace(good, num_bytes=0), options, flags))
     elif what == "corrupted":
-        packet = garbage(setting.codec.packet_bytes(piece.numel, piece.groups))
-        say(exchange, setting.heads.pack(replace(good, num_bytes=packet.numel()), options, marks), packet)
+        packet = garbage(config.codec.packet_bytes(shard.numel, shard.groups))
+        send(exchange, requests.pack(replace(good, num_bytes=packet.numel()), options, flags), packet)
     else:
         changes, longer = MALFORMED[what]
-        bad = replace(good, **{**changes, "num_bytes": piece.num_bytes + changes.get("num_bytes", 0)})
-        payload = None if longer is None else garbage(piece.num_bytes + longer)
-        say(exchange, setting.heads.pack(bad, options, marks), payload)
+        bad = replace(good, **{**changes, "num_bytes": shard.num_bytes + changes.get("num_bytes", 0)})
+        payload = None if longer is None else garbage(shard.num_bytes + longer)
+        send(exchange, requests.pack(bad, options, flags), payload)
 
 
 def with_a_bad_worker(world: World, strategy: ParameterServer, what: str, dropped: threading.Event) -> list[Tensor]:

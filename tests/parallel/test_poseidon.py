@@ -19,8 +19,8 @@ from tutti.errors import ConfigError, NonFiniteLoss, PacketError
 from tutti.job import Job, distribute
 from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import BSP, SSP, AllReduce, ParameterServer, Poseidon, Strategy, parse
-from tutti.strategies.parameter_server.factored import pack, unpack
-from tutti.strategies.parameter_server.pieces import Piece, Share
+from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
+from tutti.strategies.parameter_server.sufficient_factors import pack, unpack
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.world import World
 
@@ -611,18 +611,18 @@ def test_what_no_factors_can_be_is_refused() -> None:
         parse("ps:bsp,factors=1+onebit")
     with pytest.raises(ConfigError, match="they need overlap=True"):
         ParameterServer(factors=True, overlap=False)
-    piece = Piece(0, 0, slice(0, 12), (Share(0, 0, 12, 0, True),), None, True, 8)
+    shard = ParameterShard(0, 0, slice(0, 12), (ShardSegment(0, 0, 12, 0, True),), None, True, 8)
     pair = torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
-    packed = pack(piece, torch.ones(12, dtype=torch.float64), [(3, 4)], [pair])
+    packed = pack(shard, torch.ones(12, dtype=torch.float64), [(3, 4)], [pair])
     assert packed is not None
     found = torch.empty(12, dtype=torch.float64)
-    unpack(packed, piece, [(3, 4)], found)
+    unpack(packed, shard, [(3, 4)], found)
     assert torch.equal(found, torch.ones(12, dtype=torch.float64))
     many = packed.clone()
     many[:8] = torch.tensor([7]).view(torch.uint8)
     for wrong in (packed[:-8], torch.cat([packed, packed]), many, packed[:4]):
         with pytest.raises(PacketError, match=r"factors"):
-            unpack(wrong, piece, [(3, 4)], found)
+            unpack(wrong, shard, [(3, 4)], found)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 12), (3, 9), (5, 6), (4, 12)])
@@ -630,12 +630,13 @@ def test_parts_of_a_matrix_that_are_no_rows(start: int, stop: int) -> None:
     generator = torch.Generator().manual_seed(0)
     outputs, inputs = (torch.randn(1, size, generator=generator) for size in (3, 4))
     whole = (outputs.t() @ inputs).view(-1)
-    piece = Piece(0, 0, slice(0, 30), (Share(0, start, stop, 2, False), Share(1, 0, 15, 15, True)), None, True, 4)
+    segments = (ShardSegment(0, start, stop, 2, False), ShardSegment(1, 0, 15, 15, True))
+    shard = ParameterShard(0, 0, slice(0, 30), segments, None, True, 4)
     values = torch.zeros(30)
     values[2 : 2 + stop - start] = whole[start:stop]
     values[15:] = torch.arange(15.0)
-    packed = pack(piece, values, [(3, 4), (1, 15)], [(outputs, inputs), None])
+    packed = pack(shard, values, [(3, 4), (1, 15)], [(outputs, inputs), None])
     assert packed is not None
     found = torch.empty(30)
-    unpack(packed, piece, [(3, 4), (1, 15)], found)
+    unpack(packed, shard, [(3, 4), (1, 15)], found)
     torch.testing.assert_close(found, values)

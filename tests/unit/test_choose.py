@@ -179,12 +179,12 @@ def test_what_is_uneven_is_simulated_until_the_best_was() -> None:
         asked.append(strategy)
         return 9.0 if len(asked) == 1 else 1e-3
 
-    found = plan(lab_perceptron(0.02), 4, UNEVEN, simulated=simulated)
+    found = plan(lab_perceptron(0.02), 4, UNEVEN, simulator=simulated)
     assert len(asked) == 2
     assert (found.best.strategy, found.best.step_s, found.best.simulated) == (asked[1], 1e-3, True)
     assert found.predictions[-1].strategy == asked[0], "what the simulation finds slow is not the best"
     asked.clear()
-    assert not plan(lab_perceptron(0.02), 4, SLOW, simulated=simulated).best.simulated
+    assert not plan(lab_perceptron(0.02), 4, SLOW, simulator=simulated).best.simulated
     assert asked == [], "formulas hold"
 
 
@@ -195,7 +195,7 @@ def test_few_are_simulated() -> None:
         asked.append(strategy)
         return 9.0
 
-    plan(lab_perceptron(0.02), 4, UNEVEN, simulated=simulated, allow_lossy=True)
+    plan(lab_perceptron(0.02), 4, UNEVEN, simulator=simulated, allow_lossy=True)
     assert len(set(asked)) == len(asked) == 12, "six exact ones, and six others"
 
 
@@ -205,7 +205,7 @@ def test_what_would_talk_where_no_link_is_is_left_out() -> None:
             raise NoLink("not joined")
         return 2.0
 
-    found = plan(TINY, 3, UNEVEN, simulated=simulated)
+    found = plan(TINY, 3, UNEVEN, simulator=simulated)
     assert [(each.strategy, each.step_s) for each in found.predictions] == [(AllReduce("ring"), 2.0)]
 
 

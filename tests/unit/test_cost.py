@@ -8,9 +8,10 @@ import pytest
 from profiles import lab_perceptron, perceptron
 from tutti.cluster import Cluster, Host, Jitter, Link, Tier
 from tutti.codecs import Cast, Chain, CodecSpeed, LowRank, OneBit, Quantize, RandomK, Threshold, TopK
+from tutti.cost import bucket_loads
+from tutti.cost.scaled_profile import with_batch
 from tutti.errors import ConfigError
 from tutti.plan import Overhead, price
-from tutti.plan.loads import loads_of, with_batch
 from tutti.simulation.runs.dry_run import dry_run
 from tutti.strategies import AllReduce, Exchange, Strategy, parse
 
@@ -116,7 +117,7 @@ def test_others_are_about_what_the_simulator_says(
     """Without encoding and decoding, which take no time there."""
     for codec in (Cast, Chain, LowRank, OneBit, Quantize, RandomK, Threshold, TopK):
         monkeypatch.setattr(codec, "speed", CodecSpeed(inf, inf))
-    monkeypatch.setattr("tutti.plan.peers.MIXING", CodecSpeed(inf, inf))
+    monkeypatch.setattr("tutti.strategies.decentralised.cost.MIXING", CodecSpeed(inf, inf))
     profile, cluster = lab_perceptron(0.02), Cluster(link=Link(rate, "50us"))
     found = price(parse(strategy), profile, workers, cluster)
     assert found.step_s == pytest.approx(dry_run(found.strategy, profile, workers, cluster), rel=within)
@@ -159,7 +160,7 @@ def test_what_one_strategy_takes_beyond_its_formula_the_others_take_too(
 ) -> None:
     """Four ranks on two cores. Without it, those with a codec are too fast by up to 48 %."""
     profile, cluster = lab_perceptron(computing_ms / 1e3), Cluster(link=Link(rate, "100us"))
-    coding = Overhead(coding=2.0)
+    coding = Overhead(coding_factor=2.0)
     explained_s = price(parse("topk:0.001"), replace(profile, overhead=coding), 4, cluster).step_s
     overhead = replace(coding, exchange_s=REFERENCE[rate] / 1e3 - explained_s)
     found = price(parse(strategy), replace(profile, overhead=overhead), 4, cluster)
@@ -168,7 +169,7 @@ def test_what_one_strategy_takes_beyond_its_formula_the_others_take_too(
 
 def test_overhead_comes_to_every_exchange_and_every_bucket() -> None:
     profile = lab_perceptron(0.02)
-    overhead = Overhead(exchange_s=0.016, bucket_s=0.0016, coding=3.0)
+    overhead = Overhead(exchange_s=0.016, bucket_s=0.0016, coding_factor=3.0)
     for strategy, exchanges in {"ring": 1.0, "ps:ssp=3": 1.0, "averaging:every=16": 1 / 16}.items():
         free, paid = (price(parse(strategy), each, 4, EVEN) for each in (profile, replace(profile, overhead=overhead)))
         assert paid.step_s - free.step_s == pytest.approx(exchanges * (0.016 + 2 * 0.0016)), strategy
@@ -182,7 +183,7 @@ def test_overhead_comes_to_every_exchange_and_every_bucket() -> None:
 def test_what_is_hidden_takes_cores_too() -> None:
     """With all of computing lost while the link is in use, a step takes as long as without overlap."""
     profile, cluster = lab_perceptron(0.02), Cluster(link=Link("10gbit", "100us"))
-    crowded = replace(profile, overhead=Overhead(crowding=1.0))
+    crowded = replace(profile, overhead=Overhead(contention=1.0))
     free, apart = (price(parse(f"bmuf:every=16,overlap={on}"), profile, 4, cluster).step_s for on in (1, 0))
     assert free == pytest.approx(0.02)
     assert price(parse("bmuf:every=16,overlap=1"), crowded, 4, cluster).step_s == pytest.approx(apart, rel=0.01)
@@ -194,7 +195,7 @@ def test_what_is_hidden_takes_cores_too() -> None:
 
 def test_where_cores_are_the_limit_few_send_faster_than_all() -> None:
     profile, cluster = lab_perceptron(0.0), Cluster(link=Link("1gbit"))
-    few = replace(profile, overhead=Overhead(alone=8.0))
+    few = replace(profile, overhead=Overhead(uncontended_factor=8.0))
     tree, ring, server = (
         [price(parse(text), each, 4, cluster).step_s for each in (profile, few)]
         for text in ("tree", "ring", "ps:bsp,servers=1")
@@ -243,7 +244,7 @@ def test_overhead_is_for_those_who_exchange() -> None:
 
 def test_codecs_may_be_faster_than_on_the_core_they_were_timed_on() -> None:
     profile = lab_perceptron(0.02)
-    quick = price(parse("onebit"), replace(profile, overhead=Overhead(coding=0.0)), 4, EVEN)
+    quick = price(parse("onebit"), replace(profile, overhead=Overhead(coding_factor=0.0)), 4, EVEN)
     assert profile.seconds <= quick.step_s < price(parse("onebit"), profile, 4, EVEN).step_s
 
 
@@ -257,7 +258,7 @@ def test_nothing_is_exposed_on_a_link_without_end() -> None:
 def test_a_bucket_that_is_ready_early_is_hidden() -> None:
     """Two buckets, of which the first travels while backward computes the second."""
     profile, cluster = lab_perceptron(0.3), Cluster(link=Link("1gbit", "50us"))
-    first, second = loads_of(profile, 4 * 2**20)
+    first, second = bucket_loads(profile, 4 * 2**20)
     assert first.ready_s < second.ready_s == pytest.approx(profile.backward_s)
     whole = price(AllReduce("ring", bucket_bytes=2**30), profile, 4, cluster)
     cut = price(AllReduce("ring"), profile, 4, cluster)
@@ -352,7 +353,7 @@ def test_a_strategy_that_nobody_has_priced() -> None:
         def __str__(self) -> str:
             return "unheard"
 
-    with pytest.raises(ConfigError, match="nobody knows what Unheard costs: list it in"):
+    with pytest.raises(ConfigError, match=r"strategy 'unheard' has no cost formula.*Unheard\.cost"):
         price(Unheard(), lab_perceptron(0.02), 4, EVEN)
 
 

@@ -11,7 +11,7 @@ PACKAGE = Path(tutti.__file__).parent
 
 LAYERS = [
     "errors", "simulation.sizes", "cluster", "events", "transports", "codecs", "collectives", "replica", "simulation",
-    "backend", "strategies", "parallel", "plan", "world", "data", "job", "launch", "recipes",
+    "backend", "cost", "strategies", "parallel", "plan", "world", "data", "job", "launch", "recipes",
     "simulation.runs", "report", "bench", "cli",
 ]  # fmt: skip
 """Lower first: a module imports only from its own layer and those before it. The longest name that fits counts."""

@@ -81,14 +81,14 @@ class World:
         """Take what is due, and let read who may."""
         while True:
             before = self.ledger.version
-            if not (due := self.ledger.take()):
+            if not (due := self.ledger.take_due()):
                 assert self.ledger.version == before
                 break
             self.check_step(due, before)
             self.applied.update({id(each): self.ledger.version for each in due})
         for number, worker in enumerate(self.workers):
             if worker.wanted is not None:
-                readable = self.ledger.readable(number, worker.wanted)
+                readable = self.ledger.is_readable(number, worker.wanted)
                 self.check_exactly(number, worker.wanted, readable)
                 if readable:
                     worker.version, worker.wanted = self.ledger.version, None
@@ -97,7 +97,7 @@ class World:
         assert [each.worker for each in due] == sorted(each.worker for each in due)
         assert not {id(each) for each in due} & self.applied.keys(), "applied twice"
         for each in due:
-            assert each.staleness == self.ledger.version - 1 - each.base >= 0
+            assert each.staleness == self.ledger.version - 1 - each.base_version >= 0
         if self.rule.bound is None:
             assert self.ledger.version == before + 1
             everything = len(self.sent) - len(self.applied)
@@ -115,7 +115,7 @@ class World:
         else:
             oldest = worker.clock - self.rule.bound
             promised = [each for each in self.sent if each.clock < oldest]
-            assert all(self.ledger.clock_of(other) >= oldest for other in self.members)
+            assert all(self.ledger.clock(other) >= oldest for other in self.members)
         for each in promised:
             if self.rule.bound is not None or id(each) in self.applied or not self.left_since(each):
                 assert self.applied[id(each)] <= worker.version, f"{each} is not in version {worker.version}"
@@ -132,7 +132,7 @@ class World:
             waiting = any(each.worker == number and id(each) not in self.applied for each in self.sent)
             assert readable is not waiting
         elif not readable:
-            missing = [other for other in self.members if self.ledger.clock_of(other) <= self.ledger.version]
+            missing = [other for other in self.members if self.ledger.clock(other) <= self.ledger.version]
             assert missing, "waits though everybody has sent"
             assert self.ledger.version < wanted
 
@@ -189,20 +189,20 @@ def test_a_quorum_shrinks_with_those_who_are_left() -> None:
     ledger = Ledger(SoftSync(3), members)
     ledger.push(update(0))
     ledger.push(update(1))
-    assert not ledger.take()
+    assert not ledger.take_due()
     members.discard(3)
-    assert not ledger.take()
+    assert not ledger.take_due()
     members.discard(2)
-    assert [each.worker for each in ledger.take()] == [0, 1]
+    assert [each.worker for each in ledger.take_due()] == [0, 1]
     members.add(2)
     ledger.join(2)
     ledger.push(update(1))
     ledger.push(update(0))
-    assert not ledger.take()
-    assert not ledger.readable(0, 0)
-    assert ledger.readable(2, 0)
+    assert not ledger.take_due()
+    assert not ledger.is_readable(0, 0)
+    assert ledger.is_readable(2, 0)
     ledger.push(update(2))
-    assert [each.worker for each in ledger.take()] == [0, 1, 2]
+    assert [each.worker for each in ledger.take_due()] == [0, 1, 2]
     assert ledger.version == 2
 
 
@@ -210,8 +210,8 @@ def test_a_step_is_of_those_who_came_first() -> None:
     ledger = Ledger(SoftSync(2), {0, 1, 2})
     for worker in (2, 1, 0):
         ledger.push(update(worker))
-    assert [each.worker for each in ledger.take()] == [1, 2]
-    assert not ledger.take()
+    assert [each.worker for each in ledger.take_due()] == [1, 2]
+    assert not ledger.take_due()
 
 
 def test_who_has_left_counts_no_more_but_what_it_sent_does() -> None:
@@ -219,16 +219,16 @@ def test_who_has_left_counts_no_more_but_what_it_sent_does() -> None:
     ledger = Ledger(SSP(2), members)
     for _ in range(3):
         ledger.push(update(1))
-    assert not ledger.take()
+    assert not ledger.take_due()
     members.discard(0)
-    assert [ledger.take()[0].clock for _ in range(3)] == [0, 1, 2]
+    assert [ledger.take_due()[0].clock for _ in range(3)] == [0, 1, 2]
     assert ledger.version == 3
 
 
 def test_skipping_and_starting_again() -> None:
     members = {0, 1}
     ledger = Ledger(BSP(), members)
-    assert ledger.waits
+    assert ledger.awaits_updates
     assert ledger.next_clock is None
     ledger.skip(4)
     assert ledger.version == 5
@@ -236,7 +236,7 @@ def test_skipping_and_starting_again() -> None:
     assert ledger.version == 5, "never back"
     ledger.push(update(0))
     ledger.restart()
-    assert (ledger.version, ledger.clock_of(0), ledger.next_clock) == (0, 0, None)
+    assert (ledger.version, ledger.clock(0), ledger.next_clock) == (0, 0, None)
 
 
 @pytest.mark.parametrize("staleness", range(6))

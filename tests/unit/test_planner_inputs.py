@@ -9,7 +9,7 @@ from tutti.bench.plan import HOSTS, MODELS, STRATEGIES
 from tutti.bench.planner_inputs import NUM_PARTS, PlannerInputs, num_buckets, profile_with_overhead, reference_jobs
 from tutti.cluster import Cluster, Link
 from tutti.plan import Overhead, Profile, price
-from tutti.plan.candidates import exact, lossy
+from tutti.plan.candidates import candidates
 from tutti.strategies import AllReduce, parse
 
 LINK = Link("945mbit", "100us")
@@ -29,19 +29,19 @@ def found_of(profile: Profile, coding: float = 1.0) -> PlannerInputs:
 
 @pytest.mark.parametrize("coding", [1.0, 2.5])
 def test_the_overhead_that_two_jobs_have_is_found(coding: float) -> None:
-    there = Overhead(exchange_s=0.011, bucket_s=0.0004, coding=coding, crowding=0.3)
+    there = Overhead(exchange_s=0.011, bucket_s=0.0004, coding_factor=coding, contention=0.3)
     profile, link = profile_with_overhead(
         found_of(lab_perceptron(0.02), coding), HOSTS, seconds_with(lab_perceptron(0.02), there), JOBS
     )
     assert profile.overhead.exchange_s == pytest.approx(0.011)
     assert profile.overhead.bucket_s == pytest.approx(0.0004)
     assert profile.overhead.coding == coding
-    assert profile.overhead.crowding == 0.3
+    assert profile.overhead.contention == 0.3
     assert link == LINK
 
 
 def test_no_overhead_is_negative() -> None:
-    plain = seconds_with(lab_perceptron(0.02), Overhead(crowding=0.3))
+    plain = seconds_with(lab_perceptron(0.02), Overhead(contention=0.3))
     one, several = JOBS
     faster, _ = profile_with_overhead(found_of(lab_perceptron(0.02)), HOSTS, plain | {one: 0.01, several: 0.01}, JOBS)
     assert (faster.overhead.exchange_s, faster.overhead.bucket_s) == (0.0, 0.0)
@@ -56,7 +56,7 @@ def test_no_overhead_is_negative() -> None:
 
 def test_a_step_takes_what_it_takes_beside_the_others() -> None:
     """The profile says which part is whose, and steps without exchange how long they take."""
-    seconds = seconds_with(lab_perceptron(0.04), Overhead(crowding=0.3))
+    seconds = seconds_with(lab_perceptron(0.04), Overhead(contention=0.3))
     profile, _ = profile_with_overhead(found_of(lab_perceptron(0.02)), HOSTS, seconds, JOBS)
     assert profile.seconds == pytest.approx(0.04)
     assert profile.gradients[0].ready_s == pytest.approx(2 * lab_perceptron(0.02).gradients[0].ready_s)
@@ -78,7 +78,7 @@ def test_reference_jobs_of_the_perceptron() -> None:
 
 
 def test_what_is_timed_is_what_the_planner_considers() -> None:
-    considered = {str(strategy) for strategy in (*exact(lab_perceptron(0.02)), *lossy())}
+    considered = {str(strategy) for group in candidates(lab_perceptron(0.02), HOSTS, Cluster()) for strategy in group}
     assert set(STRATEGIES) <= considered
     assert all(str(parse(text)) == text for text in STRATEGIES)
     assert not set(STRATEGIES) & set(JOBS), "nothing is predicted from itself"

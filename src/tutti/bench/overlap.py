@@ -7,10 +7,10 @@ from tutti.bench import strategies
 from tutti.bench.planner_inputs import PlannerInputs, measure_planner_inputs
 from tutti.bench.strategies import StrategyBenchmark
 from tutti.cluster import Cluster, Link
+from tutti.cost.scaled_profile import slowed
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab
 from tutti.plan import price
-from tutti.plan.loads import slowed
 from tutti.strategies import parse
 
 WAYS = ("poseidon", "poseidon:overlap=0")

@@ -10,12 +10,12 @@ from tutti.bench.planner_inputs import PlannerInputs, measure_planner_inputs, pr
 from tutti.bench.step import CASES
 from tutti.bench.strategies import StrategyBenchmark
 from tutti.cluster import Cluster, Link
-from tutti.errors import ConfigError, UnknownName
+from tutti.errors import ConfigError, NotPriced, UnknownName
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab, LabSpec
 from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.plan import Overhead, price
-from tutti.plan.cost import formula_of
+from tutti.plan.candidates import has_cost
 from tutti.strategies import parse
 
 MODELS = ("mlp-1.9M", "cifar-quick", "char-gpt")
@@ -76,7 +76,8 @@ def check(models: list[str], rates: list[str], ways: list[str]) -> None:
             )
     for way in ways:
         strategy = parse(way)
-        formula_of(strategy)
+        if not has_cost(strategy):
+            raise NotPriced(f"strategy '{way}' has no cost formula: nothing to compare its measurement with.")
         strategy.check_size(HOSTS + strategy.num_dedicated_servers)
 
 

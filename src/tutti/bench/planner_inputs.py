@@ -13,8 +13,9 @@ from torch import Tensor
 from tutti.bench.step import BenchmarkModel, make_benchmark_model, solo
 from tutti.cluster import Cluster, Link
 from tutti.collectives import all_gather_json, recursive_doubling, ring, run
+from tutti.cost import bucket_loads
+from tutti.cost.scaled_profile import slowed
 from tutti.plan import Overhead, Profile, price
-from tutti.plan.loads import loads_of, slowed
 from tutti.plan.profile import profile as profile_model
 from tutti.simulation.runs.calibrate import measure_network
 from tutti.strategies import AllReduce, parse
@@ -77,7 +78,9 @@ def profile_with_overhead(
     """
     link = Link(*found.link)
     own = slowed(found.profile, seconds["solo"] / found.profile.seconds)
-    own = replace(own, overhead=Overhead(coding=found.coding, crowding=found.crowding, alone=found.alone))
+    own = replace(
+        own, overhead=Overhead(coding_factor=found.coding, contention=found.crowding, uncontended_factor=found.alone)
+    )
     return replace(own, overhead=_overhead(own, workers, link, [(job, seconds[job]) for job in jobs])), link
 
 
@@ -101,7 +104,7 @@ def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, 
 
 def num_buckets(profile: Profile, strategy: AllReduce) -> int:
     """Of a step."""
-    return len(loads_of(profile, strategy.bucket_bytes, strategy.exact_below if strategy.codec is not None else 0))
+    return len(bucket_loads(profile, strategy.bucket_bytes, strategy.exact_below if strategy.codec is not None else 0))
 
 
 def _busy_link(transport: Transport) -> tuple[Link, float]:

@@ -6,17 +6,17 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tutti.cluster import Cluster, format_size, format_time
+from tutti.cost import Placement
 from tutti.plan import Profile
-from tutti.plan.place import Place
-from tutti.plan.poseidon import per_layer
 from tutti.strategies import Poseidon
 from tutti.strategies.poseidon import METHODS, Decision
+from tutti.strategies.poseidon.cost import layer_decisions
 from tutti.strategies.poseidon.rule import published
 
 
 def decisions(profile: Profile, workers: int, cluster: Cluster) -> list[Decision]:
     """Of every layer that has factors; none for one worker."""
-    return per_layer(Poseidon(), profile, Place.of(workers, cluster)) if workers > 1 else []
+    return layer_decisions(Poseidon(), profile, Placement.from_cluster(workers, cluster)) if workers > 1 else []
 
 
 def table_of(found: list[Decision], profile: Profile, workers: int) -> Table:

@@ -17,12 +17,12 @@ from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.recipe_task import DataFolder, Epochs, Options, parse_options
 from tutti.cli.subject import find_subject
 from tutti.cluster import PRESETS, Cluster, Link, format_size, format_time
+from tutti.cost.placement import restricted_to
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import init, launch
 from tutti.plan import Plan, Prediction, Profile, plan
 from tutti.plan.mesh import Parts, plan_meshes
 from tutti.plan.network import measure_network
-from tutti.plan.place import up_to
 from tutti.plan.profile import profile as profile_model
 from tutti.plan.profile.problem import Problem
 from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
@@ -111,7 +111,7 @@ def planned(
     console = Console()
     with console.status("measuring links") as status:
         cluster = _measured() if cluster_text == MEASURED else Cluster.load(cluster_text)
-        cluster = up_to(cluster, workers)
+        cluster = restricted_to(cluster, workers)
         cluster.place(workers)
         status.update(f"measuring a step of {subject}")
         profiled = partial(profile_of, subject, parse_options(option), batch, input_shape)
@@ -124,7 +124,7 @@ def planned(
             cluster,
             allow_lossy=lossy,
             global_batch=global_batch,
-            simulated=simulated if workers <= _MOST_SIMULATED_RANKS else None,
+            simulator=simulated if workers <= _MOST_SIMULATED_RANKS else None,
         )
     where = str(cluster).splitlines()[0]
     console.print(f"{subject}, {workers} workers of {made.best.num_samples} samples a step, {where}", highlight=False)

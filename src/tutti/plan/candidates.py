@@ -1,62 +1,55 @@
-"""What there is to choose from."""
+"""The strategies that the planner compares: what each registered family offers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from tutti.codecs import Cast, Codec, ErrorFeedback, LowRank, OneBit, Quantize, TopK
-from tutti.plan.profile.record import Profile
-from tutti.strategies import (
-    BSP,
-    SSP,
-    AllReduce,
-    Async,
-    Averaging,
-    BlockMomentum,
-    DiLoCo,
-    Gossip,
-    ParameterServer,
-    PeerUpdates,
-    Poseidon,
-    Strategy,
-)
-from tutti.strategies.allreduce import Algorithm
-
-ALGORITHMS: tuple[Algorithm, ...] = ("native", "ring", "butterfly", "tree", "recursive_doubling")
-"""Not "hierarchical", which "native" is where it can be, nor "cheapest", which chooses among them as this does."""
-
-LARGE_BUCKET_BYTES = 64 * 2**20
-"""Beside the default: fewer buckets wait for fewer latencies."""
-
-CODECS: tuple[Codec, ...] = tuple(
-    ErrorFeedback(codec)
-    for codec in (Cast("bf16"), Cast("fp8"), Quantize(4), OneBit(), TopK(0.01), TopK(0.001), LowRank())
-)
-
-_ONE_BIT = ErrorFeedback(OneBit())
-_STEPS, _MANY_STEPS = 16, 100
+from tutti.cluster import Cluster
+from tutti.cost import Placement, Profile
+from tutti.errors import ConfigError, NoLink
+from tutti.strategies import STRATEGIES, Strategy, parse
 
 
-def exact(profile: Profile) -> Iterator[Strategy]:
-    """Strategies under which workers do what one would."""
-    small = sum(gradient.num_bytes for gradient in profile.gradients) <= AllReduce.bucket_bytes
-    for bucket_bytes in (AllReduce.bucket_bytes,) if small else (AllReduce.bucket_bytes, LARGE_BUCKET_BYTES):
-        yield from (AllReduce(algorithm, bucket_bytes) for algorithm in ALGORITHMS)
-    yield Poseidon()
-    yield ParameterServer(BSP())
-    yield ParameterServer(BSP(), servers=1)
+class Candidates(NamedTuple):
+    """Strategies to compare, in the order in which ties are decided."""
+
+    exact: list[Strategy]
+    """Strategies under which workers compute what one would."""
+    lossy: list[Strategy]
+    """Strategies that change the result: compression, staleness, local steps."""
+    not_priced: list[Strategy]
+    """Strategies without a cost formula, which cannot be compared."""
 
 
-def lossy() -> Iterator[Strategy]:
-    """Strategies under which they do something near: with less said, less often, or to fewer."""
-    yield from (AllReduce(codec=codec) for codec in CODECS)
-    for rule in (SSP(3), Async()):
-        yield from (ParameterServer(rule, codec=codec) for codec in (None, _ONE_BIT))
-    for overlap in (False, True):
-        yield Averaging(_STEPS, overlap=overlap)
-        for codec in (None, _ONE_BIT):
-            yield BlockMomentum(_STEPS, overlap=overlap, codec=codec)
-            yield DiLoCo(_MANY_STEPS, overlap=overlap, codec=codec)
-    yield Gossip()
-    yield Gossip("ring")
-    yield Gossip(pairs="async")
-    yield PeerUpdates()
-    yield PeerUpdates(None)
+def candidates(profile: Profile, workers: int, cluster: Cluster) -> Candidates:
+    """Return what every registered family offers for such a worker on such a cluster (`Strategy.candidates`).
+
+    A family is asked through the strategy that its name alone makes; one that needs options offers nothing.
+    """
+    try:
+        placement = Placement.from_cluster(workers, cluster)
+    except NoLink:  # No two hosts are joined: no strategy can be used.
+        return Candidates([], [], [])
+    offered = [strategy for family in _families() for strategy in family.candidates(profile, placement)]
+    priced = [strategy for strategy in offered if has_cost(strategy)]
+    return Candidates(
+        exact=[strategy for strategy in priced if strategy.exact],
+        lossy=[strategy for strategy in priced if not strategy.exact],
+        not_priced=[strategy for strategy in offered if not has_cost(strategy)],
+    )
+
+
+def has_cost(strategy: Strategy) -> bool:
+    """Whether the strategy's class implements `cost`."""
+    return type(strategy).cost is not Strategy.cost
+
+
+def _families() -> Iterable[Strategy]:
+    """Return one strategy of each class that has a name, with default options."""
+    families: dict[type[Strategy], Strategy] = {}
+    for name in STRATEGIES:
+        try:
+            strategy = parse(name)
+        except ConfigError:
+            continue
+        families.setdefault(type(strategy), strategy)
+    return families.values()

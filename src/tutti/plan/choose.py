@@ -7,16 +7,15 @@ from math import inf
 from typing import Any
 
 from tutti.cluster import Cluster
+from tutti.cost import Profile
+from tutti.cost.placement import least_slowness, restricted_to
+from tutti.cost.scaled_profile import slowed
 from tutti.errors import ConfigError, NoLink
-from tutti.plan.candidates import exact, lossy
-from tutti.plan.cost import Prediction, Simulated, price
-from tutti.plan.loads import slowed
-from tutti.plan.place import quickest, up_to
-from tutti.plan.profile.record import Profile
+from tutti.plan.candidates import candidates
+from tutti.plan.prediction import Prediction, Simulator, price
 from tutti.plan.reason import has_codec, in_words, sums_with_and_without
 from tutti.plan.scaling import Profiles, each_has, pays_up_to, priced
-from tutti.strategies import AllReduce, ParameterServer, Poseidon, Strategy
-from tutti.strategies.averaging.strategy import Blocks
+from tutti.strategies import AllReduce
 
 GAIN = 1.1
 """What is lossy must be faster than what is exact by this to be chosen, and a codec than none."""
@@ -48,6 +47,8 @@ class Plan:
     """Workers, doubled from one, beyond which adding more does not pay; None if it pays up to `most_workers`."""
     most_workers: int
     reason: str
+    not_priced: tuple[str, ...] = ()
+    """Strategies that have no cost formula and were not compared."""
 
     @property
     def best(self) -> Prediction:
@@ -65,7 +66,7 @@ def plan(
     *,
     allow_lossy: bool = False,
     global_batch: int | None = None,
-    simulated: Simulated | None = None,
+    simulator: Simulator | None = None,
 ) -> Plan:
     """Price what can be used by so many workers on a cluster, and choose.
 
@@ -74,21 +75,26 @@ def plan(
             up, as those that share cores do.
         allow_lossy: also consider what does not do exactly what one worker would: codecs, stale and rare exchanges.
         global_batch: samples of all workers together, however many they are; by default each has the profile's.
-        simulated: asked where formulas do not hold, about the few that are best by formula.
+        simulator: asked where formulas do not hold, about the few that are best by formula.
     """
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
-    cluster = up_to(cluster, workers)
+    cluster = restricted_to(cluster, workers)
     cluster.place(workers)
     own = each_has(profile, workers, global_batch)
-    asked = [list(exact(own)), list(lossy()) if allow_lossy else []]
-    found = (priced(group, own, workers, cluster, global_batch) for group in asked)
-    exacts, lossies = (_looked_at(group, own, cluster, simulated) for group in found)
+    offered = candidates(own, workers, cluster)
+    found = (
+        priced(group, own, workers, cluster, global_batch)
+        for group in (offered.exact, offered.lossy if allow_lossy else [])
+    )
+    exacts, lossies = (_looked_at(group, own, cluster, simulator) for group in found)
     if not exacts and not lossies:
         raise NoLink(f"hosts of the cluster '{cluster.name}' are not joined as any strategy needs: give them links.")
     chosen = choose(exacts, lossies)
     rest = sorted((each for each in (*exacts, *lossies) if each is not chosen), key=_step_s)
-    alone = price(AllReduce(), slowed(each_has(profile, 1, global_batch), quickest(cluster, workers)), 1, Cluster())
+    alone = price(
+        AllReduce(), slowed(each_has(profile, 1, global_batch), least_slowness(cluster, workers)), 1, Cluster()
+    )
     last, most = pays_up_to(profile, cluster, allow_lossy, global_batch, alone)
     made = Plan(
         workers=workers,
@@ -98,6 +104,7 @@ def plan(
         compress=_compress([chosen, *rest]) if allow_lossy else None,
         stops_paying_at=last,
         most_workers=most,
+        not_priced=tuple(str(strategy) for strategy in offered.not_priced if allow_lossy or strategy.exact),
         reason="",
     )
     return replace(made, reason=in_words(made))
@@ -106,23 +113,17 @@ def plan(
 def choose(exacts: Sequence[Prediction], lossies: Sequence[Prediction]) -> Prediction:
     """An exact one, unless lossy ones are clearly faster: of the fastest of those, the nearest to exact."""
     quickest_s = min((each.step_s for each in exacts), default=inf)
-    best = min((each for each in exacts if each.step_s <= TIE * quickest_s), key=_kind, default=None)
+    best = min((each for each in exacts if each.step_s <= TIE * quickest_s), key=_preference, default=None)
     better = [each for each in lossies if best is None or each.step_s * GAIN <= best.step_s]
     if best is not None and not better:
         return best
     fastest_s = min(each.step_s for each in better)
     near = [each for each in better if each.step_s <= NEAR * fastest_s]
-    return min(near, key=lambda each: (_distance(each.strategy), -each.bytes_per_step))
+    return min(near, key=lambda each: (each.strategy.preference, -each.bytes_per_step))
 
 
-def _kind(prediction: Prediction) -> int:
-    return _distance(prediction.strategy)
-
-
-def _distance(strategy: Strategy) -> int:
-    """From exact: sums of all gradients come first, then servers, then models brought together now and then."""
-    kinds = (AllReduce, Poseidon, ParameterServer, Blocks)
-    return next((number for number, kind in enumerate(kinds) if isinstance(strategy, kind)), len(kinds))
+def _preference(prediction: Prediction) -> int:
+    return prediction.strategy.preference
 
 
 def _step_s(prediction: Prediction) -> float:
@@ -130,18 +131,18 @@ def _step_s(prediction: Prediction) -> float:
 
 
 def _looked_at(
-    found: list[Prediction], profile: Profile, cluster: Cluster, simulated: Simulated | None
+    found: list[Prediction], profile: Profile, cluster: Cluster, simulator: Simulator | None
 ) -> list[Prediction]:
     """The same, with the best of them simulated where formulas do not hold."""
     asked = 0
-    while simulated is not None and found and asked < _MOST_SIMULATED:
+    while simulator is not None and found and asked < _MOST_SIMULATED:
         first = min(found, key=_step_s)
         if first.simulated:
             break
         place = found.index(first)
         del found[place]
         with suppress(NoLink):  # It would talk between hosts that are not joined: there it cannot be used.
-            again = price(first.strategy, profile, first.workers, cluster, simulated)
+            again = price(first.strategy, profile, first.workers, cluster, simulator)
             found.insert(place, replace(again, total_samples=first.total_samples))
             asked += 1
             if not found[place].simulated:  # A formula holds for it, and so for all.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tutti.cluster import format_time
-from tutti.plan.cost import Prediction
+from tutti.plan.prediction import Prediction
 from tutti.strategies import AllReduce, Strategy
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tutti.cluster import Cluster
+from tutti.cost import Profile
+from tutti.cost.placement import restricted_to
+from tutti.cost.scaled_profile import slowed, with_batch
 from tutti.errors import ConfigError
-from tutti.plan.candidates import exact, lossy
-from tutti.plan.cost import Prediction, price
-from tutti.plan.loads import slowed, with_batch
-from tutti.plan.place import up_to
-from tutti.plan.profile.record import Profile
-from tutti.strategies import AllReduce, Strategy
+from tutti.plan.candidates import candidates
+from tutti.plan.prediction import Prediction, price
+from tutti.strategies import Strategy
 
 Profiles = Callable[[int], Profile]
 """Of one of so many workers."""
@@ -59,15 +59,12 @@ def sharing_cores(single: Profile, whole: Profile, num_cores: int) -> Profiles:
 def priced(
     strategies: Iterable[Strategy], profile: Profile, workers: int, cluster: Cluster, total_samples: int | None = None
 ) -> list[Prediction]:
-    """What each would take, by formula; left out is what so many cannot use, or what has no place for its servers.
+    """Predict a step of each strategy by its formula.
 
-    On one host sums are made in memory; algorithms of messages are left out there, which go through sockets.
+    Strategies that so many ranks cannot use, or whose servers find no slot on the cluster, are left out.
     """
     found = []
-    in_memory = len({host.name for host in cluster.place(workers)}) == 1
     for strategy in strategies:
-        if in_memory and isinstance(strategy, AllReduce) and strategy.algorithm != "native":
-            continue
         with suppress(ConfigError):
             strategy.check_size(workers + strategy.num_dedicated_servers)
             found.append(price(strategy, profile, workers, cluster))
@@ -85,8 +82,9 @@ def pays_up_to(
     before, rate = 1, alone.samples_per_s
     for workers in _doubled(cluster, global_batch):
         own = each_has(profile, workers, global_batch)
-        few = up_to(cluster, workers)
-        found = priced(_all(own, allow_lossy), own, workers, few, global_batch)
+        few = restricted_to(cluster, workers)
+        offered = candidates(own, workers, few)
+        found = priced([*offered.exact, *(offered.lossy if allow_lossy else [])], own, workers, few, global_batch)
         best = min(found, key=lambda each: each.step_s, default=None)
         if best is None:  # They are not joined.
             return before, workers
@@ -96,17 +94,12 @@ def pays_up_to(
     return None, before
 
 
-def _all(profile: Profile, allow_lossy: bool) -> Iterator[Strategy]:
-    yield from exact(profile)
-    yield from lossy() if allow_lossy else ()
-
-
 def _doubled(cluster: Cluster, global_batch: int | None) -> Iterator[int]:
     """2, 4, 8, ... while the cluster has places and the batch has samples for all."""
     workers = 2
     while workers <= min(MOST_WORKERS, global_batch or MOST_WORKERS):
         try:
-            up_to(cluster, workers).place(workers)
+            restricted_to(cluster, workers).place(workers)
         except ConfigError:
             return
         yield workers

@@ -1,15 +1,17 @@
 """All-reduce of gradients, bucket by bucket, while backward still runs."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from tutti.codecs import Codec, print_codec
+from tutti.codecs import Cast, Codec, ErrorFeedback, LowRank, OneBit, Quantize, TopK, print_codec
 from tutti.collectives import ALGORITHMS, measure_collectives, native_all_reduce
+from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
-from tutti.replica.state import share_buffers
+from tutti.strategies.allreduce_cost import communication_cost
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import Converged
@@ -24,6 +26,17 @@ Algorithm = Literal[
 
 NAMES: tuple[Algorithm, ...] = get_args(Algorithm)
 
+_CANDIDATES: tuple[Algorithm, ...] = ("native", "ring", "butterfly", "tree", "recursive_doubling")
+"""For the planner. Not "hierarchical", which "native" is where it can be, nor "cheapest", which compares the others
+itself."""
+
+_LARGE_BUCKET_BYTES = 64 * 2**20
+"""For the planner, beside the default: fewer buckets wait for fewer latencies."""
+
+_CANDIDATE_CODECS: tuple[Codec, ...] = tuple(
+    ErrorFeedback(codec)
+    for codec in (Cast("bf16"), Cast("fp8"), Quantize(4), OneBit(), TopK(0.01), TopK(0.001), LowRank())
+)
 OPTIONS = ("bucket_bytes", "exact_below", "skip_converged", "check_every")
 """Options of `AllReduce` that its text may have, beside an algorithm or a codec."""
 
@@ -44,6 +57,8 @@ class AllReduce(Strategy):
             have no gradient, and the optimiser leaves them and what it keeps of them alone. None leaves out nothing.
         check_every: steps in such a window.
     """
+
+    preference = 0
 
     algorithm: Algorithm = "native"
     bucket_bytes: int = 4 * 2**20
@@ -81,6 +96,17 @@ class AllReduce(Strategy):
     @property
     def exact(self) -> bool:
         return self.codec is None and self.skip_converged is None
+
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        return communication_cost(self, profile, placement)
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        # On one host sums are made in shared memory: algorithms of messages would go through sockets.
+        algorithms: tuple[Algorithm, ...] = _CANDIDATES if placement.num_hosts > 1 else ("native",)
+        sizes = (AllReduce.bucket_bytes, _LARGE_BUCKET_BYTES)
+        for bucket_bytes in sizes if profile.gradient_bytes > AllReduce.bucket_bytes else sizes[:1]:
+            yield from (AllReduce(algorithm, bucket_bytes) for algorithm in algorithms)
+        yield from (AllReduce(codec=codec) for codec in _CANDIDATE_CODECS)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
@@ -151,9 +177,6 @@ class AllReduceExchange(Exchange):
             self._mean.finish(bucket)
         self._under_way.clear()
 
-    def before_step(self) -> None:
-        return None
-
     def after_step(self) -> None:
         if self._converged is None:
             return
@@ -169,15 +192,6 @@ class AllReduceExchange(Exchange):
             return {}
         left_out, everything = self._num_elements
         return {"skipped": left_out / everything if everything else 0.0}
-
-    def consensus(self) -> None:
-        share_buffers(self.replica.model, self.transport)
-
-    def restore_local(self) -> None:
-        return None
-
-    def finish(self) -> None:
-        self.consensus()
 
     def state_dict(self) -> dict[str, Any]:
         if self._converged is not None:

@@ -1,8 +1,10 @@
 """Have the planner choose, from what training itself shows."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tutti.codecs import Codec
+from tutti.cost import Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange, Strategy
@@ -32,6 +34,9 @@ class Auto(Strategy):
     @property
     def exact(self) -> bool:
         return not self.lossy
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        return iter(())  # It is the planner.
 
     def can_resume_from(self, text: str) -> bool:
         return text.partition(":")[0] == "auto"

@@ -11,22 +11,22 @@ import torch
 
 from tutti.cluster import Cluster, format_time
 from tutti.collectives import all_gather_json, broadcast_json
+from tutti.cost import Profile
 from tutti.events import EXCHANGE, PULL
 from tutti.plan.auto.status import PlanStatus
 from tutti.plan.auto.survey import Survey
 from tutti.plan.auto.watch import layers_in, profile_of
-from tutti.plan.candidates import exact, lossy
+from tutti.plan.candidates import candidates
 from tutti.plan.choose import choose
-from tutti.plan.cost import Prediction, price
 from tutti.plan.network import cluster_with, measure_network
-from tutti.plan.poseidon import poseidon
-from tutti.plan.profile.record import Profile
+from tutti.plan.prediction import Prediction, price
 from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
 from tutti.replica.owned_hooks import OwnedHook
 from tutti.strategies import AllReduce, Auto, Exchange, Poseidon, Strategy, parse
 from tutti.strategies.averaging.strategy import Blocks
 from tutti.strategies.poseidon import LayerShape
+from tutti.strategies.poseidon.cost import communication_cost
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.speed import product_speed
 from tutti.transports import Transport
@@ -194,7 +194,7 @@ class AutoExchange(Exchange):
         profile = profile_of(self.replica, slowest, self._speed(slowest))
         workers = self.transport.size
         present = self._present(profile, cluster)
-        best = choose(*(priced(group, profile, workers, cluster) for group in self._candidates(profile)))
+        best = choose(*(priced(group, profile, workers, cluster) for group in self._candidates(profile, cluster)))
         text = broadcast_json(str(best.strategy) if best.step_s * GAIN < present.step_s else "", self.transport)
         found = price(parse(text), profile, workers, cluster) if text else present
         times = max(seen["wall_s"] for seen in everyones) / present.step_s if present.step_s else 0.0
@@ -211,8 +211,10 @@ class AutoExchange(Exchange):
     def _present(self, profile: Profile, cluster: Cluster) -> Prediction:
         """What is at work: Poseidon goes as it decided when it began, perhaps with other batches."""
         inner = self._inner
-        toll_of = partial(poseidon, methods=inner.methods) if isinstance(inner, PoseidonExchange) else None
-        return price(self.chosen, profile, self.transport.size, cluster, toll_of=toll_of)
+        cost = None
+        if isinstance(inner, PoseidonExchange) and isinstance(self.chosen, Poseidon):
+            cost = partial(communication_cost, self.chosen, methods=inner.methods)
+        return price(self.chosen, profile, self.transport.size, cluster, cost=cost)
 
     def _speed(self, seen: dict[str, Any]) -> float:
         """Operations a second of rank 0, on all."""
@@ -224,11 +226,11 @@ class AutoExchange(Exchange):
         device = self.replica.slots[0].tensor.device
         return float(broadcast_json(product_speed(shapes, device, self.transport) if first else 0.0, self.transport))
 
-    def _candidates(self, profile: Profile) -> list[list[Strategy]]:
-        """Exact ones, and lossy ones if they are allowed, of those that leave the optimiser with this rank."""
-        kinds = (AllReduce, Poseidon, Blocks)
-        groups = [exact(profile), lossy() if self._strategy.lossy else iter(())]
-        return [[each for each in group if isinstance(each, kinds) and each not in self._refused] for group in groups]
+    def _candidates(self, profile: Profile, cluster: Cluster) -> list[list[Strategy]]:
+        """Return exact candidates, and lossy ones if allowed; only synchronous ones can be changed between steps."""
+        offered = candidates(profile, self.transport.size, cluster)
+        groups = [offered.exact, offered.lossy if self._strategy.lossy else []]
+        return [[each for each in group if each.synchronous and each not in self._refused] for group in groups]
 
     def _say(self, text: str) -> None:
         if self.transport.rank == 0:

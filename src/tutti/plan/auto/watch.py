@@ -9,8 +9,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from tutti.cost import Gradient, LayerProfile, Profile
 from tutti.plan.profile.clock import Clock, Moment, clock_of
-from tutti.plan.profile.record import Gradient, LayerProfile, Profile
 from tutti.replica import HookedReplica, Replica
 from tutti.replica.factors import factorable
 from tutti.replica.owned_hooks import OwnedHook

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tutti.cluster import Cluster, format_size, format_time
+from tutti.cost import Profile
+from tutti.cost.placement import restricted_to
 from tutti.errors import ConfigError
 from tutti.parallel import Mesh
 from tutti.plan.mesh.cost import MeshPrediction, price_mesh
 from tutti.plan.mesh.parts import Parts
-from tutti.plan.place import up_to
-from tutti.plan.profile.record import Profile
 
 GAIN = 1.05
 """By how much splitting the model must be faster than replicas that fit."""
@@ -58,7 +58,7 @@ def plan_meshes(
     if memory_bytes is not None and memory_bytes < 1:
         raise ConfigError(f"memory_bytes must be 1 or more, got {memory_bytes}.")
     total = workers * profile.num_samples if total_samples is None else total_samples
-    cluster = up_to(cluster, workers)
+    cluster = restricted_to(cluster, workers)
     cluster.place(workers)
     found, refused = [], {}
     for mesh in meshes(workers):

@@ -5,11 +5,11 @@ from math import ceil, log2
 from tutti.backend.message_collectives import DIRECT_BYTES
 from tutti.cluster import Link
 from tutti.collectives.ring import ring_cost
+from tutti.cost import Placement
 from tutti.plan.mesh.dry_run import TracedCollective
-from tutti.plan.place import Place
 
 
-def talking_s(said: TracedCollective, times: float, place: Place) -> float:
+def talking_s(said: TracedCollective, times: float, place: Placement) -> float:
     """Of something that is said, if it is so many times as long, by ranks in such a place."""
     kind, num_bytes = said.kind, times * said.num_bytes
     others = place.num_ranks - 1
@@ -19,11 +19,11 @@ def talking_s(said: TracedCollective, times: float, place: Place) -> float:
     if kind == "broadcast":
         return ceil(log2(place.num_ranks)) * place.link.seconds(num_bytes)
     if kind == "all_to_all":
-        return others * place.crowded.seconds(num_bytes / place.num_ranks)
+        return others * place.shared_link.seconds(num_bytes / place.num_ranks)
     if kind == "reduce_scatter":
-        return place.crowded.seconds(others * num_bytes) if straight else _round(num_bytes, place)
+        return place.shared_link.seconds(others * num_bytes) if straight else _round(num_bytes, place)
     if straight:
-        return _doubling(num_bytes, place.num_ranks, place.crowded)
+        return _doubling(num_bytes, place.num_ranks, place.shared_link)
     return ring_cost(place.num_ranks, num_bytes, place.link) if kind == "all_reduce" else _round(num_bytes, place)
 
 
@@ -37,6 +37,6 @@ def _doubling(num_bytes: float, num_ranks: int, link: Link) -> float:
     return seconds
 
 
-def _round(num_bytes: float, place: Place) -> float:
+def _round(num_bytes: float, place: Placement) -> float:
     """Once round a ring, with blocks of so many bytes."""
     return ring_cost(place.num_ranks, place.num_ranks * num_bytes, place.link) / 2

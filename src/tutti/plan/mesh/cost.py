@@ -4,16 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tutti.cluster import Cluster
+from tutti.cost import Placement, Profile
+from tutti.cost.scaled_profile import slowed, with_batch
 from tutti.errors import ConfigError
 from tutti.parallel import Mesh
 from tutti.parallel.pipeline.order import order
-from tutti.plan.loads import slowed, with_batch
 from tutti.plan.mesh.axes import place_along
 from tutti.plan.mesh.parts import Parts
 from tutti.plan.mesh.play import Clockwork
 from tutti.plan.mesh.rank import RankStep, Share
-from tutti.plan.place import Place
-from tutti.plan.profile.record import Profile
 from tutti.strategies import AllReduce, Strategy
 
 _PLAYED = ("in-turn", "gpipe", "1f1b")
@@ -67,7 +66,7 @@ def price_mesh(
     strategy = strategy or AllReduce()
     number = _num_microbatches(mesh, total_samples)
     replica = with_batch(profile, -(-total_samples // mesh.data))
-    share = Share(mesh, cluster, slowed(replica, Place.of(mesh.size, cluster).slowness), number)
+    share = Share(mesh, cluster, slowed(replica, Placement.from_cluster(mesh.size, cluster).slowness), number)
     orders = order(mesh.pipeline.schedule if mesh.pipe > 1 else "gpipe", mesh.pipe, 1, number)
     found = parts.stages(mesh.tensor, mesh.pipe)
     stages = [RankStep(part, parts, share, actions) for part, actions in zip(found, orders, strict=True)]

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tutti.cluster import Cluster
+from tutti.cost import Profile
 from tutti.parallel import Mesh
 from tutti.parallel.pipeline.order import Action, most_held
-from tutti.plan.cost import formula_of
 from tutti.plan.mesh.axes import place_along
 from tutti.plan.mesh.communication import talking_s
 from tutti.plan.mesh.parts import Parts, StagePart
 from tutti.plan.mesh.play import StageTime
-from tutti.plan.profile.record import Profile
 from tutti.strategies import Strategy
 
 
@@ -66,7 +65,7 @@ class RankStep:
         if mesh.data == 1:
             return 0.0
         place = place_along("data", mesh, self._share.cluster)
-        return formula_of(strategy)(strategy, self._exchanged(), place).exposed_s
+        return strategy.cost(self._exchanged(), place).exposed_s
 
     def _exchanged(self) -> Profile:
         """This rank's gradients and when each is ready: of a stage all at once, when the last microbatch is done."""

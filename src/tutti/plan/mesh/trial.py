@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tutti.cost import Gradient
 from tutti.plan.mesh.dry_run import TracedCollective
 from tutti.plan.profile.memory import kept_bytes, most_bytes, storage_bytes
-from tutti.plan.profile.record import Gradient
 
 Clock = Callable[[], float]
 

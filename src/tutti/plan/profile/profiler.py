@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.cost import Gradient, LayerProfile, Profile
 from tutti.errors import ConfigError
 from tutti.plan.profile.clock import Clock, clock_of
 from tutti.plan.profile.layers import Layer, examine, num_bytes, tensors_in
@@ -14,7 +15,6 @@ from tutti.plan.profile.memory import most_bytes, storage_bytes
 from tutti.plan.profile.optimizer import step
 from tutti.plan.profile.passes import forward_and_backward, rounds
 from tutti.plan.profile.problem import Loss, Problem
-from tutti.plan.profile.record import Gradient, LayerProfile, Profile
 from tutti.plan.profile.timeline import Timeline
 from tutti.plan.profile.trace import Shares, Trace, typical
 from tutti.plan.profile.untouched import forget, untouched

@@ -21,39 +21,7 @@ from torch.nn.modules.pooling import (
     _MaxPoolNd,
 )
 
-from tutti.errors import ConfigError
-
-
-class WorkDepth(NamedTuple):
-    """Operations, W, and the longest chain among them, D."""
-
-    work: float
-    depth: float
-
-    @property
-    def parallelism(self) -> float:
-        """Operations that can be done at once, on average: W / D."""
-        return self.work / self.depth if self.depth else 0.0
-
-    def bounds(self, num_processors: int) -> tuple[float, float]:
-        """The least and the most time on so many processors, in operations: max(W/p, D) <= T_p <= W/p + D.
-
-        After Brent (1974). Fourie (2019) prints min in place of max, which is weaker than it need be: there is no way
-        around the work, and none around the longest chain either.
-        """
-        if num_processors < 1:
-            raise ConfigError(f"bounds are of 1 processor or more, got {num_processors}.")
-        share = self.work / num_processors
-        return max(share, self.depth), share + self.depth
-
-    def after(self, other: "WorkDepth") -> "WorkDepth":
-        """Both, one after the other."""
-        return WorkDepth(self.work + other.work, self.depth + other.depth)
-
-    def beside(self, other: "WorkDepth") -> "WorkDepth":
-        """Both, at the same time."""
-        return WorkDepth(self.work + other.work, max(self.depth, other.depth))
-
+from tutti.cost.work_depth import WorkDepth
 
 NOTHING = WorkDepth(0, 0)
 

@@ -13,9 +13,9 @@ from tutti.collectives import all_gather_json, recursive_doubling, run
 from tutti.job import distribute
 from tutti.launch import init
 from tutti.launch.supervisor_pipe import SupervisorPipe
-from tutti.simulation.runs.simulate import simulate
 from tutti.plan.network import cluster_with, measure_network
 from tutti.recipes import recipe
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import parse
 from tutti.transports import Transport
 from tutti.world import World, set_world

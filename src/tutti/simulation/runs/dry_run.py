@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from tutti.cluster import Cluster, Compute
+from tutti.cost.bucket_loads import meta_tensor
 from tutti.launch import init
-from tutti.simulation.runs.simulate import simulate
 from tutti.plan import Profile
-from tutti.plan.loads import stand_in
-from tutti.plan.poseidon import shapes_of, speed_of
 from tutti.simulation.compute_clock import ComputeClock, Workload
 from tutti.simulation.dry_replica import DryRunReplica
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import Strategy
+from tutti.strategies.poseidon.cost import achieved_flops, factored_layers
 
 _LEAST_S = 1e-9
 """No sample takes no time."""
@@ -70,10 +70,10 @@ def _train(strategy: Strategy, parts: tuple[nn.Module, Workload], num_samples: i
 def _model(profile: Profile) -> nn.Module:
     """Parameters of the same shapes, and nothing else; a replica takes the last of them first."""
     model = nn.Module()
-    factored = {shape.name for shape in shapes_of(profile)}
+    factored = {shape.name for shape in factored_layers(profile)}
     for number, gradient in reversed(list(enumerate(profile.gradients))):
         layer = nn.Linear(1, 1, bias=False, device="meta") if gradient.name in factored else nn.Module()
-        layer.register_parameter("weight", nn.Parameter(stand_in(gradient)))
+        layer.register_parameter("weight", nn.Parameter(meta_tensor(gradient)))
         model.add_module(f"p{number}", layer)
     return model
 
@@ -82,12 +82,12 @@ def _workload(profile: Profile) -> Workload:
     ready = [0.0, *(gradient.ready_s for gradient in profile.gradients)]
     gaps = [max(0.0, later - earlier) for earlier, later in pairwise(ready)]
     total = max(sum(gaps), _LEAST_S)
-    factored = {shape.name: shape for shape in shapes_of(profile)}
+    factored = {shape.name: shape for shape in factored_layers(profile)}
     names = [f"p{number}.weight" for number in range(len(profile.gradients))]
     rows = {
         name: factored[each.name].rows / profile.num_samples
         for name, each in zip(names, profile.gradients, strict=True)
         if each.name in factored
     }
-    flops = speed_of(profile) * (profile.forward_s + profile.backward_s) / 3 / profile.num_samples
+    flops = achieved_flops(profile) * (profile.forward_s + profile.backward_s) / 3 / profile.num_samples
     return Workload(flops, {name: gap / total for name, gap in zip(names, gaps, strict=True)}, rows)

@@ -10,10 +10,10 @@ from torch import nn
 
 from tutti.cluster import Cluster
 from tutti.launch import init
-from tutti.simulation.runs.simulate import Simulation, simulate
 from tutti.recipes.models import large
 from tutti.simulation.compute_clock import ComputeClock, Workload
 from tutti.simulation.dry_replica import DryRunReplica
+from tutti.simulation.runs.simulate import Simulation, simulate
 from tutti.strategies import AllReduce, Strategy
 
 IMAGE = (3, 224, 224)
@@ -83,7 +83,9 @@ Parts = tuple[nn.Module, torch.optim.Optimizer, Workload]
 
 
 def _run(case: ScalingCase, parts: Parts, workers: int, pulse: Callable[[float, int], None]) -> Simulation:
-    return simulate(_train, case, parts, workers=workers + case.strategy.num_dedicated_servers, cluster=case.cluster, pulse=pulse)
+    return simulate(
+        _train, case, parts, workers=workers + case.strategy.num_dedicated_servers, cluster=case.cluster, pulse=pulse
+    )
 
 
 def _train(case: ScalingCase, parts: Parts) -> tuple[list[float], float]:

@@ -16,16 +16,16 @@ import torch
 from tutti.cluster import Cluster, Duration, Host, format_time, parse_duration
 from tutti.errors import ConfigError, Deadlock, NoLink, WorkerFailed
 from tutti.events import EventLog, Strip
-from tutti.simulation import guard
-from tutti.simulation.runs import torch_worlds
 from tutti.launch.supervisor_pipe import Watcher, telling
 from tutti.launch.worker import describe
-from tutti.transports.base import DEFAULT_TIMEOUT
-from tutti.transports.hosts import levelled
+from tutti.simulation import guard
 from tutti.simulation.engine import Engine
 from tutti.simulation.network import Network
 from tutti.simulation.rank import Rank
-from tutti.simulation.transport import SimulatedTransport, ChannelRegistry
+from tutti.simulation.runs import torch_worlds
+from tutti.simulation.transport import ChannelRegistry, SimulatedTransport
+from tutti.transports.base import DEFAULT_TIMEOUT
+from tutti.transports.hosts import levelled
 from tutti.world import World, set_world
 
 _M_MMAP_THRESHOLD = -3
@@ -110,9 +110,7 @@ def simulate(
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError("another simulation runs in this process, and the two would share its random numbers. Wait.")
     try:
-        return _simulate(
-            partial(function, *args), cluster, hosts, limit, watch, pulse
-        )
+        return _simulate(partial(function, *args), cluster, hosts, limit, watch, pulse)
     finally:
         _one_at_a_time.release()
 
@@ -205,7 +203,9 @@ def _simulation(ranks: list[Rank], network: Network) -> Simulation:
     return Simulation(
         results=[rank.result for rank in ranks],
         seconds=max(rank.clock for rank in ranks),
-        ranks=[RankTime(account.busy_s, account.communicating_s, account.waiting_s, account.strip) for account in accounts],
+        ranks=[
+            RankTime(account.busy_s, account.communicating_s, account.waiting_s, account.strip) for account in accounts
+        ],
         links={pipe.name: Traffic(pipe.num_bytes, pipe.busy_s) for pipe in network.pipes},
         events=[account.events for account in accounts],
         num_messages=sum(rank.num_messages for rank in ranks),

@@ -11,9 +11,9 @@ from typing import Any
 
 from tutti.cluster import Cluster, Compute
 from tutti.errors import WorkerFailed
-from tutti.simulation.runs.simulate import simulate
 from tutti.plan import Plan, Prediction, Profile
-from tutti.recipes.training import TrainingResult, TrainingConfig, train
+from tutti.recipes.training import TrainingConfig, TrainingResult, train
+from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import Strategy
 
 

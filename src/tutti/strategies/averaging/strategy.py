@@ -1,15 +1,17 @@
 """Strategies whose ranks train by themselves for a block of steps, and then bring their models together."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
-from tutti.codecs import Codec, print_codec
+from tutti.codecs import Codec, ErrorFeedback, OneBit, print_codec
+from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.averaging.cadence import Every, check_every, check_share, duration_text, read_every
+from tutti.strategies.averaging.cost import communication_cost
 from tutti.strategies.averaging.exchange import BlockExchange
 from tutti.strategies.averaging.outer import PLAIN, Outer
 from tutti.strategies.base import Exchange, Strategy
@@ -33,6 +35,8 @@ class Blocks(Strategy):
         share: of the time, for `every="auto"`.
         bucket_bytes: parameters that travel together.
     """
+
+    preference = 3
 
     every: Every = 16
     codec: Codec | None = field(default=None, kw_only=True)
@@ -75,6 +79,9 @@ class Blocks(Strategy):
     def exact(self) -> bool:
         return False
 
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        return communication_cost(self, profile, placement)
+
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         return BlockExchange(replica, transport, self, self.outer(transport.size))
 
@@ -94,6 +101,9 @@ class Averaging(Blocks):
 
     def outer(self, num_workers: int) -> Outer:
         return PLAIN
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        yield from (Averaging(16, overlap=overlap) for overlap in (False, True))
 
     def __str__(self) -> str:
         return self._text("averaging", Averaging())
@@ -131,6 +141,12 @@ class BlockMomentum(Blocks):
     def outer(self, num_workers: int) -> Outer:
         momentum = 1 - 1 / num_workers if self.momentum is None else self.momentum
         return Outer(momentum, self.lr, self.nesterov)
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        for overlap in (False, True):
+            for codec in (None, ErrorFeedback(OneBit())):
+                yield BlockMomentum(16, overlap=overlap, codec=codec)
+                yield DiLoCo(100, overlap=overlap, codec=codec)
 
     def __str__(self) -> str:
         like_diloco = (self.momentum, self.lr, self.nesterov) == _DILOCO

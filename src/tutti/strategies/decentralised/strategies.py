@@ -1,12 +1,15 @@
 """Strategies of equals: no server, no barrier, and the others go on when one is lost."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tutti.codecs import Codec, ErrorFeedback, Threshold, print_codec
+from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.decentralised.cost import gossip_cost, peer_updates_cost
 from tutti.strategies.decentralised.gossip_async import AsyncGossip
 from tutti.strategies.decentralised.gossip_sync import SyncGossip
 from tutti.strategies.decentralised.graphs import NAMED, Graph, mistakes_of, read_graph, sized
@@ -59,6 +62,13 @@ class PeerUpdates(Strategy):
     def exact(self) -> bool:
         return False
 
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        return peer_updates_cost(self, profile, placement)
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        yield PeerUpdates()
+        yield PeerUpdates(None)
+
     @property
     def synchronous(self) -> bool:
         return False
@@ -102,6 +112,14 @@ class Gossip(Strategy):
     @property
     def exact(self) -> bool:
         return False
+
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        return gossip_cost(self, profile, placement)
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        yield Gossip()
+        yield Gossip("ring")
+        yield Gossip(pairs="async")
 
     @property
     def synchronous(self) -> bool:

@@ -1,4 +1,28 @@
-"""What a server knows of one piece: who has sent what, what is due, and who may read."""
+"""Ledger of one shard: which updates have arrived, which of them make the next version, and who may pull.
+
+How it works
+------------
+A ledger holds no values and never waits. Its server calls `push` when an update arrives, `take_due` until that returns
+nothing, and then `is_readable` for each pull that waits. Only the server's thread calls it, so it has no lock.
+
+Every worker has a *clock* in every ledger: the number of updates that it has pushed, skipped ones included. The
+shard has a *version*: the number of optimiser steps taken. What makes a version depends on the consistency.
+
+- Clocked (`BSP`, `SSP`): version v + 1 is made of all pending updates of clock v. It is due once every member's clock
+  is beyond v. A worker in iteration c may pull when the version is at least c - staleness.
+- Counting (`SoftSync`, `Async`): the next version is made of the first `quorum` pending updates, in order of arrival,
+  whichever workers sent them. A worker may pull once none of its own updates is pending.
+- Counting on several servers: updates arrive at each server in another order. One server decides, by a ledger of its
+  own, and an `UpdateOrder` tells the others; each ledger then waits for exactly the updates of its `order_position`.
+
+Members are the workers that are waited for. The set is shared by all ledgers of a server and changed by the server
+alone. A worker that leaves, or is lost, is removed from it: from then on no version and no pull waits for that worker.
+What it has already pushed still counts, except under an `UpdateOrder`: there `discard_updates_from` drops what a
+lost worker pushed, because the deciding server may never have received it.
+
+Invariant: an update is in exactly one version; the updates of one worker are applied in the order of their clocks;
+and the version never waits for a worker that is no member.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,152 +32,175 @@ from tutti.strategies.parameter_server.consistency import Consistency
 
 @dataclass(eq=False)
 class Update:
-    """A worker's gradient of one piece, and what goes with it."""
+    """A worker's gradient of one shard, and the numbers that are pushed with it."""
 
     worker: int
-    base: int
-    """The version of the parameters that it was computed from."""
+    """Rank of the worker that pushed it."""
+    base_version: int
+    """Version of the parameters that the gradient was computed from."""
     weight: float
+    """Number of samples that the gradient is the mean of."""
     norm: float
-    """Of the whole gradient, where each update is clipped by itself."""
+    """Norm of the worker's whole gradient, where each update is clipped by itself; else 0."""
     options: Any
-    """The optimiser's, as the worker has them."""
-    marks: Any
-    """Which shares it has a gradient for."""
+    """Numeric options of the worker's optimiser (`OptimizerOptions.read`)."""
+    has_grad: Any
+    """One flag per segment: whether the worker has a gradient for it."""
     values: Any
+    """The gradient, flat, in the shard's layout."""
     clock: int = 0
+    """Number of updates that the worker pushed before this one; set by the ledger."""
     staleness: int = 0
+    """Number of versions made between the pull it was computed from and its own; set by the ledger."""
+
+
+UpdateIds = set[tuple[int, int]]
+"""Updates, each named by its worker and clock."""
 
 
 @dataclass
-class Order:
-    """Which updates, as workers and clocks, make which version: one rank decides, and all servers keep to it."""
+class UpdateOrder:
+    """The agreed contents of each version, where several servers must make versions of the same updates."""
 
-    living: set[int]
-    """Whose updates may still come."""
-    sets: list[set[tuple[int, int]]] = field(default_factory=list)
-    """Those that are still to be used."""
+    alive: set[int]
+    """Workers whose updates may still arrive; the server's own set, shared."""
+    pending: list[UpdateIds] = field(default_factory=list)
+    """Contents of the versions that some shard of this server has still to make."""
     num_forgotten: int = 0
+    """Number of positions before the first of `pending`."""
 
-    def at(self, place: int) -> set[tuple[int, int]] | None:
-        """The one of that number, if it is decided."""
-        place -= self.num_forgotten
-        return self.sets[place] if place < len(self.sets) else None
+    def at(self, position: int) -> UpdateIds | None:
+        """Return the updates at a position of the order, or None if that is not decided yet."""
+        position -= self.num_forgotten
+        return self.pending[position] if position < len(self.pending) else None
 
-    def forget(self, place: int) -> None:
-        """Those before that number have been used by all."""
-        del self.sets[: place - self.num_forgotten]
-        self.num_forgotten = place
+    def forget_before(self, position: int) -> None:
+        """Drop positions that all shards of the server have used."""
+        del self.pending[: position - self.num_forgotten]
+        self.num_forgotten = position
 
     def clear(self) -> None:
-        self.sets.clear()
+        """Start again from position 0."""
+        self.pending.clear()
         self.num_forgotten = 0
 
 
 class Ledger:
-    """Decides which updates make the next version, whatever order they come in.
+    """Decides which updates make a shard's next version, in whatever order they arrive.
 
-    Updates of one worker come in order. Those who have left count no more towards anything, but what they have sent
-    does: so whoever waits here waits for the living.
+    Updates of one worker arrive in the order in which it pushed them.
     """
 
-    def __init__(self, consistency: Consistency, members: set[int], order: "Order | None" = None) -> None:
-        """`order` says which updates make which version, where pieces of several servers must agree on it."""
+    def __init__(self, consistency: Consistency, members: set[int], order: UpdateOrder | None = None) -> None:
+        """Start at version 0.
+
+        Args:
+            consistency: when a version is due and who may pull it.
+            members: the workers that are waited for; shared with the server's other ledgers.
+            order: the agreed contents of versions, where shards of several servers must agree on them.
+        """
         self.version = 0
+        """Number of versions made. The optimiser's step for the last one may still be outstanding."""
+        self.order_position = 0
+        """Position in the order of the next version."""
         self._order = order
-        self.place = 0
-        self._rule = consistency
+        self._consistency = consistency
         self._members = members
-        """Those who are waited for. Shared with the other pieces of the server."""
         self._clocks = dict.fromkeys(members, 0)
-        """Of each worker's next update."""
         self._pending: list[Update] = []
 
     def restart(self) -> None:
-        """Begin again, with everybody at the first version."""
+        """Start again from version 0, with every worker at clock 0."""
         self.version = 0
-        self.place = 0
+        self.order_position = 0
         self._clocks = dict.fromkeys(self._clocks, 0)
         self._pending.clear()
 
     @property
-    def idle(self) -> bool:
-        """Whether all that has come is applied."""
+    def is_idle(self) -> bool:
+        """Whether every update that has arrived is in a version."""
         return not self._pending
 
-    def drop(self, worker: int) -> None:
-        """Forget what has come from a worker that is lost: where an order is kept, it may never come into it."""
-        if self._order is not None:
-            self._pending = [update for update in self._pending if update.worker != worker]
-
-    def clock_of(self, worker: int) -> int:
-        """How many updates have come from a worker, and from those that it joined before."""
-        return self._clocks[worker]
-
     @property
-    def waits(self) -> bool:
-        """Under a clocked rule: whether somebody has still to send for the next version."""
+    def awaits_updates(self) -> bool:
+        """Under a clocked consistency: whether a member has still to push for the next version."""
         return any(self._clocks[worker] <= self.version for worker in self._members)
 
     @property
     def next_clock(self) -> int | None:
-        """Of the next update that is to be taken, if there is one."""
+        """The lowest clock of the pending updates; None if there are none."""
         return min((update.clock for update in self._pending), default=None)
 
-    def skip(self, clock: int) -> None:
-        """There was nothing here for the version of that number, and there will be nothing."""
-        self.version = max(self.version, clock + 1)
+    def clock(self, worker: int) -> int:
+        """Return the clock of a worker's next update."""
+        return self._clocks[worker]
 
     def join(self, worker: int) -> None:
-        """A worker's next update is for the next version."""
-        if self._rule.bound is not None:
-            self._clocks[worker] = max(self.version, self._clocks[worker])  # What it sent before is still to come.
+        """Let a worker's next update be for the next version."""
+        if self._consistency.bound is not None:
+            # A worker that was away keeps its clock if that is ahead: what it pushed before is still pending.
+            self._clocks[worker] = max(self.version, self._clocks[worker])
+
+    def discard_updates_from(self, worker: int) -> None:
+        """Drop the pending updates of a lost worker, if an order is kept: they may never be in it."""
+        if self._order is not None:
+            self._pending = [update for update in self._pending if update.worker != worker]
+
+    def skip(self, clock: int) -> None:
+        """Count the version of that clock as made: this shard has no update for it, and will get none."""
+        self.version = max(self.version, clock + 1)
 
     def push(self, update: Update) -> None:
-        """An update has come."""
+        """Record an update that has arrived, and set its clock."""
         update.clock = self._clocks[update.worker]
         self._clocks[update.worker] += 1
         self._pending.append(update)
 
-    def take(self) -> list[Update]:
-        """The updates that make the next version, in the order of workers, if it is due; they are gone from here."""
+    def take_due(self) -> list[Update]:
+        """Remove and return the updates of the next version, by rank of worker; an empty list if it is not due."""
         due = self._due()
         if due:
             self._pending = [update for update in self._pending if update not in due]
             for update in due:
-                update.staleness = self.version - update.base
+                update.staleness = self.version - update.base_version
             self.version += 1
-            self.place += 1
+            self.order_position += 1
+        # The order of workers, not of arrival: sums of floating-point numbers then have the same bits in every run.
         return sorted(due, key=lambda update: update.worker)
 
     def _due(self) -> list[Update]:
         if not self._pending:
             return []
         if self._order is not None:
-            return self._ordered()
-        if self._rule.bound is None:
-            enough = min(self._rule.quorum, len(self._members) or len(self._pending))
-            return self._pending[:enough] if len(self._pending) >= enough else []
-        if self.waits:
+            return self._due_by_order()
+        if self._consistency.bound is None:
+            quorum = min(self._consistency.quorum, len(self._members) or len(self._pending))
+            return self._pending[:quorum] if len(self._pending) >= quorum else []
+        if self.awaits_updates:
             return []
-        # Where those who had sent for this version are gone and forgotten, the next one that there is something for.
+        # No update may be left for the next version, if its workers are gone: then go on to the first that has one.
         self.version = max(self.version, min(update.clock for update in self._pending))
         return [update for update in self._pending if update.clock == self.version]
 
-    def _ordered(self) -> list[Update]:
+    def _due_by_order(self) -> list[Update]:
         assert self._order is not None
-        while (wanted := self._order.at(self.place)) is not None:
-            here = [update for update in self._pending if (update.worker, update.clock) in wanted]
-            coming = {worker for worker, _ in wanted} - {update.worker for update in here}
-            if coming & self._order.living:
+        while (wanted := self._order.at(self.order_position)) is not None:
+            arrived = [update for update in self._pending if (update.worker, update.clock) in wanted]
+            missing_workers = {worker for worker, _ in wanted} - {update.worker for update in arrived}
+            if missing_workers & self._order.alive:
                 return []
-            if here:
-                return here
-            self.place += 1  # All of it is lost.
+            if arrived:
+                return arrived
+            self.order_position += 1  # All updates of this position are lost with their workers.
         return []
 
-    def readable(self, worker: int, wanted: int) -> bool:
-        """Whether a worker that wants so high a version, or its own updates in it, may read."""
-        if self._rule.bound is None:
+    def is_readable(self, worker: int, wanted_version: int) -> bool:
+        """Whether a worker may pull: `wanted_version` is made, or under a counting consistency its own updates are in.
+
+        Args:
+            worker: rank of the worker that pulls.
+            wanted_version: the oldest version that it accepts; ignored under a counting consistency.
+        """
+        if self._consistency.bound is None:
             return all(update.worker != worker for update in self._pending)
-        return self.version >= wanted
+        return self.version >= wanted_version

@@ -1,12 +1,13 @@
 """Parameter servers: the optimiser's steps are taken where the parameters are kept, as the consistency says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from tutti.codecs import Codec, print_codec
+from tutti.codecs import Codec, ErrorFeedback, OneBit, print_codec
+from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange, Strategy
@@ -18,9 +19,11 @@ from tutti.strategies.parameter_server.consistency import (
     SoftSync,
     StalenessAware,
 )
+from tutti.strategies.parameter_server.cost import communication_cost
+from tutti.strategies.parameter_server.messages.group import join_group
 from tutti.strategies.parameter_server.messages.server import Server
-from tutti.strategies.parameter_server.messages.worker import MessageWorker, prepare
-from tutti.strategies.parameter_server.shard_optimizer import refusal
+from tutti.strategies.parameter_server.messages.worker import MessageWorker
+from tutti.strategies.parameter_server.shard_optimizer import unsupported_reason
 from tutti.transports import SharesAll, Transport
 from tutti.transports.base import Operation
 
@@ -42,6 +45,8 @@ class ParameterServer(Strategy):
         bucket_bytes: gradients that travel together, of which each server gets a part.
         factors: push the gradients of linear layers as their factors, where those are smaller; servers multiply.
     """
+
+    preference = 2
 
     consistency: Consistency = field(default_factory=BSP)
     servers: int | Literal["colocated"] = "colocated"
@@ -107,7 +112,7 @@ class ParameterServer(Strategy):
         self.roles(size)
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
-        found = [] if (why := refusal(optimizer)) is None else [why]
+        found = [] if (why := unsupported_reason(optimizer)) is None else [why]
         return found + super().mistakes(optimizer, size)
 
     def can_resume_from(self, text: str) -> bool:
@@ -116,6 +121,15 @@ class ParameterServer(Strategy):
     @property
     def exact(self) -> bool:
         return self.codec is None and self.consistency == BSP()
+
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        return communication_cost(self, profile, placement)
+
+    def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        yield ParameterServer(BSP())
+        yield ParameterServer(BSP(), servers=1)
+        for rule in (SSP(3), Async()):
+            yield from (ParameterServer(rule, codec=codec) for codec in (None, ErrorFeedback(OneBit())))
 
     @property
     def synchronous(self) -> bool:
@@ -140,8 +154,8 @@ class ParameterServer(Strategy):
         return MessageWorker(replica, transport, self)
 
     def serve(self, replica: Replica, transport: Transport) -> None:
-        made = prepare(replica, transport, self)
-        made.wire.spawn(_until_over(made.server(replica)), deadline=False).wait()
+        group = join_group(replica, transport, self)
+        group.transport.spawn(_until_over(group.start_server(replica)), deadline=False).wait()
 
     def __str__(self) -> str:
         options = [str(self.consistency)]

@@ -1,4 +1,21 @@
-"""What all workers of parameter servers do: answer to the events of training by pushes and reads."""
+"""Base class of parameter-server workers: turns the events of training into pushes and pulls.
+
+How it works
+------------
+All methods run in the training thread. One iteration of a worker, in the order of its events:
+
+1. Forward. With `overlap`, each module first waits for its own parameters (`_wait_for_slots`).
+2. `backward_started`: pulls that the consistency requires, but no forward hook waited for, are waited for now
+   (`_wait_for_all`): the gradients that follow are pushed under the version that was loaded last.
+3. `bucket_ready`, once per bucket: the bucket is pushed at once. It is kept until the end of backward if the norm of
+   the whole gradient must be known first (clipping under a counting consistency), or until the step without `overlap`.
+4. `before_step`: the user's optimiser is about to step. The gradients are hidden from it, so its step changes nothing:
+   the servers take the step.
+5. `after_step`: gradients are shown again, pulls that have arrived are loaded, and parameters that no forward hook
+   covers are waited for.
+
+A subclass decides how to push and how long a pull may be outstanding, by the strategy's consistency.
+"""
 
 from abc import abstractmethod
 from collections import Counter
@@ -11,56 +28,63 @@ from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
 from tutti.strategies.base import Exchange
-from tutti.strategies.parameter_server.module_waits import Modules
-from tutti.strategies.parameter_server.shard_optimizer import Options, refuse_closure
+from tutti.strategies.parameter_server.forward_waits import ForwardWaits
+from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
+from tutti.strategies.parameter_server.shard_optimizer import reject_closure
 from tutti.transports import Transport
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
 
 
-class Worker(Exchange):
-    """Pushes what backward makes, keeps the optimiser of this rank from stepping, and reads what the servers made."""
+class ParameterServerWorker(Exchange):
+    """Pushes gradients, keeps this rank's optimiser from stepping, and loads what the servers made."""
 
     def __init__(self, replica: Replica, transport: Transport, strategy: "ParameterServer") -> None:
         super().__init__(replica, transport)
-        self._strategy, self._rule = strategy, strategy.consistency
-        self._me = transport.rank
-        self._weight, self._backwards = 1.0, 0
-        self._options = Options(replica.optimizer)
-        self._now = self._options.now()
-        self._waiting: list[Bucket] = []
+        self._strategy, self._consistency = strategy, strategy.consistency
+        self._rank = transport.rank
+        self._weight = 1.0
+        """Samples in the current batch."""
+        self._num_backwards = 0
+        """Backward passes since the last step."""
+        self._options_reader = OptimizerOptions(replica.optimizer)
+        self._options = self._options_reader.read()
+        """Options of the optimiser, as they are pushed with this iteration's gradients."""
+        self._unpushed: list[Bucket] = []
+        """Buckets that are ready, but have to wait for the end of backward."""
         self._staleness: Counter[int] = Counter()
-        self._sent_before = 0
+        self._bytes_sent_before = 0
+        """Bytes sent until the end of the last step."""
         self._handles: list[Any] = []
-        self._modules: Modules | None = None
+        self._forward_waits: ForwardWaits | None = None
 
-    def _listen(self) -> None:
-        """Answer to what happens from now on."""
+    def _start_listening(self) -> None:
+        """Attach to the events of training: the last thing that a subclass does to construct itself."""
         if not self.replica.sizes_only:
-            self._handles.append(self.replica.optimizer.register_step_pre_hook(refuse_closure))
-            self._modules = Modules(self.replica, self._need) if self._strategy.overlap else None
+            self._handles.append(self.replica.optimizer.register_step_pre_hook(reject_closure))
+            self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
         self.replica.listen(self, to="gradients")
 
     @abstractmethod
     def _push(self, bucket: Bucket, norm: float) -> None:
-        """Let servers have a bucket; `norm` is that of the whole gradient where each update is clipped."""
+        """Push a bucket; `norm` is that of the whole gradient where each update is clipped by itself."""
 
     @abstractmethod
-    def _settle_all(self) -> None:
-        """Wait until all that this rank may not go on without is here, and let the model have it."""
+    def _wait_for_all(self) -> None:
+        """Wait for every pull that the next iteration needs, and load it into the model."""
 
-    def _take_early(self) -> None:
-        """Let the model have what is here before it is needed; between steps, when nobody computes with it."""
+    @abstractmethod
+    def _wait_for_slots(self, slots: Iterable[Slot]) -> None:
+        """Wait for the pulls that these slots need, and load them into the model."""
+
+    def _load_arrived(self) -> None:
+        """Load pulls that have arrived before they are needed. Called between steps, when nothing computes."""
         return None
 
     @abstractmethod
-    def _need(self, slots: Iterable[Slot]) -> None:
-        """The same for these slots only."""
-
-    @abstractmethod
-    def _ask_to_stop(self) -> None:
-        """Have every rank stop."""
+    def _request_stop(self) -> None:
+        """Make every rank stop: the loss of this one is not finite."""
 
     @property
     @abstractmethod
@@ -72,53 +96,54 @@ class Worker(Exchange):
         return {"staleness": dict(sorted(self._staleness.items())), "version": self.version}
 
     def backward_started(self, weight: float) -> None:
-        if self._backwards and self._strategy.overlap:
+        if self._num_backwards and self._strategy.overlap:
             raise ConfigError(
-                f"rank {self._me}: a second backward pass before optimizer.step(), but the gradients of the first are "
-                "with the servers already. Put all but the last into job.no_sync(), or use "
+                f"rank {self._rank}: a second backward pass before optimizer.step(), but the gradients of the first "
+                "were already pushed to the servers. Put all but the last into job.no_sync(), or use "
                 "ParameterServer(overlap=False)."
             )
-        self._settle_all()  # What this pass did not use is still to be read.
+        self._wait_for_all()
         if isnan(weight):
-            self._ask_to_stop()
-            raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
+            self._request_stop()
+            raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
         self._weight = weight
         if self._strategy.overlap:
-            self._now = self._options.now()
+            self._options = self._options_reader.read()
 
     def bucket_ready(self, bucket: Bucket) -> None:
         if self._strategy.overlap and not self._clips_updates:
             self._push(bucket, 0.0)
         else:
-            self._waiting.append(bucket)
+            self._unpushed.append(bucket)
 
     def backward_done(self) -> None:
-        self._backwards += 1
+        self._num_backwards += 1
         if self._strategy.overlap:
             self._push_waiting()
         else:
-            self._waiting.clear()
+            self._unpushed.clear()
 
     def before_step(self) -> None:
-        if not self._strategy.overlap and self._backwards:
-            self._now = self._options.now()
+        if not self._strategy.overlap and self._num_backwards:
+            self._options = self._options_reader.read()
             for bucket in self.replica.buckets:
                 _refill(bucket)
-            self._waiting = list(self.replica.buckets)
+            self._unpushed = list(self.replica.buckets)
             self._push_waiting()
-        self.replica.hide_gradients()  # Servers take the step.
+        self.replica.hide_gradients()  # The user's optimiser finds no gradient: servers take the step.
 
     def after_step(self) -> None:
         self.replica.show_gradients()
-        self._backwards = 0
-        self._take_early()
-        if self._modules is None:
-            self._settle_all()
+        self._num_backwards = 0
+        self._load_arrived()
+        if self._forward_waits is None:
+            self._wait_for_all()
         else:
-            self._need(self._modules.uncalled())
-        sent, now = self.bytes_sent, self.transport.now()
-        self.events.record(Event(EXCHANGE, now, now, sent - self._sent_before))  # Waiting is recorded where it is.
-        self._sent_before = sent
+            self._wait_for_slots(self._forward_waits.take_uncalled())
+        bytes_sent, now = self.bytes_sent, self.transport.now()
+        # Of no duration: time spent waiting is recorded as PULL, where the wait happens.
+        self.events.record(Event(EXCHANGE, now, now, bytes_sent - self._bytes_sent_before))
+        self._bytes_sent_before = bytes_sent
 
     def restore_local(self) -> None:
         return None
@@ -127,38 +152,38 @@ class Worker(Exchange):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._modules is not None:
-            self._modules.close()
+        if self._forward_waits is not None:
+            self._forward_waits.close()
 
     @property
     def _clips_updates(self) -> bool:
-        """Whether each update is clipped by itself, so that its norm must be known before it is sent."""
-        return self._strategy.clip is not None and self._rule.bound is None
+        """Whether each update is clipped by itself, so that its norm must be known before it is pushed."""
+        return self._strategy.clip is not None and self._consistency.bound is None
 
     @property
     def _clips_means(self) -> bool:
-        """Whether the mean over workers is clipped, so that all pieces are stepped together."""
-        return self._strategy.clip is not None and self._rule.bound is not None
+        """Whether the mean over workers is clipped, so that all shards are stepped together."""
+        return self._strategy.clip is not None and self._consistency.bound is not None
 
     def _push_waiting(self) -> None:
-        norm = _norm_of(self._waiting) if self._clips_updates and not self.replica.sizes_only else 0.0
-        for bucket in self._waiting:
+        norm = _gradient_norm(self._unpushed) if self._clips_updates and not self.replica.sizes_only else 0.0
+        for bucket in self._unpushed:
             self._push(bucket, norm)
-        self._waiting.clear()
+        self._unpushed.clear()
 
 
-def marks_of(bucket: Bucket) -> list[bool]:
-    """Which slots have something to push: a gradient, if only an old one that was not cleared."""
+def gradient_flags(bucket: Bucket) -> list[bool]:
+    """Return for each slot whether it has a value to push: a gradient, also an old one that was not cleared."""
     return [not bucket.of_parameters or slot.tensor.grad is not None for slot in bucket.slots]
 
 
-def _norm_of(buckets: list[Bucket]) -> float:
+def _gradient_norm(buckets: list[Bucket]) -> float:
     slots = [slot for bucket in buckets if bucket.of_parameters for slot in bucket.slots]
     return sqrt(sum(float(slot.view.double().square().sum()) for slot in slots if slot.tensor.grad is not None))
 
 
 def _refill(bucket: Bucket) -> None:
-    """Have gradients that were replaced or taken away since backward so in the bucket's memory too."""
+    """Copy gradients that the user replaced or removed since backward into the bucket's memory."""
     for slot in bucket.slots if bucket.of_parameters else ():
         grad = slot.tensor.grad
         if grad is None:

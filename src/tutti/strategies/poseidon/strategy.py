@@ -7,12 +7,14 @@ from torch.optim import Optimizer
 
 from tutti.cluster import Link
 from tutti.codecs import Codec
+from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.allreduce import AllReduce
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.parameter_server import Consistency, ParameterServer
 from tutti.strategies.parameter_server import read as read_servers
+from tutti.strategies.poseidon.cost import communication_cost
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.rule import bucket_bytes_on
 from tutti.transports import Transport
@@ -38,6 +40,8 @@ class Poseidon(Strategy):
         consistency: such as `SSP(2)`: parameter servers instead of sums, to which factors go where they are smaller
             than gradients; there is no rule then.
     """
+
+    preference = 1
 
     rule: Rule = "priced"
     overlap: bool = True
@@ -75,6 +79,11 @@ class Poseidon(Strategy):
     @property
     def exact(self) -> bool:
         return self.servers is None or self.servers.exact
+
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        if self.servers is not None:
+            return self.servers.cost(profile, placement)
+        return communication_cost(self, profile, placement)
 
     @property
     def synchronous(self) -> bool:

@@ -1,4 +1,8 @@
-"""What workers and servers say to each other: fixed heads, each followed by as many bytes as it says."""
+"""Message formats between workers and servers: headers of fixed length, each followed by the payload it announces.
+
+Requests of one worker travel under one pair of tags, so a server handles them in the order in which they were sent.
+Replies have tags per shard, so a worker can wait for one shard while others are under way.
+"""
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -8,126 +12,145 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HEAD, PAYLOAD = 1, 2
-"""Tags of what a worker says to a server: all of it in one order."""
-NORM, STATE, ORDER = 3, 4, 5
-"""Of what servers say to each other, but for STATE."""
-_REPLIES = 16
+REQUEST_TAG, PAYLOAD_TAG = 1, 2
+"""Tags of requests: header, and payload if there is one."""
+NORM_TAG, STATE_TAG, ORDER_TAG = 3, 4, 5
+"""Tags of messages between servers (norms, order of updates), and of state transfers between servers and workers."""
+_FIRST_REPLY_TAG = 16
 
 
-def reply_tags(piece: int) -> tuple[int, int]:
-    """Of what a server says of a piece: head, and payload."""
-    return _REPLIES + 2 * piece, _REPLIES + 2 * piece + 1
+def reply_tags(shard_index: int) -> tuple[int, int]:
+    """Return the tags of replies about a shard: header, and payload."""
+    return _FIRST_REPLY_TAG + 2 * shard_index, _FIRST_REPLY_TAG + 2 * shard_index + 1
 
 
-class Kind(IntEnum):
-    """What a worker says."""
+class RequestKind(IntEnum):
+    """What a worker asks of a server."""
 
     PUSH = auto()
-    """A gradient of a piece, and perhaps the wish to read it afterwards."""
-    MEET = auto()
-    """Wait for the others, who come here too, and tell all of us the same."""
+    """Take a gradient of a shard and, unless `wanted_version` is `NO_PULL`, reply with the shard afterwards."""
+    BARRIER = auto()
+    """When every living worker has sent this, reply to all with the same version of all shards."""
     LEAVE = auto()
-    """Go on without me."""
+    """Go on without this worker until it sends `JOIN`."""
     JOIN = auto()
-    """Count me in, and tell me all pieces."""
-    SAVE = auto()
-    """Tell me what the optimiser remembers."""
-    LOAD = auto()
-    """Take these parameters, and what the optimiser remembers."""
+    """Wait for this worker again, and reply with all shards."""
+    SAVE_STATE = auto()
+    """Send the optimiser's state."""
+    LOAD_STATE = auto()
+    """Receive parameters and the optimiser's state, and start again from them."""
     STOP = auto()
-    """My loss is not finite: everybody should stop."""
-    BYE = auto()
-    """This is the last you hear of me."""
+    """Stop every worker: the loss of this one is not finite."""
+    DISCONNECT = auto()
+    """This is the worker's last request."""
 
 
-class Status(IntEnum):
-    """What a server replies."""
+class ReplyStatus(IntEnum):
+    """What a server replies about a shard."""
 
-    HERE = auto()
-    """The piece follows."""
-    BEAT = auto()
-    """The others are on their way."""
-    DROPPED = auto()
-    """You have sent what cannot be: you take no part any more."""
+    VALUES = auto()
+    """The shard's values follow."""
+    KEEP_ALIVE = auto()
+    """Other workers are still on their way to the barrier: wait on."""
+    REJECTED = auto()
+    """The worker has sent a malformed request, and is removed."""
     STOPPED = auto()
-    """A rank has asked everybody to stop."""
+    """A worker has asked all workers to stop; `version` is its rank."""
 
 
-NOTHING = -1
-"""In place of the version that a worker wants to read."""
+NO_PULL = -1
+"""The wanted version of a push that asks for no reply. Also fills unused entries of `ORDER_TAG` messages."""
 
 
 @dataclass(frozen=True)
-class Head:
-    """What a worker says first."""
+class RequestHeader:
+    """The fixed part of a request."""
 
-    kind: Kind
-    piece: int = 0
-    base: int = 0
-    wanted: int = NOTHING
+    kind: RequestKind
+    shard: int = 0
+    """Index of the shard that is pushed."""
+    base_version: int = 0
+    """Version of the shard that the gradient was computed from."""
+    wanted_version: int = NO_PULL
+    """The oldest version that the worker accepts as a reply."""
     num_bytes: int = 0
-    """Of the payload."""
+    """Bytes of the payload."""
     weight: float = 1.0
+    """Samples that the gradient is the mean of."""
     norm: float = 0.0
+    """Norm of the worker's whole gradient, where each update is clipped by itself."""
 
     LAYOUT = Struct("<qqqqqdd")
 
 
-class Heads:
-    """Packs heads, with an optimiser's options and the marks of a piece; all are of one length."""
+class RequestFormat:
+    """Packs and parses requests: header, numeric options of the optimiser, and a flag per segment of the shard.
 
-    def __init__(self, num_options: int, num_marks: int) -> None:
-        self._num_options = num_options
-        self._num_marks = num_marks
-        self._options_at = Head.LAYOUT.size
-        self._marks_at = self._options_at + 8 * num_options
-        self.num_bytes = self._marks_at + num_marks
+    All requests of a group have the same length, that of the shard with the most segments.
+    """
 
-    def pack(self, head: Head, options: np.ndarray | None = None, marks: np.ndarray | None = None) -> Tensor:
+    def __init__(self, num_options: int, num_flags: int) -> None:
+        self._options_start = RequestHeader.LAYOUT.size
+        self._flags_start = self._options_start + 8 * num_options
+        self.num_bytes = self._flags_start + num_flags
+
+    def pack(
+        self, header: RequestHeader, options: np.ndarray | None = None, has_grad: np.ndarray | None = None
+    ) -> Tensor:
+        """Return a request as bytes."""
         data = np.zeros(self.num_bytes, dtype=np.uint8)
-        fields = (head.kind, head.piece, head.base, head.wanted, head.num_bytes, head.weight, head.norm)
-        data[: self._options_at] = np.frombuffer(Head.LAYOUT.pack(*fields), dtype=np.uint8)
+        fields = (
+            header.kind, header.shard, header.base_version, header.wanted_version, header.num_bytes, header.weight,
+            header.norm,
+        )  # fmt: skip
+        data[: self._options_start] = np.frombuffer(RequestHeader.LAYOUT.pack(*fields), dtype=np.uint8)
         if options is not None:
-            data[self._options_at : self._marks_at].view(np.float64)[:] = options
-        if marks is not None:
-            data[self._marks_at : self._marks_at + len(marks)] = marks
+            data[self._options_start : self._flags_start].view(np.float64)[:] = options
+        if has_grad is not None:
+            data[self._flags_start : self._flags_start + len(has_grad)] = has_grad
         return torch.from_numpy(data)
 
-    def room(self) -> Tensor:
+    def empty(self) -> Tensor:
+        """Return memory to receive a request."""
         return torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
 
-    def read(self, message: Tensor) -> tuple[Head, np.ndarray, np.ndarray]:
-        """A head, options and marks. Raises `ValueError` if it is none."""
+    def parse(self, message: Tensor) -> tuple[RequestHeader, np.ndarray, np.ndarray]:
+        """Return a request's header, options and flags. Raises `ValueError` if its kind is unknown."""
         data = message.numpy()
-        kind, *fields = Head.LAYOUT.unpack(data[: self._options_at].tobytes())
-        options = data[self._options_at : self._marks_at].view(np.float64)
-        return Head(Kind(kind), *fields), options, data[self._marks_at :].astype(bool)
+        kind, *fields = RequestHeader.LAYOUT.unpack(data[: self._options_start].tobytes())
+        options = data[self._options_start : self._flags_start].view(np.float64)
+        return RequestHeader(RequestKind(kind), *fields), options, data[self._flags_start :].astype(bool)
 
 
-REPLY = Struct("<qqqqq")
-"""Status, version, staleness of the reader's last update, bytes of the payload, the first worker that is left."""
+_REPLY_LAYOUT = Struct("<qqqqq")
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What a server says first."""
+class ReplyHeader:
+    """The fixed part of a reply about a shard."""
 
-    status: Status
+    status: ReplyStatus
     version: int = 0
+    """Version of the shard; of a `STOPPED` reply, the rank whose loss is not finite."""
     staleness: int = 0
+    """Staleness of the worker's last applied update of the shard."""
     num_bytes: int = 0
+    """Bytes of the payload."""
     leader: int = 0
+    """The lowest rank of a living worker, as the server knows it."""
 
     def pack(self) -> Tensor:
-        data = bytearray(REPLY.pack(self.status, self.version, self.staleness, self.num_bytes, self.leader))
+        """Return the header as bytes."""
+        data = bytearray(_REPLY_LAYOUT.pack(self.status, self.version, self.staleness, self.num_bytes, self.leader))
         return torch.frombuffer(data, dtype=torch.uint8)
 
     @staticmethod
-    def room() -> Tensor:
-        return torch.empty(REPLY.size, dtype=torch.uint8, device="cpu")
+    def empty() -> Tensor:
+        """Return memory to receive a header."""
+        return torch.empty(_REPLY_LAYOUT.size, dtype=torch.uint8, device="cpu")
 
     @classmethod
-    def read(cls, message: Tensor) -> "Reply":
-        status, *fields = REPLY.unpack(message.numpy().tobytes())
-        return cls(Status(status), *fields)
+    def parse(cls, message: Tensor) -> "ReplyHeader":
+        """Return the header that these bytes are."""
+        status, *fields = _REPLY_LAYOUT.unpack(message.numpy().tobytes())
+        return cls(ReplyStatus(status), *fields)

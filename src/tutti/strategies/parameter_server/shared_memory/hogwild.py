@@ -19,9 +19,9 @@ from tutti.events import APPLY, EXCHANGE, PULL, READ, Event
 from tutti.replica import HookedReplica
 from tutti.replica.buckets import Slot, like
 from tutti.strategies.base import Exchange
-from tutti.strategies.parameter_server.shard_optimizer import clip_factor, refuse_closure
-from tutti.strategies.parameter_server.shared_memory.arena import Arena
-from tutti.strategies.parameter_server.shared_memory.gathering import Gathering, Slots
+from tutti.strategies.parameter_server.shard_optimizer import clip_factor, reject_closure
+from tutti.strategies.parameter_server.shared_memory.optimizer_state import Arena
+from tutti.strategies.parameter_server.shared_memory.worker_registry import Gathering, Slots
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
@@ -66,7 +66,7 @@ class HogwildWorker(Exchange):
         self._locked = False
         self._num_bytes = 2 * sum(view.nbytes for view in self._views)
         self._handles = [
-            replica.optimizer.register_step_pre_hook(refuse_closure),
+            replica.optimizer.register_step_pre_hook(reject_closure),
         ]
         replica.listen(self, to="samples")
 

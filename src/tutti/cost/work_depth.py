@@ -1,0 +1,36 @@
+"""Work and depth of a computation, and Brent's bounds on its time."""
+
+from typing import NamedTuple
+
+from tutti.errors import ConfigError
+
+
+class WorkDepth(NamedTuple):
+    """The number of operations, W, and the length of the longest chain of dependent ones, D."""
+
+    work: float
+    depth: float
+
+    @property
+    def parallelism(self) -> float:
+        """Average number of operations that can run at once: W / D."""
+        return self.work / self.depth if self.depth else 0.0
+
+    def bounds(self, num_processors: int) -> tuple[float, float]:
+        """Return the least and the most time on p processors, in operations: max(W/p, D) <= T_p <= W/p + D.
+
+        After Brent (1974). Fourie (2019) prints min in place of max, which is weaker than it need be: there is no way
+        around the work, and none around the longest chain either.
+        """
+        if num_processors < 1:
+            raise ConfigError(f"bounds need 1 processor or more, got {num_processors}.")
+        share = self.work / num_processors
+        return max(share, self.depth), share + self.depth
+
+    def after(self, other: "WorkDepth") -> "WorkDepth":
+        """Return the sum of both, run one after the other."""
+        return WorkDepth(self.work + other.work, self.depth + other.depth)
+
+    def beside(self, other: "WorkDepth") -> "WorkDepth":
+        """Return both, run at the same time."""
+        return WorkDepth(self.work + other.work, max(self.depth, other.depth))

@@ -1,0 +1,1 @@
+"""Programs that run in virtual time: training, dry runs, calibration, scaling studies."""

@@ -1,0 +1,37 @@
+"""Configuration that the workers and servers of one group agree on."""
+
+from dataclasses import dataclass
+
+from tutti.codecs import Codec
+from tutti.strategies.parameter_server.consistency import Consistency
+from tutti.strategies.parameter_server.messages.wire import RequestFormat
+from tutti.strategies.parameter_server.shards import ParameterShard
+
+
+@dataclass(frozen=True)
+class ServerGroupConfig:
+    """What all workers and servers of a group agree on; each rank derives it from the strategy and the model."""
+
+    consistency: Consistency
+    codec: Codec | None
+    """Compresses pushed gradients."""
+    clip: float | None
+    """Largest norm of a gradient that the optimiser gets."""
+    workers: tuple[int, ...]
+    """Ranks that train."""
+    servers: tuple[int, ...]
+    """Ranks that serve; `ParameterShard.server` is a position in it."""
+    request_format: RequestFormat
+    factors: bool = False
+    """Whether gradients of linear layers are pushed as their factors, where those are smaller."""
+
+    @property
+    def clips_means(self) -> bool:
+        """Whether the mean over workers is clipped, so that all shards of all servers are stepped together."""
+        return self.clip is not None and self.consistency.bound is not None
+
+    def max_push_bytes(self, shard: ParameterShard) -> int:
+        """Return the most bytes that a worker may push of a shard."""
+        if self.codec is None or shard.groups is None:
+            return shard.num_bytes
+        return 2 * self.codec.packet_bytes(shard.numel, shard.groups) + shard.num_bytes

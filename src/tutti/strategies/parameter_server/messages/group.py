@@ -1,0 +1,64 @@
+"""Set-up of a group of workers and servers: opens their channel and cuts the model into shards."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tutti.replica import Replica
+from tutti.replica.buckets import is_dense
+from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
+from tutti.strategies.parameter_server.messages.server import Server
+from tutti.strategies.parameter_server.messages.wire import RequestFormat
+from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
+from tutti.strategies.parameter_server.shard_optimizer import needs_whole_parameters
+from tutti.strategies.parameter_server.shards import ParameterShard, cut_into_shards
+from tutti.transports import SharesMemory, Transport
+
+if TYPE_CHECKING:
+    from tutti.strategies.parameter_server.strategy import ParameterServer
+
+
+@dataclass
+class ServerGroup:
+    """What a rank knows of its group before it serves or trains."""
+
+    transport: Transport
+    """A channel of its own for pushes and pulls."""
+    config: ServerGroupConfig
+    shards: list[ParameterShard]
+    """All shards of the model."""
+
+    def start_server(self, replica: Replica) -> Server:
+        """Start the server of this rank. It is over at once if no shard is assigned to it."""
+        rank, servers = self.transport.rank, self.config.servers
+        server = Server(
+            [shard for shard in self.shards if servers[shard.server] == rank], replica, self.transport, self.config
+        )
+        ranks_with_shards = {servers[shard.server] for shard in self.shards}
+        server.start(sorted(ranks_with_shards - {rank}))
+        return server
+
+
+def join_group(replica: Replica, transport: Transport, strategy: "ParameterServer") -> ServerGroup:
+    """Open the group's channel and cut the model into shards. Collective; the same on every rank."""
+    # Messages only: where the transport shares memory, the plain transport beneath it is used.
+    plain = transport.inner if isinstance(transport, SharesMemory) else transport
+    channel = plain.channel("servers")
+    workers, servers = strategy.roles(transport.size)
+    compress = strategy.codec is not None
+    replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if compress else 0)
+    replica.arrange([slot.name for slot in replica.slots])
+    dense = all(is_dense(slot.tensor) for slot in replica.slots)
+    keep_whole = needs_whole_parameters(replica.optimizer) or not dense
+    shards = cut_into_shards(replica.buckets, len(servers), keep_whole, compress)
+    max_segments = max((len(shard.segments) for shard in shards), default=0)
+    request_format = RequestFormat(len(OptimizerOptions(replica.optimizer)), max_segments)
+    config = ServerGroupConfig(
+        strategy.consistency,
+        strategy.codec,
+        strategy.clip,
+        tuple(workers),
+        tuple(servers),
+        request_format,
+        strategy.factors,
+    )
+    return ServerGroup(channel, config, shards)

@@ -1,0 +1,92 @@
+"""Agreement of several servers on the updates of each version, under a counting consistency with a quorum.
+
+How it works
+------------
+Under `SoftSync(n)` a version is made of any n updates. Updates reach each server in another order, so servers that
+chose for themselves would mix, in one version of the model, gradients of different workers. Therefore the server of
+the lowest rank decides. It keeps a ledger without values, to which every push of its first shard is added. Whenever
+that ledger has a version due, the server appends the version's (worker, clock) pairs to its own `UpdateOrder` and sends
+them to the other servers, which append them to theirs in `receive_order`. Ledgers of all shards follow the order.
+
+A message holds `quorum` pairs of int64; fewer updates are padded with `NO_PULL`. `receive_order` waits for the deciding
+server only and ends when no worker is alive. If the deciding server is lost, its shards are too, and training ends:
+the transport fails the receive, and each worker finds its own wait for that server failed.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from tutti.strategies.parameter_server.consistency import Consistency
+from tutti.strategies.parameter_server.ledger import Ledger, Update, UpdateOrder
+from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
+from tutti.strategies.parameter_server.messages.wire import NO_PULL, ORDER_TAG
+from tutti.transports import Transport
+from tutti.transports.base import Operation
+
+
+class UpdateOrdering:
+    """One server's part in the agreement: it decides the order of updates, or receives it."""
+
+    def __init__(
+        self,
+        consistency: Consistency,
+        membership: WorkerMembership,
+        transport: Transport,
+        spawn: Callable[[Operation], None],
+    ) -> None:
+        """Start with an empty order; `spawn` runs a generator in the server's thread."""
+        self.order = UpdateOrder(membership.alive)
+        self._consistency = consistency
+        self._membership = membership
+        self._transport = transport
+        self._spawn = spawn
+        self._other_servers: list[int] = []
+        self._decider: Ledger | None = None
+        """Decides which updates make each version, on the server of the lowest rank."""
+
+    def start(self, other_servers: list[int], on_order: Callable[[], None]) -> None:
+        """Decide, or receive what the server of the lowest rank decides; `on_order` is called after each message."""
+        self._other_servers = other_servers
+        first_server = min([self._transport.rank, *other_servers])
+        if self._transport.rank == first_server:
+            self._decider = Ledger(self._consistency, self._membership.members)
+        else:
+            self._spawn(self._receive_order(first_server, on_order))
+
+    def record_push(self, worker: int) -> bool:
+        """Count an update of the server's first shard; return whether that decided a version."""
+        if self._decider is None:
+            return False
+        self._decider.push(Update(worker, 0, 0.0, 0.0, None, None, None))
+        return self.decide()
+
+    def decide(self) -> bool:
+        """Decide the versions that are due, and send them to the other servers; return whether there were any."""
+        decided = False
+        while self._decider is not None and (due := self._decider.take_due()):
+            decided = True
+            self.order.pending.append({(update.worker, update.clock) for update in due})
+            message = torch.full((2 * self._consistency.quorum,), NO_PULL, dtype=torch.int64, device="cpu")
+            pairs = [number for update in due for number in (update.worker, update.clock)]
+            message[: 2 * len(due)] = torch.tensor(pairs)
+            for server in self._other_servers:
+                self._spawn(self._send(message, server))
+        return decided
+
+    def restart(self) -> None:
+        """Start again with an empty order."""
+        if self._decider is not None:
+            self._decider.restart()
+        self.order.clear()
+
+    def _send(self, message: torch.Tensor, server: int) -> Operation:
+        yield self._transport.isend(message, server, ORDER_TAG)
+
+    def _receive_order(self, first_server: int, on_order: Callable[[], None]) -> Operation:
+        while self._membership.alive:
+            message = torch.empty(2 * self._consistency.quorum, dtype=torch.int64, device="cpu")
+            yield self._transport.irecv(message, first_server, ORDER_TAG)
+            pairs = message.view(-1, 2).tolist()
+            self.order.pending.append({(worker, clock) for worker, clock in pairs if worker != NO_PULL})
+            on_order()

@@ -1,0 +1,213 @@
+"""Server: receives the requests of workers and dispatches them. `messages/server/__init__.py` says how it works."""
+
+import logging
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tutti.errors import PacketError, RankLost, ReplicaMismatch
+from tutti.events import EventLog
+from tutti.replica import Replica
+from tutti.strategies.parameter_server.ledger import Ledger, Update
+from tutti.strategies.parameter_server.messages.buffers import BufferPool
+from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
+from tutti.strategies.parameter_server.messages.server.clipping import GlobalClipping
+from tutti.strategies.parameter_server.messages.server.lifecycle import WorkerLifecycle
+from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
+from tutti.strategies.parameter_server.messages.server.ordering import UpdateOrdering
+from tutti.strategies.parameter_server.messages.server.replies import LocalDelivery, ReplySender
+from tutti.strategies.parameter_server.messages.server.shard import ServerShard
+from tutti.strategies.parameter_server.messages.server.updates import UpdateApplier, UpdateDecoder
+from tutti.strategies.parameter_server.messages.server.versions import VersionMaker
+from tutti.strategies.parameter_server.messages.state_transfer import receive_state, send_state
+from tutti.strategies.parameter_server.messages.wire import (
+    PAYLOAD_TAG,
+    REQUEST_TAG,
+    ReplyStatus,
+    RequestHeader,
+    RequestKind,
+)
+from tutti.strategies.parameter_server.shard_optimizer import ShardOptimizer
+from tutti.strategies.parameter_server.shards import ParameterShard
+from tutti.strategies.parameter_server.sufficient_factors import matrix_shapes
+from tutti.transports import Transport
+from tutti.transports.base import Operation
+
+_log = logging.getLogger("tutti")
+
+_MALFORMED = (PacketError, ReplicaMismatch, ValueError)
+"""Errors that a worker's malformed request raises: the worker is removed, and the server goes on."""
+
+
+class Server:
+    """All shards of one serving rank, and the workers that push and pull them."""
+
+    def __init__(
+        self, shards: list[ParameterShard], replica: Replica, transport: Transport, config: ServerGroupConfig
+    ) -> None:
+        """Hold `shards`, with the values that the parameters have in the replica."""
+        self.events = EventLog()
+        self.over = transport.signal()
+        """Set when no worker is left, or when the server has failed."""
+        self.failure: Exception | None = None
+        """Why the server has failed."""
+        self._transport = transport
+        self._config = config
+        self._membership = WorkerMembership(config.workers)
+        self._replies = ReplySender(transport, self._membership)
+        consistency, ordering = config.consistency, None
+        if consistency.bound is None and consistency.quorum > 1:
+            ordering = UpdateOrdering(consistency, self._membership, transport, self._spawn)
+        self._shards: dict[int, ServerShard] = {}
+        for shard in shards:
+            bucket = replica.buckets[shard.bucket_index]
+            optimizer = None
+            if not replica.sizes_only:
+                values = bucket.image()[shard.bucket_range].clone()
+                optimizer = ShardOptimizer(shard, bucket, replica.optimizer, values)
+            ledger = Ledger(consistency, self._membership.members, None if ordering is None else ordering.order)
+            self._shards[shard.index] = ServerShard(shard, ledger, optimizer, bucket.flat)
+        shapes = {shard.index: matrix_shapes(shard, replica.buckets[shard.bucket_index]) for shard in shards}
+        self._decoder = UpdateDecoder(config, shapes)
+        applier = UpdateApplier(config, transport, self.events)
+        self._versions = VersionMaker(self._shards, config, self._membership, self._replies, applier)
+        self._versions.ordering = ordering
+        if config.clips_means:
+            assert config.clip is not None
+            held = list(self._shards.values())
+            self._versions.clipping = GlobalClipping(config.clip, held, applier, transport, self._spawn)
+        self._lifecycle = WorkerLifecycle(
+            transport.rank, config, self._membership, self._versions, self._replies, self.over.set
+        )
+        if not self._shards:
+            self.over.set()
+
+    def buffers(self, shard_index: int) -> BufferPool:
+        """Return the buffers of a shard, from which the worker of this rank takes what it pushes."""
+        return self._shards[shard_index].buffers
+
+    def connect_local_worker(self, deliver: LocalDelivery) -> None:
+        """Hand replies to the worker of this rank to `deliver`, in place of messages."""
+        self._replies.deliver_locally = deliver
+
+    def start(self, other_servers: list[int]) -> None:
+        """Begin to serve the workers of other ranks; `other_servers` are the other ranks that hold shards."""
+        self._lifecycle.other_servers = other_servers
+        if not self._shards:
+            return
+        if self._versions.ordering is not None:
+            self._versions.ordering.start(other_servers, self._versions.settle_all)
+        for worker in self._config.workers:
+            if worker != self._transport.rank:
+                self._spawn(self._receive_requests(worker))
+                self._spawn(self._replies.send_replies(worker))
+        if self._versions.clipping is not None:
+            self._versions.clipping.start(other_servers, self._membership, self._settle_shards)
+
+    def handle_request(
+        self, worker: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor | None
+    ) -> None:
+        """Act on a request. A malformed one removes the worker.
+
+        Args:
+            worker: rank of the worker that sent it.
+            header: the fixed part.
+            options: numeric options of the worker's optimiser.
+            has_grad: one flag per segment of the shard: whether the worker has a gradient for it.
+            payload: the bytes that followed, if any.
+        """
+        if worker not in self._membership.alive:
+            return
+        try:
+            match header.kind:
+                case RequestKind.PUSH:
+                    self._push(worker, header, options, has_grad, payload)
+                case RequestKind.BARRIER:
+                    self._lifecycle.enter_barrier(worker)
+                case RequestKind.LEAVE:
+                    self._lifecycle.leave(worker)
+                case RequestKind.JOIN:
+                    self._lifecycle.join([worker])
+                case RequestKind.SAVE_STATE:
+                    self._spawn(send_state(self.copy_state(), worker, self._transport))
+                case RequestKind.LOAD_STATE:
+                    self._spawn(self._receive_state(worker))
+                case RequestKind.STOP:
+                    self._lifecycle.stop(worker)
+                case RequestKind.DISCONNECT:
+                    self._lifecycle.remove(worker)
+        except _MALFORMED as error:
+            self._lifecycle.reject(worker, str(error))
+
+    def copy_state(self) -> dict[str, Any]:
+        """Return a copy of the optimiser's state of all shards."""
+        return self._versions.copy_state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Start again from these parameters and this state of the optimiser, with every living worker as a member."""
+        self._membership.wait_for_all()
+        self._versions.load_state(state)
+
+    def _push(
+        self, worker: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor | None
+    ) -> None:
+        shard = self._shards.get(header.shard)
+        if shard is None or payload is None:
+            raise PacketError(f"an update of {header.num_bytes} bytes for shard {header.shard}, which is not held here")
+        valid_weight = isfinite(header.weight) and header.weight >= 0
+        if not valid_weight or not 0 <= header.base_version <= shard.ledger.version:
+            raise PacketError(f"an update of weight {header.weight}, computed from version {header.base_version}")
+        gradient = self._decoder.decode(shard, payload)
+        has_grad = has_grad[: len(shard.shard.segments)]
+        update = Update(worker, header.base_version, header.weight, header.norm, options, has_grad, gradient)
+        shard.ledger.push(update)
+        self._versions.pushed(shard, worker, header.wanted_version)
+
+    def _receive_requests(self, worker: int) -> Operation:
+        """Receive and handle a worker's requests until it is gone."""
+        transport, request_format = self._transport, self._config.request_format
+        try:
+            while worker in self._membership.alive:
+                message = request_format.empty()
+                yield transport.irecv(message, worker, REQUEST_TAG)
+                header, options, has_grad = request_format.parse(message)
+                payload = None
+                if header.num_bytes:
+                    payload = self._decoder.allocate(header, self._shards.get(header.shard))
+                    yield transport.irecv(payload, worker, PAYLOAD_TAG)
+                self.handle_request(worker, header, options, has_grad, payload)
+                del payload  # The buffer may be free from here on; while the next request is awaited, nobody needs it.
+        except RankLost as loss:
+            self._lifecycle.lose(worker, loss.gone.get(worker, "it answers no more"))
+        except _MALFORMED as error:
+            self._lifecycle.reject(worker, str(error))
+
+    def _receive_state(self, worker: int) -> Operation:
+        """Receive parameters and state from a worker, start again from them, and tell the worker that it is done."""
+        state = yield from receive_state(worker, self._transport)
+        self.load_state(state)
+        self._replies.reply(worker, next(iter(self._shards.values())), ReplyStatus.KEEP_ALIVE)
+
+    def _settle_shards(self) -> None:
+        self._versions.settle(list(self._shards.values()))
+
+    def _spawn(self, steps: Operation) -> None:
+        """Run a generator in the server's thread, beside the others."""
+        self._transport.spawn(self._guarded(steps))
+
+    def _guarded(self, steps: Operation) -> Operation:
+        """Run a generator; if it fails, the server does. Nobody waits for it, so its error would be lost otherwise."""
+        try:
+            yield from steps
+        except RankLost:
+            # A lost worker is handled by its `_receive_requests`. After the loss of a server, every worker fails.
+            return
+        except Exception as error:
+            rank = self._transport.rank
+            _log.error("rank %d: the server here has failed: %s: %s", rank, type(error).__name__, str(error))
+            self.failure = error
+            self.over.set()
+            if rank in self._config.workers:
+                self._transport.interrupt()  # The worker of this rank must not wait for a server that has failed.

@@ -1,0 +1,127 @@
+"""Making of versions: takes the steps that are due on a server's shards, and answers the pulls that wait for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
+from tutti.strategies.parameter_server.messages.server.clipping import GlobalClipping
+from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
+from tutti.strategies.parameter_server.messages.server.ordering import UpdateOrdering
+from tutti.strategies.parameter_server.messages.server.replies import ReplySender
+from tutti.strategies.parameter_server.messages.server.shard import ServerShard
+from tutti.strategies.parameter_server.messages.server.updates import UpdateApplier
+from tutti.strategies.parameter_server.messages.wire import NO_PULL, ReplyStatus
+
+
+class VersionMaker:
+    """Takes due steps and answers pulls, after every event that may have made either possible."""
+
+    def __init__(
+        self,
+        shards: dict[int, ServerShard],
+        config: ServerGroupConfig,
+        membership: WorkerMembership,
+        replies: ReplySender,
+        applier: UpdateApplier,
+    ) -> None:
+        self.shards = shards
+        """The shards of this server, by index."""
+        self.ordering: UpdateOrdering | None = None
+        """Agreement with other servers on the updates of each version, where one is needed."""
+        self.clipping: GlobalClipping | None = None
+        """Joint steps with other servers, where the mean gradient is clipped."""
+        self.on_settled: Callable[[], None] = lambda: None
+        """Called when steps were taken or members changed: a barrier may be complete."""
+        self._config = config
+        self._membership = membership
+        self._replies = replies
+        self._applier = applier
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every update that has arrived is applied."""
+        stepping = self.clipping is not None and self.clipping.is_pending
+        return not stepping and all(shard.ledger.is_idle for shard in self.shards.values())
+
+    def pushed(self, shard: ServerShard, worker: int, wanted_version: int) -> None:
+        """Go on after an update of a shard: take steps that are due, and answer pulls, the worker's own included."""
+        first_shard = min(self.shards)
+        if self.ordering is not None and shard.shard.index == first_shard and self.ordering.record_push(worker):
+            self.settle(list(self.shards.values()))
+        if wanted_version != NO_PULL:
+            shard.waiting_pulls[worker] = wanted_version
+        self.settle([shard], worker)
+        self._replies.keep_alive(self.shards[first_shard])
+
+    def settle_all(self) -> None:
+        """Go on after a change of members or of the order: all shards may have a version due."""
+        if self.ordering is not None:
+            self.ordering.decide()
+            positions = [shard.ledger.order_position for shard in self.shards.values()]
+            self.ordering.order.forget_before(min(positions))
+        self.settle(list(self.shards.values()))
+        self.on_settled()
+
+    def settle(self, changed: list[ServerShard], puller: int | None = None) -> None:
+        """Take the steps of some shards that are due, and answer their pulls.
+
+        Args:
+            changed: shards that may have a version due.
+            puller: the worker that may just have asked for one of them.
+        """
+        if self.clipping is not None:
+            while self.clipping.try_step():
+                for shard in self.shards.values():
+                    self.answer_pulls(shard)
+                self.on_settled()
+            if self.clipping.is_pending:
+                return  # Ledgers count a version whose step is not taken: no pull may be answered yet.
+        else:
+            for shard in changed:
+                while due := shard.ledger.take_due():
+                    self._applier.step(shard, due, self._applier.combine(shard, due))
+                shard.version = shard.ledger.version
+        for shard in changed:
+            self.answer_pulls(shard, puller)
+
+    def answer_pulls(self, shard: ServerShard, puller: int | None = None) -> None:
+        """Reply to the waiting workers that may read a shard.
+
+        Under a clocked consistency, if no version was made since the last call, only `puller` can be one of them: so
+        a push costs no look at all other workers.
+        """
+        is_new = self._config.consistency.bound is None or shard.answered_version != shard.ledger.version
+        shard.answered_version = shard.ledger.version
+        candidates = [(who, wanted) for who, wanted in shard.waiting_pulls.items() if is_new or who == puller]
+        for worker, wanted in candidates:
+            if self._membership.stopped_by is not None:
+                self._replies.reply(worker, shard, ReplyStatus.STOPPED)
+            elif shard.ledger.is_readable(worker, wanted):
+                self._replies.reply(worker, shard, ReplyStatus.VALUES)
+            else:
+                continue
+            del shard.waiting_pulls[worker]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Start again at version 0 from these parameters and this state of the optimiser (`copy_state` plus values)."""
+        if self.ordering is not None:
+            self.ordering.restart()
+        if self.clipping is not None:
+            self.clipping.restart()
+        for shard in self.shards.values():
+            shard.ledger.restart()
+            shard.answered_version, shard.version = -1, 0
+            shard.discard_snapshot()
+            if shard.optimizer is not None:
+                shard.optimizer.values.copy_(state["values"][str(shard.shard.index)])
+                shard.optimizer.load_state(state["optimizer"])
+
+    def copy_state(self) -> dict[str, Any]:
+        """Return a copy of the optimiser's state: for every segment the parameter's name, the range and the state."""
+        optimizers = [shard.optimizer for shard in self.shards.values() if shard.optimizer is not None]
+        segments = [
+            [name, [segment.start, segment.stop, segment.is_whole], state]
+            for optimizer in optimizers
+            for name, segment, state in optimizer.copy_states()
+        ]
+        return {"segments": segments}

@@ -1,0 +1,94 @@
+"""Pulling: receives newer versions of shards in the background, and loads them into the model in the training thread.
+
+How it works
+------------
+A pull has three stages. (1) A push asks for a version, and its generator goes on to `receive`, which runs beside the
+training thread and fills `WorkerShard.received` and `reply`. (2) The training thread calls `wait` for a shard
+that it is about to use. `wait` returns at once while the model is fresh enough for the consistency; else it blocks
+until the generator is done. (3) `wait` copies the values into the model. Parameters therefore change only in the
+training thread, never while a forward or backward pass reads them.
+
+The wait is ended by the shard's server. That server in turn waits for other workers only while they are members: see
+`messages/server/__init__.py`. If the server is lost, `RequestSender.wait` raises `RankLost`.
+"""
+
+from torch import Tensor
+
+from tutti.errors import NonFiniteLoss, WorkerDropped
+from tutti.events import PULL, Event
+from tutti.strategies.parameter_server.messages.wire import ReplyHeader, ReplyStatus, reply_tags
+from tutti.strategies.parameter_server.messages.worker.context import WorkerContext
+from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
+from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
+from tutti.transports.base import Operation
+
+
+class ShardPuller:
+    """Receives shards from servers and loads them into the model."""
+
+    def __init__(self, context: WorkerContext, shards: list[WorkerShard], requests: RequestSender) -> None:
+        self.leader = context.config.workers[0]
+        """The lowest rank of a living worker, as servers reported last."""
+        self._context = context
+        self._shards = shards
+        self._transport = context.transport
+        self._requests = requests
+
+    def receive(self, shard: WorkerShard) -> Operation:
+        """Receive the reply about a shard, and its values if they follow."""
+        if shard.server == self._transport.rank:
+            while shard.reply is None or shard.reply.status == ReplyStatus.KEEP_ALIVE:
+                shard.reply, shard.local_reply = None, self._transport.signal()
+                yield shard.local_reply
+                shard.local_reply = None
+            return
+        header_tag, payload_tag = reply_tags(shard.shard.index)
+        reply = ReplyHeader(ReplyStatus.KEEP_ALIVE)
+        # Each KEEP_ALIVE moves the deadline of the wait on.
+        while reply.status == ReplyStatus.KEEP_ALIVE:
+            message = ReplyHeader.empty()
+            yield self._transport.irecv(message, shard.server, header_tag)
+            reply = ReplyHeader.parse(message)
+        if reply.status == ReplyStatus.VALUES:
+            yield self._transport.irecv(shard.receive_buffer(), shard.server, payload_tag)
+        shard.reply = reply
+
+    def deliver_locally(self, shard_index: int, reply: ReplyHeader, values: Tensor | None) -> None:
+        """Take a reply of the server on this rank. ScaleGroups in the thread of the transport, as `receive` does."""
+        shard = self._shards[shard_index]
+        if values is not None and shard.received is not None:
+            shard.receive_buffer().copy_(values)
+        shard.reply = reply
+        if shard.local_reply is not None:
+            shard.local_reply.set()
+
+    def wait(self, shard: WorkerShard, force: bool = False) -> None:
+        """Wait for a shard's pending pull and load it, if the next iteration needs it or `force` is set."""
+        if shard.pending_pull is None:
+            return
+        bound, start_s = self._context.config.consistency.bound, self._transport.now()
+        if bound is not None and not force and shard.version >= shard.clock - bound:
+            return
+        self._requests.wait(shard.pending_pull)
+        shard.pending_pull = None
+        self._context.events.record(Event(PULL, start_s, self._transport.now()))
+        self.load(shard)
+        if bound is None and shard.shard.index == 0:
+            assert shard.reply is not None
+            self._context.staleness[shard.reply.staleness] += 1
+
+    def load(self, shard: WorkerShard) -> None:
+        """Copy received values into the model, or raise what the server replied instead."""
+        reply, rank = shard.reply, self._transport.rank
+        assert reply is not None
+        if reply.status == ReplyStatus.STOPPED:
+            self._requests.disconnect_after_stop()
+            raise NonFiniteLoss(rank, [reply.version], self._context.replica.steps)
+        if reply.status == ReplyStatus.REJECTED:
+            raise WorkerDropped(
+                f"rank {rank}: the server on rank {shard.server} rejected an update of shard {shard.shard.index} as "
+                "malformed, and takes nothing more from this worker. The output of that rank says what was wrong."
+            )
+        shard.version = reply.version
+        self.leader = reply.leader
+        shard.copy_to_model()

@@ -1,0 +1,116 @@
+"""Pushing: packs the gradient of a bucket's shards, sends it, and asks for a newer version where one is needed."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tutti.events import READ, Event
+from tutti.replica import Bucket
+from tutti.replica.factors import Pair
+from tutti.strategies.parameter_server.messages.buffers import BufferPool
+from tutti.strategies.parameter_server.messages.wire import NO_PULL, RequestHeader, RequestKind
+from tutti.strategies.parameter_server.messages.worker.context import WorkerContext
+from tutti.strategies.parameter_server.messages.worker.puller import ShardPuller
+from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
+from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
+from tutti.strategies.parameter_server.shards import ParameterShard
+from tutti.strategies.parameter_server.sufficient_factors import concatenate, matrix_shapes, pack
+from tutti.strategies.parameter_server.worker import gradient_flags
+from tutti.transports.base import Operation
+
+
+class ShardPusher:
+    """Pushes the shards of buckets; each push may carry the request for a pull."""
+
+    def __init__(self, context: WorkerContext, requests: RequestSender, puller: ShardPuller) -> None:
+        self._context = context
+        self._replica = context.replica
+        self._config = context.config
+        self._transport = context.transport
+        self._requests = requests
+        self._puller = puller
+
+    def push(self, shards: list[WorkerShard], bucket: Bucket, weight: float, norm: float, options: np.ndarray) -> None:
+        """Push all shards of a bucket. Returns at once: the sends, and the pulls after them, go on in the background.
+
+        Args:
+            shards: the shards of the bucket.
+            bucket: holds the gradients; they are copied, and may change when this returns.
+            weight: number of samples that the gradients are the mean of.
+            norm: norm of the whole gradient, where each update is clipped by itself; else 0.
+            options: numeric options of the optimiser.
+        """
+        bound = self._config.consistency.bound
+        sizes_only = self._replica.sizes_only
+        has_grad = np.ones(len(bucket.slots), bool) if sizes_only else np.array(gradient_flags(bucket))
+        for shard in shards:
+            spec = shard.shard
+            payload = self._payload(shard, bucket)
+            wanted = self._wanted_version(shard)
+            now = self._transport.now()
+            self._context.events.record(Event(READ, now, now, 0, (spec.index, shard.clock, shard.version)))
+            header = RequestHeader(RequestKind.PUSH, spec.index, shard.version, wanted, payload.nbytes, weight, norm)
+            shard_flags = has_grad[[segment.slot_index for segment in spec.segments]]
+            if bound is not None:
+                self._context.staleness[shard.clock - shard.version] += spec.index == 0
+            shard.clock += 1
+            if wanted != NO_PULL:
+                shard.reply = None
+            work = self._transport.spawn(self._send(shard, header, options, shard_flags, payload))
+            if wanted != NO_PULL:
+                shard.pending_pull = work
+
+    def _send(
+        self, shard: WorkerShard, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor
+    ) -> Operation:
+        """Send a push and, if it asks for a newer version, receive that."""
+        yield from self._requests.push(shard.server, header, options, has_grad, payload)
+        if shard.server != self._transport.rank:
+            shard.buffers.give_back(payload)  # A server on this rank gives it back itself, after the step.
+        if header.wanted_version != NO_PULL:
+            yield from self._puller.receive(shard)
+
+    def _wanted_version(self, shard: WorkerShard) -> int:
+        """Return the oldest version to accept as a reply to the next push; `NO_PULL` if no reply is needed.
+
+        Under SSP(s) iteration c + 1 needs version c + 1 - s. Where the model holds exactly that, one version more is
+        asked for, as the iteration after will need it: the pull then overlaps a whole iteration.
+        """
+        consistency = self._config.consistency
+        bound = consistency.bound
+        if bound is None:
+            return 0
+        needed = shard.clock + 1 - bound
+        if shard.pending_pull is None and consistency.eager and bound:
+            return max(needed, shard.version + 1)
+        if shard.pending_pull is not None or shard.version > needed or (bound == 0 and shard.version == needed):
+            return NO_PULL
+        return needed if shard.version < needed else needed + 1
+
+    def _payload(self, shard: WorkerShard, bucket: Bucket) -> Tensor:
+        """Return a shard's gradient as bytes. A copy: the bucket's memory is the user's, who may change it at once."""
+        spec, codec = shard.shard, self._config.codec
+        if codec is not None and spec.groups is not None:
+            if self._replica.sizes_only:
+                return BufferPool(codec.packet_bytes(spec.numel, spec.groups), bucket.flat).take()
+            values = bucket.flat[spec.bucket_range].to("cpu", torch.float32)
+            packet, shard.codec_state = codec.encode(values, shard.codec_state, groups=spec.groups)
+            return packet
+        if self._config.factors and (packed := self._pack_factors(spec, bucket)) is not None:
+            return packed
+        buffer = shard.buffers.take()
+        if not self._replica.sizes_only:
+            buffer.view(bucket.flat.dtype).copy_(bucket.flat[spec.bucket_range])
+        return buffer
+
+    def _pack_factors(self, shard: ParameterShard, bucket: Bucket) -> Tensor | None:
+        """Return a shard's gradient in factors, or None where they are not smaller."""
+        layers = {layer.slot: layer for layer in self._replica.factored}
+        pairs: list[Pair | None] = []
+        for segment in shard.segments:
+            layer = layers.get(bucket.slots[segment.slot_index])
+            layer_pairs = layer.pairs if layer is not None and layer.slot.tensor.is_contiguous() else []
+            pairs.append(concatenate(layer_pairs) if layer_pairs else None)
+        if not any(pair is not None for pair in pairs):
+            return None
+        return pack(shard, bucket.flat[shard.bucket_range], matrix_shapes(shard, bucket), pairs)

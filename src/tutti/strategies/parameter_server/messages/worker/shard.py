@@ -1,0 +1,64 @@
+"""State of one shard on a worker: what the model holds of it, and the pull that is under way."""
+
+import torch
+from torch import Tensor
+
+from tutti.codecs.base import State
+from tutti.replica import Bucket
+from tutti.replica.buckets import in_memory_order
+from tutti.strategies.parameter_server.messages.buffers import BufferPool
+from tutti.strategies.parameter_server.messages.wire import ReplyHeader
+from tutti.strategies.parameter_server.shards import ParameterShard
+from tutti.transports import Work
+from tutti.transports.base import Signal
+
+
+class WorkerShard:
+    """A shard as a worker sees it.
+
+    The training thread writes `version`, `clock` and `pending_pull`. While a pull is pending, `reply` and
+    `received` belong to the generator that receives it.
+    """
+
+    def __init__(self, shard: ParameterShard, server: int, buffers: BufferPool, codec_state: State) -> None:
+        self.shard = shard
+        self.server = server
+        """Rank of its server."""
+        self.buffers = buffers
+        """Memory for pushes."""
+        self.codec_state = codec_state
+        """What the codec keeps between pushes (error feedback)."""
+        self.version = 0
+        """Version that the model holds."""
+        self.clock = 0
+        """Number of pushes so far, skipped iterations included."""
+        self.pending_pull: Work | None = None
+        """The push whose reply brings a newer version; None if none was asked for."""
+        self.received: Tensor | None = None
+        """Where pulled values arrive; None in a dry run."""
+        self.targets: list[Tensor] = []
+        """The model's parameters, as flat views of the elements that the shard holds."""
+        self.sources: list[Tensor] = []
+        """The same elements in `received`."""
+        self.reply: ReplyHeader | None = None
+        """The last reply."""
+        self.local_reply: Signal | None = None
+        """Set when the server of the worker's own rank replies, while a pull waits for that."""
+
+    def allocate(self, bucket: Bucket) -> None:
+        """Make memory for pulled values, and views to copy them into the model."""
+        self.received = torch.empty(self.shard.numel, dtype=bucket.flat.dtype, device="cpu")
+        for segment in self.shard.segments:
+            parameter = in_memory_order(bucket.slots[segment.slot_index].tensor)
+            self.targets.append(parameter[segment.start : segment.stop])
+            self.sources.append(self.received[segment.shard_range])
+
+    def receive_buffer(self) -> Tensor:
+        """Return the memory that pulled values are received into, as bytes; in a dry run, any buffer of that size."""
+        return self.buffers.take() if self.received is None else self.received.view(torch.uint8)
+
+    def copy_to_model(self) -> None:
+        """Copy received values into the model's parameters."""
+        if self.targets:
+            with torch.no_grad():
+                torch._foreach_copy_(self.targets, self.sources)

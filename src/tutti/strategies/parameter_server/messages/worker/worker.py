@@ -1,0 +1,205 @@
+"""Worker that pushes and pulls by messages. `messages/worker/__init__.py` says how it works."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tutti.events import PULL, Event
+from tutti.replica import Bucket, Replica
+from tutti.replica.buckets import Slot
+from tutti.strategies.parameter_server.messages.buffers import BufferPool
+from tutti.strategies.parameter_server.messages.group import join_group
+from tutti.strategies.parameter_server.messages.wire import RequestKind
+from tutti.strategies.parameter_server.messages.worker.context import WorkerContext
+from tutti.strategies.parameter_server.messages.worker.puller import ShardPuller
+from tutti.strategies.parameter_server.messages.worker.pusher import ShardPusher
+from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
+from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
+from tutti.strategies.parameter_server.shard_optimizer import merge_segment_states
+from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
+from tutti.strategies.parameter_server.worker import ParameterServerWorker
+from tutti.transports import Transport
+from tutti.transports.base import Operation
+
+if TYPE_CHECKING:
+    from tutti.strategies.parameter_server.strategy import ParameterServer
+
+
+class MessageWorker(ParameterServerWorker):
+    """A worker of parameter servers, together with the server of its rank if that serves too."""
+
+    def __init__(self, replica: Replica, transport: Transport, strategy: "ParameterServer") -> None:
+        super().__init__(replica, transport, strategy)
+        group = join_group(replica, transport, strategy)
+        self._channel, self._config = group.transport, group.config
+        self._server = group.start_server(replica) if self._rank in self._config.servers else None
+        self._shards = [self._worker_shard(shard) for shard in group.shards]
+        self._shards_by_bucket: dict[int, list[WorkerShard]] = {bucket.index: [] for bucket in replica.buckets}
+        self._shards_by_server: dict[int, list[WorkerShard]] = {}
+        self._shards_by_slot: dict[Slot, list[WorkerShard]] = {}
+        for shard in self._shards:
+            self._shards_by_bucket[shard.shard.bucket_index].append(shard)
+            self._shards_by_server.setdefault(shard.server, []).append(shard)
+            for segment in shard.shard.segments:
+                slot = replica.buckets[shard.shard.bucket_index].slots[segment.slot_index]
+                self._shards_by_slot.setdefault(slot, []).append(shard)
+        servers = sorted(self._shards_by_server)
+        self._requests = RequestSender(self._channel, self._config, self._server, servers)
+        context = WorkerContext(replica, self._config, self._channel, self.events, self._staleness)
+        self._puller = ShardPuller(context, self._shards, self._requests)
+        self._pusher = ShardPusher(context, self._requests, self._puller)
+        if self._server is not None:
+            self._server.connect_local_worker(self._puller.deliver_locally)
+        self._bytes_sent_before = self._channel.bytes_sent
+        if self._config.factors:
+            replica.keep_factors()
+        self._start_listening()
+
+    def _worker_shard(self, shard: ParameterShard) -> WorkerShard:
+        bucket, codec = self.replica.buckets[shard.bucket_index], self._config.codec
+        server = self._config.servers[shard.server]
+        if self._server is not None and server == self._rank:
+            buffers = self._server.buffers(shard.index)  # Shared, because that server takes pushed buffers over.
+        else:
+            buffers = BufferPool(shard.num_bytes, bucket.flat)
+        codec_state: Any = {}
+        if codec is not None and shard.groups is not None and not self.replica.sizes_only:
+            codec_state = codec.start(shard.numel, seed=self._rank * 65_537 + shard.index)
+        worker_shard = WorkerShard(shard, server, buffers, codec_state)
+        if not self.replica.sizes_only:
+            worker_shard.allocate(bucket)
+        return worker_shard
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._channel.bytes_sent
+
+    @property
+    def version(self) -> int:
+        """The oldest version that the model holds of any shard."""
+        return min(shard.version for shard in self._shards)
+
+    @property
+    def is_leader(self) -> bool:
+        return self._rank == self._puller.leader
+
+    @property
+    def tolerates_loss(self) -> bool:
+        return self._server is None  # Otherwise a server, and its shards, would be lost with this rank.
+
+    # Joining and leaving
+
+    def consensus(self) -> None:
+        self._wait_for_pending()
+        self._pull_all(RequestKind.BARRIER)
+
+    def leave(self) -> None:
+        """Take no part until `join`: the others go on without this worker.
+
+        Where means are clipped, all servers step together, and could not agree on when this worker is back. Then
+        nothing is sent, and the others wait for it.
+        """
+        self._wait_for_pending()
+        if not self._clips_means:
+            self._requests.send_to_all(RequestKind.LEAVE)
+
+    def join(self) -> None:
+        """Take part again, from the servers' present versions."""
+        if not self._clips_means:
+            self._pull_all(RequestKind.JOIN)
+
+    def finish(self) -> None:
+        self.consensus()
+        self._requests.disconnect()
+        self.close()
+
+    def _request_stop(self) -> None:
+        self._requests.send_to_all(RequestKind.STOP)
+        self._requests.disconnect_after_stop()
+
+    # Pushing and pulling
+
+    def _push(self, bucket: Bucket, norm: float) -> None:
+        shards = self._shards_by_bucket[bucket.index]
+        self._pusher.push(shards, bucket, self._weight, norm, self._options)
+
+    def _wait_for_all(self) -> None:
+        for shard in self._shards:
+            self._puller.wait(shard)
+
+    def _wait_for_slots(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            for shard in self._shards_by_slot[slot]:
+                if shard.pending_pull is not None:
+                    self._puller.wait(shard)
+
+    def _wait_for_pending(self) -> None:
+        """Wait for every pull that was asked for."""
+        for shard in self._shards:
+            self._puller.wait(shard, force=True)
+
+    def _load_arrived(self) -> None:
+        for shard in self._shards:
+            if shard.pending_pull is not None and shard.pending_pull.done():
+                self._puller.wait(shard, force=True)
+
+    def _pull_all(self, kind: RequestKind) -> None:
+        """Send a request that every server answers with all of its shards, and load them."""
+        start_s = self.transport.now()
+        for shard in self._shards:
+            shard.reply = None
+        for work in [self._channel.spawn(self._pull_from(server, kind)) for server in self._requests.servers]:
+            self._requests.wait(work)
+        for shard in self._shards:
+            self._puller.load(shard)
+            if self._consistency.bound is not None:
+                # As the server's ledger does for a worker that joins: its next push is for the next version.
+                shard.clock = max(shard.clock, shard.version)
+        self.events.record(Event(PULL, start_s, self.transport.now()))
+
+    def _pull_from(self, server: int, kind: RequestKind) -> Operation:
+        yield from self._requests.send(server, kind)
+        for shard in self._shards_by_server[server]:
+            yield from self._puller.receive(shard)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the servers' optimisers, by parameter."""
+        self.consensus()
+        fetched: list[Any] = []
+        servers = self._requests.servers
+        for work in [self._channel.spawn(self._requests.fetch_state(server, fetched)) for server in servers]:
+            work.wait()
+        segments = [
+            (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
+        ]
+        states = merge_segment_states(segments, {slot.name: slot for slot in self.replica.slots})
+        self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
+        return {"optimizer": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make servers start again from the model as it is here, and from this state of the optimiser.
+
+        Each rank that serves loads its own server; dedicated servers are loaded by the leader.
+        """
+        images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
+        self.consensus()
+        works = [
+            self._channel.spawn(self._load_server(server, state, images))
+            for server in self._requests.servers
+            if server == self._rank or (self.is_leader and self._server is None)
+        ]
+        for work in works:
+            work.wait()
+        for shard in self._shards:
+            shard.clock = 0  # Servers start again from version 0.
+        # The barrier completes only after every server has loaded: whoever loads one gets here after that.
+        self._pull_all(RequestKind.BARRIER)
+
+    def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
+        shards = [shard.shard for shard in self._shards_by_server[server]]
+        values = {str(shard.index): images[shard.bucket_index][shard.bucket_range].clone() for shard in shards}
+        server_state = {"values": values, "optimizer": state["optimizer"]}
+        yield from self._requests.load_state(server, server_state, shards[0].index)

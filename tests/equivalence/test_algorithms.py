@@ -1,0 +1,41 @@
+"""N workers equal one with every all-reduce algorithm, in worlds of 1 to 5 ranks, on every transport."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from equivalence.algorithms import check_all
+from equivalence.scenarios import device
+from support import SIMULATED, TRANSPORTS, run_ok
+from tutti.launch.interpreter import main_of
+from tutti.launch.mpirun import available, mpirun
+
+SIZES = (1, 2, 3, 4, 5)
+
+
+@pytest.mark.skipif(device() == "cuda", reason="ranks that are threads share torch's one backward thread per GPU")
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "hosts", *SIMULATED])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_algorithm(transport: str, size: int) -> None:
+    assert run_ok(check_all, size=size, transport=transport) == [True] * size
+
+
+@pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
+@pytest.mark.timeout(160)  # One launch of five processes, which import torch side by side.
+def test_every_algorithm_and_scenario_over_mpi() -> None:
+    tests = Path(__file__).parent.parent
+    path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        mpirun(max(SIZES), main_of("equivalence.mpi_equivalence")),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("01234")
