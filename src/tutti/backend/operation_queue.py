@@ -18,7 +18,7 @@ middle and counts as a failure too; in the main thread it is raised.
 
 Messages are spawned on a channel of their own. The thread that waits for one drives the channel's event loop, or the
 loop's own thread does. Their operations have no deadline; the wait has one (`timeout_s`), and for a future, which
-nobody may be waiting for, `_expire_later` spawns an operation that fails it in time.
+no thread may be waiting for, `_expire_later` spawns an operation that fails it in time.
 
 Completing a work may run callbacks of the user's futures, which may start collectives and wait for them. No thread does
 that while it has other work to do: the event loop gives callbacks to the pool, and a thread that runs collectives first

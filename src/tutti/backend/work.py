@@ -4,7 +4,7 @@ How it works
 ------------
 A `BackendWork` is completed once, by `complete`, from any thread; a second call does nothing. The lock makes the two
 races safe that are possible: `complete` against `get_future` (exactly one of them sets the future), and `complete`
-against `expire` (a future that was told to wait no longer is not set again).
+against `expire` (a future that has failed with a timeout is not set again).
 
 A thread that waits acquires `_gate`, which is held from the start and released by `complete`; it passes it on to the
 next. A lock is woken faster than a `threading.Event`.
@@ -16,7 +16,7 @@ Three ways to complete a work:
 
 - Collectives: the thread of the operation queue, or the caller, completes it.
 - Messages: the waiting caller may drive the transport's event loop itself (`drive`), which saves two thread switches.
-- Virtual time: nobody else runs meanwhile, so the waiting caller completes it (`poll_with`, `finish`).
+- Virtual time: no other thread runs meanwhile, so the waiting caller completes it (`poll_with`, `finish`).
 """
 
 import threading

@@ -15,7 +15,7 @@ continued, let the engine wait for messages. Whoever makes a pass holds `_turn`.
   (`_stay_away`): in a sequence of blocking calls, each of them would otherwise fight it for the turn.
 - A caller of `spawn_inline` runs only the first part of its new operation, under `engine.guard`, without the turn.
   The guard excludes passes and message handlers, not the engine's wait. If the operation has to wait, its sockets are
-  already registered with the selector, so their events end that wait: nobody has to be woken.
+  already registered with the selector, so their events end that wait, and no thread has to be woken.
 
 Who may write what: `_new` is appended under `_lock`, and emptied by the holder of `_turn`. `_operations` belongs to the
 holder of `_turn`. An operation is resumed only under `engine.guard`, by one thread at a time.
@@ -39,7 +39,7 @@ from tutti.transports.base import Operation, Work
 from tutti.transports.membership import WATCH_SECONDS
 
 _STAY_AWAY_SECONDS = 0.001
-"""How long the loop's thread leaves the turn to callers that drive. Operations nobody waits for are delayed as much."""
+"""How long the loop's thread leaves the turn to callers that drive. Other operations are delayed as much."""
 
 
 class ProgressEngine(ABC):

@@ -20,7 +20,7 @@ that key went by itself and is the cause. If all fled, all of them are reported.
 
 Waits: `await_keys` polls the store. It ends when all keys are there, when a rank is found gone (`RankLost`), or after
 `timeout` (`DeadlineExceeded`). The store may end with the launcher: its errors are taken as "nothing announced",
-because no rank is left then that could be told.
+because no rank is left then that could read it.
 """
 
 import json

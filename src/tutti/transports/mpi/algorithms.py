@@ -60,7 +60,7 @@ class Rules:
     """The settings that decide how Open MPI reduces: an algorithm chosen by name, or its own table."""
 
     algorithm: str | None = None
-    """The algorithm that the component `tuned` is told to use; None: its own table."""
+    """The algorithm that the component `tuned` must use; None: it chooses by its own table."""
     han: bool = True
     """Whether the component `han` is enabled. It comes before `tuned` if there are several hosts with several ranks."""
 

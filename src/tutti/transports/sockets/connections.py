@@ -1,4 +1,4 @@
-"""Non-blocking TCP connections of one rank in one channel, moved along by whoever waits.
+"""Non-blocking TCP connections of one rank in one channel, moved by the thread that waits.
 
 How it works
 ------------
