@@ -114,7 +114,7 @@ class MpiMessage(PolledWork):
 
 
 class MpiReceive(MpiMessage):
-    """A receive. MPI reports the length of a message but not its dtype: another dtype of the same size goes unnoticed."""
+    """A receive. MPI reports the length of a message but not its dtype: another one of the same size goes unnoticed."""
 
     def abandon(self) -> bool:
         if not self.done():

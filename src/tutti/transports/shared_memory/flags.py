@@ -46,6 +46,8 @@ _libc.syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c
 
 
 class _Timespec(ctypes.Structure):
+    """The C structure `timespec`: a timeout of the futex call."""
+
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
