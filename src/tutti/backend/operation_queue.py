@@ -80,6 +80,7 @@ class RealTimeQueue(OperationQueue):
         self._messages: WeakSet[BackendWork] = WeakSet()  # Messages in progress.
 
     def submit_collective(self, work: BackendWork, operation: Operation, blocking: bool) -> None:
+        # Decided under the lock: of two callers that find the queue free, one would otherwise overtake the other.
         with self._lock:
             failure, free = self._failure, not self._busy
             if failure is None:
@@ -110,7 +111,7 @@ class RealTimeQueue(OperationQueue):
     def _run_here(self, work: BackendWork, operation: Operation) -> None:
         try:
             error = self._run(operation)
-        finally:
+        finally:  # Also after KeyboardInterrupt: others may wait for what was queued meanwhile.
             if self._next_queued():
                 self._run_queue_elsewhere()
         work.complete(error)  # No future can have been taken: the caller does not have the work yet.
@@ -126,6 +127,7 @@ class RealTimeQueue(OperationQueue):
             set_future = work.complete(error)
             del work, operation  # They hold tensors.
             if set_future is not None:
+                # The callbacks may wait for a collective that is queued: another thread must be able to run it.
                 handed_over = not self._next_queued() or self._pool.submit(self._run_queue)
                 set_future()
                 if handed_over:

@@ -47,7 +47,7 @@ class ThreadPool:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for _ in self._threads:
+                for _ in self._threads:  # Behind all calls: each thread takes one None and ends.
                     self._calls.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
