@@ -122,7 +122,7 @@ def _worlds() -> tuple[World, dict[str, World]]:
 
 
 def _strategy(name: str) -> AllReduce:
-    return AllReduce("native" if name == "mpi" else name, ONE_MESSAGE)  # type: ignore[arg-type]
+    return AllReduce("native" if name == "mpi" else name, ONE_MESSAGE)
 
 
 def _stepper(width: int, name: str, world: World) -> tuple[Callable[[], None], Callable[[], None]]:

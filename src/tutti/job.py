@@ -16,13 +16,12 @@ from tutti.parallel import Mesh
 from tutti.parallel.arrangement import Arrangement, mistakes_on_mesh
 from tutti.parallel.branch import Branches
 from tutti.parallel.pipeline.step import Loss, PipelineStep
-from tutti.plan.auto import AutoExchange
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
-from tutti.strategies import AllReduce, Auto, Exchange, Strategy, as_strategy
-from tutti.transports import Transport, for_devices
+from tutti.strategies import AllReduce, Exchange, Strategy, as_strategy
+from tutti.transports import for_devices
 from tutti.world import World, set_world
 from tutti.world import current_world as current_world_if_any
 from tutti.world import world as current_world
@@ -335,7 +334,7 @@ def _started(
     if compute_clock is not None:
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
-    exchange = attach(strategy, replica, channel)
+    exchange = strategy.attach(replica, channel)
     job = Job(replica, exchange, strategy, trains, compute_clock, arrangement)
     job._before = before
     setattr(model, _MARK, job)
@@ -344,15 +343,6 @@ def _started(
             module.distributed = True
     world.tolerate_loss(exchange.tolerates_loss)
     return job
-
-
-def attach(strategy: Strategy, replica: HookedReplica, transport: Transport) -> Exchange:
-    """Start a strategy, or the planner that will choose one. Collective."""
-    if isinstance(strategy, Auto):
-        return (
-            AutoExchange(replica, transport, strategy) if transport.size > 1 else AllReduce().attach(replica, transport)
-        )
-    return strategy.attach(replica, transport)
 
 
 def _without(world: World, num_servers: int) -> World:

@@ -3,13 +3,8 @@
 DDP, FSDP2, DTensor and pipelining run on it unchanged. Importing `tutti` is enough to have it.
 """
 
-import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakSet
-
-import torch.distributed as dist
 
 from tutti.backend.collectives import Collectives
 from tutti.backend.group import TuttiGroup
@@ -22,10 +17,7 @@ from tutti.transports.base import Transport
 from tutti.transports.capabilities import SharesAll, SharesMemory
 from tutti.transports.hosts import hosts_are_shared
 
-__all__ = ["GroupConnection", "TuttiGroup", "group_over", "register"]
-
-NAME = "tutti"
-"""The name of the backend in torch.distributed."""
+__all__ = ["GroupConnection", "TuttiGroup", "group_over"]
 
 
 @dataclass(frozen=True)
@@ -38,28 +30,6 @@ class GroupConnection:
     """This rank's number in the whole world."""
     leave: Callable[[], None]
     """Announces to the others that this rank will answer no more."""
-
-
-def register(open_group: Callable[[Any], GroupConnection]) -> None:
-    """Register the backend with torch.distributed.
-
-    `open_group` is called on every rank of a new group with torch's options for it, and connects the ranks.
-    """
-
-    groups: WeakSet[TuttiGroup] = WeakSet()
-
-    def create(options: Any, _: Any) -> TuttiGroup:
-        group = group_over(open_group(options))
-        groups.add(group)
-        return group
-
-    def close() -> None:
-        """Close all groups before Python ends: threads that are still inside torch then would abort the process."""
-        for group in list(groups):
-            group.shutdown()
-
-    atexit.register(close)
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def group_over(connection: GroupConnection) -> TuttiGroup:

@@ -69,7 +69,7 @@ def whole_ranges(flat: Tensor, size: int) -> list[BlockRange]:
 def part_ranges(flat: Tensor, numel: int, rank: int, size: int) -> list[BlockRange]:
     """The ranges in part `rank`, of `numel` elements, of the reduction of `flat`, counted from the part's start."""
     blocks, start = gloo_order.blocks(flat.numel(), flat.itemsize, size), rank * numel
-    runs = gloo_order.runs(blocks, start, start + numel)
+    runs = gloo_order.split_by_block(blocks, start, start + numel)
     return [(block, first - start, last - start) for block, first, last in runs]
 
 
@@ -78,7 +78,7 @@ def reduce_in_gloo_order(
 ) -> None:
     """Reduce `inputs`, one per rank, into `output`, each block in the order in which Gloo's ring would."""
     for block, start, stop in ranges:
-        first, *others = gloo_order.order(block, len(inputs))
+        first, *others = gloo_order.reduction_order(block, len(inputs))
         result = inputs[first][start:stop].clone()
         for rank in others:
             operator.apply(inputs[rank][start:stop], result, result)

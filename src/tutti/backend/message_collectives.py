@@ -13,7 +13,7 @@ from tutti.backend.collectives import Collectives, part_ranges, reduce_in_gloo_o
 from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
 from tutti.collectives.doubling import recursive_doubling
-from tutti.collectives.ring import in_chunks, pass_on
+from tutti.collectives.ring import pass_blocks_around, split_into_chunks
 from tutti.collectives.tree import broadcast
 from tutti.transports.base import Operation, Transport, Work
 
@@ -75,14 +75,14 @@ class MessageCollectives(Collectives):
         blocks, numel, rank = gloo_order.blocks(flat.numel(), flat.itemsize, self._size), output.numel(), self._rank
         works = []
         for other in range(self._size):
-            for _, start, stop in gloo_order.runs([blocks[other]], rank * numel, (rank + 1) * numel):
+            for _, start, stop in gloo_order.split_by_block([blocks[other]], rank * numel, (rank + 1) * numel):
                 target = output[start - rank * numel : stop - rank * numel]
                 if other == rank:
                     target.copy_(flat[start:stop])
                 else:
                     works.append(self._transport.irecv(target, other))
             if other != rank:
-                for _, start, stop in gloo_order.runs([blocks[rank]], other * numel, (other + 1) * numel):
+                for _, start, stop in gloo_order.split_by_block([blocks[rank]], other * numel, (other + 1) * numel):
                     works.append(self._transport.isend(flat[start:stop], other))
         yield from works
 
@@ -104,11 +104,11 @@ class MessageCollectives(Collectives):
                 output.copy_(data)
             return
         outputs[self._rank].copy_(flat)
-        chunks = [in_chunks(output, flat.nbytes) for output in outputs]
-        yield from pass_on(chunks, self._transport, self._rank, 0, self._size - 1)
+        chunks = [split_into_chunks(output, flat.nbytes) for output in outputs]
+        yield from pass_blocks_around(chunks, self._transport, self._rank, 0, self._size - 1)
 
     def broadcast(self, flat: Tensor, root: int) -> Operation:
-        return broadcast(flat, gloo_order.rooted(self._transport, root))
+        return broadcast(flat, gloo_order.renumbered_from(self._transport, root))
 
     def gather(self, outputs: list[Tensor] | None, flat: Tensor, root: int) -> Operation:
         if outputs is None:

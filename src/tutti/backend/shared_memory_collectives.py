@@ -50,7 +50,7 @@ class SharedMemoryCollectives(Collectives):
         self._by_message = MessageCollectives(transport.inner)
         self._rank, self._size = transport.rank, transport.size
         self._ones = np.ones(self._size)
-        self._orders = [np.array(gloo_order.order(block, self._size)) for block in range(self._size)]
+        self._orders = [np.array(gloo_order.reduction_order(block, self._size)) for block in range(self._size)]
 
     def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         if self._size > 2 and flat.nbytes > _SHARED_WORK_BYTES:
@@ -205,4 +205,6 @@ class SharedMemoryCollectives(Collectives):
 
 def _ranges(blocks: list[slice], start: int, stop: int, origin: int) -> list[BlockRange]:
     """The ranges of Gloo's blocks between two elements of a tensor, counted from `origin`."""
-    return [(block, first - origin, last - origin) for block, first, last in gloo_order.runs(blocks, start, stop)]
+    return [
+        (block, first - origin, last - origin) for block, first, last in gloo_order.split_by_block(blocks, start, stop)
+    ]

@@ -17,7 +17,7 @@ from tutti.backend.collectives import Collectives, reduce_in_gloo_order, whole_r
 from tutti.backend.message_collectives import MessageCollectives
 from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
-from tutti.collectives.ring import in_chunks, pass_on
+from tutti.collectives.ring import pass_blocks_around, split_into_chunks
 from tutti.transports import HostsTransport, SocketTransport
 from tutti.transports.base import Operation
 from tutti.transports.capabilities import SharesAll
@@ -75,8 +75,8 @@ class TwoLevelCollectives(MessageCollectives):
         if self._across is not None:
             per_host = [rows[row_of[host[0]] : row_of[host[-1]] + 1].view(-1) for host in self._hosts]
             longest = max(part.nbytes for part in per_host)
-            chunks = [in_chunks(part, longest) for part in per_host]
-            yield from pass_on(chunks, self._across, self._host, 0, len(per_host) - 1)
+            chunks = [split_into_chunks(part, longest) for part in per_host]
+            yield from pass_blocks_around(chunks, self._across, self._host, 0, len(per_host) - 1)
         for others in (rows[:first], rows[last:]):
             if len(others):
                 yield from self._local.broadcast(others.view(-1), 0)

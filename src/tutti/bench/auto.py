@@ -12,8 +12,8 @@ from tutti.collectives import all_gather_json
 from tutti.job import distribute
 from tutti.launch import init
 from tutti.launch.supervisor_pipe import SupervisorPipe
-from tutti.plan.auto import PlanStatus
-from tutti.strategies import AllReduce, Auto
+from tutti.plan.auto import Auto, PlanStatus
+from tutti.strategies import AllReduce
 
 MOST_STEPS = 100
 """In which it should have settled."""

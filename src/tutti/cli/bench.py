@@ -24,6 +24,7 @@ from tutti.cli.bench_auto import auto
 from tutti.cli.bench_meshes import meshes
 from tutti.cli.bench_pipeline import pipeline
 from tutti.cli.bench_plan import plan
+from tutti.cli.bench_startup import startup
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.overlap import overlap
 from tutti.cli.place import check_one_place, described, lab_if_any, numbers_of_workers
@@ -54,6 +55,7 @@ app.command("auto")(auto)
 app.command("overlap")(overlap)
 app.command("backend")(backend)
 app.command("pipeline")(pipeline)
+app.command("startup")(startup)
 
 
 @app.command("step")

@@ -220,6 +220,8 @@ def _show(made: Plan, console: Console) -> None:
     console.print(_table(made))
     if (left := len(made.predictions) - _MOST_ROWS) > 0:
         console.print(f"and {left} slower ones; --json has them")
+    for name, why in made.not_priced.items():
+        console.print(f"not priced: {name} ({why})", highlight=False)
     console.print(made.reason, highlight=False)
     if made.stops_paying_at is None:
         console.print(f"adding workers pays up to {made.most_workers}, as far as was priced")

@@ -16,7 +16,7 @@ from tutti.cluster import format_size
 from tutti.errors import ConfigError, UnknownName
 from tutti.launch import launch
 from tutti.launch.lab.lab import LabSpec
-from tutti.strategies import STRATEGY_NAMES, parse
+from tutti.strategies import is_strategy_name, parse
 
 WAYS = "native,ps:bsp,ps:ssp=3,ps:async,ps:async,locks,ps:bsp,servers=1"
 
@@ -86,7 +86,7 @@ def split_strategies(text: str) -> list[str]:
     found: list[str] = []
     for part in text.split(","):
         name = part.strip().partition(":")[0].partition("+")[0]
-        if found and name not in STRATEGY_NAMES and ":" in found[-1]:
+        if found and not is_strategy_name(name) and ":" in found[-1]:
             found[-1] += f",{part.strip()}"
         elif part.strip():
             found.append(part.strip())

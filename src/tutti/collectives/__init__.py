@@ -1,4 +1,8 @@
-"""Collective operations: plain functions over a transport, each with its cost beside it."""
+"""Collective operations: plain functions over a transport, each beside its cost formula.
+
+All-reduce algorithms are in `ALGORITHMS` (ring, tree, butterfly, recursive doubling, two levels, the transport's own).
+`measure_collectives` measures the link and says which of them is cheapest. `compressed` sums packets of codecs.
+"""
 
 from tutti.collectives.broadcast import broadcast_all
 from tutti.collectives.choose import CollectiveChoice, link_as_used_by, measure_collectives

@@ -1,4 +1,4 @@
-"""Give every rank what rank 0 has, many tensors at a time."""
+"""Broadcast of many tensors from rank 0, in few large messages."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,10 +10,14 @@ from tutti.collectives.tree import broadcast
 from tutti.transports import Transport
 
 _CHUNK_BYTES = 32 * 2**20
+"""Tensors are joined up to about this size, which bounds the copy that a broadcast needs."""
 
 
 def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
-    """Overwrite many tensors with rank 0's, a few large messages for all of them."""
+    """Overwrite tensors on every rank with rank 0's. Collective.
+
+    Ranks give tensors of the same shapes, dtypes and devices in the same order. Small ones travel together.
+    """
     if transport.size == 1:
         return
     for group in _groups(tensors):
@@ -24,7 +28,7 @@ def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
 
 
 def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one device and dtype, up to a chunk together, in the order given."""
+    """Yield groups of tensors of one device and dtype, each of about a chunk, in the same order on every rank."""
     open_groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         kind = (tensor.device, tensor.dtype)

@@ -1,4 +1,4 @@
-"""An all-reduce algorithm as one value: how it goes and what it costs; and calls of it that are checked."""
+"""`Collective`: an algorithm with its name and its cost formula, and checked calls of it."""
 
 import zlib
 from collections.abc import Callable
@@ -17,17 +17,19 @@ from tutti.transports.sockets.frames import DTYPES
 
 @dataclass(frozen=True)
 class Collective:
-    """One way to combine tensors of all ranks.
+    """An algorithm that combines tensors of all ranks, in place.
 
-    Called, it compares the ranks' tensors, runs to the end and has worked in place. `steps` neither compares nor waits:
-    it is for callers who know that tensors agree, as buckets of a distributed model do, and have something to do
-    meanwhile.
+    Calling it compares the ranks' tensors first, and returns when the result is there. `steps` neither compares nor
+    waits. It is for callers who know that the tensors agree, as buckets of a distributed model do, and who have
+    something else to do meanwhile.
     """
 
     name: str
+    """The name in `ALGORITHMS` and at the command line."""
     steps: Callable[[Tensor, Transport], Operation]
+    """Makes the operation: a generator that yields each piece of work it waits for."""
     cost: Callable[[int, float, Link], float]
-    """Seconds for a number of ranks, of bytes and a link."""
+    """Predicts the seconds it takes from the number of ranks, the number of bytes and the link between ranks."""
 
     def __call__(self, tensor: Tensor, transport: Transport) -> None:
         compare(tensor, transport, self.name)
@@ -35,8 +37,13 @@ class Collective:
 
 
 def compare(tensor: Tensor, transport: Transport, what: str) -> None:
-    """Raise on every rank if their tensors differ in length or dtype, or if they mean to do different things."""
+    """Raise `ReplicaMismatch` on every rank if their tensors differ in length or dtype, or their calls in kind.
+
+    Args:
+        what: name of the call. Ranks exchange a checksum of it.
+    """
     mine = [tensor.numel(), DTYPES.index(tensor.dtype), zlib.crc32(what.encode())]
+    # Each rank fills its own row of zeros, so that a sum gathers all rows.
     rows = torch.zeros(transport.size, len(mine), dtype=torch.int64, device="cpu")
     rows[transport.rank] = torch.tensor(mine, device="cpu")
     run(recursive_doubling(rows.view(-1), transport))

@@ -1,4 +1,15 @@
-"""Two levels: inside a host by shared memory, between hosts by one leader of each."""
+"""Two-level all-reduce: within each host by shared memory, between hosts by one leader rank each.
+
+```
+host A                 host B
+ranks 0 1 2            ranks 3 4 5
+sum of the host → 0    sum of the host → 3       1. within each host, in shared memory
+               0 ↔ 3                             2. between leaders, by the cheapest algorithm
+0 → 1 2                3 → 4 5                   3. within each host
+```
+
+The network carries what one rank per host would send: the "hybrid all-reduce" of Jia et al. 2018.
+"""
 
 from torch import Tensor
 
@@ -6,20 +17,22 @@ from tutti.cluster import Link
 from tutti.collectives.butterfly import butterfly, butterfly_cost
 from tutti.collectives.doubling import recursive_doubling, recursive_doubling_cost
 from tutti.collectives.ring import ring, ring_cost
-from tutti.collectives.steps import FlatSteps, on_flat
+from tutti.collectives.steps import FlatCollective, on_flat
 from tutti.collectives.tree import broadcast
 from tutti.transports import AllReduces, Broadcasts, HostsTransport, Transport
 from tutti.transports.base import Operation
 
 TYPICAL_LINK = Link("1gbit", "100us")
-"""What a leader assumes of the network between hosts to choose its algorithm, where nobody has measured it."""
+"""Link that leaders assume between hosts when they choose an algorithm and nobody has measured the real one."""
 
 
 def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK) -> Operation:
-    """Sum over ranks, in place: over each host, over one leader of each host, and back to all of the host.
+    """Sum over ranks, in place: within each host, between the leaders of hosts, and back to all ranks of each host.
 
-    Over the network goes what one rank per host would send: the "hybrid all-reduce" of Jia et al. 2018. Where no two
-    ranks share a host, or all do, one level is left.
+    Where no two ranks share a host, or all do, only one of the two levels is left.
+
+    Args:
+        link: the link between hosts, by which leaders choose their algorithm. All leaders need the same one.
     """
     if not isinstance(transport, HostsTransport):
         within, across = (transport, None) if len(set(transport.hosts)) == 1 else (None, transport)
@@ -34,20 +47,20 @@ def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK
 
 
 def hierarchical_cost(num_hosts: int, num_bytes: float, link: Link) -> float:
-    """What the cheapest of butterfly, ring and recursive doubling costs between `num_hosts`: memory is not counted."""
+    """Seconds of the cheapest of ring, butterfly and recursive doubling between `num_hosts`. Memory is not counted."""
     return min(cost(num_hosts, num_bytes, link) for _, cost in _ACROSS)
 
 
 _ACROSS = ((ring, ring_cost), (butterfly, butterfly_cost), (recursive_doubling, recursive_doubling_cost))
 
 
-def cheapest(num_ranks: int, num_bytes: int, link: Link = TYPICAL_LINK) -> FlatSteps:
-    """The sum over ranks that costs least between hosts of their own."""
+def cheapest(num_ranks: int, num_bytes: int, link: Link = TYPICAL_LINK) -> FlatCollective:
+    """Return the all-reduce that costs least for ranks on hosts of their own. It is the same on every rank."""
     return on_flat(min(_ACROSS, key=lambda pair: pair[1](num_ranks, num_bytes, link))[0])
 
 
 def sum_within(tensor: Tensor, within: Transport) -> Operation:
-    """Sum over the ranks of a host, in place."""
+    """Sum over the ranks of one host, in place."""
     if isinstance(within, AllReduces):
         yield within.all_reduce(tensor)
     else:
@@ -55,7 +68,7 @@ def sum_within(tensor: Tensor, within: Transport) -> Operation:
 
 
 def broadcast_within(tensor: Tensor, within: Transport) -> Operation:
-    """Give the ranks of a host what its first has."""
+    """Broadcast from the leader of a host, its first rank, to the others."""
     if isinstance(within, Broadcasts):
         yield within.broadcast(tensor)
     else:

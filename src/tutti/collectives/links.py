@@ -1,4 +1,8 @@
-"""Measure the links between ranks: what cost formulas need to know of the network."""
+"""Measurement of the links between ranks: the latency and the rate that cost formulas need.
+
+Pairs of ranks send messages of growing sizes to and fro. A latency and a rate are fitted to the times of each pair, and
+the slowest link is taken for the whole network, since collectives wait for it.
+"""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -14,42 +18,47 @@ from tutti.errors import ConfigError
 from tutti.transports import Transport
 
 _SIZES = (64, 1024, 16 * 1024, 64 * 1024, 256 * 1024, 2**20, 4 * 2**20, 16 * 2**20)
+"""Bytes of the messages, in the order in which they are tried."""
 
 _LONG_ENOUGH_S = 0.02
-"""Messages that take this long show the rate: two such sizes are enough, and larger ones are not tried."""
+"""A message that takes this long shows the rate. After two such sizes, larger ones are not tried."""
 
-_PATIENCE_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.1, 2, 15
+_SIZE_BUDGET_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.1, 2, 15
+"""Seconds for the round trips of one size, and the fewest and most of them."""
 
 _MAX_PARTNERS = 8
-"""In large worlds each rank is measured with so many others, not with all."""
+"""Largest number of other ranks that each rank is measured with. In large worlds that is not all of them."""
 
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A link between two ranks, fitted to ping-pong times."""
+    """A link between two ranks, fitted to the times of messages to and fro."""
 
     link: Link
+    """The fitted latency and rate."""
     residual: float
-    """Root mean square of the relative differences between what was measured and what the link predicts."""
+    """Root mean square of the relative differences between measured times and those that the link predicts."""
     points: tuple[tuple[int, float], ...]
-    """Bytes of a message, and the median of the seconds it took one way."""
+    """For each size of message, its bytes and the median of the seconds it took one way."""
 
     @classmethod
     def from_points(cls, points: Sequence[tuple[int, float]]) -> "LinkFit":
-        """The latency of the smallest message, and the slope between the two largest.
+        """Fit the latency to the smallest message, and the rate to the slope between the two largest.
 
-        Not one line through all of them: on real links messages of middle sizes are faster than that, as they travel in
-        buffers and bursts, and it is long transfers that the rate should foretell.
+        This is not one line through all points. On real links messages of middle sizes are faster than such a line,
+        because they fit into buffers and bursts, and it is long transfers that the rate should predict.
         """
         (small, small_s), (large, large_s) = points[-2:]
         per_byte = max((large_s - small_s) / (large - small), 1e-15)
         smallest, smallest_s = points[0]
         latency_s = smallest_s - smallest * per_byte
-        link = Link(8 / per_byte, latency_s if latency_s > 0 else smallest_s)  # In a burst its bytes cost nothing.
+        # A smallest message that fits into a burst would make the latency negative.
+        link = Link(8 / per_byte, latency_s if latency_s > 0 else smallest_s)
         errors = [link.seconds(size) / time - 1 for size, time in points]
         return cls(link, statistics.fmean(error**2 for error in errors) ** 0.5, tuple(points))
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the fit as JSON can hold it."""
         return {
             "bits_per_s": self.link.bits_per_s,
             "latency_s": self.link.latency_s,
@@ -63,15 +72,16 @@ class LinkMeasurement:
     """Links between pairs of ranks, the same on every rank."""
 
     fits: dict[tuple[int, int], LinkFit]
+    """The fit of each measured pair of ranks, by its lower and its higher rank."""
 
     @property
     def link(self) -> Link:
-        """The slowest of them, which is the one that collectives wait for."""
+        """The slowest link for a mebibyte, which is the one that collectives wait for."""
         return max((fit.link for fit in self.fits.values()), key=lambda link: link.seconds(2**20))
 
     @property
     def residual(self) -> float:
-        """The worst of them."""
+        """The largest residual of all pairs."""
         return max(fit.residual for fit in self.fits.values())
 
     def __str__(self) -> str:
@@ -79,69 +89,83 @@ class LinkMeasurement:
 
 
 def measure_links(transport: Transport) -> LinkMeasurement:
-    """Send messages of several sizes to and fro between pairs of ranks. Collective.
+    """Measure links by messages of several sizes between pairs of ranks. Collective.
 
     Pairs that have no host in common are measured at the same time. The time of a message is half that of a round trip.
+
+    Raises:
+        ConfigError: there is only one rank.
     """
     if transport.size == 1:
         raise ConfigError("a link is between two ranks, and there is only one.")
-    found: dict[tuple[int, int], LinkFit] = {}
+    fits: dict[tuple[int, int], LinkFit] = {}
     for pairs in _rounds(transport.hosts):
-        mine = next((pair for pair in pairs if transport.rank in pair), None)
-        points = _ping_pong(transport, *mine) if mine is not None else []
-        everyones = all_gather_json(points, transport)
-        found |= {
-            pair: LinkFit.from_points([(size, seconds) for size, seconds in everyones[pair[0]]]) for pair in pairs
+        local_pair = next((pair for pair in pairs if transport.rank in pair), None)
+        points = _ping_pong(transport, *local_pair) if local_pair is not None else []
+        points_by_rank = all_gather_json(points, transport)
+        fits |= {
+            pair: LinkFit.from_points([(size, seconds) for size, seconds in points_by_rank[pair[0]]]) for pair in pairs
         }
-    return LinkMeasurement(dict(sorted(found.items())))
+    return LinkMeasurement(dict(sorted(fits.items())))
 
 
 def _rounds(hosts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of ranks, as in a tournament: each rank meets others, a new one each time; no host is in two at once."""
+    """Yield lists of pairs of ranks that are measured at the same time.
+
+    It is a round-robin tournament by the circle method: rank 0 stays, the others move on by one each time, and opposite
+    ranks are paired. A list in which a host would be in two pairs is split, since they would share its link. If all
+    ranks are on one host there is no link to share.
+    """
     size = len(hosts)
     even = size + size % 2
     for number in range(min(even - 1, _MAX_PARTNERS)):
         circle = [0, *((number + other) % (even - 1) + 1 for other in range(even - 1))]
-        left = [(min(pair), max(pair)) for pair in zip(circle[: even // 2], reversed(circle[even // 2 :]), strict=True)]
-        left = sorted(pair for pair in left if pair[1] < size)
-        while left:
+        waiting = [
+            (min(pair), max(pair)) for pair in zip(circle[: even // 2], reversed(circle[even // 2 :]), strict=True)
+        ]
+        waiting = sorted(pair for pair in waiting if pair[1] < size)
+        while waiting:
             busy: set[str] = set()
             now = []
-            for pair in left:
+            for pair in waiting:
                 if busy.isdisjoint(ends := {hosts[rank] for rank in pair}) or len(set(hosts)) == 1:
                     now.append(pair)
                     busy |= ends
             yield now
-            left = [pair for pair in left if pair not in now]
+            waiting = [pair for pair in waiting if pair not in now]
 
 
 def _ping_pong(transport: Transport, one: int, two: int) -> list[tuple[int, float]]:
-    """Bytes and seconds of one message, over sizes."""
+    """Return the bytes and the seconds of one message, for each size. Ranks `one` and `two` call it together.
+
+    The first of them decides how many rounds there are and when it is enough, and sends that to the other.
+    """
     first, other = transport.rank == one, two if transport.rank == one else one
     points: list[tuple[int, float]] = []
-    device = "cpu" if transport.cluster is None else "meta"  # In virtual time the size is enough.
+    device = "cpu" if transport.cluster is None else "meta"  # Virtual time needs sizes alone.
     for size in _SIZES:
         tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-        once_s = _round_trip(transport, tensor, other, first)  # Also opens connections and warms up.
-        wanted = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_PATIENCE_S / max(once_s, 1e-6))))
-        num_rounds = _firsts(transport, wanted, other, first)
+        once_s = _round_trip(transport, tensor, other, first)  # It also opens the connection.
+        wanted = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_SIZE_BUDGET_S / max(once_s, 1e-6))))
+        num_rounds = _from_first(transport, wanted, other, first)
         times = [_round_trip(transport, tensor, other, first) for _ in range(num_rounds)]
         points.append((size, statistics.median(times) / 2))
         enough = len(points) >= 2 and points[-2][1] > _LONG_ENOUGH_S
-        if _firsts(transport, int(enough), other, first):
+        if _from_first(transport, int(enough), other, first):
             break
     return points
 
 
 def _round_trip(transport: Transport, tensor: Tensor, other: int, first: bool) -> float:
+    """Send `tensor` to and fro, and return the seconds it took."""
     start_s = transport.now()
     for sends in (first, not first):
         (transport.isend if sends else transport.irecv)(tensor, other).wait()
     return transport.now() - start_s
 
 
-def _firsts(transport: Transport, number: int, other: int, first: bool) -> int:
-    """The first rank's number, on both."""
+def _from_first(transport: Transport, number: int, other: int, first: bool) -> int:
+    """Return the first rank's number on both ranks."""
     tensor = torch.tensor([number], device="cpu")
     (transport.isend if first else transport.irecv)(tensor, other).wait()
     return int(tensor)

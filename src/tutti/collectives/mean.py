@@ -1,4 +1,4 @@
-"""Means over ranks, each rank's tensor weighing as much as it says."""
+"""Weighted means over ranks: each rank's tensor counts in proportion to its weight, such as its number of samples."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: fl
     With equal weights, all 0 included, it is the sum divided by the number of ranks, to the bit. Beside others a rank
     of weight 0 contributes nothing, NaN included. A weight of NaN raises `WeightRefused` on every rank.
     """
-    compare(tensor, transport, f"mean by {algorithm.name}")  # First: all ranks refuse together, or none.
+    compare(tensor, transport, f"mean by {algorithm.name}")  # First, so that all ranks raise together, or none.
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
             f"rank {transport.rank}: the mean of {tensor.dtype} tensors is not an integer; use a sum, or convert first."
@@ -29,19 +29,26 @@ def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: fl
 
 
 def local_weights(weight: float, transport: Transport) -> Tensor:
-    """Room for the weights of all ranks, with this rank's in its place."""
+    """Return a vector for the weights of all ranks in which only this rank's is filled in, and the others are 0."""
     weights = torch.zeros(transport.size, dtype=torch.float64, device="cpu")
     weights[transport.rank] = weight
     return weights
 
 
 def share_weights(weights: Tensor, transport: Transport) -> Operation:
-    """Fill in what `local_weights` left open."""
+    """Fill in the other ranks' weights, by a sum over ranks of such vectors."""
     yield from recursive_doubling(weights, transport)
 
 
 def weigh(tensor: Tensor, weights: Tensor, rank: int) -> None:
-    """Scale this rank's tensor so that the sum over ranks is the weighted mean times their number."""
+    """Scale this rank's tensor so that the sum over ranks, divided by their number, is the weighted mean.
+
+    Equal weights leave the tensor as it is, so that the result has the bits of a plain mean.
+
+    Raises:
+        WeightRefused: a rank's weight is NaN, which is how a rank says that its loss is not finite.
+        ConfigError: a weight is negative.
+    """
     if bad := torch.isnan(weights).nonzero().flatten().tolist():
         raise WeightRefused(bad)
     if negative := (weights < 0).nonzero().flatten().tolist():
@@ -49,6 +56,6 @@ def weigh(tensor: Tensor, weights: Tensor, rank: int) -> None:
     if (weights != weights[0]).any():
         share = float(weights[rank] * len(weights) / weights.sum())
         if share == 0:
-            tensor.detach().zero_()  # Not a product: whatever is in there must not count, NaN included.
+            tensor.detach().zero_()  # Not a product: 0 × NaN would still be NaN.
         else:
             tensor.detach().mul_(share)

@@ -1,4 +1,8 @@
-"""Small control messages: JSON, never pickle."""
+"""Broadcast and all-gather of small control values, as JSON.
+
+JSON rather than pickle, because a received pickle can run code. Each value travels as two messages: its length, then
+its bytes.
+"""
 
 import json
 from typing import Any
@@ -11,22 +15,25 @@ from tutti.transports import Transport
 
 
 def all_gather_json(value: Any, transport: Transport) -> list[Any]:
-    """Every rank's `value`, by rank, on every rank."""
+    """Return every rank's `value`, by rank. Collective.
+
+    Rank 0 collects all values in the order of ranks, and broadcasts the list.
+    """
     if transport.size == 1:
         return [value]
     if transport.rank == 0:
         values = [value] + [_receive(transport, rank) for rank in range(1, transport.size)]
-        return list(_share(values, transport))
+        return list(_broadcast(values, transport))
     _send(value, transport, 0)
-    return list(_share(None, transport))
+    return list(_broadcast(None, transport))
 
 
 def broadcast_json(value: Any, transport: Transport) -> Any:
-    """Rank 0's `value`, on every rank."""
-    return value if transport.size == 1 else _share(value, transport)
+    """Return rank 0's `value` on every rank. Collective; what other ranks pass is ignored."""
+    return value if transport.size == 1 else _broadcast(value, transport)
 
 
-def _share(value: Any, transport: Transport) -> Any:
+def _broadcast(value: Any, transport: Transport) -> Any:
     data = _encode(value) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = torch.tensor([data.numel()], device="cpu")
     run(broadcast(length, transport))

@@ -1,4 +1,4 @@
-"""The transport's own all-reduce."""
+"""The transport's own all-reduce: shared memory, NCCL or MPI; by messages where there is none better."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,11 @@ from tutti.transports.base import Operation
 
 
 def native(tensor: Tensor, transport: Transport) -> Operation:
-    """Sum over ranks, in place, in whatever way the transport does best: by messages, if it has nothing better."""
+    """Sum over ranks, in place, by the best means of the transport.
+
+    These are two levels where ranks share hosts, else the transport's own all-reduce, else the cheapest algorithm that
+    sends messages.
+    """
     if isinstance(transport, HostsTransport):
         yield from hierarchical(tensor, transport)
     elif (all_reduce := native_all_reduce(transport, tensor.device.type)) is not None:
@@ -22,15 +26,18 @@ def native(tensor: Tensor, transport: Transport) -> Operation:
 
 
 def native_all_reduce(transport: Transport, device_type: str) -> Callable[[Tensor], Work] | None:
-    """What a transport sums tensors of such devices with, if it is better than messages.
+    """Return the transport's own all-reduce for tensors of such devices, if it is better than messages.
 
-    Gloo is not: it is no faster, and a sum of its that has begun cannot be interrupted.
+    Gloo's is not used: it is no faster, and once begun it cannot be interrupted when a rank is lost.
     """
     by_gloo = isinstance(transport, SocketTransport) and device_type == "cpu"
     return transport.all_reduce if isinstance(transport, AllReduces) and not by_gloo else None
 
 
 def native_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """max(2 (P-1) α, 2 (P-1)/P n β): a ring, as NCCL and MPI use, that waits for latencies while others transfer."""
+    """max(2 (P-1) α, 2 (P-1)/P n β) seconds: a pipelined ring, as NCCL and MPI use for long tensors.
+
+    Latencies and transfers overlap, so the longer of the two counts.
+    """
     transfer = 2 * round_cost(num_ranks, num_bytes, Link(link.bits_per_s))
     return max(2 * round_cost(num_ranks, 0, link), transfer)

@@ -1,9 +1,27 @@
-"""Rings: every rank talks to its two neighbours only, and all links carry the same, all the time.
+"""Ring all-reduce: every rank sends to its right neighbour and receives from its left one (Patarasuk & Yuan 2009).
 
-The tensor is cut into one block per rank. Blocks travel round the ring once and are added up on the way, then once more
-to be handed out (Patarasuk & Yuan 2009). `ring` cuts blocks into chunks and passes each on as soon as it is added, so
-that a link is busy while its ends compute; `ring_blocking` sends and receives in turns, as programs with blocking calls
-must.
+The tensor is cut into P blocks, one per rank. In a reduce-scatter of P-1 steps each block travels once round the ring
+and is summed on the way. In an all-gather of P-1 further steps the finished blocks travel round once more. With 3
+ranks, where `a0` is rank 0's block a and `a` alone is the finished sum:
+
+```
+            rank 0            rank 1            rank 2
+start       a0 b0 c0          a1 b1 c1          a2 b2 c2
+step 1      sends a0          sends b1          sends c2           reduce-scatter
+            c0+c2             a0+a1             b1+b2
+step 2      sends c0+c2       sends a0+a1       sends b1+b2
+            b                 c                 a
+step 3      sends b           sends c           sends a            all-gather
+step 4      sends a           sends b           sends c
+end         a b c             a b c             a b c
+```
+
+Every rank sends 2 (P-1)/P of the tensor, which is the least that an all-reduce can send, and all links are in use in
+every step. Each block is summed in the same order of ranks, so all ranks end with the same bits.
+
+`ring` also cuts each block into chunks and sends a chunk on as soon as it is summed. A link is then busy while its ends
+compute, and latencies pass while other chunks are on their way. `ring_blocking` sends and receives in turns, as
+programs with blocking calls must; it is there to be compared with (Fourie 2019).
 """
 
 from collections import deque
@@ -14,55 +32,64 @@ from math import ceil
 from torch import Tensor
 
 from tutti.cluster import Link
-from tutti.collectives.steps import parts, room_like
+from tutti.collectives.steps import buffer_like, parts
 from tutti.transports.base import Operation, Transport, Work
 
 _CHUNK_BYTES = 256 * 2**10
-_AHEAD = 4
-"""Receives that are under way at once, so that the next chunk has somewhere to go while one is added."""
+"""Longest chunk. Shorter ones cost more messages; longer ones leave the link idle while a chunk is summed."""
 
-_UNCHECKED = 8
-"""Sends that are not looked after; what was sent before them has long gone."""
+_RECEIVES_AHEAD = 4
+"""Receives that are posted at once, so that the next chunks have somewhere to go while one is summed."""
+
+_MAX_UNAWAITED_SENDS = 8
+"""Sends that may be unfinished before the oldest of them is waited for. By then it has almost always been sent."""
 
 
 def ring(flat: Tensor, transport: Transport) -> Operation:
-    """Sum over ranks, in place."""
+    """Sum `flat` over ranks, in place, by a ring of chunks."""
     num_adds = transport.size - 1
-    return pass_on(_chunked(flat, transport.size), transport, transport.rank, num_adds, 2 * num_adds)
+    return pass_blocks_around(_chunked(flat, transport.size), transport, transport.rank, num_adds, 2 * num_adds)
 
 
 def ring_blocking(flat: Tensor, transport: Transport) -> Operation:
-    """Sum over ranks, in place: in every step even ranks send before they receive, and odd ones the other way round."""
+    """Sum `flat` over ranks, in place, waiting for every send and every receive.
+
+    In each step even ranks send before they receive, and odd ranks receive before they send. Otherwise all would wait
+    in a send that nobody receives. With an odd number of ranks, ranks P-1 and 0 are both even: rank 0's receive then
+    follows its own send, which rank 1 takes, so the chain resolves one link after another.
+    """
     rank, size = transport.rank, transport.size
     blocks = parts(flat.numel(), size)
     for step in range(2 * (size - 1)):
-        mine, theirs = flat[blocks[(rank - step) % size]], flat[blocks[(rank - step - 1) % size]]
-        received = room_like(theirs) if step < size - 1 else theirs
+        outgoing, incoming = flat[blocks[(rank - step) % size]], flat[blocks[(rank - step - 1) % size]]
+        received = buffer_like(incoming) if step < size - 1 else incoming
         if rank % 2 == 0:
-            yield transport.isend(mine, (rank + 1) % size)
+            yield transport.isend(outgoing, (rank + 1) % size)
             yield transport.irecv(received, (rank - 1) % size)
         else:
             yield transport.irecv(received, (rank - 1) % size)
-            yield transport.isend(mine, (rank + 1) % size)
+            yield transport.isend(outgoing, (rank + 1) % size)
         if step < size - 1:
-            theirs += received
+            incoming += received
 
 
 def reduce_scatter(flat: Tensor, transport: Transport) -> Operation:
-    """Sum over ranks; each rank ends with its own part of the sum, and the rest of `flat` is spoilt."""
+    """Sum over ranks; each rank ends with its `local_part` of the sum, and the rest of `flat` is overwritten."""
     num_steps = transport.size - 1
-    return pass_on(_chunked(flat, transport.size), transport, transport.rank - 1, num_steps, num_steps)
+    # Starting one block earlier than `ring` lets rank r end with block r instead of block r + 1.
+    return pass_blocks_around(_chunked(flat, transport.size), transport, transport.rank - 1, num_steps, num_steps)
 
 
 def all_gather(flat: Tensor, transport: Transport) -> Operation:
-    """Give every rank every other's part of `flat`."""
-    return pass_on(_chunked(flat, transport.size), transport, transport.rank, 0, transport.size - 1)
+    """Fill `flat` on every rank with the `local_part` of every rank."""
+    return pass_blocks_around(_chunked(flat, transport.size), transport, transport.rank, 0, transport.size - 1)
 
 
 def ring_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """2 (P-1) (α + n/P β): the fewest bytes there can be, and many messages.
+    """2 (P-1) (α + n/P β) seconds, for P ranks, n bytes, latency α and β seconds per byte.
 
-    With long blocks, 2 (P-1) n/P β + α: latencies pass while other chunks of a block are sent.
+    There are 2 (P-1) steps, each of one message of n/P bytes. With blocks of several chunks it is 2 (P-1) n/P β + α,
+    because all latencies but one pass while other chunks are sent; unless a chunk's own time, α included, is longer.
     """
     block = num_bytes / num_ranks
     num_chunks = ceil(block / _CHUNK_BYTES)
@@ -73,20 +100,20 @@ def ring_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
 
 
 def ring_blocking_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """4 (P-1) (α + n/P β): a link is used in one direction at a time."""
+    """4 (P-1) (α + n/P β): as the ring, but sends and receives take turns, so each step takes two messages' time."""
     return 4 * round_cost(num_ranks, num_bytes, link)
 
 
 def round_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """(P-1) (α + n/P β): once round, as `reduce_scatter` and `all_gather` go."""
+    """(P-1) (α + n/P β): once round the ring, as `reduce_scatter` and `all_gather` go."""
     return (num_ranks - 1) * link.seconds(num_bytes / num_ranks)
 
 
-def _add(mine: Tensor, theirs: Tensor) -> None:
-    mine.add_(theirs)
+def _add(local: Tensor, received: Tensor) -> None:
+    local.add_(received)
 
 
-def pass_on(
+def pass_blocks_around(
     blocks: list[list[Tensor]],
     transport: Transport,
     first: int,
@@ -94,53 +121,66 @@ def pass_on(
     num_steps: int,
     add: Callable[[Tensor, Tensor], object] = _add,
 ) -> Operation:
-    """Send block `first` to the right and pass on what comes from the left. A block is a list of chunks.
+    """Send block `first` to the right neighbour, and pass on what comes from the left one.
 
-    In each of `num_steps` steps the block before the last one arrives: in the first `num_adds` it is added to, after
-    them it is replaced. A block is replaced only after it has been round, so its old content has long been sent.
+    In each step the block before the last one arrives. A block is overwritten only after it has been round the ring, so
+    its old content was sent long before: every send of it was received by the neighbour that the new content went
+    through.
+
+    Args:
+        blocks: the chunks of every block, by block. All ranks cut alike.
+        first: number of the block that this rank sends first; other ranks start with those before and after it.
+        num_adds: steps, the first ones, in which what arrives is combined with the block; after them it replaces it.
+        num_steps: steps in all.
+        add: combines a local chunk with a received one, and leaves the result in the local one.
     """
     size = transport.size
     left, right = (transport.rank - 1) % size, (transport.rank + 1) % size
     sending = deque(transport.isend(chunk, right) for chunk in (blocks[first % size] if num_steps else []))
     arriving: deque[tuple[Tensor, Work]] = deque()
-    to_ask = _coming(blocks, first, num_steps)
-    for step, chunk in islice(to_ask, _AHEAD):
-        received = room_like(chunk) if step < num_adds else chunk
+    to_request = _incoming_chunks(blocks, first, num_steps)
+    for step, chunk in islice(to_request, _RECEIVES_AHEAD):
+        received = buffer_like(chunk) if step < num_adds else chunk
         arriving.append((received, transport.irecv(received, left)))
-    for step, chunk in _coming(blocks, first, num_steps):
+    for step, chunk in _incoming_chunks(blocks, first, num_steps):
         received, work = arriving.popleft()
         yield work
         if step < num_adds:
             add(chunk, received)
         if step + 1 < num_steps:
             sending.append(transport.isend(chunk, right))
-            if len(sending) > _UNCHECKED:
+            if len(sending) > _MAX_UNAWAITED_SENDS:
                 yield sending.popleft()
-        for later, following in to_ask:
-            received = room_like(following) if later < num_adds else following
+        # One more receive for the one that was taken. Messages from one rank arrive in the order of their receives.
+        for later, following in to_request:
+            received = buffer_like(following) if later < num_adds else following
             arriving.append((received, transport.irecv(received, left)))
             break
     yield from sending
 
 
-def _coming(blocks: list[list[Tensor]], first: int, num_steps: int) -> Iterator[tuple[int, Tensor]]:
-    """Each chunk that comes from the left, and in which step."""
+def _incoming_chunks(blocks: list[list[Tensor]], first: int, num_steps: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield each chunk that comes from the left neighbour, in order, with the number of its step."""
     for step in range(num_steps):
         for chunk in blocks[(first - step - 1) % len(blocks)]:
             yield step, chunk
 
 
 def _chunked(flat: Tensor, num_blocks: int) -> list[list[Tensor]]:
-    """Blocks of chunks, none of them empty."""
+    """Cut `flat` into blocks, and blocks into chunks, none of them empty."""
     blocks = [flat[part] for part in parts(flat.numel(), num_blocks)]
     if blocks[0].nbytes <= _CHUNK_BYTES:
-        # Extents of one length are one object, and a thousand lists of it would only be in the way.
+        # Size-only tensors of one length are one object. One shared list per object keeps dry runs of a thousand ranks
+        # from making a million lists.
         lists = {id(block): [block] if block.numel() else [] for block in blocks}
         return [lists[id(block)] for block in blocks]
-    return [in_chunks(block, blocks[0].nbytes) for block in blocks]
+    return [split_into_chunks(block, blocks[0].nbytes) for block in blocks]
 
 
-def in_chunks(block: Tensor, largest_bytes: int) -> list[Tensor]:
-    """A block as chunks, none of them empty: as many as the largest block has."""
+def split_into_chunks(block: Tensor, largest_bytes: int) -> list[Tensor]:
+    """Cut a block into as many chunks as a block of `largest_bytes` has, and leave out empty ones.
+
+    The number comes from the largest block, so that all ranks agree on it whichever block they cut.
+    """
     num_chunks = max(1, -(-largest_bytes // _CHUNK_BYTES))
     return [block[part] for part in parts(block.numel(), num_chunks) if part.start < part.stop]

@@ -1,4 +1,8 @@
-"""What every collective is made of: steps over a flat view, cut into parts."""
+"""Building blocks of collectives: flat views, equal parts, exchanges, and folding to a power of two.
+
+A collective is a generator (`Operation`) that yields each piece of work it waits for. Whoever runs it decides how to
+wait: `run` blocks, `Transport.start` continues in the background, and the simulator switches to another rank.
+"""
 
 from collections.abc import Callable
 
@@ -9,48 +13,53 @@ from tutti.errors import ConfigError
 from tutti.simulation.sizes import SizeOnlyTensor
 from tutti.transports.base import Operation, Transport
 
-FlatSteps = Callable[[Tensor, Transport], Operation]
+FlatCollective = Callable[[Tensor, Transport], Operation]
+"""A collective that works in place on a contiguous tensor of one dimension in host memory."""
 
 
-def run(steps: Operation) -> None:
-    """Take all steps here and now."""
-    for work in steps:
+def run(operation: Operation) -> None:
+    """Run an operation to its end in this thread."""
+    for work in operation:
         work.wait()
 
 
-def on_flat(steps: FlatSteps) -> FlatSteps:
-    """Let steps that know only flat host memory work on any tensor."""
+def on_flat(collective: FlatCollective) -> FlatCollective:
+    """Let a collective for flat host memory work on any tensor.
+
+    A tensor on a GPU, or one that is not contiguous, is copied to host memory and back. A meta tensor, which has no
+    values, becomes a `SizeOnlyTensor`: a dry run then sends messages of the right sizes.
+    """
 
     def wrapped(tensor: Tensor, transport: Transport) -> Operation:
         data = tensor.detach()
         if data.is_meta:
-            return steps(SizeOnlyTensor.like(data), transport)  # type: ignore[arg-type]
+            return collective(SizeOnlyTensor.like(data), transport)  # type: ignore[arg-type]
         if data.is_cuda or not data.is_contiguous():
-            return moved(data, transport)
-        return steps(data.view(-1), transport)
+            return copied(data, transport)
+        return collective(data.view(-1), transport)
 
-    def moved(data: Tensor, transport: Transport) -> Operation:
+    def copied(data: Tensor, transport: Transport) -> Operation:
         flat = (data.cpu() if data.is_cuda else data).contiguous().view(-1)
-        yield from steps(flat, transport)
+        yield from collective(flat, transport)
         data.copy_(flat.view(data.shape))
 
     return wrapped
 
 
-def room_like(tensor: Tensor) -> Tensor:
-    """Somewhere to receive what is as large as `tensor`."""
+def buffer_like(tensor: Tensor) -> Tensor:
+    """Return an empty tensor to receive into, as large as `tensor`."""
     return tensor if tensor.__class__ is SizeOnlyTensor else torch.empty_like(tensor)
 
 
 def parts(numel: int, num_parts: int) -> list[slice]:
-    """`numel` elements in `num_parts` runs of nearly equal length, the longer ones first."""
+    """Cut `numel` elements into `num_parts` slices of nearly equal length, the longer ones first."""
     size, longer = divmod(numel, num_parts)
     ends = [size * (number + 1) + min(number + 1, longer) for number in range(num_parts)]
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def local_part(tensor: Tensor, transport: Transport) -> Tensor:
-    """The part of a flat tensor that is this rank's in `reduce_scatter` and `all_gather`."""
+    """Return the part of a flat tensor that belongs to this rank in `reduce_scatter` and `all_gather`."""
     if tensor.dim() != 1:
         raise ConfigError(
             f"rank {transport.rank}: local_part needs one dimension, got {tuple(tensor.shape)}; use tensor.view(-1)."
@@ -58,8 +67,13 @@ def local_part(tensor: Tensor, transport: Transport) -> Tensor:
     return tensor[parts(tensor.numel(), transport.size)[transport.rank]]
 
 
-class Fold:
-    """A world of any size as one of a power of two: each rank beyond it lends its data to a rank within."""
+class PowerOfTwoFold:
+    """Reduces a world of any size to one of a power of two, for algorithms that need one.
+
+    The inner ranks are the first 2^k, the largest power of two that fits. Each outer rank r has the inner partner
+    r - 2^k. It sends its data there before the algorithm, and gets the result back after it. With 6 ranks, 4 and 5 are
+    outer, and their partners are 0 and 1.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.num_inner = 1 << (transport.size.bit_length() - 1)
@@ -68,24 +82,27 @@ class Fold:
         self.partner = partner if partner < transport.size else None
 
     def fold(self, flat: Tensor, transport: Transport) -> Operation:
-        """Give the data to the partner within, or add the partner's."""
+        """Send the data to the inner partner, or add the outer partner's."""
         if self.outer:
             assert self.partner is not None
             yield transport.isend(flat, self.partner)
         elif self.partner is not None:
-            theirs = room_like(flat)
-            yield transport.irecv(theirs, self.partner)
-            flat += theirs
+            received = buffer_like(flat)
+            yield transport.irecv(received, self.partner)
+            flat += received
 
     def unfold(self, flat: Tensor, transport: Transport) -> Operation:
-        """Get the result back from the partner within, or give it."""
+        """Receive the result from the inner partner, or send it to the outer one."""
         if self.partner is not None:
             yield (transport.irecv if self.outer else transport.isend)(flat, self.partner)
 
 
-def exchange(mine: Tensor, theirs: Tensor, partner: int, transport: Transport) -> Operation:
-    """Send one and receive the other, both at once."""
-    receiving = transport.irecv(theirs, partner)
-    sending = transport.isend(mine, partner)
+def exchange(outgoing: Tensor, incoming: Tensor, partner: int, transport: Transport) -> Operation:
+    """Send one tensor to `partner` and receive another from it, both at once.
+
+    The receive is posted first, so that the partner's message has somewhere to go when it arrives.
+    """
+    receiving = transport.irecv(incoming, partner)
+    sending = transport.isend(outgoing, partner)
     yield receiving
     yield sending

@@ -1,16 +1,27 @@
-"""Binomial trees: few messages, each of the whole tensor."""
+"""Binomial-tree all-reduce and broadcast: few messages, each of the whole tensor (Thakur, Rabenseifner & Gropp 2005).
+
+With 5 ranks the sum goes up to rank 0 in ⌈log₂ P⌉ = 3 rounds, and the broadcast comes down in as many:
+
+```
+reduce      round 1: 1 → 0, 3 → 2      round 2: 2 → 0      round 3: 4 → 0
+broadcast   round 1: 0 → 4             round 2: 0 → 2      round 3: 0 → 1, 2 → 3
+```
+"""
 
 import math
 
 from torch import Tensor
 
 from tutti.cluster import Link
-from tutti.collectives.steps import room_like
+from tutti.collectives.steps import buffer_like
 from tutti.transports.base import Operation, Transport
 
 
 def tree(flat: Tensor, transport: Transport) -> Operation:
-    """Sum over ranks, in place: towards rank 0 along a binomial tree, and back (Thakur, Rabenseifner & Gropp 2005)."""
+    """Sum `flat` over ranks, in place: towards rank 0 along a binomial tree, and back.
+
+    All ranks end with rank 0's bits, because the result is broadcast.
+    """
     rank, size = transport.rank, transport.size
     hop = 1
     while hop < size:
@@ -18,9 +29,9 @@ def tree(flat: Tensor, transport: Transport) -> Operation:
             yield transport.isend(flat, rank - hop)
             break
         if rank + hop < size:
-            theirs = room_like(flat)
-            yield transport.irecv(theirs, rank + hop)
-            flat += theirs
+            received = buffer_like(flat)
+            yield transport.irecv(received, rank + hop)
+            flat += received
         hop *= 2
     yield from broadcast(flat, transport)
 
@@ -37,10 +48,10 @@ def broadcast(flat: Tensor, transport: Transport) -> Operation:
 
 
 def tree_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """2 ⌈log₂ P⌉ (α + n β)."""
+    """2 ⌈log₂ P⌉ (α + n β) seconds: up and down the tree, each round one message of all n bytes."""
     return 2 * broadcast_cost(num_ranks, num_bytes, link)
 
 
 def broadcast_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """⌈log₂ P⌉ (α + n β)."""
+    """⌈log₂ P⌉ (α + n β) seconds: the longest path of the tree, one message of all n bytes after another."""
     return math.ceil(math.log2(num_ranks)) * link.seconds(num_bytes)

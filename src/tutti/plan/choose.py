@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -47,8 +47,8 @@ class Plan:
     """Workers, doubled from one, beyond which adding more does not pay; None if it pays up to `most_workers`."""
     most_workers: int
     reason: str
-    not_priced: tuple[str, ...] = ()
-    """Strategies that have no cost formula and were not compared."""
+    not_priced: dict[str, str] = field(default_factory=dict)
+    """Strategies that could not be compared, and why."""
 
     @property
     def best(self) -> Prediction:
@@ -104,7 +104,7 @@ def plan(
         compress=_compress([chosen, *rest]) if allow_lossy else None,
         stops_paying_at=last,
         most_workers=most,
-        not_priced=tuple(str(strategy) for strategy in offered.not_priced if allow_lossy or strategy.exact),
+        not_priced=offered.not_priced,
         reason="",
     )
     return replace(made, reason=in_words(made))

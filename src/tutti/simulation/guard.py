@@ -6,8 +6,6 @@ import threading
 from functools import cache, wraps
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from tutti.errors import ConfigError
 
 _here = threading.local()
@@ -32,6 +30,8 @@ def refuse(what: str) -> None:
 @cache
 def watch() -> None:
     """From now on simulated ranks cannot open sockets: neither Python's nor those of torch's stores. Others can."""
+    from torch.distributed import TCPStore  # Late: the launcher uses `refuse` and need not wait for torch.
+
     sys.addaudithook(_hear)
     before = TCPStore.__init__
 

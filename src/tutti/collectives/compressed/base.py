@@ -1,4 +1,17 @@
-"""What all compressed sums have: steps to take, and a memory that can be saved and moved."""
+"""`CompressedSum`, the interface of sums over ranks of compressed tensors, and the context of one rank.
+
+How it works:
+
+- A sum belongs to one flat tensor (a bucket) for as long as the bucket exists. It keeps the codec's state between
+  steps.
+- `steps` is a generator, run in the background. It yields the work it waits for, and `STAGE_BOUNDARY` where it has sent
+  something and would now only wait. A caller with several buckets starts the next one there, so that links stay busy.
+- Every rank yields the same number of boundaries (`num_boundaries`), also ranks that take no part in the sum.
+  Operations of several buckets therefore interleave in the same order on every rank, which the matching of messages
+  relies on.
+- State per element (residual, velocity) lies in `per_element`, one tensor each for the whole bucket. It can be moved to
+  other buckets when gradients are grouped anew, and to other ranks when ranks come or go.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,61 +27,71 @@ from tutti.transports.base import CompletedWork, Operation, Work
 
 @dataclass(frozen=True)
 class ReductionContext:
-    """One rank among those that sum: which it is, of how many, and where its tensors are."""
+    """What one rank needs to know to take part in compressed sums."""
 
     rank: int
+    """Number of this rank among those that encode."""
     size: int
+    """Number of ranks that encode: all ranks, or one per host."""
     divisor: float = 1.0
-    """By what the sum is divided: the number of ranks whose gradients are in it, for a mean."""
+    """Divisor of the sum. For a mean it is the number of ranks whose gradients are in it."""
     device: torch.device = CPU
+    """Device of the tensors. On "meta" there are sizes and no values."""
     seed: int = 0
-    """Of what is drawn: another for every tensor."""
+    """Seed of the codec's random numbers, different for every tensor."""
 
 
 STAGE_BOUNDARY: Work = CompletedWork()
-"""Yielded where steps have sent something and would only wait: others may be taken before they go on."""
+"""Yielded where an operation has sent something and would only wait: other operations may run first."""
 
 
 class CompressedSum(ABC):
-    """A codec at work on one flat tensor: every rank ends with the same bits, close to the sum over ranks, divided.
+    """Sums one flat tensor over ranks with a codec. Every rank ends with the same bits, near the exact sum, divided.
 
-    What it remembers belongs to elements of the tensor, so that it can move with them when tensors are put together
-    differently or ranks come and go: what matters is the sum over ranks, divided as the result is.
+    What the codec remembers of elements is only meaningful summed over ranks: it is what the mean is still owed. It can
+    therefore be moved between buckets and between ranks as long as that sum stays the same.
     """
 
     def __init__(self, codec: Codec, layout: TensorLayout, numel: int, context: ReductionContext) -> None:
+        """Prepare sums of a flat tensor of `numel` elements in which parameters lie as `layout` says."""
         self.codec = codec
         self.layout = layout
         self.numel = numel
         self.context = context
         self.per_element: dict[str, Tensor] = {}
-        """What is remembered of every element: residual and velocity, not divided."""
+        """State of every element by name, such as the residual and the velocity. It is not divided."""
 
     num_boundaries: ClassVar[int] = 0
-    """How often its steps pause, on every rank."""
+    """How many stage boundaries its operation yields, on every rank."""
 
     @abstractmethod
     def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
-        """Replace flat `values` by about their sum over ranks, divided, and flat `exact` by precisely that.
+        """Replace `values` by their approximate sum over ranks, divided, and `exact` by their exact one. Collective.
 
-        `values` are float32, or have sizes alone.
+        Args:
+            values: the flat tensor to compress, in float32, or a meta tensor in dry runs.
+            exact: flat values that travel in the same messages and are not compressed, such as gradients of biases.
         """
 
     @abstractmethod
     def states(self) -> list[State]:
-        """What is remembered beside `per_element`, of every tensor that is encoded by itself."""
+        """Return the codec states, one for every part of the tensor that is encoded separately."""
 
     def save(self) -> dict[str, Any]:
-        """What is remembered beside that, alike on all ranks: the number of steps, and factors as "what@place"."""
+        """Return the state beside `per_element` that is equal on all ranks.
+
+        These are counters by name, and tensors of one parameter by "name@start", where it starts in the flat tensor.
+        """
         state = self.states()[0]
         return {key: value for key, value in state.items() if key not in self.per_element and not key.endswith("seed")}
 
     def load(self, saved: dict[str, Any]) -> None:
+        """Continue from what `save` returned."""
         for state in self.states():
             state.update(saved)
 
     def _start(self, numel: int, seed: int, part: slice) -> State:
-        """A fresh state for a part of the tensor, what belongs to elements being a view of the whole."""
+        """Return a fresh codec state for a part of the tensor. Its tensors per element are views of `per_element`."""
         state = self.codec.start(numel, seed, torch.device("meta"))
         for key, value in state.items():
             if isinstance(value, Tensor) and self.context.device.type != "meta":

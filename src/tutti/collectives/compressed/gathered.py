@@ -1,20 +1,32 @@
-"""The sum of sparse packets: everyone gets them all."""
+"""Sums of sparse packets by an all-gather: every rank receives every packet and adds them up.
+
+Sparse packets cannot be summed on the way without growing: their indices differ between ranks. Their lengths differ
+too, so each rank first sends the length of its message:
+
+```
+stage 1   encode; send length and message to all others
+          ── stage boundary ──
+stage 2   receive lengths, then messages; decode all of them in the order of ranks
+```
+
+All ranks decode the same packets in the same order, so they end with the same bits.
+"""
 
 import torch
 from torch import Tensor
 
 from tutti.codecs.base import Codec, State, TensorLayout
 from tutti.collectives.compressed.base import STAGE_BOUNDARY, CompressedSum, ReductionContext
-from tutti.collectives.compressed.messages import aligned, join, room, split
+from tutti.collectives.compressed.messages import aligned, join, new_message, split
 from tutti.transports import Transport
 from tutti.transports.base import Operation, Work
 
 _LENGTHS, _PACKETS = 1, 2
-"""Their tags: lengths of the next sum, and what is summed exactly, may be asked for before the packets of this one."""
+"""Tags of the two kinds of messages. Lengths of the next sum may be received before packets of this one."""
 
 
 class GatheredSum(CompressedSum):
-    """Every rank sends its packet to all others, and adds up all packets in the order of ranks."""
+    """Every rank sends its packet to all others and adds up all packets in the order of ranks: P-1 packets per rank."""
 
     num_boundaries = 1
 
@@ -26,31 +38,31 @@ class GatheredSum(CompressedSum):
         return [self._state]
 
     def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
-        mine = self.context.rank
-        others = [(mine + step) % self.context.size for step in range(1, self.context.size)]
+        rank = self.context.rank
+        others = [(rank + step) % self.context.size for step in range(1, self.context.size)]
         message = self._message(values, exact)
         length = torch.tensor([message.numel()], device="cpu")
         sending: list[Work] = []
-        for dst in others:  # The length goes ahead: nobody can know it.
+        for dst in others:  # Receivers cannot know the length of a sparse packet.
             sending += [transport.isend(length, dst, _LENGTHS), transport.isend(message, dst, _PACKETS)]
         lengths = {src: torch.zeros(1, dtype=torch.int64, device="cpu") for src in others}
-        asked = {src: transport.irecv(lengths[src], src, _LENGTHS) for src in reversed(others)}
+        lengths_received = {src: transport.irecv(lengths[src], src, _LENGTHS) for src in reversed(others)}
         yield STAGE_BOUNDARY
         arriving = {}
         for src in reversed(others):
-            yield asked[src]
-            there = room(int(lengths[src]), values)
-            arriving[src] = there, transport.irecv(there, src, _PACKETS)
-        messages = {mine: message}
+            yield lengths_received[src]
+            buffer = new_message(int(lengths[src]), values)
+            arriving[src] = buffer, transport.irecv(buffer, src, _PACKETS)
+        messages = {rank: message}
         for src in reversed(others):
             messages[src], work = arriving[src]
             yield work
-        self._add_up([messages[rank] for rank in range(self.context.size)], values, exact)
+        self._add_up([messages[src] for src in range(self.context.size)], values, exact)
         yield from sending
 
     def _message(self, values: Tensor, exact: Tensor) -> Tensor:
         if values.is_meta:
-            return room(aligned(exact.nbytes) + self.codec.packet_bytes(self.numel), values)
+            return new_message(aligned(exact.nbytes) + self.codec.packet_bytes(self.numel), values)
         packet, self._state = self.codec.encode(values, self._state)
         return join(packet, exact)
 

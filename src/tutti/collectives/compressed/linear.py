@@ -1,4 +1,8 @@
-"""The sum of what is linear: small tensors, summed as they are."""
+"""Sums with linear codecs: the small tensors that the codec makes are summed by a plain all-reduce.
+
+A linear codec's packets may be added before they are decoded, so every round of the codec (one for random k, two for
+low rank) is an all-reduce of a short tensor. Its algorithm is the cheapest one for that length.
+"""
 
 from typing import cast
 
@@ -14,11 +18,11 @@ from tutti.transports.base import Operation
 
 
 class LinearSum(CompressedSum):
-    """What the codec makes of the tensor is summed by the cheapest all-reduce, as often as the codec asks for one."""
+    """All-reduces what the codec makes of the tensor, as many times as the codec has rounds."""
 
     def __init__(self, codec: Codec, layout: TensorLayout, numel: int, context: ReductionContext) -> None:
         super().__init__(codec, layout, numel, context)
-        self._state = self._start(numel, 0, slice(None))  # One seed for all ranks: they draw alike.
+        self._state = self._start(numel, 0, slice(None))  # One seed, so that all ranks draw the same.
 
     def states(self) -> list[State]:
         return [self._state]
@@ -30,7 +34,7 @@ class LinearSum(CompressedSum):
             for size in [sizes[0] + exact.numel(), *sizes[1:]]:
                 yield from self._mean(cast(Tensor, SizeOnlyTensor(size, torch.float32, 4)), transport)
             return
-        with_first = exact.dtype == torch.float32  # In one sum, to wait once.
+        with_first = exact.dtype == torch.float32  # Joined to the first round, so that there is one wait less.
         if not with_first:
             yield from self._mean(exact, transport)
         rounds = linear.rounds(values, self.layout, self._state)
@@ -50,6 +54,10 @@ class LinearSum(CompressedSum):
                 yield from self._mean(summands, transport)
 
     def _mean(self, summands: Tensor, transport: Transport) -> Operation:
-        """Every round is divided: what is linear comes out divided once, and a basis has no length."""
+        """Sum one round over ranks and divide it.
+
+        Dividing every round divides the result once: the last round is linear in the result, and of earlier ones only
+        the directions count (low rank makes an orthonormal basis of them).
+        """
         yield from cheapest(transport.size, summands.nbytes)(summands, transport)
         summands.div_(self.context.divisor)

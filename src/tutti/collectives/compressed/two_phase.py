@@ -1,4 +1,17 @@
-"""The sum in two phases: pieces to their owners, sums of pieces to everyone."""
+"""Sums of packets in two phases: a reduce-scatter to owners of pieces, and an all-gather of their sums.
+
+```
+            rank 0 owns a           rank 1 owns b           rank 2 owns c
+phase 1     sends b, c encoded      sends a, c encoded      sends a, b encoded
+            ── stage boundary ──
+            decodes and adds a      decodes and adds b      decodes and adds c
+phase 2     encodes a, to all       encodes b, to all       encodes c, to all
+            ── stage boundary ──
+            decodes b, c            decodes a, c            decodes a, b
+```
+
+An owner also decodes its own encoded sum, because it must end with the bits that the others get.
+"""
 
 import torch
 from torch import Tensor
@@ -7,20 +20,21 @@ from tutti.codecs.base import Codec, State, TensorLayout
 from tutti.codecs.scale_groups import ScaleGroups
 from tutti.collectives import parts
 from tutti.collectives.compressed.base import STAGE_BOUNDARY, CompressedSum, ReductionContext
-from tutti.collectives.compressed.messages import aligned, join, room, split
+from tutti.collectives.compressed.messages import aligned, join, new_message, split
 from tutti.transports import Transport
 from tutti.transports.base import Operation, Work
 
 _PIECES, _SUMS = 1, 2
-"""Tags of the two phases: those of several sums overlap."""
+"""Tags of the two phases. Messages of several buckets are under way at once."""
 
 
 class TwoPhaseSum(CompressedSum):
-    """Every rank owns a piece. It gets that piece of all others, encoded, adds up, encodes the sum and sends it to all.
+    """Every rank owns a piece: it sums that piece of all ranks, encodes the sum and sends it to all (Seide et al.
+    2014).
 
-    That is 2 (P-1)/P of a packet from every rank (Seide et al. 2014). What the first encoding leaves out stays with
-    its sender, what the second leaves out with the owner: a rank never encodes its own piece for itself, so one
-    residual holds both.
+    Every rank sends 2 (P-1)/P of a packet. The error of the first encoding stays in the sender's residual, and that of
+    the second in the owner's. A rank never encodes its own piece in the first phase, so one residual per element holds
+    both.
     """
 
     num_boundaries = 2
@@ -39,21 +53,21 @@ class TwoPhaseSum(CompressedSum):
 
     def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
         exacts = [exact[part] for part in parts(exact.numel(), self.context.size)]
-        mine = self.context.rank
-        others = [(mine + step) % self.context.size for step in range(1, self.context.size)]
+        rank = self.context.rank
+        others = [(rank + step) % self.context.size for step in range(1, self.context.size)]
         sending: list[Work] = []
-        arriving = {src: self._receive(mine, src, values, exacts, transport) for src in reversed(others)}
+        arriving = {src: self._receive(rank, src, values, exacts, transport) for src in reversed(others)}
         for dst in others:
             sending.append(transport.isend(self._message(dst, values, exacts), dst, _PIECES))
         yield STAGE_BOUNDARY
-        for src in sorted(others):  # In the order of ranks: sums have the same bits in every run.
+        for src in sorted(others):  # In the order of ranks, so that sums have the same bits in every run.
             message, work = arriving[src]
             yield work
-            self._take(message, mine, values, exacts, add=True)
-        result = self._message(mine, values, exacts)
+            self._take(message, rank, values, exacts, add=True)
+        result = self._message(rank, values, exacts)
         arriving = {src: self._receive(src, src, values, exacts, transport) for src in reversed(others)}
         sending += [transport.isend(result, dst, _SUMS) for dst in others]
-        self._take(result, mine, values, exacts, add=False)
+        self._take(result, rank, values, exacts, add=False)
         yield STAGE_BOUNDARY
         for src in reversed(others):
             message, work = arriving[src]
@@ -64,20 +78,24 @@ class TwoPhaseSum(CompressedSum):
     def _receive(
         self, piece: int, src: int, values: Tensor, exacts: list[Tensor], transport: Transport
     ) -> tuple[Tensor, Work]:
-        message = room(self._num_bytes(piece, exacts), values)
+        """Post the receive of a piece from `src`: a contribution to this rank's own piece, or the sum of another."""
+        message = new_message(self._num_bytes(piece, exacts), values)
         return message, transport.irecv(message, src, _PIECES if piece == self.context.rank else _SUMS)
 
     def _num_bytes(self, piece: int, exacts: list[Tensor]) -> int:
+        """Return the length of a message for this piece. Dense packets have a fixed length, so receivers know it."""
         return aligned(exacts[piece].nbytes) + self._packet_bytes[piece]
 
     def _message(self, piece: int, values: Tensor, exacts: list[Tensor]) -> Tensor:
+        """Encode a piece and join it with its share of the exact values."""
         if values.is_meta:
-            return room(self._num_bytes(piece, exacts), values)
+            return new_message(self._num_bytes(piece, exacts), values)
         part, groups = self._pieces[piece]
         packet, self._states[piece] = self.codec.encode(values[part], self._states[piece], groups=groups)
         return join(packet, exacts[piece])
 
     def _take(self, message: Tensor, piece: int, values: Tensor, exacts: list[Tensor], add: bool) -> None:
+        """Decode a message: add it to this rank's piece in phase 1, or store the divided sum in phase 2."""
         if values.is_meta:
             return
         part, groups = self._pieces[piece]

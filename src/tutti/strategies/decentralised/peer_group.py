@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tutti.collectives.compressed.messages import room
+from tutti.collectives.compressed.messages import new_message
 from tutti.errors import NonFiniteLoss, PacketError, RankLost, ReplicaMismatch
 from tutti.strategies.decentralised.wire import HEAD, PAYLOAD, Head, Kind
 from tutti.transports import Transport
@@ -157,7 +157,7 @@ class Company:
                 if head.num_bytes:
                     if not 0 < head.num_bytes <= self._most_bytes:
                         raise PacketError(f"a message of {head.num_bytes} bytes, at most {self._most_bytes} can be")
-                    payload = room(head.num_bytes, self._like)
+                    payload = new_message(head.num_bytes, self._like)
                     yield self.wire.irecv(payload, peer, PAYLOAD)
                 if peer in self.living:
                     self._hear(peer, head, payload)

@@ -4,7 +4,7 @@ from collections import deque
 
 from torch import Tensor
 
-from tutti.collectives.compressed.messages import room
+from tutti.collectives.compressed.messages import new_message
 
 
 class BufferPool:
@@ -20,7 +20,7 @@ class BufferPool:
         try:
             return self._free.pop()
         except IndexError:
-            return room(self._num_bytes, self._like)
+            return new_message(self._num_bytes, self._like)
 
     def give_back(self, buffer: Tensor) -> None:
         """Make a buffer free again; one of another size is dropped."""

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.collectives.compressed.messages import room
+from tutti.collectives.compressed.messages import new_message
 from tutti.errors import PacketError
 from tutti.events import APPLY, Event, EventLog
 from tutti.strategies.parameter_server.ledger import Update
@@ -37,7 +37,7 @@ class UpdateDecoder:
             raise PacketError(f"{header.num_bytes} bytes for shard {header.shard}, which no push of it can have")
         if header.num_bytes == shard.shard.num_bytes:
             return shard.buffers.take()
-        return room(header.num_bytes, shard.value_bytes())
+        return new_message(header.num_bytes, shard.value_bytes())
 
     def decode(self, shard: ServerShard, payload: Tensor) -> Tensor | None:
         """Return the gradient that a payload holds; None in a dry run.

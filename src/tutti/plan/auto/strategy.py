@@ -1,4 +1,4 @@
-"""Have the planner choose, from what training itself shows."""
+"""`Auto`: the strategy that has the planner choose, from measurements of the first training steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from tutti.codecs import Codec
 from tutti.cost import Placement, Profile
 from tutti.errors import ConfigError
-from tutti.replica import Replica
-from tutti.strategies.base import Exchange, Strategy
+from tutti.plan.auto.exchange import AutoExchange
+from tutti.replica import HookedReplica, Replica
+from tutti.strategies import AllReduce, Exchange, Strategy
 from tutti.transports import Transport
 
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """All-reduce at first; when a few steps have been timed and the link measured, whatever the planner finds best.
+    """Start with all-reduce; after a few timed steps and a measurement of the link, use what the planner finds best.
 
-    What it predicted is compared with what steps take, and if they differ for long, all ranks plan again and may
-    change over between two steps.
+    The prediction is compared with the measured steps. If they differ for long, all ranks plan again, and may change
+    their strategy between two steps.
 
     Args:
-        lossy: whether it may choose what does not do exactly what one worker would.
+        lossy: whether strategies that change the result may be chosen (compression, local steps).
     """
 
     lossy: bool = False
@@ -29,7 +30,17 @@ class Auto(Strategy):
             raise ConfigError(f"Auto: lossy must be True or False, got {self.lossy!r}.")
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
-        raise AssertionError("the planner attaches what it chooses: tutti.plan.auto")
+        if transport.size == 1:
+            return AllReduce().attach(replica, transport)
+        if not isinstance(replica, HookedReplica):
+            raise ConfigError(
+                "auto times the steps of a model that trains, and this is a dry run: name the strategy to try."
+            )
+        return AutoExchange(replica, transport, self.lossy)
+
+    @property
+    def needs_whole_model(self) -> bool:
+        return True  # It times the layers of the whole model.
 
     @property
     def exact(self) -> bool:
@@ -46,7 +57,7 @@ class Auto(Strategy):
 
 
 def read(options: dict[str, str], codec: Codec | None) -> Auto:
-    """Make one from options at the command line."""
+    """Make the strategy from its options at the command line."""
     if codec is not None:
         raise ConfigError("auto chooses codecs itself, if auto:lossy=1 lets it.")
     if options.keys() - {"lossy"} or options.get("lossy", "0") not in ("0", "1"):
