@@ -46,7 +46,7 @@ class TuttiGroup(dist.ProcessGroup):
             close: called once by `shutdown`.
         """
         super().__init__(messages.rank, messages.size)  # type: ignore[call-arg]
-        self._collectives, self._queue, self._world_rankssages = collectives, queue, messages
+        self._collectives, self._queue, self._messages = collectives, queue, messages
         self._world_rank = world_rank
         self._check = ArgumentCheck(world_rank, messages.size)
         self._close: Callable[[], None] | None = close
@@ -252,7 +252,7 @@ class TuttiGroup(dist.ProcessGroup):
         (flat,) = flats.inputs(tensor)
 
         def steps() -> Operation:
-            yield self._world_rankssages.isend(flat, dst, tag)
+            yield self._messages.isend(flat, dst, tag)
 
         return self._submit_message(flats, steps())
 
@@ -263,7 +263,7 @@ class TuttiGroup(dist.ProcessGroup):
         operation = BackendWork(self._world_rank, [tensor])
 
         def steps() -> Operation:
-            receiving: Work = self._world_rankssages.irecv(flat, src, tag)
+            receiving: Work = self._messages.irecv(flat, src, tag)
             yield receiving
             operation.source = receiving.source if src == ANY else src
 
