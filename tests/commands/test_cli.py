@@ -328,7 +328,7 @@ def test_reproduce_quickly(call: Call, tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     folder = tmp_path / "runs" / "again"
     report = (folder / "report.md").read_text()
-    assert "Accuracy: of the recipe digits" in report
+    assert "Accuracy is measured with the recipe digits" in report
     for figure in re.findall(r"\]\((\S+\.png)\)", report):
         assert (folder / figure).stat().st_size > 10_000
     rows = json.loads((folder / "results.json").read_text())["accuracy"]

@@ -112,4 +112,4 @@ def test_reproduce_error_feedback_quickly(call: Call, tmp_path: Path) -> None:
         assert (folder / figure).stat().st_size > 10_000
     result = json.loads((folder / "results.json").read_text())
     assert len(result["accuracy"]) == 5
-    assert all(row["reports"] for row in result["curves"])
+    assert all(row["points"] for row in result["curves"])

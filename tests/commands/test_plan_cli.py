@@ -29,7 +29,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 def test_a_plan(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
     ended = call("plan", "digits", "--workers", "4", "--cluster", "ethernet-10g", "--json", "plan.json")
     assert ended.status == 0, ended.err
-    for words in ("one worker", "exposed", "busy", "samples/s", "Use ", "adding workers"):
+    for words in ("one worker", "exposed", "busy", "samples/s", "Use ", "speed-up", "efficiency", "doubling"):
         assert words in ended.out
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["distribute"] is True

@@ -25,11 +25,11 @@ from tutti.plan.mesh import Parts, plan_meshes
 from tutti.plan.network import measure_network
 from tutti.plan.profile import profile as profile_model
 from tutti.plan.profile.problem import Problem
-from tutti.plan.scaling import Profiles, each_has, share_of, sharing_cores
+from tutti.plan.scaling import Profiles, share_of, sharing_cores, worker_profile
 from tutti.recipes import RECIPES, recipe
 from tutti.recipes.training import GlobalBatches, TrainingConfig
 from tutti.simulation.runs.dry_run import dry_run
-from tutti.simulation.runs.time_to_accuracy import reach
+from tutti.simulation.runs.time_to_accuracy import time_to_accuracy
 from tutti.strategies import Strategy
 
 MEASURED = "measured"
@@ -117,7 +117,7 @@ def planned(
         profiled = partial(profile_of, subject, parse_options(option), batch, input_shape)
         profile = _sharing_here(profiled) if cluster_text == MEASURED else profiled()
         status.update("pricing")
-        simulated = partial(_simulated, each_has(profile, workers, global_batch), workers, cluster, status.update)
+        simulated = partial(_simulated, worker_profile(profile, workers, global_batch), workers, cluster, status.update)
         made = plan(
             profile,
             workers,
@@ -131,12 +131,12 @@ def planned(
     _show(made, console)
     written = {"subject": subject, "cluster": cluster.to_toml(), **made.as_dict()}
     if layers:
-        own = each_has(profile, workers, global_batch)
+        own = worker_profile(profile, workers, global_batch)
         found = per_layer.decisions(own, workers, cluster)
         console.print(per_layer.table_of(found, own, workers))
         written["layers"] = per_layer.as_dicts(found, workers)
     if meshes or limit is not None:
-        own = each_has(profile, workers, global_batch)
+        own = worker_profile(profile, workers, global_batch)
         parts = _parts_of(subject, parse_options(option), batch, input_shape)
         total = global_batch or workers * own.num_samples
         arranged = plan_meshes(parts, own, workers, cluster, total_samples=total, memory_bytes=limit)
@@ -148,7 +148,9 @@ def planned(
             batch_size=global_batch, until=target,
         )  # fmt: skip
         with console.status("training") as status:
-            reaches = reach(made, each_has(profile, workers, global_batch), cluster, task, status.update)
+            reaches = time_to_accuracy(
+                made, worker_profile(profile, workers, global_batch), cluster, task, status.update
+            )
         console.print(target_accuracy.table_of(reaches, target))
         console.print(target_accuracy.in_words(reaches, target, epochs or recipe(subject).epochs), highlight=False)
         written["reaches"] = [each.as_dict() for each in reaches]
@@ -223,10 +225,8 @@ def _show(made: Plan, console: Console) -> None:
     for name, why in made.not_priced.items():
         console.print(f"not priced: {name} ({why})", highlight=False)
     console.print(made.reason, highlight=False)
-    if made.stops_paying_at is None:
-        console.print(f"adding workers pays up to {made.most_workers}, as far as was priced")
-    else:
-        console.print(f"adding workers stops paying at {made.stops_paying_at}")
+    console.print(_scaling_table(made))
+    console.print(made.scaling.reason, highlight=False)
 
 
 def _table(made: Plan) -> Table:
@@ -239,6 +239,19 @@ def _table(made: Plan) -> Table:
     for prediction in made.predictions[:_MOST_ROWS]:
         mark = "" if prediction.exact else "~"
         table.add_row(f"{mark}{prediction.strategy}", *_numbers(prediction))
+    return table
+
+
+def _scaling_table(made: Plan) -> Table:
+    """Throughput by number of workers, each with the fastest strategy for it."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.caption = "speed-up: samples/s relative to one worker; efficiency: speed-up divided by workers"
+    for heading in ("workers", "samples/s", "speed-up", "efficiency"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("strategy", overflow="fold")
+    for row in made.scaling.rows:
+        numbers = f"{row.workers:,}", f"{row.samples_per_s:,.0f}", f"{row.speed_up:.3g}", f"{row.efficiency:.0%}"
+        table.add_row(*numbers, row.strategy)
     return table
 
 

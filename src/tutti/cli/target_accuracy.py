@@ -6,10 +6,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tutti.cluster import format_time
-from tutti.simulation.runs.time_to_accuracy import Reach
+from tutti.simulation.runs.time_to_accuracy import TimeToAccuracy
 
 
-def table_of(reaches: list[Reach], target: float) -> Table:
+def table_of(reaches: list[TimeToAccuracy], target: float) -> Table:
     """Every strategy that was trained, the soonest first."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"until {target:.2%}", title_justify="left")
     table.add_column("", overflow="fold")
@@ -27,7 +27,7 @@ def table_of(reaches: list[Reach], target: float) -> Table:
     return table
 
 
-def in_words(reaches: list[Reach], target: float, epochs: int) -> str:
+def in_words(reaches: list[TimeToAccuracy], target: float, epochs: int) -> str:
     """Which to use to get there."""
     first = reaches[0]
     if first.seconds == inf:

@@ -134,7 +134,7 @@ def _run(
             workers=workers + (parse(task.strategy).num_dedicated_servers if workers > 1 else 0),
             cluster=cluster,
             watch=mean.show,
-            pulse=lambda now_s, messages: shown.note(now_s=now_s, messages=messages),
+            on_progress=lambda now_s, messages: shown.note(now_s=now_s, messages=messages),
         )
         shown.note(now_s=simulation.seconds, messages=simulation.num_messages)
     return simulation, shown.reports

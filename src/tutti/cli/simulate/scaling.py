@@ -84,10 +84,10 @@ def _paced(cluster: Cluster, model: str, accelerator: str | None, sample: str | 
 def _simulated(case: ScalingCase, numbers: list[int], console: Console) -> list[ScalingResult]:
     with console.status("", refresh_per_second=2) as status:
 
-        def pulse(workers: int, now_s: float, num_messages: int) -> None:
+        def on_progress(workers: int, now_s: float, num_messages: int) -> None:
             status.update(f"{workers} workers: {format_time(now_s)} of virtual time, {num_messages:,} messages")
 
-        return list(simulate_scaling(case, numbers, pulse))
+        return list(simulate_scaling(case, numbers, on_progress))
 
 
 def _in_words(strategy: Strategy) -> str:
