@@ -13,7 +13,7 @@ from tutti.plan.mesh.axes import place_along
 from tutti.plan.mesh.parts import Parts
 from tutti.plan.mesh.play import Clockwork
 from tutti.plan.mesh.rank import RankStep, Share
-from tutti.strategies import AllReduce, Strategy
+from tutti.strategies import AllReduce, Strategy, as_strategy
 
 _PLAYED = ("in-turn", "gpipe", "1f1b")
 
@@ -56,14 +56,14 @@ def price_mesh(
     profile: Profile,
     cluster: Cluster,
     total_samples: int,
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
 ) -> MeshPrediction:
     """What a step over `total_samples` takes: `parts` knows what each rank does of it, `profile` how long all takes.
 
     A batch goes through stages in microbatches, and gradients are exchanged when all are done; without stages, while
     backward runs.
     """
-    strategy = strategy or AllReduce()
+    strategy = AllReduce() if strategy is None else as_strategy(strategy)
     number = _num_microbatches(mesh, total_samples)
     replica = with_batch(profile, -(-total_samples // mesh.data))
     share = Share(mesh, cluster, slowed(replica, Placement.from_cluster(mesh.size, cluster).slowness), number)
