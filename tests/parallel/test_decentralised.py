@@ -390,7 +390,7 @@ def test_what_is_told_twice_is_applied_once(transport: str) -> None:
 
         def again() -> Any:
             for peer in exchange.context.group.others:
-                exchange.algorithm._resend(peer)
+                exchange.algorithm._sent.resend(peer)
             yield from ()
 
         for step in range(5):

@@ -76,7 +76,7 @@ class PeerAlgorithm(ABC):
         self._rounds.peer_lost(peer)
 
     def before_round(self) -> Operation:
-        """Do what must be done before peers are told that this rank has entered a round."""
+        """Do what must be done before this rank announces that it has entered a round."""
         yield from ()
 
     def is_ready(self) -> bool:

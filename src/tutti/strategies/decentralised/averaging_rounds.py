@@ -11,9 +11,9 @@ Rounds are numbered from 1. Every rank takes part in every round.
 3. Conclude: the leader waits for a contribution of every living peer, averages them, and sends `ROUND_RESULT` to all.
 
 If the leader is lost, all ranks contribute again, to the next one. A rank that already has the result sends it to the
-new leader (`peer_lost`), and a leader that has a result answers a late contribution with it (`receive`). So two living
-ranks never have different results of one round: whoever has one got it from the only leader that concluded, or from a
-rank that did.
+new leader (`peer_lost`), and a leader that has a result answers a late contribution with it (`receive`). A rank that
+has the result contributes no more, so the new leader cannot conclude before it has that result too. Therefore two
+living ranks never have different results of one round.
 
 Waits are `PeerGroup.wait_until`, on conditions about living peers: a lost rank is not waited for. Ranks that are still
 training send `KEEP_ALIVE` to those who wait, because a round may be entered long before the last rank comes.
@@ -101,11 +101,13 @@ class AveragingRounds:
         self.in_round = True
         group.send_to_all(PeerMessageHeader(PeerMessageKind.ROUND_ENTERED, number, purpose, clock))
         yield from group.wait_until(lambda: self.last_round >= number or (self.all_entered(number) and is_ready()))
+        # All ranks come to the same answer: each has every peer's entry, and so every purpose.
         regroup = purpose == RoundPurpose.REGROUP or self.regroup_requested
         value = None if regroup else contribution()
-        sent_to = self._rank
+        sent_to = self._rank  # Nobody yet: a leader does not send to itself.
         while self.last_round < number and not group.is_over:
             if group.leader == self._rank:
+                # A peer that already has a result never contributes: it sends that result instead.
                 if group.others <= self._contributions.keys():
                     self._conclude(number, clock, value)
                     break
@@ -126,7 +128,7 @@ class AveragingRounds:
             return
         self.is_finished = True
         group.send_to_all(PeerMessageHeader(PeerMessageKind.DISCONNECT))
-        yield from group.wait_until(group.is_flushed)
+        yield from group.wait_until(group.is_flushed)  # The channel is closed next, which drops what is not sent.
 
     def _others_go_on(self, number: int) -> bool:
         """Whether a peer has entered a round for another purpose than to finish."""

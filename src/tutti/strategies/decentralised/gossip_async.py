@@ -64,7 +64,7 @@ class AsyncGossip(PeerAlgorithm):
         neighbours = [peer for peer in self._graph.neighbours(self._context.rank) if peer in self._group.alive]
         if self._requested is None and neighbours:
             self._requested = self._random.choice(neighbours)
-            values = self._model.copy(self._values)
+            values = self._model.copy(self._values)  # The values may change before the message is sent.
             header = PeerMessageHeader(PeerMessageKind.PAIR_REQUEST, clock=self._num_steps, num_bytes=values.nbytes)
             self._group.send(self._requested, header, values)
         self._rounds.send_keep_alives()
@@ -88,7 +88,7 @@ class AsyncGossip(PeerAlgorithm):
             raise PacketError(f"values of {header.num_bytes} bytes, wanted {self._model.num_bytes}")
         self._group.clocks[peer] = header.clock
         if header.kind == PeerMessageKind.PAIR_REQUEST:
-            self._move_half_way(payload)
+            self._move_half_way(payload)  # The payload now holds the change: it is sent back without a copy.
             reply = PeerMessageHeader(PeerMessageKind.PAIR_REPLY, clock=self._num_steps, num_bytes=payload.nbytes)
             self._group.send(peer, reply, payload)
         elif peer == self._requested:

@@ -1,9 +1,11 @@
 """Synchronous gossip: neighbours mix their values in every step (D-PSGD, Lian et al. 2017).
 
-How it works ------------ At clock t rank i computes x_i(t+1) = Σ_j W_ij x_j(t) + u_i(t), where W is the mixing matrix
-of the topology and u_i what its optimiser's step has changed (D-PSGD). Each rank sends x_i(t) to its neighbours as soon
-as it has it, so that the message travels while the gradient of step t is computed. Where the graph is directed, a
-weight is mixed like the values and the model is the values divided by the weight (push-sum, Assran et al. 2019).
+How it works
+------------
+At clock t rank i computes x_i(t+1) = Σ_j W_ij x_j(t) + u_i(t), where W is the mixing matrix of the topology and u_i
+what its optimiser's step has changed (D-PSGD). Each rank sends x_i(t) to its neighbours as soon as it has it, so that
+the message travels while the gradient of step t is computed. Where the graph is directed, a weight is mixed like the
+values and the model is the values divided by the weight (push-sum, Assran et al. 2019).
 
 Clocks are counted since the last averaging round. A message is stored under (round, clock, rank) until it is mixed.
 
@@ -85,9 +87,9 @@ class SyncGossip(PeerAlgorithm):
         mixed = [(factors[peer], *message) for peer, message in received.items() if message is not None]
         self._combine(local_factor, mixed, change)
         self._step += 1
-        self._forget_old()
+        self._forget_old()  # Values of this clock are mixed; late ones of absent neighbours are of no use any more.
         self._rounds.send_keep_alives()
-        if not self._needs_regroup():
+        if not self._needs_regroup():  # Otherwise the round that follows sends, over the new topology.
             yield from self._send_values()
 
     def _is_settled(self, peer: int) -> bool:

@@ -1,9 +1,11 @@
 """Peers of a rank: sending to them, receiving from them, and going on without those that are lost.
 
-How it works ------------ Everything here runs as generators (`Operation`) in one thread of the transport, or in the
-simulator's engine, so nothing has a lock. For every peer, one generator receives its messages (`_receive_messages`)
-and, while there is something to send, one sends (`_send_queued`). The training thread never touches this state
-directly: it hands in a generator by `wait` and blocks until that is done.
+How it works
+------------
+Everything here runs as generators (`Operation`) in one thread of the transport, or in the simulator's engine, so
+nothing has a lock. For every peer, one generator receives its messages (`_receive_messages`) and, while there is
+something to send, one sends (`_send_queued`). The training thread never changes this state directly: it hands in a
+generator by `wait` and blocks until that is done.
 
 A generator that needs something of other peers yields `wait_until(condition)`. Every message, loss, stop or failure
 calls `notify`, which wakes it to look again. Only one generator at a time may wait so, which is the one of the training
@@ -13,8 +15,8 @@ How a wait ends: the peers send what the condition needs; or they are lost, beca
 peers; or all is over (`is_over`): a rank has a loss that is not finite, or this rank has failed.
 
 A peer is lost when receiving from it fails, when it sends a malformed message, or when another peer says so. `lose`
-removes it, tells all others, and tells the lost peer itself: should it be alive, it must not train on alone. All ranks
-that are left therefore come to the same set `alive`, though not at the same moment.
+removes it, and sends `LOST` to all others and to the lost peer itself: if that is alive, it must not train alone. All
+ranks that are left therefore come to the same set `alive`, though not at the same moment.
 """
 
 import logging
@@ -57,6 +59,7 @@ class PeerGroup:
             max_bytes: the most bytes that a payload may have.
         """
         self.transport, self.rank = transport, transport.rank
+        # Frozen sets: the training thread reads them while the transport's thread replaces them.
         self.alive = frozenset(range(transport.size))
         self.away: frozenset[int] = frozenset()
         """Living peers that are on leave: they are not waited for."""
@@ -97,7 +100,7 @@ class PeerGroup:
     def check(self, num_steps: int) -> None:
         """Raise `NonFiniteLoss` if a rank has asked all to stop, or the error with which this rank has failed."""
         if self._stopped_by is not None:
-            self.transport.spawn(self._flush()).wait()  # Others must hear of it before this rank closes.
+            self.transport.spawn(self._flush()).wait()  # Peers must receive STOP before this rank closes.
             raise NonFiniteLoss(self.rank, [self._stopped_by], num_steps)
         if self._failure is not None:
             raise self._failure
@@ -225,7 +228,7 @@ class PeerGroup:
     def lose(self, peer: int, reason: str) -> None:
         """Go on without a peer, and make the others do so.
 
-        The lost peer is told too: if it is alive after all, it must not train on alone.
+        The lost peer gets the message too: if it is alive after all, it must not train alone.
         """
         if peer not in self.alive or peer == self.rank:
             return

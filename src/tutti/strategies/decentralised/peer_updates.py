@@ -1,8 +1,10 @@
 """Peers' updates: every rank sends what its steps change to all others, without a server (Strom 2015).
 
-How it works ------------ After each of its steps a rank compresses the change, adds the compressed change to its own
-parameters (`base`), and sends it as an update with a number. Other ranks apply it when they come to it. So every rank
-ends with the sum of all updates; only the order differs.
+How it works
+------------
+After each of its steps a rank compresses the change, adds the compressed change to its own parameters (`base`), and
+sends it as an update with a number. Other ranks apply it when they come to it. So every rank ends with the sum of all
+updates; only the order differs.
 
 The transport's thread receives updates and passes them on along the routes. They are queued while the training thread
 computes, and applied at its next step. While training waits, on leave, or in a round (`_applies_at_once`), they are
@@ -13,9 +15,9 @@ until peers have acknowledged enough. A peer acknowledges after every `inbox` / 
 a peer ends by its acknowledgement, or when it is lost or on leave.
 
 Losses: along a graph a lost rank may have held updates that it had not passed on. Every rank keeps its own updates
-until all living peers have acknowledged them, and after a loss sends them again, directly (`_resend`). Duplicates are
-dropped by their numbers. In an averaging round a rank is ready when all updates that the others have sent are applied:
-then nothing is under way, and all ranks take the mean, which removes differences of rounding.
+until all living peers have acknowledged them, and after a loss sends them again, directly (`SentUpdates.resend`).
+Duplicates are dropped by their numbers. In an averaging round a rank is ready when all updates that the others have
+sent are applied: then nothing is under way, and all ranks take the mean, which removes differences of rounding.
 """
 
 from collections import Counter
@@ -47,16 +49,14 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
         self._routes = UpdateRoutes(strategy.graph, size)
         peers = [peer for peer in range(size) if peer != context.rank]
         self._inbox = UpdateInbox(peers)
-        self._sent = SentUpdates(peers)
-        self._number = 0
-        """Number of this rank's last update."""
+        self._sent = SentUpdates(context.group, peers)
         self._applies_at_once = False
         """Whether training waits, so that updates are applied as they arrive."""
         self._staleness: Counter[int] = Counter()
 
     @property
     def clock(self) -> int:
-        return self._number
+        return self._sent.last_number
 
     def metrics(self) -> dict[str, Any]:
         """`staleness[k]` counts this rank's updates that were computed while k updates of other ranks arrived."""
@@ -86,32 +86,24 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def _publish(self, message: Tensor) -> Operation:
         """Apply what has arrived, wait until no peer is too far behind, and send an update."""
         self._staleness[len(self._inbox)] += 1
+        # Until this rank computes again. Otherwise two ranks that wait could wait for each other's acknowledgements.
         self._applies_at_once = True
         self._apply_all()
         if self._group.any_lost:
             for peer in sorted(self._group.others):
-                if self._is_behind(peer):
-                    self._resend(peer)
-        yield from self._group.wait_until(lambda: not any(self._is_behind(peer) for peer in self._group.others))
-        self._number += 1
-        rank = self._context.rank
-        header = PeerMessageHeader(PeerMessageKind.UPDATE, self._number, rank, num_bytes=message.nbytes)
-        if not self._routes.is_direct:
+                if self._sent.is_behind(peer, self._inbox_size):
+                    self._sent.resend(peer)
+        yield from self._group.wait_until(
+            lambda: not any(self._sent.is_behind(peer, self._inbox_size) for peer in self._group.others)
+        )
+        header = self._sent.next_header(message)
+        if not self._routes.is_direct:  # Sent directly, nothing can be lost with a rank in between.
             self._sent.keep(header, message)
+        rank = self._context.rank
         for peer in self._routes.children(rank, rank, self._group.alive):
             self._group.send(peer, header, message)
         self._rounds.send_keep_alives()
         self._applies_at_once = False
-
-    def _is_behind(self, peer: int) -> bool:
-        """Whether a peer must apply updates before it is sent another."""
-        is_awaited = peer in self._group.alive and peer not in self._group.away
-        return is_awaited and self._number - self._sent.num_acknowledged(peer) >= self._inbox_size
-
-    def _resend(self, peer: int) -> None:
-        """Send a peer directly the updates that it has not acknowledged: a lost rank may not have passed them on."""
-        for header, message in self._sent.missing(peer):
-            self._group.send(peer, header, message)
 
     # Messages
 
@@ -121,7 +113,6 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
                 self._receive_update(header, payload)
             case PeerMessageKind.ACKNOWLEDGE:
                 self._sent.acknowledge(peer, header.number)
-                self._sent.drop_acknowledged(self._group.others, self._number)
             case _:
                 self._rounds.receive(peer, header, payload)
 
@@ -155,12 +146,8 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def peer_lost(self, peer: int) -> None:
         super().peer_lost(peer)
         if self._group.any_lost:  # Otherwise it has finished, and all updates were applied before.
-            self._resend_to_all()
-        self._sent.drop_acknowledged(self._group.others, self._number)
-
-    def _resend_to_all(self) -> None:
-        for peer in sorted(self._group.others):
-            self._resend(peer)
+            self._sent.resend_to_all()
+        self._sent.drop_acknowledged()
 
     # Averaging rounds, leave and join
 
@@ -168,7 +155,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
         self._applies_at_once = True
         self._apply_all()
         if self._group.any_lost:
-            self._resend_to_all()
+            self._sent.resend_to_all()
         yield from ()
 
     def is_ready(self) -> bool:

@@ -1,11 +1,12 @@
 """Queues of peers' updates: received ones that are not applied yet, and sent ones that not all peers have applied."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from tutti.strategies.decentralised.wire import PeerMessageHeader
+from tutti.strategies.decentralised.peer_group import PeerGroup
+from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
 
 
 class UpdateInbox:
@@ -66,33 +67,51 @@ class UpdateInbox:
 class SentUpdates:
     """This rank's updates, kept until all living peers have acknowledged them, to resend what a loss has cut off."""
 
-    def __init__(self, peers: Iterable[int]) -> None:
+    def __init__(self, group: PeerGroup, peers: Iterable[int]) -> None:
+        self.last_number = 0
+        """Number of this rank's last update."""
+        self._group = group
         self._kept: deque[tuple[PeerMessageHeader, Tensor]] = deque()
         self._acknowledged = dict.fromkeys(peers, 0)
+        """By peer: it has applied all updates up to this number."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    def next_header(self, message: Tensor) -> PeerMessageHeader:
+        """Count an update, and return its header."""
+        self.last_number += 1
+        kind, rank = PeerMessageKind.UPDATE, self._group.rank
+        return PeerMessageHeader(kind, self.last_number, rank, num_bytes=message.nbytes)
+
     def keep(self, header: PeerMessageHeader, message: Tensor) -> None:
-        """Keep an update that was sent."""
+        """Keep an update, to be able to send it again."""
         self._kept.append((header, message))
+
+    def is_behind(self, peer: int, max_ahead: int) -> bool:
+        """Whether a peer must apply updates before the next is sent: it lacks `max_ahead` already."""
+        is_awaited = peer in self._group.alive and peer not in self._group.away
+        return is_awaited and self.last_number - self._acknowledged[peer] >= max_ahead
 
     def acknowledge(self, peer: int, number: int) -> None:
         """Note that a peer has applied all updates up to a number."""
-        self._acknowledged[peer] = max(self._acknowledged[peer], number)
+        self._acknowledged[peer] = max(self._acknowledged[peer], number)  # Acknowledgements may arrive late.
+        self.drop_acknowledged()
 
-    def num_acknowledged(self, peer: int) -> int:
-        """Return the number up to which a peer has applied this rank's updates."""
-        return self._acknowledged[peer]
-
-    def missing(self, peer: int) -> Iterator[tuple[PeerMessageHeader, Tensor]]:
-        """Yield the kept updates that a peer has not acknowledged."""
+    def resend(self, peer: int) -> None:
+        """Send a peer directly what it has not acknowledged: a lost rank may not have passed it on."""
         for header, message in self._kept:
             if header.number > self._acknowledged[peer]:
-                yield header, message
+                self._group.send(peer, header, message)
 
-    def drop_acknowledged(self, peers: Iterable[int], last_number: int) -> None:
-        """Drop the updates that all of these peers have acknowledged; `last_number` counts if there are none."""
-        least = min((self._acknowledged[peer] for peer in peers), default=last_number)
+    def resend_to_all(self) -> None:
+        """Send every living peer what it has not acknowledged."""
+        for peer in sorted(self._group.others):
+            self.resend(peer)
+
+    def drop_acknowledged(self) -> None:
+        """Drop the updates that all living peers have acknowledged."""
+        numbers = (self._acknowledged[peer] for peer in self._group.others)
+        least = min(numbers, default=self.last_number)
         while self._kept and self._kept[0][0].number <= least:
             self._kept.popleft()
