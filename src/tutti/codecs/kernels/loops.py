@@ -5,10 +5,10 @@ loop has no branches and one output, which is what lets the compiler vectorise i
 would not be vectorised.
 
 A group that contains NaN or infinity gets a scale that is not finite, because sums and maxima carry it along. Its
-residual is then left as it was, and all its values decode to something that is not finite.
+residual is then left as it was, and what it decodes to is not finite either.
 
 Kernels are made by functions of their options (`feedback`, `bits`, `add`) and cached: inside a kernel the option is a
-constant, and its branches are compiled away. bits and layout are described in `tutti.codecs.kernels`.
+constant, and its branches are compiled away. Bit layouts are described in `tutti.codecs.kernels`.
 """
 
 from collections.abc import Callable
