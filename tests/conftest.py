@@ -21,7 +21,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from command import Call, Ended
-from tutti.launch import local
+from tutti.launch import fork_client, supervisor
 from tutti.launch.interpreter import main_of
 
 settings.register_profile("tutti", derandomize=True, deadline=None)  # The same examples every time: no luck.
@@ -87,8 +87,9 @@ def _everything() -> set[str]:
 
 def _processes() -> set[str]:
     found = set()
+    kept = {str(pid) for pid in fork_client.server_pids()}  # Reused by all tests, and closed when Python ends.
     for name in os.listdir("/proc"):
-        if not name.isdigit() or name in _THERE_BEFORE:
+        if not name.isdigit() or name in _THERE_BEFORE or name in kept:
             continue
         folder = Path("/proc") / name
         try:
@@ -160,7 +161,7 @@ def _of_others(namespace: str) -> bool:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor gives workers no long grace: for a test in which one surely makes no use of it."""
-    monkeypatch.setattr(local, "_GRACE_S", 0.3)
+    monkeypatch.setattr(supervisor, "_GRACE_S", 0.3)
 
 
 @pytest.fixture

@@ -1,38 +1,43 @@
-"""Train PyTorch models on many processes and machines, over any network, with any strategy."""
+"""Train PyTorch models on many processes and machines, over any network, with any strategy.
 
-from tutti import backend
-from tutti.cluster import Cluster, Link
-from tutti.data.shard import shard
-from tutti.errors import TuttiError
-from tutti.job import Job, distribute, measure_link, sync_batchnorm
-from tutti.launch import init, launch
-from tutti.launch.lab.lab import lab
-from tutti.launch.torch_groups import open_group
-from tutti.parallel import Mesh, Pipeline, tensor_plan
-from tutti.parallel.branch import Branches
-from tutti.plan import Profile
-from tutti.plan.profile import profile
-from tutti.simulation.runs.simulate import Simulation, simulate
-from tutti.strategies import (
-    BSP,
-    SSP,
-    AllReduce,
-    Async,
-    Auto,
-    Averaging,
-    BlockMomentum,
-    DiLoCo,
-    Gossip,
-    Graph,
-    ParameterServer,
-    PeerUpdates,
-    Poseidon,
-    SoftSync,
-    StalenessAware,
-)
-from tutti.world import World, world
+The public names are imported when they are first used: a command that needs no torch does not wait for it.
+"""
 
-backend.register(open_group)
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tutti.cluster import Cluster, Link
+    from tutti.data.shard import shard
+    from tutti.errors import TuttiError
+    from tutti.job import Job, distribute, measure_link, sync_batchnorm
+    from tutti.launch import init, launch
+    from tutti.launch.lab.lab import lab
+    from tutti.parallel import Mesh, Pipeline, tensor_plan
+    from tutti.parallel.branch import Branches
+    from tutti.plan import Profile
+    from tutti.plan.auto import Auto
+    from tutti.plan.profile import profile
+    from tutti.simulation.runs.simulate import Simulation, simulate
+    from tutti.strategies import (
+        BSP,
+        SSP,
+        AllReduce,
+        Async,
+        Averaging,
+        BlockMomentum,
+        DiLoCo,
+        Gossip,
+        Graph,
+        ParameterServer,
+        PeerUpdates,
+        Poseidon,
+        SoftSync,
+        StalenessAware,
+    )
+    from tutti.world import World, world
 
 __all__ = [
     "BSP",
@@ -72,3 +77,49 @@ __all__ = [
     "tensor_plan",
     "world",
 ]
+
+_MODULES = {
+    "tutti.cluster": "Cluster Link",
+    "tutti.data.shard": "shard",
+    "tutti.errors": "TuttiError",
+    "tutti.job": "Job distribute measure_link sync_batchnorm",
+    "tutti.launch": "init launch",
+    "tutti.launch.lab.lab": "lab",
+    "tutti.parallel": "Mesh Pipeline tensor_plan",
+    "tutti.parallel.branch": "Branches",
+    "tutti.plan": "Profile",
+    "tutti.plan.auto": "Auto",
+    "tutti.plan.profile": "profile",
+    "tutti.simulation.runs.simulate": "Simulation simulate",
+    "tutti.strategies": "BSP SSP AllReduce Async Averaging BlockMomentum DiLoCo "
+    "Gossip Graph ParameterServer PeerUpdates Poseidon SoftSync StalenessAware",
+    "tutti.world": "World world",
+}
+"""Public names by the module they come from."""
+
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tutti' has no attribute '{name}'")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """This package, in which a submodule cannot hide the public function of the same name (`launch`, `world`)."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system sets each submodule as an attribute of its package.
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package  # Before the first submodule is imported.
+import_module("tutti.launch.backend_registration").register_backend()

@@ -7,6 +7,7 @@
     │   ├── ReplicaMismatch    models, optimisers or tensors that differ between ranks
     │   ├── NoLink             simulated ranks talk whose hosts no link joins
     │   ├── NotPriced          a strategy without a cost formula
+    │   ├── PluginError        a package that offers something by an entry point, and offers it wrongly
     │   └── DataError          a dataset that is missing, truncated or something else
     ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank needed it
     ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) nobody died, but nobody answered either
@@ -36,11 +37,12 @@ class ConfigError(TuttiError, ValueError):
 class UnknownName(ConfigError):
     """A name that is in no registry."""
 
-    def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, got: str, known: Iterable[str], notes: Iterable[str] = ()) -> None:
         names = sorted(known)
         close = get_close_matches(got, names, n=1)
+        more = "".join(f" {note.rstrip('.')}." for note in notes)
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        super().__init__(f"unknown {kind} '{got}'.{hint} Known: {', '.join(names)}.")
+        super().__init__(f"unknown {kind} '{got}'.{hint} Known: {', '.join(names)}.{more}")
 
 
 class EnvironmentConflict(ConfigError):
@@ -57,6 +59,10 @@ class DataError(ConfigError):
 
 class NoLink(ConfigError):
     """Simulated ranks talk whose hosts no link joins."""
+
+
+class PluginError(ConfigError):
+    """A package offers something by an entry point that cannot be loaded, has a wrong type or a name taken twice."""
 
 
 class NotPriced(ConfigError):

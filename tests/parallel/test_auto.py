@@ -14,6 +14,7 @@ from support import run_ok
 from tutti.cluster import Cluster, Compute, Link, format_time, parse_time
 from tutti.errors import ConfigError
 from tutti.job import Job, Metrics, distribute
+from tutti.plan.auto import Auto
 from tutti.plan.auto import exchange as auto
 from tutti.plan.auto.watch import Watch, layers_in
 from tutti.plan.profile.clock import Clock
@@ -21,7 +22,7 @@ from tutti.replica import HookedReplica
 from tutti.replica.samples import SampleCounts
 from tutti.simulation.network import Network
 from tutti.simulation.runs.simulate import simulate
-from tutti.strategies import AllReduce, Auto, Strategy, parse
+from tutti.strategies import AllReduce, Strategy, parse
 from tutti.world import World
 
 _one_at_a_time = Lock()

@@ -22,9 +22,10 @@ from tutti.launch import init
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline import wires
 from tutti.parallel.pipeline.settings import SCHEDULES
+from tutti.plan.auto import Auto
 from tutti.recipes.models import CharGPT, CifarQuick, mlp
 from tutti.simulation.runs.simulate import simulate
-from tutti.strategies import AllReduce, Async, Auto, Averaging, Gossip, ParameterServer, Poseidon, Strategy
+from tutti.strategies import AllReduce, Async, Averaging, Gossip, ParameterServer, Poseidon, Strategy
 from tutti.world import World, current_world, set_world
 
 STEPS, BATCH = 20, 16
@@ -420,7 +421,7 @@ def test_what_does_not_go_with_parts() -> None:
 
     for error in run_threads(ask, size=2, transport="process_group"):
         assert isinstance(error, ConfigError)
-        assert "Auto times a model's layers" in str(error)
+        assert "strategy 'auto' needs the whole model on every rank" in str(error)
         assert "sync_batchnorm normalises over all ranks" in str(error)
 
 

@@ -35,7 +35,7 @@ def test_the_overhead_that_two_jobs_have_is_found(coding: float) -> None:
     )
     assert profile.overhead.exchange_s == pytest.approx(0.011)
     assert profile.overhead.bucket_s == pytest.approx(0.0004)
-    assert profile.overhead.coding == coding
+    assert profile.overhead.coding_factor == coding
     assert profile.overhead.contention == 0.3
     assert link == LINK
 

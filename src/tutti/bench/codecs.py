@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.codecs import CODECS as REGISTERED
 from tutti.codecs import Cast, Chain, Codec, ErrorFeedback, LowRank, OneBit, Quantize, RandomK, Threshold, TopK
 from tutti.errors import ConfigError
 
@@ -63,7 +64,8 @@ def _check(device: str, num_bytes: int) -> None:
 def _measure(device: str, num_rows: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     values = torch.randn(num_rows, ROW, generator=torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(values)
-    ways = [way for codec in CODECS for way in (codec, ErrorFeedback(codec))]
+    of_packages = [REGISTERED[name]() for name in REGISTERED if name not in REGISTERED.built_in]
+    ways = [way for codec in (*CODECS, *of_packages) for way in (codec, ErrorFeedback(codec))]
     trials = []
     for way in ways:
         say(f"compiling and warming up {_label(way)}")

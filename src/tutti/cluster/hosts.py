@@ -7,6 +7,9 @@ from tutti.cluster.link import Link
 from tutti.cluster.mistakes import Mistakes, is_count, is_name, is_positive, number
 from tutti.cluster.quantities import Duration, format_time, parse_time
 
+LOOPBACK = "127.0.0.1"
+"""Address by which processes of one host reach each other, and no other host does."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:

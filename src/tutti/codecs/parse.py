@@ -18,19 +18,27 @@ from tutti.codecs.quantize import Quantize
 from tutti.codecs.randomk import RandomK
 from tutti.codecs.threshold import Threshold
 from tutti.codecs.topk import TopK
-from tutti.errors import ConfigError, UnknownName
+from tutti.errors import ConfigError
+from tutti.plugins import Registry, checked
 
-CODECS: dict[str, Callable[..., Codec]] = {
-    "fp16": partial(Cast, "fp16"),
-    "bf16": partial(Cast, "bf16"),
-    "fp8": partial(Cast, "fp8"),
-    "onebit": OneBit,
-    "threshold": Threshold,
-    "topk": TopK,
-    "randomk": RandomK,
-    "quantize": Quantize,
-    "lowrank": LowRank,
-}
+CODECS: Registry[Callable[..., Codec]] = Registry(
+    "codec",
+    "tutti.codecs",
+    {
+        "fp16": partial(Cast, "fp16"),
+        "bf16": partial(Cast, "bf16"),
+        "fp8": partial(Cast, "fp8"),
+        "onebit": OneBit,
+        "threshold": Threshold,
+        "topk": TopK,
+        "randomk": RandomK,
+        "quantize": Quantize,
+        "lowrank": LowRank,
+    },
+    callable,
+    "a subclass of tutti.codecs.Codec, or a function that returns a codec",
+)
+"""Functions that make a codec from numbers, by name. Packages add theirs by entry points (group `tutti.codecs`)."""
 
 _NO_FEEDBACK = "feedback=0"
 
@@ -69,9 +77,8 @@ def print_codec(codec: Codec, more: Sequence[str] = ()) -> str:
 def _one(part: str) -> Codec:
     """Parse one codec with its options, by the parameters that its class takes."""
     name, colon, rest = part.partition(":")
-    if name not in CODECS:
-        raise UnknownName("codec", name, CODECS)
-    takes = list(inspect.signature(CODECS[name]).parameters)
+    make = CODECS.find(name)
+    takes = list(inspect.signature(make).parameters)
     has = f"it has {', '.join(takes)}" if takes else "it has none"
     given: dict[str, float] = {}
     for number, option in enumerate(rest.split(",") if colon else []):
@@ -82,7 +89,7 @@ def _one(part: str) -> Codec:
         if key not in takes:
             raise ConfigError(f"codec '{part}': '{option}' is none of {name}'s options: {has}.")
         given[key] = _number(second if equals else first, part)
-    return CODECS[name](**given)
+    return checked(make(**given), Codec, CODECS, name)  # type: ignore[type-abstract]
 
 
 def _number(text: str, part: str) -> float:

@@ -18,6 +18,7 @@ from tutti.collectives.steps import on_flat
 from tutti.collectives.tree import broadcast as _broadcast
 from tutti.collectives.tree import broadcast_cost, tree_cost
 from tutti.collectives.tree import tree as _tree
+from tutti.plugins import Registry
 
 ring = Collective("ring", on_flat(_ring), ring_cost)
 ring_blocking = Collective("ring_blocking", on_flat(_ring_blocking), ring_blocking_cost)
@@ -27,10 +28,17 @@ recursive_doubling = Collective("recursive_doubling", on_flat(_recursive_doublin
 hierarchical = Collective("hierarchical", _hierarchical, hierarchical_cost)
 native = Collective("native", _native, native_cost)
 
-ALGORITHMS: dict[str, Collective] = {
-    each.name: each for each in (ring, ring_blocking, tree, butterfly, recursive_doubling, hierarchical, native)
-}
-"""All-reduce algorithms by name: every rank ends with the sum over all ranks, with the same bits."""
+_BUILT_IN = (ring, ring_blocking, tree, butterfly, recursive_doubling, hierarchical, native)
+
+ALGORITHMS: Registry[Collective] = Registry(
+    "all-reduce algorithm",
+    "tutti.collectives",
+    {collective.name: collective for collective in _BUILT_IN},
+    lambda entry: isinstance(entry, Collective),
+    "a tutti.collectives.Collective: an all-reduce and its cost",
+)
+"""All-reduce algorithms: every rank ends with the sum over all ranks. Packages add theirs by entry points of the group
+`tutti.collectives`."""
 
 reduce_scatter = Collective("reduce_scatter", on_flat(_reduce_scatter), round_cost)
 all_gather = Collective("all_gather", on_flat(_all_gather), round_cost)

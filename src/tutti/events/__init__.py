@@ -14,7 +14,7 @@ PULL = "pull"
 
 READ = "read"
 APPLY = "apply"
-"""Which version of a piece an update was computed from; and which updates made a version. Neither takes time."""
+"""The version of a shard that an update was computed from; the updates that made a version. Neither takes time."""
 
 COMPUTE = "compute"
 WAIT = "wait"
@@ -29,7 +29,7 @@ class Event(NamedTuple):
     stop_s: float
     num_bytes: int = 0
     about: tuple[int, ...] = ()
-    """READ: piece, clock, version. APPLY: piece, version, worker, clock."""
+    """READ: shard, clock, version. APPLY: shard, version, worker, clock."""
 
 
 class Total:

@@ -1,6 +1,6 @@
-"""What starts a worker that is any command: bind its life to the supervisor's, then become the command.
+"""Commands as workers: bind a process to its supervisor's life, then become the command.
 
-Run as a file, so it imports nothing of ours: a command that needs no torch should not wait for its import.
+Run as a file, so it imports nothing of Tutti: a command that needs no torch should not wait for its import.
 """
 
 import ctypes
@@ -12,15 +12,23 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when its supervisor ends, however that happens."""
+    """Have the kernel kill this process when the thread that started it ends; exit if `parent` has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # It ended before the kernel was asked.
+        os._exit(1)
+
+
+def outlive(parent: int) -> None:
+    """Undo `die_with`: the caller watches its parent by other means from now on."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> None:
+    """Become the command in the arguments, after the number of the process not to outlive (0: its parent)."""
     parent, *command = sys.argv[1:]
-    die_with(int(parent) or os.getppid())  # 0 is whoever started it.
+    die_with(int(parent) or os.getppid())
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import EnvironmentConflict
-from tutti.transports.sockets.transport import LOOPBACK
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""What runs in each worker process: a script with its arguments, or a function that comes in an open file."""
+"""Worker process: runs a script with its arguments, a function that comes in an open file, or the store of a run."""
 
 import os
 import pickle
 import runpy
+import signal
 import sys
 import traceback
 from multiprocessing import spawn
@@ -18,18 +19,25 @@ _STARTERS = ("launch/worker.py", "launch/simulate.py", "simulated/rank.py")
 
 
 def main() -> None:
+    """Run what the arguments say, in a process that a supervisor or its fork server started.
+
+    Arguments: a script with its own arguments; `--function FILE`; or `--store ADDRESS PORT FILE`. A file is the number
+    of an open one. The result or the failure goes to the supervisor.
+    """
     die_with(int(os.environ[PARENT]))
-    link = SupervisorPipe()
+    if sys.argv[1] == "--store":
+        _serve_store(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    pipe = SupervisorPipe()
     try:
         if sys.argv[1] == "--function":
-            link.result(_run_function(int(sys.argv[2])))
+            pipe.result(_run_function(int(sys.argv[2])))
         else:
             _run_script(sys.argv[1:])
     except BaseException as error:
         sys.stdout.flush()
         if isinstance(error, SystemExit):
             raise
-        link.failed(describe(error))
+        pipe.failed(describe(error))
         sys.stderr.flush()
         # Not through the interpreter's own exit: threads of a broken run must not hold it up.
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -42,8 +50,8 @@ def _run_script(argv: list[str]) -> None:
 
 
 def _run_function(file: int) -> Any:
-    with os.fdopen(file, "rb") as pipe:
-        data = pipe.read()
+    with os.fdopen(file, "rb") as source:
+        data = source.read()
     preparation, payload = pickle.loads(data)
     os.environ[IMPORTING] = "1"
     try:
@@ -54,15 +62,25 @@ def _run_function(file: int) -> Any:
     return function(*args)
 
 
+def _serve_store(address: str, port: int, listener: int) -> None:
+    """Serve the store through which ranks meet, on a socket that listens already, until this process is killed."""
+    from tutti.launch.store import serve
+
+    store = serve(address, port, listener)
+    while True:
+        signal.pause()
+        assert store is not None  # Its threads serve as long as it is there.
+
+
 def describe(error: BaseException) -> Failure:
-    """An error of a worker's own code, for whoever started it."""
-    trace = _own_part(error.__traceback__)
+    """Describe an error of a worker's own code for the supervisor, with the traceback from the user's code on."""
+    trace = _without_starters(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))
     knock_on = isinstance(error, RankLost) or (isinstance(error, NonFiniteLoss) and error.elsewhere)
     return Failure(f"failed: {type(error).__name__}: {error}", text, knock_on)
 
 
-def _own_part(trace: TracebackType | None) -> TracebackType | None:
+def _without_starters(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the user's code on, without how it was started."""
     while trace is not None and (
         trace.tb_frame.f_code.co_filename.endswith(_STARTERS) or "runpy" in trace.tb_frame.f_code.co_filename

@@ -28,7 +28,7 @@ from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.gathered import gather_state
 from tutti.simulation import operator_clock
-from tutti.strategies import Auto, Strategy
+from tutti.strategies import Strategy
 from tutti.transports import SingleRankTransport, Transport
 
 if TYPE_CHECKING:
@@ -191,8 +191,11 @@ def mistakes_on_mesh(
     found = [*mesh.mistakes(num_ranks), *_refuse_optimizer(optimizer, mesh)]
     if mesh.tensor * mesh.pipe > 1 and any(isinstance(module, Branches) for module in model.modules()):
         found.append("Branches are for ranks that have the whole model: use them without tensor and pipe.")
-    if isinstance(strategy, Auto) and mesh.tensor * mesh.pipe > 1:
-        found.append("Auto times a model's layers, of which a rank of this mesh has parts: name a strategy.")
+    if strategy.needs_whole_model and mesh.tensor * mesh.pipe > 1:
+        found.append(
+            f"strategy '{strategy}' needs the whole model on every rank, and a rank of this mesh has a part of it: "
+            "name another strategy."
+        )
     if mesh.pipe > 1 and any(isinstance(module, SyncedBatchNorm) for module in model.modules()):
         found.append("sync_batchnorm normalises over all ranks, and a stage of a pipeline is on some: do without.")
     if mesh.pipe > 1 and example is None:

@@ -1,6 +1,5 @@
 """The strategies that the planner compares: what each registered family offers."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from tutti.cluster import Cluster
@@ -16,26 +15,28 @@ class Candidates(NamedTuple):
     """Strategies under which workers compute what one would."""
     lossy: list[Strategy]
     """Strategies that change the result: compression, staleness, local steps."""
-    not_priced: list[Strategy]
-    """Strategies without a cost formula, which cannot be compared."""
+    not_priced: dict[str, str]
+    """Why others cannot be compared, by name: they have no cost formula, or their package does not load."""
 
 
 def candidates(profile: Profile, workers: int, cluster: Cluster) -> Candidates:
     """Return what every registered family offers for such a worker on such a cluster (`Strategy.candidates`).
 
-    A family is asked through the strategy that its name alone makes; one that needs options offers nothing.
+    Strategies of installed packages are included. A family is asked through the strategy that its name alone makes.
     """
     try:
         placement = Placement.from_cluster(workers, cluster)
     except NoLink:  # No two hosts are joined: no strategy can be used.
-        return Candidates([], [], [])
-    offered = [strategy for family in _families() for strategy in family.candidates(profile, placement)]
-    priced = [strategy for strategy in offered if has_cost(strategy)]
-    return Candidates(
-        exact=[strategy for strategy in priced if strategy.exact],
-        lossy=[strategy for strategy in priced if not strategy.exact],
-        not_priced=[strategy for strategy in offered if not has_cost(strategy)],
-    )
+        return Candidates([], [], {})
+    families, not_priced = _families()
+    found = Candidates([], [], not_priced)
+    for family in families:
+        for strategy in family.candidates(profile, placement):
+            if has_cost(strategy):
+                (found.exact if strategy.exact else found.lossy).append(strategy)
+            else:
+                not_priced[str(strategy)] = f"{type(strategy).__module__}.{type(strategy).__qualname__} has no cost"
+    return found
 
 
 def has_cost(strategy: Strategy) -> bool:
@@ -43,13 +44,15 @@ def has_cost(strategy: Strategy) -> bool:
     return type(strategy).cost is not Strategy.cost
 
 
-def _families() -> Iterable[Strategy]:
-    """Return one strategy of each class that has a name, with default options."""
+def _families() -> tuple[list[Strategy], dict[str, str]]:
+    """Return one strategy of each registered class, with default options, and why there is none for some names."""
     families: dict[type[Strategy], Strategy] = {}
+    failures = {}
     for name in STRATEGIES:
         try:
             strategy = parse(name)
-        except ConfigError:
-            continue
-        families.setdefault(type(strategy), strategy)
-    return families.values()
+        except ConfigError as error:
+            failures[name] = str(error)
+        else:
+            families.setdefault(type(strategy), strategy)
+    return list(families.values()), failures

@@ -7,11 +7,11 @@ This package imports torch only when a recipe or a class is first used, so that 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tutti.errors import ConfigError, UnknownName
-from tutti.recipes.registry import LazyRegistry, load
+from tutti.errors import ConfigError
+from tutti.plugins import Registry, checked, load
 
 if TYPE_CHECKING:
     from tutti.recipes.base import Recipe, accuracy, cross_entropy
@@ -37,7 +37,9 @@ __all__ = [
     "recipe",
 ]
 
-RECIPES: Mapping[str, "Callable[..., Recipe]"] = LazyRegistry(
+RECIPES: Registry["Callable[..., Recipe]"] = Registry(
+    "recipe",
+    "tutti.recipes",
     {
         "digits": "tutti.recipes.images:digits",
         "mnist-mlp": "tutti.recipes.images:mnist_mlp",
@@ -45,8 +47,11 @@ RECIPES: Mapping[str, "Callable[..., Recipe]"] = LazyRegistry(
         "cifar-quick": "tutti.recipes.images:cifar_quick",
         "char-lstm": "tutti.recipes.text:char_lstm",
         "char-gpt": "tutti.recipes.text:char_gpt",
-    }
+    },
+    callable,
+    "a function that returns a tutti.recipes.Recipe",
 )
+"""Functions that make a recipe, by name. Packages add theirs by entry points of the group `tutti.recipes`."""
 
 _MODULES = {
     "base": ("Recipe", "accuracy", "cross_entropy"),
@@ -66,10 +71,14 @@ def __getattr__(name: str) -> Any:
 
 def recipe(name: str, **options: Any) -> "Recipe":
     """Make the recipe listed as `name` with its own `options`: `recipe("mnist-mlp", second_hidden=800)`."""
-    if name not in RECIPES:
-        raise UnknownName("recipe", name, RECIPES)
-    known = inspect.signature(RECIPES[name]).parameters
+    from tutti.recipes.base import Recipe
+
+    make = RECIPES.find(name)
+    known = inspect.signature(make).parameters
     if unknown := sorted(options.keys() - known.keys()):
         takes = f"Options: {', '.join(known)}." if known else "It takes none."
         raise ConfigError(f"recipe '{name}' has no option {', '.join(unknown)}. {takes}")
-    return RECIPES[name](**options)
+    made = checked(make(**options), Recipe, RECIPES, name)
+    if made.name != name:  # Workers look a recipe up by its own name.
+        raise ConfigError(f"the recipe listed as '{name}' calls itself '{made.name}': both names must be the same.")
+    return made

@@ -1,22 +1,19 @@
 """Ways of keeping replicas together."""
 
 from tutti.strategies.allreduce import AllReduce
-from tutti.strategies.auto import Auto
 from tutti.strategies.averaging import Averaging, BlockMomentum, DiLoCo
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.decentralised import Gossip, Graph, PeerUpdates
 from tutti.strategies.parameter_server import BSP, SSP, Async, ParameterServer, SoftSync, StalenessAware
-from tutti.strategies.parse import STRATEGIES, STRATEGY_NAMES, as_strategy, parse
+from tutti.strategies.parse import STRATEGIES, as_strategy, is_strategy_name, parse
 from tutti.strategies.poseidon import Poseidon
 
 __all__ = [
     "BSP",
     "SSP",
     "STRATEGIES",
-    "STRATEGY_NAMES",
     "AllReduce",
     "Async",
-    "Auto",
     "Averaging",
     "BlockMomentum",
     "DiLoCo",
@@ -30,5 +27,6 @@ __all__ = [
     "StalenessAware",
     "Strategy",
     "as_strategy",
+    "is_strategy_name",
     "parse",
 ]

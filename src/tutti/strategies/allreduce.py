@@ -79,7 +79,7 @@ class AllReduce(Strategy):
 
     preference = 0
 
-    algorithm: Algorithm = "native"
+    algorithm: Algorithm | str = "native"
     bucket_bytes: int = 4 * 2**20
     codec: Codec | None = None
     exact_below: int = 1024
@@ -88,8 +88,9 @@ class AllReduce(Strategy):
 
     def __post_init__(self) -> None:
         mistakes = []
-        if self.algorithm not in NAMES:
-            mistakes.append(f"algorithm '{self.algorithm}' is not one of {', '.join(NAMES)}")
+        if self.algorithm not in NAMES and self.algorithm not in ALGORITHMS:
+            known = dict.fromkeys([*NAMES, *ALGORITHMS])
+            mistakes.append(f"algorithm '{self.algorithm}' is not one of {', '.join(known)}")
         if self.bucket_bytes < 1:
             mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
         if self.codec is not None and not isinstance(self.codec, Codec):
@@ -121,7 +122,9 @@ class AllReduce(Strategy):
 
     def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
         # On one host sums are made in shared memory: algorithms of messages would go through sockets.
-        algorithms: tuple[Algorithm, ...] = _CANDIDATES if placement.num_hosts > 1 else ("native",)
+        algorithms = ["native"]
+        if placement.num_hosts > 1:
+            algorithms = [*_CANDIDATES, *(name for name in ALGORITHMS if name not in ALGORITHMS.built_in)]
         sizes = (AllReduce.bucket_bytes, _LARGE_BUCKET_BYTES)
         for bucket_bytes in sizes if profile.gradient_bytes > AllReduce.bucket_bytes else sizes[:1]:
             yield from (AllReduce(algorithm, bucket_bytes) for algorithm in algorithms)
@@ -259,4 +262,5 @@ def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, code
     kind = "cpu" if replica.device_types <= {"cpu", "meta"} else "cuda"
     if algorithm == "native" and (all_reduce := native_all_reduce(transport, kind)) is not None:
         return NativeSumMean(transport, all_reduce)
-    return CollectiveMean(transport, lambda num_bytes: ALGORITHMS[algorithm])
+    collective = ALGORITHMS[algorithm]
+    return CollectiveMean(transport, lambda num_bytes: collective)

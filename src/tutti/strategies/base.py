@@ -168,6 +168,11 @@ class Strategy(ABC):
         return self.synchronous
 
     @property
+    def needs_whole_model(self) -> bool:
+        """Whether each rank must hold the whole model, so that it cannot be split by tensor or pipeline parallelism."""
+        return False
+
+    @property
     def num_dedicated_servers(self) -> int:
         """Number of ranks, the last ones, that serve the others and do not train."""
         return 0

@@ -17,16 +17,18 @@ from typing import Any
 
 from tutti.codecs import CODECS, Codec, parse_codec
 from tutti.codecs.parse import CHAIN_SEPARATOR
-from tutti.errors import ConfigError, UnknownName
-from tutti.strategies import auto, averaging, decentralised, parameter_server, poseidon
-from tutti.strategies.allreduce import NAMES, OPTIONS, Algorithm, AllReduce
+from tutti.collectives import ALGORITHMS
+from tutti.errors import ConfigError
+from tutti.plugins import Registry, checked
+from tutti.strategies import averaging, decentralised, parameter_server, poseidon
+from tutti.strategies.allreduce import NAMES, OPTIONS, AllReduce
 from tutti.strategies.base import Strategy
 
 Options = dict[str, str]
 """Options by key, as they were written. An option without a number has an empty text."""
 
 
-def _all_reduce(algorithm: Algorithm, options: Options, codec: Codec | None) -> Strategy:
+def _all_reduce(algorithm: str, options: Options, codec: Codec | None) -> Strategy:
     """Make an exact all-reduce; refuse a codec, because compressed sums do not use the algorithm."""
     if codec is not None:
         wanted = AllReduce(codec=codec, **_numbers(options))
@@ -42,19 +44,33 @@ def _numbers(options: Options) -> dict[str, Any]:
     return {key: float(text) if key == "skip_converged" else int(text) for key, text in options.items()}
 
 
-STRATEGIES: dict[str, Callable[[Options, Codec | None], Strategy]] = {
-    **{name: partial(_all_reduce, name) for name in NAMES},
-    "ps": parameter_server.read,
-    **averaging.READERS,
-    "peers": decentralised.read_peers,
-    "gossip": decentralised.read_gossip,
-    "poseidon": poseidon.read,
-    "auto": auto.read,
-}
-"""Functions that make a strategy from its options and its codec, by name. A codec's name is a strategy, too."""
+def _is_reader(entry: Any) -> bool:
+    """Whether an entry can be called with options and a codec; a strategy's class cannot."""
+    return callable(entry) and not isinstance(entry, type)
 
-STRATEGY_NAMES = frozenset([*STRATEGIES, *CODECS])
-"""Every name that a strategy's text may begin with."""
+
+STRATEGIES: Registry[Callable[[Options, Codec | None], Strategy]] = Registry(
+    "strategy",
+    "tutti.strategies",
+    {
+        **{name: partial(_all_reduce, name) for name in NAMES},
+        "ps": parameter_server.read,
+        **averaging.READERS,
+        "peers": decentralised.read_peers,
+        "gossip": decentralised.read_gossip,
+        "poseidon": poseidon.read,
+        "auto": "tutti.plan.auto:read",  # The planner is above strategies: it is imported when it is asked for.
+    },
+    _is_reader,
+    "a function of options (dict[str, str]) and a codec (or None) that returns a tutti.strategies.Strategy",
+)
+"""Functions that make a strategy from its options and its codec, by name. Packages add theirs by entry points of the
+group `tutti.strategies`. The name of an all-reduce algorithm or of a codec is a strategy, too."""
+
+
+def is_strategy_name(name: str) -> bool:
+    """Whether a strategy's text may begin with `name`."""
+    return any(name in registry for registry in (STRATEGIES, CODECS, ALGORITHMS))
 
 
 def as_strategy(strategy: Strategy | str) -> Strategy:
@@ -74,10 +90,10 @@ def as_strategy(strategy: Strategy | str) -> Strategy:
 def parse(text: str) -> Strategy:
     """Return the strategy that `text` names; `str` of a strategy gives the text back."""
     name = re.split("[:+]", text, maxsplit=1)[0]
-    if name not in STRATEGY_NAMES:
-        raise UnknownName("strategy", name, STRATEGY_NAMES)
+    if not is_strategy_name(name):
+        raise STRATEGIES.unknown(name, known={**dict.fromkeys(CODECS), **dict.fromkeys(ALGORITHMS)})
     try:
-        return _parse_codec_text(text) if name in CODECS else _parse_named(name, text)
+        return _parse_codec_text(text) if name not in STRATEGIES and name in CODECS else _parse_named(name, text)
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -91,7 +107,9 @@ def _parse_named(name: str, text: str) -> Strategy:
     """Parse `name:options+codec`."""
     before_codec, plus, codec = text.partition("+")
     options = _unique(text, before_codec.partition(":")[2].split(","))
-    return STRATEGIES[name](options, parse_codec(codec) if plus else None)
+    read = STRATEGIES[name] if name in STRATEGIES else partial(_all_reduce, name)
+    strategy = read(options, parse_codec(codec) if plus else None)
+    return checked(strategy, Strategy, STRATEGIES, name)  # type: ignore[type-abstract]
 
 
 def _parse_codec_text(text: str) -> Strategy:

@@ -23,6 +23,7 @@ _FILES = Path("/etc/netns")
 
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000
+_MNT_DETACH = 2
 _NET_ADMIN, _SYS_ADMIN = 12, 21
 
 _DEADLINE_S = 20.0
@@ -132,7 +133,7 @@ def inside(name: str, function: Callable[[], Result]) -> Result:
 
     def work() -> None:
         try:
-            _enter(name)
+            enter(name, sysfs=False)
             results.append(function())
         except BaseException as error:
             errors.append(error)
@@ -147,8 +148,11 @@ def inside(name: str, function: Callable[[], Result]) -> Result:
     return results[0]
 
 
-def _enter(name: str) -> None:
-    """Put this thread where `ip netns exec` would put a process: into the namespace, and with its /etc/hosts."""
+def enter(name: str, *, sysfs: bool = True) -> None:
+    """Put this thread where `ip netns exec` would put a process: into the namespace, and with its /etc/hosts.
+
+    With `sysfs`, /sys shows the namespace's network interfaces too. The thread stays there.
+    """
     library = ctypes.CDLL(None, use_errno=True)  # os.setns is in Python 3.12 only.
 
     def check(status: int) -> None:
@@ -165,4 +169,7 @@ def _enter(name: str) -> None:
     if hosts.exists():
         check(library.unshare(_CLONE_NEWNS))
         check(library.mount(b"", b"/", b"none", ctypes.c_ulong(_MS_SLAVE | _MS_REC), None))
+        if sysfs:
+            library.umount2(b"/sys", _MNT_DETACH)  # Not everywhere is one mounted.
+            check(library.mount(name.encode(), b"/sys", b"sysfs", ctypes.c_ulong(0), None))
         check(library.mount(bytes(hosts), b"/etc/hosts", b"none", ctypes.c_ulong(_MS_BIND), None))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tutti.errors import ConfigError, DeadlineExceeded
 from tutti.launch.lab import namespaces
-from tutti.transports.membership import start_time
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """What a lab may be called."""
@@ -33,12 +32,12 @@ class Claim:
 
     @classmethod
     def mine(cls, name: str) -> "Claim":
-        return cls(name, os.getpid(), start_time(os.getpid()))
+        return cls(name, os.getpid(), _start_time(os.getpid()))
 
     @property
     def alive(self) -> bool:
         """Whether the owner still runs."""
-        return start_time(self.pid) == self.started
+        return _start_time(self.pid) == self.started
 
     @property
     def switch(self) -> str:
@@ -90,6 +89,12 @@ def claiming(name: str) -> Iterator[Claim]:
                     "process first."
                 )
         yield Claim.mine(name)
+
+
+def _start_time(pid: int) -> int:
+    from tutti.transports.membership import start_time  # Imports torch, which a run without a lab need not wait for.
+
+    return start_time(pid)
 
 
 def _owner(namespace: str) -> Claim | None:

@@ -4,10 +4,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch.distributed import TCPStore
-
+from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import ConfigError
-from tutti.launch.environment import LOOPBACK
 from tutti.launch.lab import namespaces
 from tutti.launch.supervisor_pipe import HOST
 
@@ -41,9 +39,13 @@ class Placement:
     def num_workers(self) -> int:
         return len(self.hosts) * self.ranks_per_host
 
+    def namespace(self, rank: int) -> str | None:
+        """The network namespace of `rank`'s host; None on this machine itself."""
+        return self._host(rank).namespace
+
     def prefix(self, rank: int) -> list[str]:
         """What goes before a command to run it on the host of `rank`."""
-        namespace = self._host(rank).namespace
+        namespace = self.namespace(rank)
         return [] if namespace is None else namespaces.prefix(namespace)
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -59,11 +61,11 @@ class Placement:
             "MASTER_ADDR": self.address,
         }
 
-    def serve_store(self) -> TCPStore:
-        """Run the store through which workers meet: no worker's death takes it away. On `address` only."""
+    def listen(self) -> socket.socket:
+        """A listening socket for the store through which workers meet, on `address` only."""
         if self.meeting.namespace is None:
-            return _store(self.address)
-        return namespaces.inside(self.meeting.namespace, lambda: _store(self.address))
+            return _listener(self.address)
+        return namespaces.inside(self.meeting.namespace, lambda: _listener(self.address))
 
     def _host(self, rank: int) -> LabHost:
         return self.hosts[rank // self.ranks_per_host]
@@ -74,9 +76,8 @@ def here(workers: int) -> Placement:
     return Placement((LabHost(),), workers)
 
 
-def _store(address: str) -> TCPStore:
+def _listener(address: str) -> socket.socket:
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(4096)
-    port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return listener

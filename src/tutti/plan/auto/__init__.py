@@ -2,5 +2,6 @@
 
 from tutti.plan.auto.exchange import AutoExchange
 from tutti.plan.auto.status import PlanStatus
+from tutti.plan.auto.strategy import Auto, read
 
-__all__ = ["AutoExchange", "PlanStatus"]
+__all__ = ["Auto", "AutoExchange", "PlanStatus", "read"]

@@ -23,7 +23,7 @@ from tutti.plan.prediction import Prediction, price
 from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
 from tutti.replica.owned_hooks import OwnedHook
-from tutti.strategies import AllReduce, Auto, Exchange, Poseidon, Strategy, parse
+from tutti.strategies import AllReduce, Exchange, Poseidon, Strategy, parse
 from tutti.strategies.averaging.strategy import Blocks
 from tutti.strategies.poseidon import LayerShape
 from tutti.strategies.poseidon.cost import communication_cost
@@ -48,9 +48,9 @@ class AutoExchange(Exchange):
 
     replica: HookedReplica
 
-    def __init__(self, replica: HookedReplica, transport: Transport, strategy: Auto) -> None:
+    def __init__(self, replica: HookedReplica, transport: Transport, lossy: bool) -> None:
         super().__init__(replica, transport)
-        self._strategy = strategy
+        self._lossy = lossy
         self._number, self._sent_by_others = 0, 0
         self._walls: list[float] = []
         self._timed, self._wrong = 0, 0
@@ -229,7 +229,7 @@ class AutoExchange(Exchange):
     def _candidates(self, profile: Profile, cluster: Cluster) -> list[list[Strategy]]:
         """Return exact candidates, and lossy ones if allowed; only synchronous ones can be changed between steps."""
         offered = candidates(profile, self.transport.size, cluster)
-        groups = [offered.exact, offered.lossy if self._strategy.lossy else []]
+        groups = [offered.exact, offered.lossy if self._lossy else []]
         return [[each for each in group if each.synchronous and each not in self._refused] for group in groups]
 
     def _say(self, text: str) -> None:

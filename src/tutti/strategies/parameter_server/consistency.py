@@ -1,9 +1,9 @@
-"""How far workers may drift apart: when servers take a step, and how old what a worker reads may be.
+"""Consistency of parameter servers: when servers make a version, and how stale a version a worker may read.
 
-Two kinds of rule. Under a *clocked* one (`BSP`, `SSP`), step number c of the servers is made of the c-th update of
-every worker, and a worker waits until what it reads is at most so many steps behind its own. Under a *counting* one
-(`SoftSync`, `Async`), a step is made of the next so many updates, whoever sent them, and a worker waits until its own
-last one is in.
+There are two kinds. Under a *clocked* consistency (`BSP`, `SSP`), version c + 1 is made of the update of clock c of
+every worker, and a worker may read a version that is at most so many versions behind its own clock. Under a *counting*
+consistency (`SoftSync`, `Async`), a version is made of the next so many updates, whichever workers sent them, and a
+worker may read once its own last update is in a version. `ledger.py` implements both.
 """
 
 from abc import ABC, abstractmethod
@@ -14,25 +14,25 @@ from tutti.errors import ConfigError
 
 
 class Consistency(ABC):
-    """A rule: frozen, comparable, printed as at the command line."""
+    """How far workers may drift apart: frozen, equal by value, printed as at the command line."""
 
     @property
     @abstractmethod
     def bound(self) -> int | None:
-        """Of a clocked rule: by how many steps what a worker reads may be behind its own; None for a counting one."""
+        """The largest staleness of a read, in versions; None for a counting consistency, which has no bound."""
 
     @property
     def quorum(self) -> int:
-        """Of a counting rule: how many updates make a step."""
+        """Number of updates that make a version, under a counting consistency."""
         return 1
 
     eager = False
-    """Of a clocked rule: whether workers ask for what is new before they have to."""
+    """Whether workers pull in every iteration, also if their version is fresh enough (clocked consistency only)."""
     locks = True
-    """Whether workers that share memory take turns at stepping what is in it."""
+    """Whether workers that share memory take a lock to step the parameters."""
 
     def scale(self, staleness: int) -> float:
-        """What an update is multiplied by that was computed from parameters so many steps old."""
+        """Return the factor of an update that was computed from parameters `staleness` versions old."""
         return 1.0
 
     @abstractmethod
@@ -41,7 +41,7 @@ class Consistency(ABC):
 
 @dataclass(frozen=True)
 class BSP(Consistency):
-    """Lockstep: a read in iteration c holds every update of the iterations before c, of every living worker."""
+    """Bulk synchronous: a read in iteration c contains every living worker's updates of all iterations before c."""
 
     @property
     def bound(self) -> int:
@@ -53,14 +53,14 @@ class BSP(Consistency):
 
 @dataclass(frozen=True)
 class SSP(Consistency):
-    """Bounded staleness (Ho et al. 2013).
+    """Stale synchronous parallel: bounded staleness (Ho et al. 2013).
 
-    A read in iteration c holds every update of the iterations before c - staleness, of every living worker.
+    A read in iteration c contains every living worker's updates of all iterations before c - staleness.
 
     Args:
-        staleness: how many iterations the fastest may be ahead of the slowest.
-        eager: ask for what is new in every iteration, and take it when it comes (Dai et al. 2015): fresher, for as many
-            bytes as lockstep. Otherwise a worker keeps what it has while that is fresh enough.
+        staleness: how many iterations the fastest worker may be ahead of the slowest.
+        eager: pull in every iteration, and load what arrives (Dai et al. 2015): fresher parameters, for as many bytes
+            as BSP. Otherwise a worker keeps its version while that is fresh enough.
     """
 
     staleness: int
@@ -70,7 +70,7 @@ class SSP(Consistency):
         if not isinstance(self.staleness, int) or self.staleness < 0:
             raise ConfigError(
                 f"SSP needs a staleness of 0 or more steps, got {self.staleness!r}. Use SSP(0) (ps:ssp=0) for "
-                "lockstep, Async() (ps:async) for no bound."
+                "synchronous steps, Async() (ps:async) for no bound."
             )
 
     @property
@@ -83,9 +83,12 @@ class SSP(Consistency):
 
 @dataclass(frozen=True)
 class SoftSync(Consistency):
-    """A step for any `count` updates (Zhang et al. 2016): a read holds every update of the reader's own.
+    """A version for every `count` updates (Zhang et al. 2016); a read contains all of the reader's own updates.
 
-    Where fewer workers than `count` are left, as many as there are make a step.
+    Where fewer than `count` workers are left, one update of each makes a version.
+
+    Args:
+        count: number of updates in a version.
     """
 
     count: int
@@ -93,8 +96,8 @@ class SoftSync(Consistency):
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:
             raise ConfigError(
-                f"SoftSync needs a count of 1 or more updates to a step, got {self.count!r}. 1 is Async(), as many as "
-                "there are workers is lockstep."
+                f"SoftSync needs a count of 1 or more updates per version, got {self.count!r}. A count of 1 is "
+                "Async(); the number of workers makes steps almost synchronous."
             )
 
     @property
@@ -111,11 +114,11 @@ class SoftSync(Consistency):
 
 @dataclass(frozen=True)
 class Async(Consistency):
-    """A step for every update, as it comes: a read holds every update of the reader's own.
+    """A version for every update, in order of arrival; a read contains all of the reader's own updates.
 
     Args:
-        locks: on one host, where workers step parameters in shared memory themselves, whether they take turns at it.
-            Without, as in Hogwild (Niu et al. 2011), nobody waits; of two that write an element at once, one is lost.
+        locks: on one host, where workers step the parameters in shared memory themselves, whether they take a lock.
+            Without it (Hogwild, Niu et al. 2011) no worker waits; of two writes to one element at once, one is lost.
     """
 
     locks: bool = False
@@ -129,16 +132,17 @@ class Async(Consistency):
 
 
 def inverse(staleness: int) -> float:
-    """One over the staleness, and 1 for what is fresh."""
+    """Return 1 / staleness, and 1 for a fresh update."""
     return 1 / max(1, staleness)
 
 
 @dataclass(frozen=True)
 class StalenessAware(Consistency):
-    """Reads as `inner` does; every update is scaled down by how stale it is (Zhang et al. 2016).
+    """Scales every update down by its staleness (Zhang et al. 2016); otherwise works as `inner`.
 
     Args:
-        factor: from the number of steps that the servers took since what the update was computed from.
+        inner: when versions are made and who may read.
+        factor: returns the factor of an update from its staleness, in versions.
     """
 
     inner: Consistency
@@ -171,7 +175,7 @@ class StalenessAware(Consistency):
         return f"{self.inner},aware" + ("" if self.factor is inverse else f"={self._factor_name}")
 
     def __repr__(self) -> str:
-        # Ranks compare it: without the function's address, which is another in every process.
+        # Ranks compare it. The function's address, which differs between processes, is left out.
         return f"StalenessAware(inner={self.inner!r}, factor={self._factor_name})"
 
     @property

@@ -1,4 +1,4 @@
-"""Parameter servers: the optimiser's steps are taken where the parameters are kept, as the consistency says."""
+"""The `ParameterServer` strategy, and its text at the command line (`ps:ssp=3,servers=1+onebit`)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,15 +35,16 @@ class ParameterServer(Strategy):
     Args:
         consistency: how far workers may drift apart: `BSP()`, `SSP(staleness)`, `SoftSync(count)`, `Async()`, or
             `StalenessAware` around one of them.
-        servers: "colocated" lets every rank serve a part; a number makes that many ranks, the last ones, serve only.
-        codec: how gradients are pushed in fewer bytes, such as `ErrorFeedback(OneBit())`; pulls are exact.
-        overlap: push while backward runs, and let a module's forward pass begin as soon as its own parameters are here.
-            Without it gradients are pushed by `optimizer.step()`, so that they may be changed before, and all
-            parameters are here when that returns.
-        clip: the largest norm of what the optimiser gets. Under `BSP` and `SSP` that is the norm of the mean over
-            workers; under the others every update is clipped by its own.
-        bucket_bytes: gradients that travel together, of which each server gets a part.
-        factors: push the gradients of linear layers as their factors, where those are smaller; servers multiply.
+        servers: "colocated" lets every rank serve some shards; a number makes that many ranks, the last ones,
+            dedicated servers.
+        codec: compresses pushed gradients, such as `ErrorFeedback(OneBit())`; pulls are exact.
+        overlap: push while backward runs, and let each module wait for its own parameters only, in its forward pass.
+            Without it `optimizer.step()` pushes the gradients, which the user may change before, and returns when all
+            parameters are pulled.
+        clip: the largest norm of the gradient that the optimiser gets. Under `BSP` and `SSP` it limits the mean over
+            workers; under `SoftSync` and `Async` each update.
+        bucket_bytes: size of a bucket: the gradients that are pushed together, each server getting a shard of them.
+        factors: push the gradients of linear layers as sufficient factors, where those are smaller; servers multiply.
     """
 
     preference = 2
@@ -57,7 +58,7 @@ class ParameterServer(Strategy):
     factors: bool = False
 
     exact_below = 1024
-    """With a codec, gradients of fewer elements are exact all the same."""
+    """With a codec, gradients of parameters with fewer elements are still sent exactly."""
 
     def __post_init__(self) -> None:
         mistakes = []
@@ -65,15 +66,15 @@ class ParameterServer(Strategy):
             mistakes.append(f"consistency must be an object such as SSP(3), got {self.consistency!r}")
         if self.servers != "colocated" and (isinstance(self.servers, str) or self.servers < 1):
             mistakes.append(
-                f"servers must be 'colocated' or how many ranks serve only, 1 or more, got {self.servers!r}"
+                f"servers must be 'colocated' or a number of dedicated servers, 1 or more, got {self.servers!r}"
             )
         if self.codec is not None and not isinstance(self.codec, Codec):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
-            mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+            mistakes.append(f"{self.codec!r} loses what it leaves out: wrap it in ErrorFeedback(...)")
         elif self.codec is not None and self.codec.linear:
             mistakes.append(
-                f"{self.codec!r} works on sums over workers, which servers do not get; use AllReduce with it"
+                f"{self.codec!r} compresses sums over workers, but servers get single gradients; use AllReduce with it"
             )
         if self.clip is not None and not 0 < self.clip < float("inf"):
             mistakes.append(f"clip must be a norm above 0, got {self.clip}")
@@ -89,7 +90,7 @@ class ParameterServer(Strategy):
             raise ConfigError(f"ParameterServer: {'; '.join(mistakes)}.")
 
     def roles(self, size: int) -> tuple[list[int], list[int]]:
-        """The ranks that train and those that serve, in a world of that size."""
+        """Return the ranks that train and the ranks that serve, in a world of that size."""
         num_servers = size if self.servers == "colocated" else self.servers
         assert isinstance(num_servers, int)
         if self.servers != "colocated" and num_servers >= size:
@@ -99,24 +100,34 @@ class ParameterServer(Strategy):
                 if size > 1
                 else "ParameterServer: a dedicated server needs a second rank to train. Start more, or use 'colocated'."
             )
-        workers = size if self.servers == "colocated" else size - num_servers
+        num_workers = size if self.servers == "colocated" else size - num_servers
         quorum = self.consistency.quorum
-        if self.consistency.bound is None and quorum > workers:
+        if self.consistency.bound is None and quorum > num_workers:
             raise ConfigError(
-                f"SoftSync({quorum}) needs {quorum} workers, and there are {workers}. Use SoftSync({workers}) or less, "
-                "or more ranks."
+                f"SoftSync({quorum}) needs {quorum} workers, and there are {num_workers}. "
+                f"Use SoftSync({num_workers}) or less, or more ranks."
             )
-        return list(range(workers)), list(range(size - num_servers, size))
+        return list(range(num_workers)), list(range(size - num_servers, size))
+
+    @property
+    def clips_updates(self) -> bool:
+        """Whether each update is clipped by its own norm, which must be known before it is pushed."""
+        return self.clip is not None and self.consistency.bound is None
+
+    @property
+    def clips_means(self) -> bool:
+        """Whether the mean over workers is clipped, so that all shards are stepped together."""
+        return self.clip is not None and self.consistency.bound is not None
 
     def check_size(self, size: int) -> None:
         self.roles(size)
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
-        found = [] if (why := unsupported_reason(optimizer)) is None else [why]
-        return found + super().mistakes(optimizer, size)
+        reason = unsupported_reason(optimizer)
+        return ([] if reason is None else [reason]) + super().mistakes(optimizer, size)
 
     def can_resume_from(self, text: str) -> bool:
-        return text.startswith("ps:")  # What is saved is of whole parameters, whoever held them.
+        return text.startswith("ps:")  # A checkpoint holds whole parameters, however they were sharded.
 
     @property
     def exact(self) -> bool:
@@ -133,7 +144,7 @@ class ParameterServer(Strategy):
 
     @property
     def synchronous(self) -> bool:
-        return False  # Workers may be lost, and the others go on.
+        return False  # A worker may be lost between steps, and the others go on.
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -145,12 +156,11 @@ class ParameterServer(Strategy):
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if isinstance(transport, SharesAll) and self.servers == "colocated" and self.codec is None:
-            from tutti.strategies.parameter_server.shared_memory.hogwild import (
-                HogwildWorker,  # They cost a compiler's import.
-            )
-            from tutti.strategies.parameter_server.shared_memory.worker import InMemoryWorker
+            # Imported here, because these modules import a compiler (numba), which takes seconds.
+            from tutti.strategies.parameter_server.shared_memory.hogwild import HogwildWorker
+            from tutti.strategies.parameter_server.shared_memory.worker import SharedMemoryWorker
 
-            return (InMemoryWorker if self.consistency.locks else HogwildWorker)(replica, transport, self)  # type: ignore[arg-type]
+            return (SharedMemoryWorker if self.consistency.locks else HogwildWorker)(replica, transport, self)  # type: ignore[arg-type]
         return MessageWorker(replica, transport, self)
 
     def serve(self, replica: Replica, transport: Transport) -> None:
@@ -173,33 +183,33 @@ class ParameterServer(Strategy):
         return f"ps:{','.join(options)}{codec}"
 
 
-_RULES = (
+_CONSISTENCIES = (
     "bsp, ssp=3 (or ssp=3,eager), softsync=4 or async (or async,locks), with aware after it to scale stale updates down"
 )
 
 
 def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
-    """The strategy that options at the command line describe."""
+    """Return the strategy that options at the command line describe."""
     rest = dict(options)
-    rules: list[Consistency] = []
+    named: list[Consistency] = []
     for name in ("bsp", "async"):
         if name in rest:
             if rest.pop(name):
-                raise ConfigError(f"ps: {name} takes no number. It is {_RULES}.")
-            rules.append(BSP() if name == "bsp" else Async(locks=rest.pop("locks", None) == ""))
+                raise ConfigError(f"ps: {name} takes no number. It is {_CONSISTENCIES}.")
+            named.append(BSP() if name == "bsp" else Async(locks=rest.pop("locks", None) == ""))
     if "ssp" in rest:
-        rules.append(SSP(_number("ssp", rest.pop("ssp"), int), eager=rest.pop("eager", None) == ""))
+        named.append(SSP(_number("ssp", rest.pop("ssp"), int), eager=rest.pop("eager", None) == ""))
     if "softsync" in rest:
-        rules.append(SoftSync(_number("softsync", rest.pop("softsync"), int)))
-    if len(rules) > 1:
-        raise ConfigError(f"ps: more than one rule, {', '.join(map(str, rules))}. It is one of {_RULES}.")
-    rule = rules[0] if rules else BSP()
+        named.append(SoftSync(_number("softsync", rest.pop("softsync"), int)))
+    if len(named) > 1:
+        raise ConfigError(f"ps: more than one rule, {', '.join(map(str, named))}. It is one of {_CONSISTENCIES}.")
+    consistency = named[0] if named else BSP()
     if "aware" in rest:
         if rest.pop("aware"):
             raise ConfigError(
                 "ps: aware takes nothing at the command line; in Python, StalenessAware takes a function."
             )
-        rule = StalenessAware(rule)
+        consistency = StalenessAware(consistency)
     kinds: dict[str, Callable[[str], Any]] = {
         "servers": int,
         "overlap": _switch,
@@ -208,10 +218,10 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
         "factors": _switch,
     }
     if unknown := rest.keys() - kinds.keys():
-        raise ConfigError(
-            f"ps: '{min(unknown)}' is none of its options: {_RULES}; {', '.join(f'{key}=NUMBER' for key in kinds)}."
-        )
-    return ParameterServer(rule, codec=codec, **{key: _number(key, value, kinds[key]) for key, value in rest.items()})
+        others = ", ".join(f"{key}=NUMBER" for key in kinds)
+        raise ConfigError(f"ps: '{min(unknown)}' is none of its options: {_CONSISTENCIES}; {others}.")
+    numbers = {key: _number(key, value, kinds[key]) for key, value in rest.items()}
+    return ParameterServer(consistency, codec=codec, **numbers)
 
 
 def _number(key: str, text: str, kind: Callable[[str], Any]) -> Any:
@@ -227,6 +237,7 @@ def _switch(text: str) -> bool:
 
 
 def _until_over(server: Server) -> Operation:
+    """Wait until a server has served its last worker; raise its error if it has failed."""
     yield server.over
     if server.failure is not None:
         raise server.failure

@@ -89,10 +89,10 @@ class ParameterServerWorker(Exchange):
     @property
     @abstractmethod
     def version(self) -> int:
-        """The number of server steps contained in the oldest piece of this worker's parameters."""
+        """The oldest version that this worker's model holds of any shard."""
 
     def metrics(self) -> dict[str, Any]:
-        """`staleness[k]` counts this worker's updates that were computed from parameters k server steps old."""
+        """`staleness[k]` counts this worker's updates that were computed from parameters k versions old."""
         return {"staleness": dict(sorted(self._staleness.items())), "version": self.version}
 
     def backward_started(self, weight: float) -> None:
@@ -111,7 +111,7 @@ class ParameterServerWorker(Exchange):
             self._options = self._options_reader.read()
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        if self._strategy.overlap and not self._clips_updates:
+        if self._strategy.overlap and not self._strategy.clips_updates:
             self._push(bucket, 0.0)
         else:
             self._unpushed.append(bucket)
@@ -155,18 +155,8 @@ class ParameterServerWorker(Exchange):
         if self._forward_waits is not None:
             self._forward_waits.close()
 
-    @property
-    def _clips_updates(self) -> bool:
-        """Whether each update is clipped by itself, so that its norm must be known before it is pushed."""
-        return self._strategy.clip is not None and self._consistency.bound is None
-
-    @property
-    def _clips_means(self) -> bool:
-        """Whether the mean over workers is clipped, so that all shards are stepped together."""
-        return self._strategy.clip is not None and self._consistency.bound is not None
-
     def _push_waiting(self) -> None:
-        norm = _gradient_norm(self._unpushed) if self._clips_updates and not self.replica.sizes_only else 0.0
+        norm = _gradient_norm(self._unpushed) if self._strategy.clips_updates and not self.replica.sizes_only else 0.0
         for bucket in self._unpushed:
             self._push(bucket, norm)
         self._unpushed.clear()

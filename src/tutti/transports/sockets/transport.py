@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import ConfigError
 from tutti.transports.background import OperationThread
 from tutti.transports.base import ANY, Operation, Transport, Work
@@ -29,9 +30,6 @@ from tutti.transports.gpu.process_groups import TorchProcessGroups
 from tutti.transports.membership import ChannelMembership, Membership
 from tutti.transports.sockets.messages import SocketReceive
 from tutti.transports.sockets.messenger import Messenger
-
-LOOPBACK = "127.0.0.1"
-"""The address on which a run on one host listens."""
 
 
 class _StagedReceive(Work):

@@ -1,10 +1,22 @@
-"""`Async` on one host, without a lock: parameters are in memory that all workers share.
+"""Hogwild: `Async` on one host, where all workers step the same parameters at once, without a lock (Niu et al. 2011).
 
-A worker's own optimiser steps what is there, as do all others at the same time (Hogwild; Niu et al. 2011), and the
-worker then takes a copy to compute with. It could compute with the shared memory itself; but others write to that all
-the time, and every line of it would come from another core's cache in the middle of a product of matrices: to read it
-once, in a row, costs far less. What the optimiser remembers is shared as well: the first steps, which make it, are
-taken in turn, and none after.
+How it works ------------ Parameters lie in shared memory. Every worker computes with a private copy of them. In
+`before_step` the parameters' data is pointed at the shared memory, so that the worker's own optimiser steps what is
+there; in `after_step` the worker copies the result and points the parameters back. It could compute with the shared
+memory itself, but other workers write to that all the time: a matrix product would fetch lines from other cores' caches
+again and again. One copy is cheaper.
+
+Who may write: all workers write parameters at the same time. Of two writes to one element at once, one is lost; that is
+Hogwild. The optimiser's state is shared as well (`SharedOptimizerState`). Steps that create state are taken in turn,
+under one lock; once all state exists, as tensors, no step takes the lock. Running statistics are not averaged: each
+worker adds what its forward passes have changed since it last read them.
+
+Waits: there are none in training, except for the lock in the first steps. A lock that a lost worker holds is freed by
+the workers that wait for it (`_release_lock_of`). Barriers are those of `WorkerRegistry`, and end when all living
+workers are there.
+
+Versions: one counter, which every worker advances by 1 before its step. The staleness of an update is the number of
+steps that others began between the worker's last read and its own step.
 """
 
 from collections import Counter
@@ -20,123 +32,132 @@ from tutti.replica import HookedReplica
 from tutti.replica.buckets import Slot, like
 from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor, reject_closure
-from tutti.strategies.parameter_server.shared_memory.optimizer_state import Arena
-from tutti.strategies.parameter_server.shared_memory.worker_registry import Gathering, Slots
+from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
+from tutti.strategies.parameter_server.shared_memory.optimizer_state import SharedOptimizerState
+from tutti.strategies.parameter_server.shared_memory.worker_registry import WorkerRegistry
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
     from tutti.transports.shared_memory.transport import SharedMemoryTransport
 
-_LINE_BYTES = 64
+_CACHE_LINE_BYTES = 64
 
 
 class HogwildWorker(Exchange):
-    """One worker among those of a host."""
+    """One worker among those of a host, whose optimiser steps the shared parameters."""
 
     tolerates_loss = True
 
     def __init__(self, replica: HookedReplica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
         super().__init__(replica, transport)
-        self._strategy, self._rule = strategy, strategy.consistency
-        self._me = transport.rank
+        self._strategy, self._consistency = strategy, strategy.consistency
+        self._rank = transport.rank
         self._staleness: Counter[int] = Counter()
-        self._base = self._clock = 0
-        slots = Slots()
-        self._crowd = Gathering(transport, slots)
-        self._version, self._lock = int(slots.take(1)[0]), int(slots.take(1)[0])
-        self._clocks = slots.take(transport.size)
-        self._flags = transport.flags(slots.used)
-        self._crowd.open(self._flags)
-        self._crowd.clock_of = lambda worker: int(self._flags.counters[self._clocks[worker]])
-        self._crowd.on_loss = self._bury
-        self._crowd.progress = lambda: self._flags.value(self._version)
-        self._trained = [slot.tensor for slot in replica.slots]
-        self._views = self._share(transport, replica.slots)
-        self._own = [tensor.data for tensor in self._trained]
+        self._base_version = 0
+        """Version that the private copy was read at."""
+        self._clock = 0
+        """Number of this worker's steps."""
+        layout = CounterLayout()
+        self._registry = WorkerRegistry(transport, layout)
+        self._version_counter, self._lock = int(layout.allocate(1)[0]), int(layout.allocate(1)[0])
+        self._clock_counters = layout.allocate(transport.size)
+        self._flags = transport.flags(layout.num_counters)
+        self._registry.open(self._flags)
+        self._registry.clock = lambda worker: int(self._flags.counters[self._clock_counters[worker]])
+        self._registry.on_loss = self._release_lock_of
+        self._registry.progress = lambda: self._flags.value(self._version_counter)
+        self._parameters = [slot.tensor for slot in replica.slots]
+        self._shared_parameters = self._map_shared(transport, replica.slots)
+        self._private_data = [tensor.data for tensor in self._parameters]
         self._statistics = [slot.tensor for slot in replica.statistics]
-        self._shared_statistics = self._share(transport, replica.statistics)
-        self._read_statistics = [tensor.data.clone() for tensor in self._statistics]
+        self._shared_statistics = self._map_shared(transport, replica.statistics)
+        self._last_statistics = [tensor.data.clone() for tensor in self._statistics]
         numel = sum(slot.tensor.numel() for slot in replica.slots)
-        states = self._trained
-        memory = transport.shared_tensor(Arena.size_of(numel, len(states)), torch.uint8)
-        self._arena = Arena(memory, len(states), lambda number: replica.optimizer.state[states[number]])
-        if self._me == 0:
-            self._arena.reset()
-        transport.shared_tensor(1, torch.uint8)  # Nobody goes on before rank 0 has filled in what is here.
-        self._locked = False
-        self._num_bytes = 2 * sum(view.nbytes for view in self._views)
-        self._handles = [
-            replica.optimizer.register_step_pre_hook(reject_closure),
-        ]
+        parameters = self._parameters
+        state_bytes = SharedOptimizerState.required_bytes(numel, len(parameters))
+        memory = transport.shared_tensor(state_bytes, torch.uint8)
+        self._optimizer_state = SharedOptimizerState(
+            memory, len(parameters), lambda index: replica.optimizer.state[parameters[index]]
+        )
+        if self._rank == 0:
+            self._optimizer_state.reset()
+        transport.shared_tensor(1, torch.uint8)  # Collective: no rank goes on before rank 0 has filled in its values.
+        self._has_lock = False
+        self._bytes_per_step = 2 * sum(view.nbytes for view in self._shared_parameters)
+        self._handles = [replica.optimizer.register_step_pre_hook(reject_closure)]
         replica.listen(self, to="samples")
 
-    def _bury(self, worker: int) -> None:
-        self._crowd.free(self._lock, worker)
+    def _release_lock_of(self, worker: int) -> None:
+        self._registry.release_lost(self._lock, worker)
 
-    def _share(self, transport: "SharedMemoryTransport", slots: list[Slot]) -> list[Tensor]:
-        """Places in shared memory for these tensors, with rank 0's values. Collective."""
+    def _map_shared(self, transport: "SharedMemoryTransport", slots: list[Slot]) -> list[Tensor]:
+        """Return shared tensors like these slots' tensors, with the values of rank 0. Collective.
+
+        Each begins on a cache line, so that writes to one tensor do not slow down writes to the next.
+        """
         views: dict[Slot, Tensor] = {}
         by_dtype: dict[torch.dtype, list[Slot]] = {}
         for slot in slots:
             by_dtype.setdefault(slot.tensor.dtype, []).append(slot)
         for dtype, group in by_dtype.items():
-            line = _LINE_BYTES // dtype.itemsize
+            line = _CACHE_LINE_BYTES // dtype.itemsize
             sizes = [-(-slot.tensor.numel() // line) * line for slot in group]
             for slot, part in zip(group, transport.shared_tensor(sum(sizes), dtype).split(sizes), strict=True):
                 views[slot] = like(part[: slot.tensor.numel()], slot.tensor)
-                if self._me == 0:
+                if self._rank == 0:
                     views[slot].copy_(slot.tensor.detach())
         return [views[slot] for slot in slots]
 
     @property
     def bytes_sent(self) -> int:
-        return self._clock * self._num_bytes
+        return self._clock * self._bytes_per_step
 
     def metrics(self) -> dict[str, Any]:
-        return {"staleness": dict(sorted(self._staleness.items())), "version": self._base}
+        return {"staleness": dict(sorted(self._staleness.items())), "version": self._base_version}
 
     @property
     def is_leader(self) -> bool:
-        return self._crowd.is_leader
+        return self._registry.is_leader
 
     def before_step(self) -> None:
         if isnan(self.replica.take_samples()):
-            self._crowd.stop()
-            raise NonFiniteLoss(self._me, [self._me], self.replica.steps)
-        self._crowd.check(self.replica.steps)
+            self._registry.request_stop()
+            raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
+        self._registry.check_stop(self.replica.steps)
         self._started_s = now = self.transport.now()
-        self._stepped = self._flags.advance(self._version)
-        staleness = self._stepped - self._base
+        self._step_version = self._flags.advance(self._version_counter)
+        staleness = self._step_version - self._base_version
         self._staleness[staleness] += 1
-        self.events.record(Event(READ, now, now, 0, (0, self._clock, self._base)))
-        self._scale(self._rule.scale(staleness))
-        for tensor, view in zip(self._trained, self._views, strict=True):
+        self.events.record(Event(READ, now, now, 0, (0, self._clock, self._base_version)))
+        self._scale_gradients(self._consistency.scale(staleness))
+        for tensor, view in zip(self._parameters, self._shared_parameters, strict=True):
             tensor.data = view
-        if not self._arena.settled:
-            self._crowd.acquire(self._lock)
-            self._locked = True
-            self._arena.before()
+        if not self._optimizer_state.is_current:
+            self._registry.acquire(self._lock)
+            self._has_lock = True
+            self._optimizer_state.refresh()
 
     def after_step(self) -> None:
-        if not self._locked and not self._arena.complete:
-            self._crowd.acquire(self._lock)
-            self._locked = True
-            self._arena.before()  # What others have placed meanwhile keeps its place.
-        if self._locked:
-            self._arena.after()
-            self._crowd.release(self._lock)
-            self._locked = False
+        if not self._has_lock and not self._optimizer_state.is_complete:
+            self._registry.acquire(self._lock)
+            self._has_lock = True
+            self._optimizer_state.refresh()  # State that others have published meanwhile takes precedence.
+        if self._has_lock:
+            self._optimizer_state.publish()
+            self._registry.release(self._lock)
+            self._has_lock = False
         self._add_statistics()
-        version = self._flags.value(self._version)
+        version = self._flags.value(self._version_counter)
         self._read()
         now = self.transport.now()
-        self.events.record(Event(APPLY, now, now, 0, (0, self._stepped, self._me, self._clock)))
+        self.events.record(Event(APPLY, now, now, 0, (0, self._step_version, self._rank, self._clock)))
         self._clock += 1
-        self._flags.counters[self._clocks[self._me]] = self._clock
-        self._base = version
-        self.events.record(Event(EXCHANGE, self._started_s, self._started_s, self._num_bytes))
+        self._flags.counters[self._clock_counters[self._rank]] = self._clock
+        self._base_version = version
+        self.events.record(Event(EXCHANGE, self._started_s, self._started_s, self._bytes_per_step))
 
-    def _scale(self, factor: float) -> None:
+    def _scale_gradients(self, factor: float) -> None:
+        """Scale the gradients by `factor`, and clip them if the strategy says so."""
         grads = [slot.tensor.grad for slot in self.replica.slots if slot.tensor.grad is not None]
         if self._strategy.clip is not None:
             norm = sqrt(sum(float(grad.double().square().sum()) for grad in grads))
@@ -145,83 +166,84 @@ class HogwildWorker(Exchange):
             torch._foreach_mul_(grads, factor)
 
     def _read(self) -> None:
-        """Compute with a copy of what is there now."""
+        """Copy the shared values to private memory, and let the model compute with the copy."""
         with torch.no_grad():
-            torch._foreach_copy_(self._own, self._views)
+            torch._foreach_copy_(self._private_data, self._shared_parameters)
             if self._statistics:
                 torch._foreach_copy_(self._statistics, self._shared_statistics)
-                torch._foreach_copy_(self._read_statistics, self._statistics)
-        for tensor, own in zip(self._trained, self._own, strict=True):
-            tensor.data = own
+                torch._foreach_copy_(self._last_statistics, self._statistics)
+        for tensor, private in zip(self._parameters, self._private_data, strict=True):
+            tensor.data = private
 
     def _add_statistics(self) -> None:
-        """Add to what is shared what this rank's forward passes have changed since it last read."""
+        """Add the change of this worker's running statistics since its last read to the shared ones."""
         if self._statistics:
-            changes = torch._foreach_sub(self._statistics, self._read_statistics)
+            changes = torch._foreach_sub(self._statistics, self._last_statistics)
             torch._foreach_add_(self._shared_statistics, changes)
 
     def consensus(self) -> None:
         start_s = self.transport.now()
-        self._crowd.meet(lambda number: self._read())
+        self._registry.barrier(lambda number: self._read())
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def restore_local(self) -> None:
         return None
 
     def leave(self) -> None:
-        return None  # Nobody waits for anybody but in meetings.
+        return None  # No worker waits for another, except at barriers.
 
     def join(self) -> None:
         self._read()
-        self._base = self._flags.value(self._version)
+        self._base_version = self._flags.value(self._version_counter)
 
     def finish(self) -> None:
         self.consensus()
-        self._crowd.leave()
+        self._registry.leave()
         self.close()
 
     def close(self) -> None:
-        """Let the model and its optimiser have memory of their own."""
+        """Detach: the model and its optimiser keep private copies."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
             self._handles.clear()
-            for tensor, own in zip(self._trained, self._own, strict=True):
-                tensor.data = own
-            for number in range(len(self._trained)):
-                state = self._arena.state_of(number)
+            for tensor, private in zip(self._parameters, self._private_data, strict=True):
+                tensor.data = private
+            for index in range(len(self._parameters)):
+                state = self._optimizer_state.state_of(index)
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimiser remembers, by parameter."""
+        """Return a copy of the optimiser's state, by parameter."""
         states: dict[str, Any] = {}
 
         def copy(number: int) -> None:
-            self._arena.before()
-            for place, slot in enumerate(self.replica.slots):
-                state = self._arena.state_of(place)
+            self._optimizer_state.refresh()
+            for index, slot in enumerate(self.replica.slots):
+                state = self._optimizer_state.state_of(index)
                 states[slot.name] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
-        self._crowd.meet(copy)
+        self._registry.barrier(copy)
         return {"optimizer": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        mine = [tensor.data.clone() for tensor in self._trained]
+        """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        parameters = [tensor.data.clone() for tensor in self._parameters]
         statistics = [tensor.data.clone() for tensor in self._statistics]
 
         def load() -> None:
-            for view, value in zip(self._views, mine, strict=True):
+            for view, value in zip(self._shared_parameters, parameters, strict=True):
                 view.copy_(value)
             for view, value in zip(self._shared_statistics, statistics, strict=True):
                 view.copy_(value)
-            for place, slot in enumerate(self.replica.slots):
-                own = self._arena.state_of(place)
-                own.clear()
-                own.update(state["optimizer"].get(slot.name, {}))
-            self._arena.reset()
+            for index, slot in enumerate(self.replica.slots):
+                slot_state = self._optimizer_state.state_of(index)
+                slot_state.clear()
+                slot_state.update(state["optimizer"].get(slot.name, {}))
+            self._optimizer_state.reset()
 
-        def then(number: int) -> None:
-            self._crowd.first_does(number, load)
+        def load_and_read(number: int) -> None:
+            self._registry.run_on_leader(number, load)
             self._read()
 
-        self._crowd.meet(then)
+        self._registry.barrier(load_and_read)

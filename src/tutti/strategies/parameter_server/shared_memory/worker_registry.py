@@ -1,4 +1,23 @@
-"""Who of a host's workers is here: leaving, being lost, and meeting, by counters in memory that all share."""
+"""Registry of a host's workers in shared memory: who is alive, barriers, locks, stops.
+
+How it works
+------------
+Every worker has a status counter: ALIVE, LEFT or LOST. A worker sets its own to LEFT when it finishes. When a wait has
+lasted for `_CHECK_SECONDS`, the waiting worker asks the transport who is missing and sets that worker's status from
+ALIVE to LOST by compare-and-swap: exactly one worker logs the loss, and every worker then calls `on_loss`, which may
+therefore run several times for one loss, on several ranks.
+
+A barrier has a number, one more than that of the last one. (1) Each worker publishes the number as `entered`, and waits
+until all living workers have. (2) It runs its action, publishes the number as `left_barrier`, and waits again. (3) It
+publishes the number as the last barrier's. Both waits re-read the statuses every time they check, so they end when the
+last living worker arrives and also when the last missing worker is lost.
+
+A lock is a counter that holds the owner's rank + 1, or 0. `acquire` waits for 0. If the owner is lost, `on_loss`
+repairs what the lock protects and frees it.
+
+Waits have the transport's timeout as deadline, counted from the last change of `progress`: a worker waits on as long
+as the others advance.
+"""
 
 import logging
 import time
@@ -8,6 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tutti.errors import NonFiniteLoss
+from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
 
 if TYPE_CHECKING:
     from tutti.transports.shared_memory.flags import Flags
@@ -16,141 +36,158 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tutti")
 
 _CHECK_SECONDS = 0.2
+"""How long a wait sleeps before it checks whether a worker is lost."""
 
-_HERE, _LEFT, _LOST = 0, 1, 2
+_ALIVE, _LEFT, _LOST = 0, 1, 2
 
-Left = Callable[[], tuple[np.ndarray, int] | None]
-"""Counters, and what all of them have to come to before a wait is over; None when it is."""
-
-
-class Slots:
-    """Hands out places among counters, in the same order on every rank."""
-
-    def __init__(self) -> None:
-        self.used = 16  # Those before are the counters' own.
-
-    def take(self, *shape: int) -> np.ndarray:
-        numel = int(np.prod(shape))
-        self.used += numel
-        return np.arange(self.used - numel, self.used, dtype=np.int64).reshape(shape)
+Awaited = tuple[np.ndarray, int]
+"""Indices of counters, and the value that all of them must reach."""
 
 
-class Gathering:
+class WorkerRegistry:
     """The workers of one host, as each of them sees the others."""
 
-    def __init__(self, transport: "SharedMemoryTransport", slots: Slots) -> None:
-        """Take what is needed of `slots`; `open` comes when all have."""
+    def __init__(self, transport: "SharedMemoryTransport", layout: CounterLayout) -> None:
+        """Allocate the registry's counters; `open` follows once the memory is mapped."""
         self._transport = transport
-        self._me = transport.rank
-        self._gone = slots.take(transport.size)
-        self._met, self._resumed = slots.take(transport.size), slots.take(transport.size)
-        self._meetings, self._stopped, self._said = slots.take(1), slots.take(1), slots.take(1)
-        self._alarm = int(slots.take(1)[0])
-        self.clock_of: Callable[[int], int] = lambda worker: 0
-        """How far a worker came."""
+        self._rank = transport.rank
+        self._status = layout.allocate(transport.size)
+        self._entered, self._left_barrier = layout.allocate(transport.size), layout.allocate(transport.size)
+        self._last_barrier = layout.allocate(1)
+        self._stopped_by = layout.allocate(1)
+        """1 + rank of the worker that asked all workers to stop."""
+        self._leader_done = layout.allocate(1)
+        """Number of the last barrier in which the leader has done its action."""
+        self._lock_freed = int(layout.allocate(1)[0])
+        """Published to wake those who wait for a lock; its value means nothing."""
+        self.clock: Callable[[int], int] = lambda worker: 0
+        """Returns the clock of a worker, for the log."""
         self.on_loss: Callable[[int], None] = lambda worker: None
-        """Called, perhaps several times, for a worker that is lost."""
+        """Called for a lost worker, perhaps several times."""
         self.progress: Callable[[], int] = lambda: 0
-        """A number that changes while others go on."""
+        """Returns a number that changes while workers make progress."""
 
     def open(self, flags: "Flags") -> None:
+        """Use the counters of `flags`."""
         self.flags = flags
         self._counters = flags.counters
 
     @property
-    def living(self) -> list[int]:
-        return np.flatnonzero(self._counters[self._gone] == _HERE).tolist()
+    def alive(self) -> list[int]:
+        """Ranks of the workers that have not left and are not lost."""
+        return np.flatnonzero(self._counters[self._status] == _ALIVE).tolist()
 
     @property
     def is_leader(self) -> bool:
-        """Whether no rank before this one is here."""
-        return self._me == min(self.living)
-
-    def stop(self) -> None:
-        """Have everybody stop."""
-        self.flags.publish(int(self._stopped[0]), self._me + 1)
-
-    def check(self, steps: int) -> None:
-        """Raise if somebody has asked everybody to stop."""
-        if stopped := self.flags.value(int(self._stopped[0])):
-            raise NonFiniteLoss(self._me, [stopped - 1], steps)
+        """Whether no living worker has a lower rank."""
+        return self._rank == min(self.alive)
 
     def leave(self) -> None:
-        """This worker is done."""
-        self.flags.publish(int(self._gone[self._me]), _LEFT)
+        """Leave for good: nobody waits for this worker any more."""
+        self.flags.publish(int(self._status[self._rank]), _LEFT)
 
-    def meet(self, then: Callable[[int], None]) -> None:
-        """When all that are left have come, do `then`, with the meeting's number; go on when all have done it."""
-        number = self.flags.value(int(self._meetings[0])) + 1
-        self.flags.publish(int(self._met[self._me]), number)
-        self.wait(lambda: self._unmet(self._met, number))
-        then(number)
-        self.flags.publish(int(self._resumed[self._me]), number)
-        self.wait(lambda: self._unmet(self._resumed, number))
-        self.flags.publish(int(self._meetings[0]), number)
+    # Stops
 
-    def first_does(self, number: int, what: Callable[[], None]) -> None:
-        """In a meeting: have the first do something, and go on when it is done; if it is lost, have the next do it."""
+    def request_stop(self) -> None:
+        """Ask all workers to stop."""
+        self.flags.publish(int(self._stopped_by[0]), self._rank + 1)
 
-        def left() -> tuple[np.ndarray, int] | None:
-            if self.flags.reached(self._said, number):
+    def check_stop(self, steps: int) -> None:
+        """Raise `NonFiniteLoss` if a worker has asked all workers to stop; `steps` is for the message."""
+        if stopped_by := self.flags.value(int(self._stopped_by[0])):
+            raise NonFiniteLoss(self._rank, [stopped_by - 1], steps)
+
+    # Barriers
+
+    def barrier(self, action: Callable[[int], None]) -> None:
+        """Wait for all living workers; run `action` with the barrier's number; go on when all have run theirs."""
+        number = self.flags.value(int(self._last_barrier[0])) + 1
+        self.flags.publish(int(self._entered[self._rank]), number)
+        self.wait(lambda: self._missing(self._entered, number))
+        action(number)
+        self.flags.publish(int(self._left_barrier[self._rank]), number)
+        self.wait(lambda: self._missing(self._left_barrier, number))
+        self.flags.publish(int(self._last_barrier[0]), number)
+
+    def run_on_leader(self, barrier_number: int, action: Callable[[], None]) -> None:
+        """Within a barrier: run `action` on the leader, or on the next if that is lost, and wait until it is done."""
+
+        def remaining() -> Awaited | None:
+            if self.flags.reached(self._leader_done, barrier_number):
                 return None
             if self.is_leader:
-                what()
-                self.flags.publish(int(self._said[0]), number)
+                action()
+                self.flags.publish(int(self._leader_done[0]), barrier_number)
                 return None
-            return self._said, number
+            return self._leader_done, barrier_number
 
-        self.wait(left)
+        self.wait(remaining)
 
-    def _unmet(self, counters: np.ndarray, number: int) -> tuple[np.ndarray, int] | None:
-        slots = counters[self._counters[self._gone] == _HERE]
-        return None if self.flags.reached(slots, number) else (slots, number)
+    def _missing(self, counters: np.ndarray, number: int) -> Awaited | None:
+        alive = counters[self._counters[self._status] == _ALIVE]
+        return None if self.flags.reached(alive, number) else (alive, number)
 
-    def wait(self, left: Left, steps: int = 0) -> None:
-        """Wait until `left` says that nothing is left to wait for, as long as others go on."""
-        patience = self._transport.timeout.total_seconds()
-        deadline, seen = time.monotonic() + patience, -1
-        while (awaited := left()) is not None:
+    # Waits and locks
+
+    def wait(self, remaining: Callable[[], Awaited | None], steps: int = 0) -> None:
+        """Wait until `remaining` returns None, and handle losses and stops meanwhile.
+
+        Args:
+            remaining: returns what to wait for next; called again whenever that is reached, and after every check.
+            steps: the number of steps taken, for the message of `NonFiniteLoss`.
+        """
+        timeout_s = self._transport.timeout.total_seconds()
+        deadline, last_progress = time.monotonic() + timeout_s, -1
+        while (awaited := remaining()) is not None:
             if self.flags.wait(*awaited, _CHECK_SECONDS):
                 continue
-            self.look_around(steps)
-            if (progress := self.progress()) != seen:
-                deadline, seen = time.monotonic() + patience, progress
+            self.check_workers(steps)
+            if (progress := self.progress()) != last_progress:
+                deadline, last_progress = time.monotonic() + timeout_s, progress
             elif time.monotonic() > deadline:
                 late = np.flatnonzero(self._counters[awaited[0]] < awaited[1])
-                lost = sorted(set(range(self._transport.size)) - set(self.living))
-                gone = f"; ranks {', '.join(map(str, lost))} have left" if lost else ""
-                raise self._transport.membership.timeout_error(f"other workers ({len(late)} are not as far{gone})")
+                gone = sorted(set(range(self._transport.size)) - set(self.alive))
+                suffix = f"; ranks {', '.join(map(str, gone))} have left" if gone else ""
+                raise self._transport.membership.timeout_error(f"other workers ({len(late)} are not as far{suffix})")
 
     def acquire(self, lock: int) -> None:
-        """Take a lock, if need be from one who is lost."""
+        """Take a lock. One that a lost worker held is freed by `on_loss`."""
         deadline = time.monotonic() + self._transport.timeout.total_seconds()
-        while not self.flags.lock(lock, self._me + 1, _CHECK_SECONDS):
-            self.look_around()
+        while not self.flags.lock(lock, self._rank + 1, _CHECK_SECONDS):
+            self.check_workers()
             if time.monotonic() > deadline:
                 owner = self.flags.value(lock) - 1
                 raise self._transport.membership.timeout_error(f"rank {owner} to take a step of the optimiser")
 
+    def try_acquire(self, lock: int) -> bool:
+        """Take a lock if it is free; return whether it was."""
+        return self.flags.swap(lock, 0, self._rank + 1)
+
+    def take_over(self, lock: int, lost_worker: int) -> bool:
+        """Take a lock that a lost worker holds; return whether it did. Of several workers that try, one succeeds."""
+        return self.flags.swap(lock, lost_worker + 1, self._rank + 1)
+
     def release(self, lock: int) -> None:
+        """Free a lock that this worker holds."""
         self.flags.publish(lock, 0)
 
-    def free(self, lock: int, worker: int) -> bool:
-        """Take a lock away from one who is lost; whether it had it."""
-        if not self.flags.swap(lock, worker + 1, 0):
+    def release_lost(self, lock: int, lost_worker: int) -> bool:
+        """Free a lock that a lost worker holds; return whether it did."""
+        if not self.flags.swap(lock, lost_worker + 1, 0):
             return False
-        self.flags.publish(self._alarm, 1)  # Wakes those who wait for it.
+        self.flags.publish(self._lock_freed, 1)  # A swap wakes nobody; a publish wakes those who wait for the lock.
         return True
 
-    def look_around(self, steps: int = 0) -> None:
-        """Raise if this rank is to stop; say who is lost, once, and go on without."""
+    def check_workers(self, steps: int = 0) -> None:
+        """Raise if this rank must stop; mark, log and handle workers that are lost."""
         self._transport.check_open()
-        self.check(steps)
-        for worker, why in self._transport.missing().items():
-            if self.flags.swap(int(self._gone[worker]), _HERE, _LOST):
+        self.check_stop(steps)
+        for worker, reason in self._transport.missing().items():
+            if self.flags.swap(int(self._status[worker]), _ALIVE, _LOST):
                 _log.warning(
                     "rank %d: worker %d left at clock %d, and %d go on: %s",
-                    *(self._me, worker, self.clock_of(worker), len(self.living), why),
+                    *(self._rank, worker, self.clock(worker), len(self.alive), reason),
                 )
-            if int(self._counters[self._gone[worker]]) == _LOST:
+            # Every worker handles every loss: the one that logged it may be lost before it has.
+            if int(self._counters[self._status[worker]]) == _LOST:
                 self.on_loss(worker)

@@ -101,12 +101,12 @@ class MessageWorker(ParameterServerWorker):
         nothing is sent, and the others wait for it.
         """
         self._wait_for_pending()
-        if not self._clips_means:
+        if not self._strategy.clips_means:
             self._requests.send_to_all(RequestKind.LEAVE)
 
     def join(self) -> None:
         """Take part again, from the servers' present versions."""
-        if not self._clips_means:
+        if not self._strategy.clips_means:
             self._pull_all(RequestKind.JOIN)
 
     def finish(self) -> None:

@@ -1,0 +1,301 @@
+"""The supervisor's side of the fork server: start one, reuse it, and ask it for workers.
+
+How it works. `channel(environment, modules)` gives a run its own connection to a server whose imports saw the same
+environment. Variables that act when a module is imported (`IMPORT_TIME_PREFIXES`) make up the server's key: a run with
+other values gets another server. All else a worker is told when it is forked. At most `_MAX_SERVERS` stay; the one used
+longest ago is closed when another is needed, unless a run still uses it.
+
+A `ForkChannel` belongs to one thread. It sends requests and receives two kinds of messages: answers to requests, and
+ends of workers. Every wait on it is ended by the server: by the message, or by its death, which closes the
+connection. Then all workers of the channel count as killed: the kernel kills them with their parent.
+
+A server lives until this process ends, so that many calls of `launch` import torch once. It is closed at exit. If
+this process is killed, the server notices by itself (see `tutti.launch.fork_server`). A forked copy of this process
+forgets the servers of the original: they are not its children."""
+
+import array
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from tutti.launch.fork_server import MAX_MESSAGE_BYTES, REQUEST
+from tutti.launch.interpreter import main_of
+
+IMPORT_TIME_PREFIXES = (
+    "ATEN_", "CUBLAS", "CUDA", "CUDNN_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "HIP_", "HOME", "HSA_", "KINETO_", "KMP_",
+    "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "NUMEXPR_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON",
+    "PYTORCH_", "ROCR_", "TMPDIR", "TORCH", "TRITON_", "TZ", "XDG_",
+)  # fmt: skip
+"""Variables that Python, its libraries and torch read when they are loaded."""
+
+READ_LATER = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+"""Variables with such a prefix that are first read in the worker: CUDA is not initialised before the fork."""
+
+_MAX_SERVERS = 2
+_CLOSE_S = 5.0
+
+_lock = threading.Lock()
+_servers: list["_Server"] = []
+"""Servers of this process, the one used last at the end. Guarded by `_lock`."""
+
+
+class ForkRefused(Exception):
+    """The fork server cannot fork safely, or did not start: spawn instead."""
+
+
+class ForkedProcess:
+    """A worker that the fork server forked: its number, and its status once it has ended."""
+
+    def __init__(self, pid: int, channel: "ForkChannel") -> None:
+        self.pid = pid
+        self.lost_server = False
+        """Whether the server ended first, so that the kernel killed this process."""
+        self.returncode: int | None = None
+        """As subprocess has it: the status it exited with, or minus the number of the signal that killed it."""
+        self._channel = channel
+
+    def poll(self) -> int | None:
+        """Its status, or None if it runs."""
+        self._channel.receive()
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        """Wait until it has ended; `subprocess.TimeoutExpired` if it has not within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            self._channel.wait(left_s)
+
+
+class ForkChannel:
+    """One run's connection to a fork server. Closing it kills workers that still run."""
+
+    def __init__(self, server: "_Server", connection: socket.socket) -> None:
+        self._server = server
+        self._connection = connection
+        self._processes: dict[int, ForkedProcess] = {}
+        self._answer: dict[str, Any] | None = None
+        self.server_ended = False
+        """Whether the server ended before the channel was closed; its workers were killed then."""
+
+    def fileno(self) -> int:
+        """For a selector: readable when there is something to `receive`."""
+        return self._connection.fileno()
+
+    def start(self, description: Mapping[str, Any], files: Sequence[int]) -> ForkedProcess:
+        """Fork a worker; returns once it has its own process group.
+
+        Args:
+            description: arguments, environment, namespace of the worker.
+            files: its stdout, its stderr, its end of the supervisor pipe, and a payload if it has one.
+        """
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)  # Open, because it may have no path any more.
+        text = json.dumps({**description, **_inherited()}).encode()
+        source = file_with(text, "tutti-worker")
+        self._answer = None
+        try:
+            _send_files(self._connection, REQUEST, [source, folder, *files])
+        except ConnectionError:
+            self._lose_server()
+        finally:
+            os.close(source)
+            os.close(folder)
+        while self._answer is None and not self.server_ended:
+            self.wait(None)
+            self.receive()
+        if self._answer is None:
+            raise ForkRefused(self._server.obituary())
+        if "refused" in self._answer:
+            raise ForkRefused(self._answer["refused"])
+        return self._processes[self._answer["pid"]]
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until there is something to `receive`, at most `timeout` seconds."""
+        if not self.server_ended:
+            select.select([self._connection], [], [], timeout)
+
+    def receive(self) -> None:
+        """Take in all messages that have come."""
+        while not self.server_ended:
+            try:
+                text = self._connection.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                text = b""
+            if not text:
+                self._lose_server()
+                return
+            message = json.loads(text)
+            if "ended" in message:
+                self._processes[message["ended"]].returncode = message["status"]
+                continue
+            if "pid" in message:
+                self._processes[message["pid"]] = ForkedProcess(message["pid"], self)
+            self._answer = message
+
+    def close(self) -> None:
+        """End the connection: the server kills what still runs and frees the numbers of all workers."""
+        self._connection.close()
+        self.server_ended = True
+        with _lock:
+            self._server.num_channels -= 1
+
+    def _lose_server(self) -> None:
+        self.server_ended = True
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.returncode, process.lost_server = -signal.SIGKILL, True
+
+
+class _Server:
+    """A fork server that this process started."""
+
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+        self.key = _key(environment)
+        self.modules = frozenset(modules)
+        self.num_channels = 0
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = os.memfd_create("fork-server-errors")
+        with control:
+            self._process = subprocess.Popen(
+                [*main_of("tutti.launch.fork_server"), str(control.fileno()), str(os.getpid()), *modules],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=[control.fileno()],
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C in the terminal is for the supervisor.
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fits(self, key: Mapping[str, str], modules: Sequence[str]) -> bool:
+        return self._process.poll() is None and self.key == key and self.modules >= set(modules)
+
+    def connect(self) -> ForkChannel:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, suppress(ConnectionError):  # If it has died, the channel's first use shows that.
+            _send_files(self._control, b"client", [theirs.fileno()])
+        self.num_channels += 1
+        return ForkChannel(self, ours)
+
+    def obituary(self) -> str:
+        """How the server ended, with the last line it wrote."""
+        try:
+            status: int | None = self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        text = os.pread(self._errors, 2**16, 0).decode(errors="replace").strip()
+        return f"the fork server ended with status {status}: {text.splitlines()[-1] if text else 'no message'}"
+
+    def close(self) -> None:
+        """End the server and all it started."""
+        self._control.close()
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # The kernel kills its workers with it.
+            self._process.wait()
+        os.close(self._errors)
+
+    def forget(self) -> None:
+        """In a forked copy of this process: let go of the server without ending it."""
+        self._control.close()
+        os.close(self._errors)
+        self._process.returncode = 0  # Not a child of the copy: it must not wait for it, nor warn that it still runs.
+
+
+def available() -> bool:
+    """Whether this system can run a fork server: Linux with pidfds."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and bool(sys.executable)
+
+
+def channel(environment: Mapping[str, str], modules: Sequence[str]) -> ForkChannel:
+    """A connection to a server that imported `modules` under the same import-time variables; started if need be."""
+    key = _key(environment)
+    with _lock:
+        for server in _servers:
+            if server.fits(key, modules):
+                break
+        else:
+            _make_room()
+            server = _Server(environment, modules)
+        if server in _servers:
+            _servers.remove(server)
+        _servers.append(server)
+        return server.connect()
+
+
+def close_all() -> None:
+    """End every fork server of this process."""
+    with _lock:
+        while _servers:
+            _servers.pop().close()
+
+
+def server_pids() -> list[int]:
+    """Process numbers of the servers there are."""
+    with _lock:
+        return [server.pid for server in _servers]
+
+
+def file_with(data: bytes, name: str) -> int:
+    """An open, unnamed file that holds `data`, read from its start."""
+    file = os.memfd_create(name, 0)
+    with os.fdopen(os.dup(file), "wb") as writer:
+        writer.write(data)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _make_room() -> None:
+    """Close servers that ended, and unused ones until another may be started. With `_lock` held."""
+    for server in list(_servers):
+        ended = server._process.poll() is not None
+        if ended or (server.num_channels == 0 and len(_servers) >= _MAX_SERVERS):
+            _servers.remove(server)
+            server.close()
+
+
+def _key(environment: Mapping[str, str]) -> dict[str, str]:
+    names = [name for name in environment if name.startswith(IMPORT_TIME_PREFIXES) and name not in READ_LATER]
+    return {name: environment[name] for name in names}
+
+
+def _inherited() -> dict[str, Any]:
+    """What a spawned process would inherit from this one, as it is now."""
+    with open("/proc/self/status") as status:  # os.umask would have to change it for a moment.
+        umask = next(line.split()[1] for line in status if line.startswith("Umask:"))
+    return {"umask": int(umask, 8), "cores": sorted(os.sched_getaffinity(0))}
+
+
+def _send_files(connection: socket.socket, text: bytes, files: Sequence[int]) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+    connection.sendmsg([text], rights, socket.MSG_NOSIGNAL)
+
+
+def _forget_all() -> None:
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()  # Another thread of the original may have held it.
+    while _servers:
+        with suppress(OSError):
+            _servers.pop().forget()
+
+
+atexit.register(close_all)
+os.register_at_fork(after_in_child=_forget_all)

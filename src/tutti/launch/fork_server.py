@@ -1,0 +1,290 @@
+"""Fork server: one process that has imported torch and Tutti, and forks workers that need not import them again.
+
+How it works. The supervisor starts this process (`tutti.launch.fork_client`) with one end of a Unix socket, the
+control socket. The server imports what workers need, then waits in one loop and never runs anything else: no tensor
+operation, no CUDA call, no thread. So at every fork no lock is held by another thread, and OpenMP, autograd and CUDA
+have not started. `_why_not_fork` checks that before each fork; if it no longer holds, the request is refused and the
+supervisor spawns.
+
+- Each run of the supervisor sends one end of a new socket over the control socket. That connection is a *client*
+  here; its requests and its workers are separate from those of other clients.
+- A request is one message with open files: the description of the worker (JSON), its working directory, its two
+  outputs, its end of the supervisor pipe, and one more file if it has a payload. The server does not read the
+  description: it forks and answers with the process number. The child reads it and becomes the worker (`_become`).
+- The child makes its own session before the server answers. So the supervisor can signal the whole process group from
+  the moment it knows the number.
+- The server watches every child by a pidfd. When one ends, it reports the status and leaves the child unreaped: its
+  number cannot be used again while the supervisor may still signal its group. It is reaped when the client closes its
+  connection.
+- A client that closes its connection has no use for its workers any more: what still runs is killed.
+
+Who dies with whom: workers ask the kernel to be killed when the server dies (`die_with` in `tutti.launch.worker`). The
+server watches the supervisor by a pidfd and by the end of the control socket. When either shows that the supervisor is
+gone, the server kills all process groups it started and exits. While it still imports, the kernel kills it instead.
+"""
+
+import gc
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from tutti.launch.command import die_with, outlive
+from tutti.launch.supervisor_pipe import PARENT, VARIABLE
+
+MAX_FILES = 6
+"""Files that come with a request: description, working directory, stdout, stderr, supervisor pipe, payload."""
+
+MAX_DESCRIPTION_BYTES = 16 * 2**20
+"""The environment is the largest part of a description; Linux itself bounds it to a few MiB."""
+
+MAX_MESSAGE_BYTES = 4096
+
+REQUEST = b"start"
+"""The text of a request: all it says is in its files."""
+
+
+@dataclass(eq=False)
+class _Client:
+    """One run of the supervisor: its connection, and the workers it asked for."""
+
+    connection: socket.socket
+    running: set[int] = field(default_factory=set)
+    unreaped: set[int] = field(default_factory=set)
+    """Workers that have ended and whose numbers are still reserved."""
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A worker that runs: what its pidfd in the selector stands for."""
+
+    pid: int
+    pidfd: int
+    client: _Client
+
+
+def main() -> None:
+    """Serve until the supervisor is gone; in a forked child, run a worker and return as its process would.
+
+    Arguments: the number of the control socket, the supervisor's process number, modules to import.
+    """
+    control, parent, *modules = sys.argv[1:]
+    die_with(int(parent))
+    before = dict(os.environ)
+    gc.disable()  # What is imported stays to the end: the collector need not look at it, here or in any worker.
+    importlib.import_module("numpy")
+    harmless = _num_threads()  # OpenBLAS starts its threads with numpy, and ends them itself before every fork.
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    server = _Server(int(control), int(parent), harmless)
+    files = server.serve()
+    _become(files, {PARENT: str(server.pid), **set_by_imports})
+    worker = importlib.import_module("tutti.launch.worker")
+    worker.main()
+
+
+class _Server:
+    """The loop of the server; ends only with the process, or in a child."""
+
+    def __init__(self, control: int, parent: int, harmless_threads: int) -> None:
+        self.pid = os.getpid()
+        self._harmless_threads = harmless_threads
+        self._kept = _open_files() - {control}
+        """Files that imported modules hold, and the standard ones: a worker keeps them."""
+        self._control = socket.socket(fileno=control)
+        self._clients: set[_Client] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(os.pidfd_open(parent), selectors.EVENT_READ)
+        # The kernel's signal would come when the *thread* that started the server ends, and a server may outlive that.
+        outlive(parent)
+
+    def serve(self) -> list[int]:
+        """Handle events for ever. Returns in a forked child only, with the files of its request."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    self._accept(key.fileobj)
+                elif isinstance(key.data, _Child):
+                    self._report_end(key.data)
+                elif key.data in self._clients:
+                    files = self._answer(key.data)
+                    if files is not None:
+                        return files
+
+    def _accept(self, source: Any) -> None:
+        """Take in a new client; without a supervisor, end."""
+        if source is not self._control:
+            self._end()
+        text, files, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
+        if not text:
+            self._end()
+        client = _Client(socket.socket(fileno=files[0]))
+        self._clients.add(client)
+        self._selector.register(client.connection, selectors.EVENT_READ, client)
+
+    def _answer(self, client: _Client) -> list[int] | None:
+        """Fork a worker as a client asks; in the child, return the files of the request."""
+        try:
+            text, files, _, _ = socket.recv_fds(client.connection, MAX_MESSAGE_BYTES, MAX_FILES)
+        except ConnectionError:
+            text, files = b"", []
+        if not text:
+            self._drop(client)
+            return None
+        try:
+            if (reason := self._why_not_fork()) is not None:
+                self._send(client, refused=reason)
+                return None
+            return self._fork(client, files)
+        finally:
+            if os.getpid() == self.pid:
+                for file in files:
+                    os.close(file)
+
+    def _fork(self, client: _Client, files: list[int]) -> list[int] | None:
+        ready, started = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(started)
+            os.close(ready)
+            self._send(client, refused=f"fork failed: {error.strerror}")
+            return None
+        if pid == 0:
+            os.setsid()
+            self._close_all_but(files)  # This closes `started` too, which tells the server.
+            return files
+        os.close(started)
+        os.read(ready, 1)
+        os.close(ready)
+        pidfd = os.pidfd_open(pid)
+        client.running.add(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, _Child(pid, pidfd, client))
+        self._send(client, pid=pid)
+        return None
+
+    def _close_all_but(self, files: list[int]) -> None:
+        """In a child: close what belongs to the server and to other workers."""
+        self._control.detach()
+        for client in self._clients:
+            client.connection.detach()
+        self._selector.close()
+        for file in _open_files() - self._kept - set(files):
+            with suppress(OSError):
+                os.close(file)
+
+    def _why_not_fork(self) -> str | None:
+        """Why a fork could not be safe now; None if it is."""
+        if (threads := _num_threads()) > self._harmless_threads:
+            return f"the fork server has {threads} threads"
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return "the fork server has initialised CUDA"
+        return None
+
+    def _report_end(self, child: _Child) -> None:
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        child.client.running.discard(child.pid)
+        if child.client not in self._clients:  # Killed when its client was dropped: nobody waits for it.
+            os.waitpid(child.pid, 0)
+            return
+        ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        client_status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        child.client.unreaped.add(child.pid)
+        self._send(child.client, ended=child.pid, status=client_status)
+
+    def _send(self, client: _Client, **values: Any) -> None:
+        with suppress(ConnectionError):  # The end of the connection is noticed when it is read.
+            client.connection.send(json.dumps(values).encode())
+
+    def _drop(self, client: _Client) -> None:
+        """Kill what a client left running, and free the numbers of its workers."""
+        self._clients.discard(client)
+        self._selector.unregister(client.connection)
+        client.connection.close()
+        for pid in client.running:
+            _kill_group(pid)
+        for pid in client.unreaped:
+            os.waitpid(pid, 0)
+
+    def _end(self) -> NoReturn:
+        for client in self._clients:
+            for pid in client.running | client.unreaped:  # One that ended may have left children in its group.
+                _kill_group(pid)
+        os._exit(0)
+
+
+def _become(files: list[int], variables: dict[str, str]) -> None:
+    """Turn a forked child into what a new Python process would be, with the files of its request.
+
+    Args:
+        files: as `MAX_FILES` lists them.
+        variables: environment variables beside those of the request.
+    """
+    description_file, folder, out, err, pipe, *payload = files
+    with os.fdopen(description_file, "rb") as source:
+        text = source.read(MAX_DESCRIPTION_BYTES + 1)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.fchdir(folder)
+    for file in (out, err, folder):
+        os.close(file)
+    assert len(text) <= MAX_DESCRIPTION_BYTES
+    description = json.loads(text)
+    for file in (pipe, *payload):
+        os.set_inheritable(file, True)  # As the files that subprocess passes on are.
+    os.environ.clear()
+    os.environ.update({**description["environment"], VARIABLE: str(pipe), **variables})
+    os.umask(description["umask"])
+    os.sched_setaffinity(0, description["cores"])
+    sys.argv = ["-c", *description["arguments"], *map(str, payload)]
+    if description["namespace"] is not None:
+        from tutti.launch.lab.namespaces import enter
+
+        enter(description["namespace"])
+    _forget_shared_state()
+
+
+def _forget_shared_state() -> None:
+    """Renew what a fork copies and a new process would draw afresh: random states, keys and lists of folders."""
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+    if (process := sys.modules.get("multiprocessing.process")) is not None:
+        process.current_process().authkey = os.urandom(32)
+    importlib.invalidate_caches()  # The user's folders may have got files since the server looked.
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _open_files() -> set[int]:
+    """Numbers of this process's open files, without the one that the listing itself needs for a moment."""
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    files = set()
+    for number in numbers:
+        with suppress(OSError):
+            os.fstat(number)
+            files.add(number)
+    return files
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,166 @@
+"""Start worker processes: forked by a fork server that has imported torch, or spawned as new Python processes.
+
+Both give the same worker: its own session, its environment, two output pipes, a supervisor pipe, and a process object
+with `pid`, `returncode`, `poll` and `wait`. Forking saves each worker the import of torch and Tutti.
+
+Workers are spawned where forking cannot give the same:
+- commands that are not Python scripts, and systems without pidfds;
+- where the user asks for it: `TUTTI_START=spawn`;
+- under coverage measurement, which begins with the interpreter;
+- where the fork server refuses (it has threads, or initialised CUDA) or does not start.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tutti.errors import ConfigError
+from tutti.launch import command, fork_client
+from tutti.launch.fork_client import ForkChannel, ForkedProcess, ForkRefused, file_with
+from tutti.launch.interpreter import main_of
+from tutti.launch.lab.placement import Placement
+from tutti.launch.supervisor_pipe import PARENT, VARIABLE
+
+START = "TUTTI_START"
+"""Variable that says how workers start: "fork" (where possible; the default) or "spawn"."""
+
+TORCH = ("torch", "tutti.launch.worker")
+"""Modules that every worker needs, as far as can be known before it runs."""
+
+TUTTI = ("tutti.launch.torch_groups", "tutti.job", "tutti.data.shard", "tutti.transports.shared_memory.transport")
+"""Modules behind `tutti.init`, `tutti.distribute` and `tutti.shard`."""
+
+COMPILER = ("torch._dynamo",)
+"""Modules that torch imports when the first optimiser is made."""
+
+_COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
+
+Process = subprocess.Popen[bytes] | ForkedProcess
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each worker of a run executes."""
+
+    arguments: Sequence[str]
+    """A script and its arguments, "--function", or with `is_command` a whole command."""
+    payload: bytes | None = None
+    """Pickled function and arguments, which the worker reads from an open file."""
+    is_command: bool = False
+    """Whether `arguments` are a command that need not be Python."""
+    modules: Sequence[str] = (*TORCH, *TUTTI, *COMPILER)
+    """Modules worth importing before workers are forked."""
+
+    def spawned_command(self) -> list[str]:
+        if self.is_command:
+            return [sys.executable, "-I", "-S", command.__file__, str(os.getpid()), *self.arguments]
+        return [*main_of("tutti.launch.worker"), *self.arguments]
+
+
+def modules_for(script: str) -> tuple[str, ...]:
+    """Modules worth importing before a script is forked, judged by the words in it. A wrong guess costs time only."""
+    try:
+        with open(script, errors="replace") as file:
+            text = file.read()
+    except OSError:
+        text = ""
+    return (*TORCH, *(TUTTI if "tutti" in text else ()), *(COMPILER if "optim" in text else ()))
+
+
+class WorkerStarter:
+    """Starts the workers of one run, and the store they meet in if this process has no torch."""
+
+    def __init__(self, program: Program, placement: Placement, environment: dict[str, str]) -> None:
+        self._program = program
+        self._placement = placement
+        self.channel: ForkChannel | None = None
+        """The connection to the fork server, open until `close`; None if all workers are spawned."""
+        if may_fork(program, environment):
+            self.channel = fork_client.channel(environment, program.modules)
+        self._forks = self.channel is not None
+
+    def start(self, rank: int, environment: dict[str, str], files: Sequence[int]) -> Process:
+        """Start a worker. `files`: its stdout, its stderr and its end of the supervisor pipe."""
+        payload = [] if self._program.payload is None else [file_with(self._program.payload, "tutti-function")]
+        try:
+            if self._forks and (forked := self._fork(rank, environment, [*files, *payload])) is not None:
+                return forked
+            return self._spawn(rank, environment, files, payload)
+        finally:
+            for file in payload:
+                os.close(file)
+
+    def start_store(self, listener: socket.socket, environment: dict[str, str]) -> bool:
+        """Serve torch's store on `listener` in a process of its own; False if none can be forked."""
+        if not self._forks:
+            return False
+        assert self.channel is not None
+        address, port = listener.getsockname()
+        description = {
+            "arguments": ["--store", address, str(port)],
+            "environment": environment,
+            "namespace": self._placement.meeting.namespace,
+        }
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        try:
+            self.channel.start(description, [nowhere, nowhere, nowhere, listener.fileno()])
+        except ForkRefused as refused:
+            self._give_up(refused)
+            return False
+        finally:
+            os.close(nowhere)
+        return True
+
+    def close(self) -> None:
+        """End what this run still has in the fork server."""
+        if self.channel is not None:
+            self.channel.close()
+
+    def _fork(self, rank: int, environment: dict[str, str], files: Sequence[int]) -> ForkedProcess | None:
+        assert self.channel is not None
+        description = {
+            "arguments": list(self._program.arguments),
+            "environment": environment,
+            "namespace": self._placement.namespace(rank),
+        }
+        try:
+            return self.channel.start(description, files)
+        except ForkRefused as refused:
+            self._give_up(refused)
+            return None
+
+    def _give_up(self, refused: ForkRefused) -> None:
+        self._forks = False
+        warnings.warn(
+            f"workers are spawned, which takes longer, because {refused}. {START}=spawn turns forking off.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _spawn(
+        self, rank: int, environment: dict[str, str], files: Sequence[int], payload: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        out, err, pipe = files
+        return subprocess.Popen(
+            [*self._placement.prefix(rank), *self._program.spawned_command(), *map(str, payload)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=[pipe, *payload],
+            env={**environment, VARIABLE: str(pipe), PARENT: str(os.getpid())},
+            start_new_session=True,  # So that its own children can be ended with it.
+        )
+
+
+def may_fork(program: Program, environment: dict[str, str]) -> bool:
+    """Whether workers of this program are forked, as far as is known before the server is asked."""
+    how = environment.get(START, "fork")
+    if how not in ("fork", "spawn"):
+        raise ConfigError(f"{START} must be fork or spawn, got '{how}'.")
+    if program.is_command or how == "spawn" or any(name in environment for name in _COVERAGE):
+        return False
+    return fork_client.available()

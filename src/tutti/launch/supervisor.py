@@ -1,0 +1,297 @@
+"""Supervisor: starts the workers of a run, passes on what they print, and leaves nothing behind.
+
+How it works. One thread, the caller's, does everything in a loop over a selector. In it are, for each worker, its two
+outputs and its supervisor pipe, and the connection to the fork server if there is one. Every wait in the loop is
+short, or ends with an event of a worker, so no worker can hold the supervisor up.
+
+A worker is in one of these states:
+- running: its process has not ended;
+- ended well: status 0 and no failure reported over its pipe;
+- lost: it failed after it had said that the others go on without it (`SupervisorPipe.tolerate_loss`). The rest of its
+  process group is killed at once, its result is None;
+- failed: any other end. The run is over: the other workers get `_GRACE_S` to notice and to report, then all are
+  stopped.
+
+A failure that only follows from another rank's (`Failure.knock_on`) is never reported as the cause while another is
+known. So all workers that have ended are looked at together, and before one is judged its pipe is read to the end.
+
+Stopping sends SIGTERM to the process groups that run, waits `_GRACE_S`, then sends SIGKILL to every group, those of
+ended workers included: children that a worker left hold no process then. Each worker is the leader of its own
+session, so its number is also that of its group. If the supervisor itself is killed, the kernel or the fork server
+kills the workers."""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from tutti.errors import WorkerFailed
+from tutti.launch.fork_client import ForkedProcess
+from tutti.launch.lab import namespaces
+from tutti.launch.lab.placement import Placement
+from tutti.launch.output import RankOutput
+from tutti.launch.start import Process, Program, WorkerStarter
+from tutti.launch.supervisor_pipe import Inbox, Watcher
+
+_GRACE_S = 2.0
+"""How long peers of a failed worker get to notice and report it, and stopped workers to end by themselves."""
+
+_POLL_S = 0.05
+"""How often ends of workers are looked for, beside the events that announce them."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker process as its supervisor sees it."""
+
+    rank: int
+    process: Process
+    pipe: int
+    """The supervisor's end of the supervisor pipe."""
+    outputs: dict[int, RankOutput]
+    """Its stdout and stderr, by the number of the supervisor's end."""
+    inbox: Inbox = field(default_factory=Inbox)
+    ended_at: float | None = None
+
+    def reason(self) -> str | None:
+        """How it failed; None if it runs, or ended well."""
+        if self.inbox.failure is not None:
+            return self.inbox.failure.reason
+        status = self.process.poll()
+        if status is None or status == 0:
+            return None
+        if isinstance(self.process, ForkedProcess) and self.process.lost_server:
+            return "was killed because the fork server that started it has ended"
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"exited with status {status}"
+
+    @property
+    def knocked_on(self) -> bool:
+        """Whether it failed only because another rank did."""
+        return self.inbox.failure is not None and self.inbox.failure.knock_on
+
+
+class Supervisor:
+    """Starts workers, passes on their output and ends when all have ended, or one has failed that was needed."""
+
+    def __init__(
+        self, program: Program, placement: Placement, environment: dict[str, str], watch: Watcher | None = None
+    ) -> None:
+        self._placement = placement
+        self._environment = environment
+        self._watch = watch
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._first_failed: _Worker | None = None
+        self._lost: list[_Worker] = []
+        """Workers that failed while the others went on, the first one first."""
+        self._store: Any = None
+        """The store that workers meet in, where this process serves it."""
+        self._starter = WorkerStarter(program, placement, self._common_environment())
+
+    def run(self) -> list[Any]:
+        """Start all, wait for all, and return their results by rank."""
+        try:
+            self._serve_store()
+            for rank in range(self._placement.num_workers):
+                self._workers.append(self._start(rank))
+            if self._starter.channel is not None:
+                self._selector.register(self._starter.channel, selectors.EVENT_READ)
+            self._watch_until_ended()
+        finally:
+            self._stop()
+        self._raise_first_failure()
+        # A worker can be lost after it sent a result, while it was ending.
+        return [None if worker in self._lost else worker.inbox.result for worker in self._workers]
+
+    def _serve_store(self) -> None:
+        """Serve the store in this process if it has imported torch already, else in one that the fork server makes."""
+        listener = self._placement.listen()
+        self._port = listener.getsockname()[1]
+        with listener:
+            if "torch" not in sys.modules and self._starter.start_store(listener, self._common_environment()):
+                return
+            from tutti.launch.store import serve  # Imports torch.
+
+            address, file = self._placement.address, os.dup(listener.fileno())
+            if (namespace := self._placement.meeting.namespace) is None:
+                self._store = serve(address, self._port, file)
+            else:
+                self._store = namespaces.inside(namespace, lambda: serve(address, self._port, file))
+
+    def _start(self, rank: int) -> _Worker:
+        """Start a worker with two output pipes and a supervisor pipe, and watch all three."""
+        pipes = [os.pipe() for _ in range(3)]
+        (out, _), (err, _), (pipe, _) = pipes
+        try:
+            process = self._starter.start(rank, self._environment_of(rank), [writer for _, writer in pipes])
+        except BaseException:
+            for reader, _ in pipes:
+                os.close(reader)
+            raise
+        finally:
+            for _, writer in pipes:
+                os.close(writer)
+        outputs = {file: RankOutput(rank, is_stderr=file == err) for file in (out, err)}
+        worker = _Worker(rank, process, pipe, outputs)
+        for file in (out, err, pipe):
+            self._selector.register(file, selectors.EVENT_READ, worker)
+        return worker
+
+    def _common_environment(self) -> dict[str, str]:
+        """Environment variables that are the same for all workers."""
+        threads = max(1, len(os.sched_getaffinity(0)) // self._placement.num_workers)
+        return {
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **self._environment,
+        }
+
+    def _environment_of(self, rank: int) -> dict[str, str]:
+        return {
+            **self._common_environment(),
+            **self._placement.environment(rank),
+            "MASTER_PORT": str(self._port),
+            **self._environment,
+        }
+
+    def _watch_until_ended(self) -> None:
+        deadline = None
+        while any(worker.ended_at is None for worker in self._workers):
+            self._read(_POLL_S)
+            self._note_ends()
+            if self._first_failed is not None and deadline is None:
+                deadline = time.monotonic() + _GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                return
+        self._drain()
+
+    def _read(self, seconds: float) -> None:
+        """Handle what has come from workers and from the fork server; wait `seconds` for it at most."""
+        for key, _ in self._selector.select(seconds):
+            worker: _Worker | None = key.data
+            if worker is None:
+                self._receive_ends()
+                continue
+            data = os.read(key.fd, 65536)
+            if not data:
+                self._selector.unregister(key.fileobj)
+            elif key.fd == worker.pipe:
+                for values in worker.inbox.feed(data):
+                    if self._watch is not None:
+                        self._watch(worker.rank, values)
+            else:
+                worker.outputs[key.fd].write(data)
+
+    def _receive_ends(self) -> None:
+        channel = self._starter.channel
+        assert channel is not None
+        channel.receive()
+        if channel.server_ended:  # It stays readable for ever.
+            self._selector.unregister(channel)
+
+    def _note_ends(self) -> None:
+        failed = [worker for worker in self._newly_ended() if self._watched_reason(worker)]
+        for worker in sorted(failed, key=lambda worker: (worker.inbox.tolerates_loss, worker.knocked_on)):
+            if self._first_failed is None and worker.inbox.tolerates_loss:
+                self._lose(worker)
+            elif self._first_failed is None or self._first_failed.knocked_on:
+                self._first_failed = worker
+
+    def _newly_ended(self) -> list[_Worker]:
+        """Workers that have ended since the last call.
+
+        Looks again until there are no more: a worker that failed because of another must not be judged before it.
+        """
+        ended: list[_Worker] = []
+        while more := [one for one in self._workers if one.ended_at is None and one.process.poll() is not None]:
+            for worker in more:
+                worker.ended_at = time.monotonic()
+            ended += more
+        return ended
+
+    def _lose(self, worker: _Worker) -> None:
+        """Go on without a worker, and end what it started now: until the run ends may take long."""
+        self._lost.append(worker)
+        _signal_group(worker.process.pid, signal.SIGKILL)
+        outlook = ": the others go on without it" if len(self._lost) < len(self._workers) else ""
+        reason = " ".join((worker.reason() or "failed").split()).rstrip(".")
+        print(f"[rank {worker.rank}] {reason}{outlook}", file=sys.stderr, flush=True)
+
+    def _watched_reason(self, worker: _Worker) -> str | None:
+        while self._ready(worker.pipe):
+            self._read(0)
+        return worker.reason()
+
+    def _ready(self, file: int) -> bool:
+        return any(key.fd == file for key, _ in self._selector.select(0))
+
+    def _drain(self) -> None:
+        """Read what is left. A worker's own children may hold its pipes open: wait for them no longer than a moment."""
+        deadline = time.monotonic() + _GRACE_S
+        while any(key.data is not None for key in self._selector.get_map().values()) and time.monotonic() < deadline:
+            self._read(_POLL_S)
+
+    def _stop(self) -> None:
+        """End all that still runs, children of workers included, and close everything."""
+        try:
+            self._signal_all(signal.SIGTERM)
+        finally:  # Also when the user presses Ctrl-C again because ending takes too long.
+            self._signal_all(signal.SIGKILL)
+            self._close()
+
+    def _signal_all(self, sign: signal.Signals) -> None:
+        """Send a signal to workers (the last one to all that they started, too) and give them a moment to end."""
+        running = [worker for worker in self._workers if worker.process.poll() is None]
+        for worker in self._workers if sign == signal.SIGKILL else running:
+            if worker not in self._lost:  # Those were lost perhaps long ago, and the number may be another's now.
+                _signal_group(worker.process.pid, sign)
+        deadline = time.monotonic() + _GRACE_S
+        for worker in running:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _close(self) -> None:
+        self._drain()
+        for worker in self._workers:
+            for file, output in worker.outputs.items():
+                output.finish()
+                os.close(file)
+            os.close(worker.pipe)
+        self._selector.close()
+        self._starter.close()
+        self._store = None
+
+    def _raise_first_failure(self) -> None:
+        first = self._failure()
+        if first is None:
+            return
+        for worker in self._workers:
+            reported = worker is first or worker in self._lost
+            if not reported and worker.knocked_on and worker.inbox.failure is not None:
+                message = worker.inbox.failure.reason.removeprefix("failed: ")
+                print(f"[rank {worker.rank}] {message}", file=sys.stderr)
+        status = first.process.poll() or 0
+        trace = first.inbox.failure.traceback if first.inbox.failure else ""
+        raise WorkerFailed(first.rank, first.reason() or "failed", trace, 128 - status if status < 0 else status)
+
+    def _failure(self) -> _Worker | None:
+        """Whose failure is the whole run's."""
+        first = self._first_failed
+        all_lost = all(worker in self._lost for worker in self._workers if worker.inbox.ever_tolerated_loss)
+        if self._lost and all_lost and (first is None or first.knocked_on):
+            return next((worker for worker in self._lost if not worker.knocked_on), self._lost[0])
+        return first
+
+
+def _signal_group(group: int, sign: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, sign)

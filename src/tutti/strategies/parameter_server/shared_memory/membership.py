@@ -1,0 +1,120 @@
+"""Membership of a worker in versions: joining, leaving, barriers, and the removal of lost workers."""
+
+from collections.abc import Callable
+from functools import partial
+
+from tutti.events import PULL, Event
+from tutti.strategies.parameter_server.shared_memory.context import SharedMemoryContext
+from tutti.strategies.parameter_server.shared_memory.joint_stepping import JOINT_LOCK, JointStepper
+from tutti.strategies.parameter_server.shared_memory.reading import ParameterReader
+from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper
+from tutti.strategies.parameter_server.shared_memory.worker_registry import Awaited
+
+
+class ClockMembership:
+    """Whether versions wait for this worker, and from which clock on.
+
+    A worker writes only its own `is_member` and `first_clock` counters. There is one exception: any worker may clear
+    the `is_member` counters of a lost one.
+    """
+
+    def __init__(
+        self, context: SharedMemoryContext, stepper: ShardStepper, joint: JointStepper | None, reader: ParameterReader
+    ) -> None:
+        self._context = context
+        self._counters = context.counters
+        self._registry = context.registry
+        self._stepper = stepper
+        self._joint = joint
+        self._reader = reader
+        self._step_due = stepper.step_due if joint is None else joint.step_due
+        self._all_buckets = range(len(context.buckets))
+
+    def leave(self) -> None:
+        """Let others make versions without this worker, and take the steps that become due by that."""
+        self._set_member(False)
+        self._step_due(self._all_buckets)
+
+    def withdraw(self) -> None:
+        """Let others make versions without this worker."""
+        self._set_member(False)
+
+    def join(self) -> None:
+        """Let versions wait for this worker again, from the next one on."""
+        if self._joint is None:
+            for index in self._all_buckets:
+                self._join_bucket(index)
+        else:
+            self._registry.acquire(int(self._counters.lock[JOINT_LOCK]))
+            self._joint.make_due_versions()
+            for index in self._all_buckets:
+                self._start_at_version(index)
+                self._counters.set_member(index, self._context.rank, True)
+            self._registry.release(int(self._counters.lock[JOINT_LOCK]))
+        for local in self._context.buckets:
+            local.is_stale = True
+
+    def _join_bucket(self, bucket_index: int) -> None:
+        # Under the locks of all its shards: so no version is made between reading it and becoming a member.
+        shards = [shard.index for shard in self._context.parameters.by_bucket[bucket_index]]
+        locks = [int(self._counters.lock[index]) for index in shards]
+        for lock in locks:
+            self._registry.acquire(lock)
+        for index in shards:
+            self._stepper.make_due_versions(index)
+        self._start_at_version(bucket_index)
+        self._counters.set_member(bucket_index, self._context.rank, True)
+        for lock in locks:
+            self._registry.release(lock)
+
+    def barrier(self, action: Callable[[int], None] = lambda number: None) -> None:
+        """Wait for all living workers; when every update is applied, run `action`, read, and go on together."""
+        start_s = self._context.transport.now()
+        self.leave()
+        self._registry.barrier(partial(self._complete_barrier, action))
+        self._context.events.record(Event(PULL, start_s, self._context.transport.now()))
+
+    def _complete_barrier(self, action: Callable[[int], None], number: int) -> None:
+        self._registry.wait(self._unapplied)
+        action(number)
+        for index in self._all_buckets:
+            self._start_at_version(index)
+        self._reader.read(self._all_buckets)
+        self._set_member(True)
+
+    def remove_lost(self, worker: int) -> None:
+        """Go on without a lost worker: no version waits for it, and its locks are taken over. May run repeatedly."""
+        for index in self._all_buckets:
+            self._counters.set_member(index, worker, False)
+        for shard_index in range(len(self._context.parameters.shards)):
+            lock = int(self._counters.lock[shard_index])
+            if self._registry.take_over(lock, worker):  # From here on no other worker repairs it.
+                if self._joint is None:
+                    self._stepper.repair(shard_index)
+                else:
+                    self._joint.repair()
+                self._registry.release(lock)
+        self._step_due(self._all_buckets)
+
+    def _unapplied(self) -> Awaited | None:
+        """Return the version of a shard that a worker is still making; None when every update is applied."""
+        self._step_due(self._all_buckets)
+        counters = self._counters
+        for shard in self._context.parameters.shards:
+            version = counters.version_of(shard.index)
+            if counters.stepping_of(shard.index) > version or self._stepper.due(shard.index) is not None:
+                return counters.version[[shard.index]], version + 1
+        return None
+
+    def _set_member(self, is_member: bool) -> None:
+        for index in self._all_buckets:
+            self._counters.set_member(index, self._context.rank, is_member)
+
+    def _start_at_version(self, bucket_index: int) -> None:
+        """Let this worker's next push of a bucket be for the next version, unless it has pushed further already."""
+        counters, local, rank = self._counters, self._context.buckets[bucket_index], self._context.rank
+        version = counters.version_of(self._context.parameters.by_bucket[bucket_index][0].index)
+        if self._context.consistency.bound is not None and version > local.clock:
+            local.clock = version
+            counters.values[counters.first_clock[bucket_index, rank]] = version
+            counters.publish_clock(bucket_index, rank, version)

@@ -1,0 +1,83 @@
+"""Pushing in shared memory: a worker writes its gradient into its ring, or steps the shared parameters with it."""
+
+import numpy as np
+
+from tutti.events import READ, Event
+from tutti.replica import Bucket
+from tutti.strategies.parameter_server.ledger import Update
+from tutti.strategies.parameter_server.shared_memory.context import SharedMemoryContext, applies_own_updates
+from tutti.strategies.parameter_server.shared_memory.joint_stepping import JointStepper
+from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper
+from tutti.strategies.parameter_server.worker import gradient_flags
+
+
+class GradientPusher:
+    """Makes a worker's gradients visible to all workers, and takes the steps that become due by them."""
+
+    def __init__(self, context: SharedMemoryContext, stepper: ShardStepper, joint: JointStepper | None) -> None:
+        self._context = context
+        self._stepper = stepper
+        self._step_due = stepper.step_due if joint is None else joint.step_due
+        self._applies_own = applies_own_updates(context.consistency)
+        self.num_bytes = 0
+        """Bytes of gradients pushed so far."""
+
+    def push(self, bucket: Bucket, weight: float, norm: float, options: np.ndarray) -> None:
+        """Push a bucket.
+
+        Args:
+            bucket: holds the gradients; they are copied, or used before this returns.
+            weight: number of samples that the gradients are the mean of.
+            norm: norm of the whole gradient, where each update is clipped by itself; else 0.
+            options: numeric options of the optimiser.
+        """
+        context, index = self._context, bucket.index
+        local = context.buckets[index]
+        clock, now, bound = local.clock, context.transport.now(), context.consistency.bound
+        for shard, base_version in zip(context.parameters.by_bucket[index], local.base_versions, strict=True):
+            context.events.record(Event(READ, now, now, 0, (shard.index, clock, base_version)))
+        local.clock += 1
+        self.num_bytes += bucket.flat.nbytes
+        if self._applies_own:
+            self._apply(bucket, clock, weight, norm, options)
+        else:
+            if bound is not None:
+                context.staleness[clock - local.version] += index == 0
+            context.pushes.write(bucket, clock, weight, norm, options, local.base_versions)
+            if bound is not None:
+                context.counters.publish_clock(index, context.rank, local.clock)
+                self._step_due([index])
+            elif index + 1 == len(context.buckets):
+                self._publish_update(index)
+        local.is_stale = True  # Whether there really is a newer version costs nothing to find out here.
+
+    def _publish_update(self, last_bucket: int) -> None:
+        """Publish an update under a counting consistency: when its last bucket is written, all buckets together."""
+        counters, rank = self._context.counters, self._context.rank
+        counters.values[counters.arrival[rank]] = counters.flags.advance(counters.num_arrivals)
+        # Bucket 0 last: joint steps look at its clock alone, and then find the whole update.
+        for index, local in reversed(list(enumerate(self._context.buckets))):
+            counters.publish_clock(index, rank, local.clock)
+        self._step_due([last_bucket])
+
+    def _apply(self, bucket: Bucket, clock: int, weight: float, norm: float, options: np.ndarray) -> None:
+        """Step each shard of a bucket with this worker's gradient: under `Async`, each update is a version."""
+        context = self._context
+        context.registry.check_stop(context.replica.steps)
+        flags = np.array(gradient_flags(bucket), dtype=bool)
+        local = context.buckets[bucket.index]
+        for shard, base_version in zip(context.parameters.by_bucket[bucket.index], local.base_versions, strict=True):
+            has_grad = flags[[segment.slot_index for segment in shard.segments]]
+            gradient = bucket.flat[shard.bucket_range]
+            update = Update(context.rank, base_version, weight, norm, options, has_grad, gradient, clock)
+            lock = int(context.counters.lock[shard.index])
+            context.registry.acquire(lock)
+            try:
+                version = context.counters.version_of(shard.index)
+                update.staleness = version - base_version
+                self._stepper.make_version(shard.index, version, [update])
+            finally:
+                context.registry.release(lock)
+            if shard.index == 0:
+                context.staleness[update.staleness] += 1
+        context.counters.publish_clock(bucket.index, context.rank, local.clock)

@@ -1,0 +1,362 @@
+"""The fork server: forked workers are what spawned ones are, a server serves many runs, and all end together."""
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_launch import parent_signal, runs, started, wait_until_gone
+
+import tutti
+from tutti.errors import ConfigError, WorkerFailed
+from tutti.launch import fork_client
+from tutti.launch.fork_client import ForkRefused
+from tutti.launch.start import COMPILER, START, TORCH, TUTTI, Program, may_fork, modules_for
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def whereabouts() -> tuple[int, int]:
+    return os.getpid(), os.getppid()
+
+
+# --- the same worker ---
+
+
+def examine() -> dict[str, Any]:
+    """What could tell a forked worker from a spawned one."""
+    for module in (*TORCH, *TUTTI, *COMPILER):  # They add filters of warnings, whenever they are imported.
+        importlib.import_module(module)
+    files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
+    signals = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
+    return {
+        "signals": {int(number): str(signal.getsignal(number)) for number in signals},
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "files": sorted(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{file}")) for file in files),
+        "inheritable": sorted(
+            os.get_inheritable(int(name)) for name in os.listdir("/proc/self/fd") if is_open(int(name))
+        ),
+        "path": sys.path,
+        "program": [part for part in sys.argv if not part.isdigit()],
+        "main": sys.modules["__main__"].__name__,
+        "flags": str(sys.flags),
+        "streams": [(each.encoding, each.errors, each.line_buffering, each.write_through) for each in streams()],
+        "session": os.getsid(0) == os.getpgrp() == os.getpid(),
+        "parent signal": parent_signal(),
+        "threads": (len(os.listdir("/proc/self/task")), threading.active_count(), torch.get_num_threads()),
+        "folder": os.getcwd(),
+        "mask": Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "environment": {name: value for name, value in os.environ.items() if name not in CHANGING},
+        "filters": sorted({str(each[:2]) for each in warnings.filters}),
+        "process": (multiprocessing.current_process().name, multiprocessing.parent_process()),
+        "faults": faulthandler.is_enabled(),
+        "collector": (gc.isenabled(), gc.get_threshold()),
+        "hooks": (sys.excepthook is sys.__excepthook__, sys.gettrace(), sys.getprofile()),
+        "cuda": torch.cuda.is_initialized(),
+    }
+
+
+CHANGING = ("TUTTI_LINK", "TUTTI_PARENT", "TUTTI_START", "MASTER_PORT", "_")
+
+
+def streams() -> list[Any]:
+    return [sys.stdin, sys.stdout, sys.stderr]
+
+
+def is_open(file: int) -> bool:
+    try:
+        os.fstat(file)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_forked_worker_is_what_a_spawned_one_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also after the server has started: folder, variables, umask and cores are those of the call."""
+    tutti.launch(whereabouts, workers=1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SOME_VARIABLE", "set after the server started")
+    cores = os.sched_getaffinity(0)
+    before = os.umask(0o027)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        (forked,) = tutti.launch(examine, workers=1)
+        monkeypatch.setenv(START, "spawn")
+        (spawned,) = tutti.launch(examine, workers=1)
+    finally:
+        os.umask(before)
+        os.sched_setaffinity(0, cores)
+    assert forked == spawned
+    assert forked["folder"] == str(tmp_path)
+    assert forked["mask"] == "0027"
+    assert forked["session"]
+
+
+def draw() -> tuple[float, float, float, bytes, str]:
+    key = bytes(multiprocessing.current_process().authkey)
+    return random.random(), float(np.random.rand()), torch.rand(1).item(), key, str(uuid.uuid4())
+
+
+def test_no_two_workers_draw_the_same_numbers() -> None:
+    draws = [tutti.launch(draw, workers=3), tutti.launch(draw, workers=3)]
+    for kind in range(5):
+        drawn = [worker[kind] for run in draws for worker in run]
+        assert len(set(drawn)) == 6, drawn
+
+
+def hooked(folder: str) -> None:
+    atexit.register(Path(folder, os.environ["RANK"]).touch)
+
+
+def test_exit_handlers_of_workers_run(tmp_path: Path) -> None:
+    tutti.launch(hooked, str(tmp_path), workers=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+# --- one server for many runs ---
+
+
+def test_runs_share_a_server() -> None:
+    first, second = (tutti.launch(whereabouts, workers=3) for _ in range(2))
+    pids, servers = {pid for pid, _ in first + second}, {server for _, server in first + second}
+    assert len(pids) == 6
+    assert len(servers) == 1
+    assert servers <= set(fork_client.server_pids())
+
+
+def hash_of(text: str) -> tuple[int, int]:
+    return hash(text), os.getppid()
+
+
+def test_a_variable_that_acts_at_import_needs_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, usual),) = tutti.launch(hash_of, "a", workers=1)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    ((value, other),) = tutti.launch(hash_of, "a", workers=1)
+    assert usual != other
+    asked = subprocess.run([sys.executable, "-c", "print(hash('a'))"], capture_output=True, text=True, check=True)
+    assert value == int(asked.stdout)
+
+
+def test_modules_of_the_user_are_never_stale(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run after a change of a file sees the change."""
+    from tutti.launch.local import run_script
+
+    (tmp_path / "script.py").write_text("import beside; print('value', beside.value)")
+    for value in (1, 22, 333):
+        (tmp_path / "beside.py").write_text(f"value = {value}\n")
+        run_script([str(tmp_path / "script.py")], 2, {})
+        assert sorted(capfd.readouterr().out.splitlines()) == [f"[rank {rank}] value {value}" for rank in (0, 1)]
+
+
+def test_runs_side_by_side() -> None:
+    def run(number: int) -> list[tuple[int, int]]:
+        return tutti.launch(sum_of_ranks, number, workers=2)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(6))) == [[number + 1.0] * 2 for number in range(6)]
+
+
+def sum_of_ranks(number: int) -> float:
+    world = tutti.init()
+    tensor = torch.tensor([number / 2 + world.rank])
+    world.transport.all_reduce(tensor).wait()  # type: ignore[attr-defined]
+    world.close()
+    return tensor.item()
+
+
+def test_a_forked_copy_of_the_caller_has_no_server() -> None:
+    tutti.launch(whereabouts, workers=1)
+    server = fork_client.server_pids()
+    ready, told = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(told, repr(fork_client.server_pids()).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(ready, 100) == b"[]"
+    os.close(ready)
+    os.close(told)
+    assert fork_client.server_pids() == server
+    assert all(runs(each) for each in server)
+
+
+# --- where workers are spawned ---
+
+
+def test_spawn_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(START, "spawn")
+    ((_, parent),) = tutti.launch(whereabouts, workers=1)
+    assert parent == os.getpid()
+
+
+def test_unknown_way_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(START, "magic")
+    with pytest.raises(ConfigError, match="TUTTI_START must be fork or spawn, got 'magic'"):
+        tutti.launch(whereabouts, workers=1)
+
+
+def test_commands_and_measured_runs_are_spawned() -> None:
+    assert may_fork(Program(["script.py"]), {})
+    assert not may_fork(Program(["true"], is_command=True), {})
+    assert not may_fork(Program(["script.py"]), {"COVERAGE_PROCESS_START": "x"})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "threads"),
+        ("import torch; torch.cuda.is_initialized = lambda: True", "has initialised CUDA"),
+        ("raise LookupError('no luck')", "LookupError: no luck"),
+    ],
+)
+def test_a_server_that_cannot_fork_refuses(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "odd_module.py").write_text(text)
+    server = fork_client._Server(
+        {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}, ["odd_module"]
+    )
+    channel = server.connect()
+    try:
+        with pytest.raises(ForkRefused, match=reason):
+            channel.start({"arguments": [], "environment": {}, "namespace": None}, [1, 2, 2])
+    finally:
+        channel.close()
+        server.close()
+
+
+def test_a_refused_run_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ForkRefused("the fork server has 2 threads")
+
+    monkeypatch.setattr(fork_client.ForkChannel, "start", refuse)
+    with pytest.warns(RuntimeWarning, match="workers are spawned, which takes longer, because the fork server has 2"):
+        results = tutti.launch(whereabouts, workers=2)
+    assert [parent for _, parent in results] == [os.getpid()] * 2
+
+
+def test_words_of_a_script_decide_what_is_imported_before_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print(1)")
+    assert modules_for(str(script)) == TORCH
+    script.write_text("import tutti\noptimizer = torch.optim.SGD(...)")
+    assert {"tutti.job", "torch._dynamo"} <= set(modules_for(str(script)))
+
+
+# --- a supervisor without torch ---
+
+
+def test_the_command_line_imports_no_torch_to_supervise(tmp_path: Path) -> None:
+    """Then a process of the fork server's serves the store."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch, tutti\nworld = tutti.init()\ntensor = torch.ones(1)\n"
+        "world.transport.all_reduce(tensor).wait()\nprint('sum', tensor.item())\n"
+    )
+    code = f"import sys; from tutti.launch.local import run_script; run_script([{str(script)!r}], 3, {{}}); "
+    with started("-c", code + "print('torch' in sys.modules)") as process:
+        output, _ = process.communicate(timeout=50)
+    assert sorted(output.splitlines()) == ["False", *(f"[rank {rank}] sum 3.0" for rank in range(3))]
+
+
+# --- kills ---
+
+
+def wait_for_ever(pids: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import select; select.select([], [], [], 60)"])
+    Path(pids, str(os.getpid())).touch()
+    Path(pids, str(child.pid)).touch()
+    select.select([], [], [], 60)
+
+
+def wait_for_files(folder: Path, count: int) -> list[int]:
+    while len(files := list(folder.iterdir())) < count:
+        time.sleep(0.01)
+    return [int(file.name) for file in files]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_server_is_killed(tmp_path: Path) -> None:
+    """Its workers die with it, the run says so, and the next one has a new server."""
+
+    def kill() -> None:
+        wait_for_files(tmp_path, 6)
+        for pid in fork_client.server_pids():
+            os.kill(pid, signal.SIGKILL)
+
+    ((_, before),) = tutti.launch(whereabouts, workers=1)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(WorkerFailed, match="was killed because the fork server that started it has ended"):
+        tutti.launch(wait_for_ever, str(tmp_path), workers=3)
+    killer.join()
+    assert wait_until_gone(wait_for_files(tmp_path, 6), 5) == []
+    ((_, after),) = tutti.launch(whereabouts, workers=1)
+    assert before != after
+
+
+def killed_at_random(seed: int) -> None:
+    """One rank, which depends on the seed, kills itself at a moment that does too; all reduce meanwhile."""
+    chance = random.Random(seed)
+    victim, after_s = chance.randrange(5), chance.choice([0.0, 0.0, chance.random() * 0.3])
+    if int(os.environ["RANK"]) == victim:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if after_s == 0.0:
+            select.select([], [], [], 60)
+    world = tutti.init()
+    while True:
+        world.transport.all_reduce(torch.ones(1)).wait()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("impatient")
+def test_a_worker_is_killed_at_any_moment(seed: int) -> None:
+    victim = random.Random(seed).randrange(5)
+    start_s = time.monotonic()
+    with pytest.raises(WorkerFailed, match=f"rank {victim} was killed by SIGKILL") as caught:
+        tutti.launch(killed_at_random, seed, workers=5)
+    assert caught.value.status == 137
+    assert time.monotonic() - start_s < 30
+
+
+MARKED = """
+import os, select, subprocess, sys
+from tutti.launch.local import launch
+def work():
+    subprocess.Popen([sys.executable, "-c", "import select; select.select([], [], [], 60)"])
+    print("here", flush=True)
+    select.select([], [], [], 60)
+if __name__ == "__main__":
+    launch(work, workers=4)
+"""
+
+
+@pytest.mark.parametrize("after", ["starting", "importing", "first", "all"])
+def test_the_supervisor_is_killed_at_any_moment(after: str, tmp_path: Path) -> None:
+    """The server, the workers and what the workers started end too: the fixture looks for what is left."""
+    script = tmp_path / "script.py"
+    script.write_text(MARKED)
+    with started(str(script)) as supervisor:
+        assert supervisor.stdout is not None
+        if after == "importing":
+            time.sleep(1.0)
+        for _ in range({"first": 1, "all": 4}.get(after, 0)):
+            assert "here" in supervisor.stdout.readline()
+        supervisor.kill()
+        supervisor.wait()
