@@ -86,7 +86,7 @@ def test_lossy_only_if_allowed() -> None:
     assert any(name in chosen for name in ("onebit", "bmuf", "diloco"))
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory", "hosts"])
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory", "hosts"])
 def test_over_real_transports(transport: str) -> None:
     results = run_ok(train, Auto(), 40, size=3, transport=transport)
     assert_alike(results, run_ok(train, AllReduce(), 40, size=3, transport=transport))
@@ -247,7 +247,7 @@ def test_models_compiled_afterwards_stay_as_they_are(in_place: bool, capfd: pyte
 
     torch._dynamo.reset()  # What others compiled counts towards a limit of this one, and the other way round.
     try:
-        results = run_ok(work, size=2, transport="process_group")
+        results = run_ok(work, size=2, transport="sockets")
     finally:
         torch._dynamo.reset()
     for metrics in results:
@@ -342,7 +342,7 @@ def test_alone_it_is_plain_training_and_others_go_on_from_it() -> None:
             job.load_state_dict(saved[-1])
             assert job.steps == 5
 
-    (result,) = run_ok(train, Auto(), 5, save, size=1, transport="process_group")
+    (result,) = run_ok(train, Auto(), 5, save, size=1, transport="sockets")
     assert result[1].strategy == {}
     on("10mbit", Auto(), 30, between=load)
 
