@@ -12,8 +12,10 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import types
 import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +132,23 @@ def hooked(folder: str) -> None:
 def test_exit_handlers_of_workers_run(tmp_path: Path) -> None:
     tutti.launch(hooked, str(tmp_path), workers=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def leaves_things(folder: str) -> None:
+    """In a module, in a cycle, and in a thread: what Python closes when it ends."""
+    module = types.ModuleType("user_module")
+    sys.modules["user_module"] = module
+    module.file = open(Path(folder, "unflushed"), "w")  # type: ignore[attr-defined]  # noqa: SIM115
+    module.file.write("flushed")  # type: ignore[attr-defined]
+    cycle: list[Any] = [tempfile.NamedTemporaryFile(dir=folder)]  # noqa: SIM115
+    cycle.append(cycle)
+    threading.Timer(0.3, Path(folder, "thread").touch).start()
+
+
+def test_what_workers_leave_is_finished(tmp_path: Path) -> None:
+    tutti.launch(leaves_things, str(tmp_path), workers=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thread", "unflushed"]
+    assert (tmp_path / "unflushed").read_text() == "flushed"
 
 
 # --- one server for many runs ---
