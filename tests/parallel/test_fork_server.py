@@ -113,6 +113,26 @@ def test_a_forked_worker_is_what_a_spawned_one_is(monkeypatch: pytest.MonkeyPatc
     assert forked["session"]
 
 
+def count_threads() -> tuple[int, int, str]:
+    importlib.import_module("numpy")
+    torch.ones(200, 200) @ torch.ones(200, 200)
+    return torch.get_num_threads(), len(os.listdir("/proc/self/task")), torch.__config__.parallel_info()
+
+
+def test_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has one thread, whatever its workers are to have."""
+    for threads in ("3", "2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        (forked,) = tutti.launch(count_threads, workers=1)
+        assert forked[0] == int(threads)
+        for server in fork_client.server_pids():
+            assert len(os.listdir(f"/proc/{server}/task")) == 1
+    monkeypatch.setenv(START, "spawn")
+    (spawned,) = tutti.launch(count_threads, workers=1)
+    assert (forked[0], forked[2]) == (spawned[0], spawned[2])
+    assert forked[1] >= spawned[1] > 1, "torch.set_num_threads starts another pool, which then sleeps"
+
+
 def draw() -> tuple[float, float, float, bytes, str]:
     key = bytes(multiprocessing.current_process().authkey)
     return random.random(), float(np.random.rand()), torch.rand(1).item(), key, str(uuid.uuid4())
@@ -236,6 +256,8 @@ def test_commands_and_measured_runs_are_spawned() -> None:
     assert may_fork(Program(["script.py"]), {})
     assert not may_fork(Program(["true"], is_command=True), {})
     assert not may_fork(Program(["script.py"]), {"COVERAGE_PROCESS_START": "x"})
+    assert not may_fork(Program(["script.py"]), {"OMP_PROC_BIND": "true"})
+    assert not may_fork(Program(["script.py"]), {"OMP_NUM_THREADS": "4,2"})
 
 
 @pytest.mark.parametrize(

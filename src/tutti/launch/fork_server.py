@@ -24,6 +24,7 @@ gone, the server kills all process groups it started and exits. While it still i
 """
 
 import atexit
+import ctypes
 import gc
 import importlib
 import io
@@ -82,14 +83,12 @@ def main() -> None:
     die_with(int(parent))
     before = dict(os.environ)
     gc.disable()  # What is imported stays to the end: the collector need not look at it, here or in any worker.
-    importlib.import_module("numpy")
-    harmless = _num_threads()  # OpenBLAS starts its threads with numpy, and ends them itself before every fork.
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    server = _Server(int(control), int(parent), harmless)
+    server = _Server(int(control), int(parent))
     files = server.serve()
     _become(files, {PARENT: str(server.pid), **set_by_imports})
     _run_and_exit(set(sys.modules))
@@ -98,9 +97,8 @@ def main() -> None:
 class _Server:
     """The loop of the server; ends only with the process, or in a child."""
 
-    def __init__(self, control: int, parent: int, harmless_threads: int) -> None:
+    def __init__(self, control: int, parent: int) -> None:
         self.pid = os.getpid()
-        self._harmless_threads = harmless_threads
         self._kept = _open_files() - {control}
         """Files that imported modules hold, and the standard ones: a worker keeps them."""
         self._control = socket.socket(fileno=control)
@@ -188,7 +186,7 @@ class _Server:
 
     def _why_not_fork(self) -> str | None:
         """Why a fork could not be safe now; None if it is."""
-        if (threads := _num_threads()) > self._harmless_threads:
+        if (threads := _num_threads()) > 1:
             return f"the fork server has {threads} threads"
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -258,6 +256,25 @@ def _become(files: list[int], variables: dict[str, str]) -> None:
 
         enter(description["namespace"])
     _forget_shared_state()
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    _set_num_threads(threads, int(os.environ.get("OPENBLAS_NUM_THREADS", threads)))
+
+
+def _set_num_threads(openmp: int, openblas: int) -> None:
+    """Set what the variables would have set had they been there at import; the server imports with one thread.
+
+    OpenBLAS starts its threads when it is loaded, so that a server with more would not be safe to fork.
+    """
+    if openmp > 1 and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(openmp)
+    if openblas > 1:
+        with open("/proc/self/maps") as maps:
+            libraries = {line.split()[-1] for line in maps if "openblas" in line and ".so" in line}
+        for library in libraries:
+            for name in ("openblas", "openblas64_", "scipy_openblas", "scipy_openblas64_"):
+                prefix, suffix = name.removesuffix("64_"), "64_" if name.endswith("64_") else ""
+                if (function := getattr(ctypes.CDLL(library), f"{prefix}_set_num_threads{suffix}", None)) is not None:
+                    function(openblas)
 
 
 def _run_and_exit(imported: set[str]) -> NoReturn:

@@ -7,6 +7,7 @@ Workers are spawned where forking cannot give the same:
 - commands that are not Python scripts, and systems without pidfds;
 - where the user asks for it: `TUTTI_START=spawn`;
 - under coverage measurement, which begins with the interpreter;
+- where OpenMP is to bind threads to cores, or gets a list of numbers of threads: it reads that when it is loaded;
 - where the fork server refuses (it has threads, or initialised CUDA) or does not start.
 """
 
@@ -37,7 +38,11 @@ TUTTI = ("tutti.launch.torch_groups", "tutti.job", "tutti.data.shard", "tutti.tr
 COMPILER = ("torch._dynamo",)
 """Modules that torch imports when the first optimiser is made."""
 
-_COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
+_SPAWN_WITH = (
+    "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE",
+    "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND",
+)  # fmt: skip
+"""Variables with which workers are spawned."""
 
 Process = subprocess.Popen[bytes] | ForkedProcess
 
@@ -161,6 +166,7 @@ def may_fork(program: Program, environment: dict[str, str]) -> bool:
     how = environment.get(START, "fork")
     if how not in ("fork", "spawn"):
         raise ConfigError(f"{START} must be fork or spawn, got '{how}'.")
-    if program.is_command or how == "spawn" or any(name in environment for name in _COVERAGE):
+    if program.is_command or how == "spawn" or any(name in environment for name in _SPAWN_WITH):
         return False
-    return fork_client.available()
+    numbers = [environment[name] for name in fork_client.SET_AFTER_FORK if name in environment]
+    return all(number.isdecimal() for number in numbers) and fork_client.available()
