@@ -15,8 +15,9 @@ from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import Cast, Chain, Codec, ErrorFeedback, LowRank, OneBit, Quantize, RandomK, Threshold, TopK
 from tutti.errors import ConfigError
 from tutti.job import Job, distribute
-from tutti.simulation.compute_clock import ComputeClock, Workload
+from tutti.simulation.compute_clock import ComputeClock
 from tutti.simulation.dry_replica import DryRunReplica
+from tutti.simulation.workload import Workload
 from tutti.strategies import AllReduce, parse
 from tutti.world import World
 
@@ -419,7 +420,7 @@ def test_by_sizes_alone_it_sends_about_as_much(codec: str, hosts: int | None) ->
     def by_sizes() -> int:
         with torch.device("meta"):
             model = net_without_values()
-            workload = Workload.of(model, (torch.empty(8, 40),), {})
+            workload = Workload.from_model(model, (torch.empty(8, 40),), {})
         transport = tutti.init().transport.channel("job")
         replica = DryRunReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), ComputeClock(transport, workload))
         exchange = strategy.attach(replica, transport)

@@ -9,9 +9,10 @@ from torch import nn
 
 import tutti
 from tutti.cluster import Cluster, Compute, Link
-from tutti.simulation.compute_clock import ComputeClock, Workload
+from tutti.simulation.compute_clock import ComputeClock
 from tutti.simulation.dry_replica import DryRunReplica
 from tutti.simulation.runs.scaling import ScalingCase, scaling
+from tutti.simulation.workload import Workload
 from tutti.strategies import Strategy, parse
 
 CLUSTER = Cluster(
@@ -49,7 +50,7 @@ def by_sizes(strategy: Strategy) -> tuple[list[float], int]:
     world = tutti.init()
     with torch.device("meta"):
         model = small()
-        workload = Workload.of(model, (torch.empty(ROWS, 3, 8, 8),), {})
+        workload = Workload.from_model(model, (torch.empty(ROWS, 3, 8, 8),), {})
     transport = world.transport.channel("job")
     replica = DryRunReplica(model, torch.optim.SGD(model.parameters(), lr=0.01), ComputeClock(transport, workload))
     exchange = strategy.attach(replica, transport)

@@ -515,11 +515,11 @@ def test_a_function_that_catches_everything_holds_nothing_up(dies: bool, failure
 
 
 def test_an_interrupt_in_the_caller_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tutti.simulation.engine._PULSE_S", 0.0)
-    monkeypatch.setattr("tutti.simulation.engine._PULSE_EVERY", 1)
+    monkeypatch.setattr("tutti.simulation.engine._PROGRESS_S", 0.0)
+    monkeypatch.setattr("tutti.simulation.engine._PROGRESS_EVERY", 1)
     swept: list[int] = []
 
-    def pulse(seconds: float, messages: int) -> None:
+    def on_progress(seconds: float, messages: int) -> None:
         if messages > 10:
             raise KeyboardInterrupt
 
@@ -533,7 +533,7 @@ def test_an_interrupt_in_the_caller_ends_all_threads(monkeypatch: pytest.MonkeyP
 
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        by_rank(for_ever, for_ever, pulse=pulse)
+        by_rank(for_ever, for_ever, on_progress=on_progress)
     assert sorted(swept) == [0, 1]
     assert threading.active_count() == before
 
@@ -549,8 +549,8 @@ def test_an_interrupt_in_a_rank_is_the_callers() -> None:
 def test_watch_and_pulse_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from tutti.launch.supervisor_pipe import SupervisorPipe
 
-    monkeypatch.setattr("tutti.simulation.engine._PULSE_S", 0.0)
-    monkeypatch.setattr("tutti.simulation.engine._PULSE_EVERY", 1)
+    monkeypatch.setattr("tutti.simulation.engine._PROGRESS_S", 0.0)
+    monkeypatch.setattr("tutti.simulation.engine._PROGRESS_EVERY", 1)
     told: list[Any] = []
     pulses: list[tuple[float, int]] = []
 
@@ -558,7 +558,9 @@ def test_watch_and_pulse_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         SupervisorPipe().progress(step=link.rank)
         (send(1) if link.rank == 0 else receive(0))(link)
 
-    by_rank(work, work, watch=lambda rank, values: told.append((rank, values)), pulse=lambda *at: pulses.append(at))
+    by_rank(
+        work, work, watch=lambda rank, values: told.append((rank, values)), on_progress=lambda *at: pulses.append(at)
+    )
     assert told == [(0, {"step": 0}), (1, {"step": 1})]
     assert pulses == sorted(pulses)
     assert pulses[-1][1] == 1

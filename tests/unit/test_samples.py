@@ -49,8 +49,8 @@ def test_what_the_user_says_wins_and_adds_up() -> None:
     it = Contribution(sample_counts)
     sample_counts.record_batch(8)
     it.forward((torch.ones(8),), {})
-    it.say(100)
-    it.say(20)
+    it.add(100)
+    it.add(20)
     assert it.take() == 120
     sample_counts.record_batch(4)
     it.forward((torch.ones(4),), {})

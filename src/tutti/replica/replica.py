@@ -13,7 +13,7 @@ from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
 from tutti.replica.factors import FactoredLayer
 from tutti.transports import Transport
 
-Heard = Literal["steps", "samples", "gradients"]
+EventScope = Literal["steps", "samples", "gradients"]
 
 
 class Listener(Protocol):
@@ -78,7 +78,7 @@ class Replica(ABC):
 
         Gradients of fewer elements than `exact_below`, and what is not a gradient, are in their exact part.
         """
-        self._transport = transport
+        self.transport = transport
         self._bucket_bytes = bucket_bytes
         kinds: dict[Kind, list[Slot]] = {}
         for slot in [*self.slots, *self.statistics]:
@@ -87,7 +87,7 @@ class Replica(ABC):
         self._cut()
 
     @abstractmethod
-    def listen(self, listener: Listener, to: Heard) -> None:
+    def listen(self, listener: Listener, to: EventScope) -> None:
         """Tell `listener` what happens from now on: steps; steps, with samples counted; or gradients too."""
 
     def hide_gradients(self) -> None:

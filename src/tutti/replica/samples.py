@@ -46,7 +46,7 @@ class Contribution:
         self._counted_draw = False
         self._last = 1.0
 
-    def say(self, num_samples: float) -> None:
+    def add(self, num_samples: float) -> None:
         self._said = (self._said or 0.0) + num_samples
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

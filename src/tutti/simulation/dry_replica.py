@@ -1,4 +1,4 @@
-"""A replica that only goes through the motions of training: its buckets have sizes, and no values."""
+"""`DryRunReplica`: a replica whose buckets have sizes and no values, for dry runs in virtual time."""
 
 from collections.abc import Iterator
 
@@ -7,14 +7,14 @@ from torch.optim import Optimizer
 
 from tutti.replica.buckets import Bucket, Slot
 from tutti.replica.factors import FactoredLayer, layers_of
-from tutti.replica.replica import Heard, Listener, Replica
+from tutti.replica.replica import EventScope, Listener, Replica
 from tutti.simulation.compute_clock import ComputeClock
 
 
 class DryRunReplica(Replica):
-    """Tells a strategy what it would be told in training, as long after each other as the computing would take.
+    """Reports the events of training to a strategy, at the virtual times at which training would.
 
-    Many may share one model on device "meta": nothing of it is changed.
+    Many ranks may share one model on device "meta": nothing of it is changed.
     """
 
     sizes_only = True
@@ -27,7 +27,7 @@ class DryRunReplica(Replica):
         self._gradients = False
         self._num_samples = 0.0
 
-    def listen(self, listener: Listener, to: Heard) -> None:
+    def listen(self, listener: Listener, to: EventScope) -> None:
         self._listener, self._gradients = listener, to == "gradients"
 
     def take_samples(self) -> float:
@@ -48,7 +48,7 @@ class DryRunReplica(Replica):
             layer.catching = layer.slot.name in names
 
     def step(self, num_samples: int) -> None:
-        """Forward, backward and a step of the optimiser, of so many samples."""
+        """Report a forward pass, a backward pass and a step of the optimiser, of so many samples."""
         listener, compute_clock = self._listener, self._compute_clock
         assert listener is not None
         compute_clock.backward(compute_clock.forward(num_samples))
@@ -68,8 +68,8 @@ class DryRunReplica(Replica):
         layers = {layer.slot.name: layer for layer in self._layers}
         for layer in self._layers:
             layer.rows = round(num_samples * workload.rows.get(layer.slot.name, 0.0)) if workload is not None else 0
-        to_come = iter(self.buckets)
-        bucket, left = _next(to_come)
+        remaining = iter(self.buckets)
+        bucket, missing = _next(remaining)
         for number, slot in enumerate(self.slots):
             self._compute_clock.gradient(slot.name)
             if number == 0:
@@ -77,17 +77,17 @@ class DryRunReplica(Replica):
             if slot.name in apart:
                 listener.factors_ready(layers[slot.name])
                 continue
-            left.discard(slot)
-            while bucket is not None and not left:
+            missing.discard(slot)
+            while bucket is not None and not missing:
                 listener.bucket_ready(bucket)
-                bucket, left = _next(to_come)
+                bucket, missing = _next(remaining)
         assert bucket is None
         listener.backward_done()
         if self.apart != apart:
             self._cut()
 
 
-def _next(to_come: Iterator[Bucket]) -> tuple[Bucket | None, set[Slot]]:
-    """The next bucket, and what it waits for: buffers are there."""
-    bucket = next(to_come, None)
+def _next(remaining: Iterator[Bucket]) -> tuple[Bucket | None, set[Slot]]:
+    """Return the next bucket, and the slots whose gradients it waits for: none for buffers, which are always there."""
+    bucket = next(remaining, None)
     return bucket, set(bucket.slots) if bucket is not None and bucket.of_parameters else set()

@@ -1,4 +1,31 @@
-"""Virtual time: what happens next, and the threads of simulated ranks, of which exactly one runs."""
+"""The event loop of a simulation: a queue of events in virtual time, and ranks' threads, of which one runs at a time.
+
+How it works
+------------
+`Engine.run` is called by the thread that asked for the simulation. It takes the earliest time from a heap, sets `now`
+to it and calls the actions scheduled for that time, in the order in which they were scheduled. Actions move messages,
+complete work, and resume ranks.
+
+A rank runs user code in a thread of its own. Two kinds of locks pass the control to and fro, and exactly one of all
+these threads is ever runnable:
+
+- `run_rank(rank)` (loop's thread) releases the rank's `turn` lock and then blocks on the engine's own `_turn`.
+- `return_turn()` (rank's thread) releases `_turn`. It is called when the rank waits for something, or has ended.
+
+So no state of the simulation needs a lock: whoever runs may read and write all of it. The order of all actions depends
+on virtual times and on the order of scheduling only, never on the operating system, which makes runs repeatable.
+
+A rank computes ahead: its clock may be later than `now`, but nothing that it does becomes visible before its clock's
+time, because it is scheduled there. A rank that blocks is resumed by an action on the queue: the end of its work, or
+an alarm. Alarms (deadlines) are in a heap of their own, because a deadline alone must not keep a simulation going:
+when the queue is empty and ranks are left, no deadline would be met by anybody, and that is a deadlock.
+
+Ranks that poll (`work.done()` in a loop) would never let virtual time pass. The second poll at one moment suspends
+the rank (`poll_later`) until all that is due at this moment is done; it then continues at the time of the next event.
+
+`stop` ends all threads, also after an exception in the loop: `stopping` makes every wait of a rank raise `Stopped`.
+From then on nobody waits for `_turn`, and the threads run to their ends concurrently.
+"""
 
 import threading
 import time
@@ -6,6 +33,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from tutti.simulation.deadlock import deadlock_error
 from tutti.simulation.randomness import Randomness
 
 if TYPE_CHECKING:
@@ -13,115 +41,121 @@ if TYPE_CHECKING:
 
 Action = Callable[[], None]
 
-_PULSE_S, _PULSE_EVERY = 0.1, 64
+_PROGRESS_S, _PROGRESS_EVERY = 0.1, 64
+"""Least wall time between two calls of `on_progress`, and how many events pass between two looks at the wall clock."""
+
 _GRACE_S = 10.0
-"""How long ranks' threads get to come to their next waits when the simulation is over."""
-_LOOK_S = 0.01
+"""How long threads of ranks get to reach their next wait when the simulation is over, in wall time."""
+
+_JOIN_S = 0.01
 
 
 class Engine:
-    """The agenda of a simulation, and whose turn it is.
+    """The event queue of a simulation, and the control over which thread runs."""
 
-    Its loop runs in the thread that asked for the simulation. What is due at one moment is done in the order in which
-    it was asked for. A rank's thread runs while the loop waits for it, until it has to wait for something itself.
-    """
-
-    def __init__(self, pulse: Callable[[float], None] | None = None) -> None:
+    def __init__(self, on_progress: Callable[[float], None] | None = None) -> None:
         self.now = 0.0
+        """Virtual time of the event that is being handled, in seconds."""
         self.stopping = False
         self._times: list[float] = []
-        self._agenda: dict[float, Action | list[Action]] = {}
+        self._actions: dict[float, Action | list[Action]] = {}
         self._alarms: list[tuple[float, int, Rank]] = []
-        self._lookers: list[Rank] = []
-        self._pulse = pulse
+        self._polling_ranks: list[Rank] = []
+        self._on_progress = on_progress
         self._turn = threading.Lock()
         self._turn.acquire()
-        self._outside = Randomness()
+        self._callers_randomness = Randomness()
         self._last: Rank | None = None
 
-    def at(self, time_s: float, action: Action) -> None:
-        """Do `action` at that time, which has not passed yet."""
-        agenda = self._agenda
-        due = agenda.get(time_s)
+    def schedule(self, time_s: float, action: Action) -> None:
+        """Call `action` at that virtual time, which must not have passed."""
+        actions = self._actions
+        due = actions.get(time_s)
         if due is None:
-            agenda[time_s] = action  # Mostly it is the only one.
+            actions[time_s] = action  # Most moments have one action: no list is made for it.
             heappush(self._times, time_s)
         elif due.__class__ is list:
             due.append(action)
         else:
-            agenda[time_s] = [due, action]  # type: ignore[list-item]
+            actions[time_s] = [due, action]  # type: ignore[list-item]
 
-    def alarm(self, time_s: float, rank: "Rank") -> None:
-        """Look at that time whether the rank has waited too long. Alone it keeps nothing going."""
+    def set_alarm(self, time_s: float, rank: "Rank") -> None:
+        """Call `rank.waiter.check_deadline()` at that time, if anything else is still scheduled at or after it."""
         heappush(self._alarms, (time_s, rank.number, rank))
 
-    def look_later(self, rank: "Rank") -> None:
-        """Resume a rank that asks again and again when all that is due now is done and the next thing is due.
+    def poll_later(self, rank: "Rank") -> None:
+        """Resume a polling rank when all that is due now is done, at the time of the next event.
 
-        Where nothing is, it is resumed now.
+        Where nothing else is scheduled, it is resumed now.
         """
-        self._lookers.append(rank)
+        self._polling_ranks.append(rank)
 
     def run(self, ranks: list["Rank"]) -> None:
-        """Do what is due, to the last message. Raises what `Rank.stuck` says if ranks are left then."""
-        times, agenda, alarms = self._times, self._agenda, self._alarms
-        looked_s, count = time.monotonic(), 0
+        """Handle events until none is left. Raises `Deadlock` if a rank has not ended by then."""
+        times, actions, alarms = self._times, self._actions, self._alarms
+        reported_s, count = time.monotonic(), 0
         while times:
             if alarms and alarms[0][0] < times[0]:
                 self.now, _, rank = heappop(alarms)
-                rank.ring()
+                rank.waiter.check_deadline()
                 continue
             self.now = heappop(times)
-            due = agenda.pop(self.now)
+            due = actions.pop(self.now)
             if due.__class__ is list:
                 for action in due:
                     action()
             else:
                 due()  # type: ignore[operator]
-            if self._lookers and not (times and times[0] == self.now):
-                self._let_look()
+            # Not before actions that were scheduled for this very moment meanwhile.
+            if self._polling_ranks and not (times and times[0] == self.now):
+                self._schedule_polls()
             count += 1
-            if count % _PULSE_EVERY == 0 and self._pulse is not None and time.monotonic() - looked_s > _PULSE_S:
-                looked_s = time.monotonic()
-                self._pulse(self.now)
-        if not all(rank.ended for rank in ranks):
-            raise ranks[0].stuck(ranks)
+            if (
+                count % _PROGRESS_EVERY == 0
+                and self._on_progress is not None
+                and time.monotonic() - reported_s > _PROGRESS_S
+            ):
+                reported_s = time.monotonic()
+                self._on_progress(self.now)
+        if not all(rank.thread.ended for rank in ranks):
+            raise deadlock_error(ranks)
 
-    def _let_look(self) -> None:
-        lookers, self._lookers = self._lookers, []
+    def _schedule_polls(self) -> None:
+        ranks, self._polling_ranks = self._polling_ranks, []
         next_s = self._times[0] if self._times else None
-        for rank in lookers:
-            self.at(rank.looks_again_s(next_s), rank.resume)
+        for rank in ranks:
+            self.schedule(rank.waiter.next_poll_s(next_s), rank.resume)
 
-    def give_turn(self, rank: "Rank") -> None:
-        """Let a rank's thread run until it waits or ends. Its random numbers are its own."""
+    def run_rank(self, rank: "Rank") -> None:
+        """Let a rank's thread run until it waits or ends. It uses random generators of its own."""
         if self._last is not rank:
-            (self._last.randomness if self._last is not None else self._outside).keep()
-            rank.randomness.bring_back()
+            (self._last.randomness if self._last is not None else self._callers_randomness).save()
+            rank.randomness.restore()
             self._last = rank
-        rank.paused = False
-        rank.turn.release()
+        rank.thread.paused = False
+        rank.thread.turn.release()
         self._turn.acquire()
 
-    def take_turn(self) -> None:
-        """Called by a rank's thread, which waits or has ended: let the loop go on."""
-        if not self.stopping:  # From then on there is no loop, and nobody waits for this.
+    def return_turn(self) -> None:
+        """Let the loop continue. Called by the thread of a rank that waits or has ended."""
+        if not self.stopping:  # From then on there is no loop, and nobody waits for this lock.
             self._turn.release()
 
     def stop(self, ranks: list["Rank"]) -> None:
-        """End the threads of all ranks, wherever they are, and give the caller's random numbers back.
+        """End the threads of all ranks, wherever they are, and give the caller's random generators back.
 
-        The loop may have been interrupted anywhere, even while a rank's thread runs.
+        The loop may have been interrupted anywhere, even while a rank's thread runs (by Ctrl-C, for example). A thread
+        that does not come to a wait within the grace period is left to itself; it is a daemon.
         """
         self.stopping = True
         deadline = time.monotonic() + _GRACE_S
-        for rank in ranks:
-            while rank.alive and time.monotonic() < deadline:
-                if rank.paused:  # It wakes up once, and never waits for its turn again.
-                    rank.paused = False
-                    rank.turn.release()
-                rank.join(_LOOK_S)
-            if not rank.alive:
-                rank.join()
+        for thread in (rank.thread for rank in ranks):
+            while thread.alive and time.monotonic() < deadline:
+                if thread.paused:  # It is woken once, sees `stopping`, and never waits for its turn again.
+                    thread.paused = False
+                    thread.turn.release()
+                thread.join(_JOIN_S)
+            if not thread.alive:
+                thread.join()
         if self._last is not None:
-            self._outside.bring_back()
+            self._callers_randomness.restore()

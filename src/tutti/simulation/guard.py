@@ -1,4 +1,14 @@
-"""A simulation stays inside its process: whatever would reach out of it is refused."""
+"""The guard of a simulation: simulated ranks open no real sockets and start no real processes.
+
+How it works
+------------
+A thread-local flag marks the threads of simulated ranks (`enter`). `refuse` raises in such a thread and does nothing in
+others; `tutti.init`, `launch` and `simulate` call it.
+
+`install` adds two things to the process, once, for good: an audit hook, which Python calls when any socket is made, and
+a wrapper around `TCPStore.__init__`, whose sockets are made in C++ and not audited. Both only call `refuse`, so the
+rest of the process is not affected, also while a simulation runs.
+"""
 
 import socket
 import sys
@@ -14,25 +24,25 @@ _NETWORK = (socket.AF_INET, socket.AF_INET6)
 
 
 def enter() -> None:
-    """From now on, this thread is a simulated rank's."""
+    """Mark this thread as that of a simulated rank."""
     _here.simulated = True
 
 
 def refuse(what: str) -> None:
-    """Raise if this is a simulated rank."""
+    """Raise `ConfigError` if this thread is that of a simulated rank; `what` was attempted."""
     if getattr(_here, "simulated", False):
         raise ConfigError(
-            f"{what} inside a simulation: simulated ranks talk through tutti.world().transport alone, and nothing "
-            "leaves their process."
+            f"{what} inside a simulation: simulated ranks communicate through tutti.world().transport alone, and "
+            "nothing leaves their process."
         )
 
 
 @cache
-def watch() -> None:
-    """From now on simulated ranks cannot open sockets: neither Python's nor those of torch's stores. Others can."""
+def install() -> None:
+    """Refuse Python's sockets and torch's stores in the threads of simulated ranks, from now on."""
     from torch.distributed import TCPStore  # Late: the launcher uses `refuse` and need not wait for torch.
 
-    sys.addaudithook(_hear)
+    sys.addaudithook(_audit)
     before = TCPStore.__init__
 
     @wraps(before)
@@ -43,6 +53,6 @@ def watch() -> None:
     TCPStore.__init__ = init  # type: ignore[method-assign]
 
 
-def _hear(event: str, args: tuple[Any, ...]) -> None:
+def _audit(event: str, args: tuple[Any, ...]) -> None:
     if event == "socket.__new__" and args[1] in _NETWORK:
         refuse("a real socket was opened")

@@ -1,4 +1,21 @@
-"""What messages pass on their way: network cards, switches, and the latency between."""
+"""The network model: pipes (network cards and switches) that messages pass one after the other, and their latency.
+
+How it works
+------------
+A route from one rank to another is a list of pipes: the sender's card (outgoing), uplinks and downlinks of the switches
+between, a path's own link where the cluster gives one, and the receiver's card (incoming). Ranks of one host have a
+pipe each in their memory instead.
+
+A pipe carries one message at a time, first come, first served: `free_s` is when it can take the next. A message
+occupies each pipe for its bytes divided by the pipe's rate, starting one latency after it left (see `messages`), so
+several flows through one card share its rate by taking turns.
+
+The pipe of a switch carries several messages at once, each at the rate of a card (`slots`), because cards cannot send
+faster. `free_s` is then when the first of the slots is free.
+
+A route is `direct` if it has no pipe between the two cards and no latency in the cluster is shorter. A message on it
+can then be timed at departure: nothing that departs later can reach the receiver's card earlier.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,67 +27,71 @@ from tutti.errors import NoLink
 
 
 class Pipe:
-    """Something that carries one byte after the other. Whoever comes first goes first.
+    """A network card or switch in one direction, which carries messages in the order in which they come.
 
-    That of a switch has lanes, as several cards send through it at once: so many as are each as fast as a card.
+    A switch has `num_slots`: so many messages travel through it at once, each at the rate of a card.
     """
 
-    __slots__ = ("free_s", "lanes", "name", "num_bytes", "pending", "seconds_per_byte")
+    __slots__ = ("free_s", "name", "num_bytes", "pending", "seconds_per_byte", "slots")
 
-    def __init__(self, name: str, seconds_per_byte: float, num_lanes: int = 1) -> None:
+    def __init__(self, name: str, seconds_per_byte: float, num_slots: int = 1) -> None:
         self.name = name
         self.seconds_per_byte = seconds_per_byte
-        """Of a lane."""
-        self.lanes = [0.0] * num_lanes if num_lanes > 1 else None
+        """Time that one byte takes in one slot."""
+        self.slots = [0.0] * num_slots if num_slots > 1 else None
+        """When each slot is free, as a heap; None where there is just one."""
         self.free_s = 0.0
+        """When it can take the next message."""
         self.num_bytes = 0
+        """Bytes carried so far."""
         self.pending = 0
-        """Messages that are on their way to it."""
+        """Messages that have departed and will pass it, but have not reached it."""
 
     @property
     def busy_s(self) -> float:
-        return self.num_bytes * self.seconds_per_byte / (1 if self.lanes is None else len(self.lanes))
+        """Seconds for which it carried something, over all slots together."""
+        return self.num_bytes * self.seconds_per_byte / (1 if self.slots is None else len(self.slots))
 
-    def occupy(self, until_s: float) -> float:
-        """Take the lane that is free first; returns when another is."""
-        assert self.lanes is not None
-        heapreplace(self.lanes, until_s)
-        return self.lanes[0]
+    def occupy_slot(self, until_s: float) -> float:
+        """Take the slot that is free first until `until_s`; returns when the next one is free."""
+        assert self.slots is not None
+        heapreplace(self.slots, until_s)
+        return self.slots[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way from one rank to another."""
+    """The pipes from one rank to another."""
 
     first: Pipe
     rest: tuple[Pipe, ...]
     last: Pipe
     latency_s: float
     direct: bool
-    """Whether nothing that is sent later can come before: one pipe is left, and no latency is shorter than this."""
+    """Whether nothing that is sent later can arrive before: `rest` is one pipe, and no latency is shorter than this."""
 
 
 class Network:
-    """All pipes of a cluster, made as they are needed."""
+    """All pipes and routes of a cluster, made when they are first used."""
 
     def __init__(self, cluster: Cluster, hosts: Sequence[Host]) -> None:
         self.cluster = cluster
         self.hosts = tuple(hosts)
-        """Of each rank."""
+        """The host of each rank."""
         self._unique = {host.name: host for host in hosts}
-        self._places = {name: number for number, name in enumerate(self._unique)}
+        self._host_numbers = {name: number for number, name in enumerate(self._unique)}
         self._pipes: dict[str, Pipe] = {}
         self._routes: dict[tuple[int, int], Route] = {}
-        own = [host.link.latency_s for host in self._unique.values() if host.link is not None]
-        self._shortest_s = min([*own, *(link.latency_s for link in cluster.links.values())], default=0.0)
+        latencies = [host.link.latency_s for host in self._unique.values() if host.link is not None]
+        self._shortest_s = min([*latencies, *(link.latency_s for link in cluster.links.values())], default=0.0)
 
     @property
     def pipes(self) -> list[Pipe]:
-        """Those that were used."""
+        """The pipes that have carried something."""
         return [pipe for pipe in self._pipes.values() if pipe.num_bytes]
 
     def route(self, src: int, dst: int) -> Route:
-        """The way between two ranks of the world."""
+        """Return the route between two ranks of the world. Raises `NoLink` if the cluster does not join their hosts."""
         route = self._routes.get((src, dst))
         if route is None:
             route = self._routes[src, dst] = self._find(src, dst)
@@ -89,20 +110,21 @@ class Network:
         path = self.cluster.links.get((one.name, two.name)) or self.cluster.links.get((two.name, one.name))
         if path is not None:
             middle.append(self._pipe(f"{one.name} to {two.name}", path.seconds_per_byte))
-        # A host with no link of its own has a path for each of its peers, and no card that they share.
+        # A host without a link of its own has a path to each of its peers, and no card that they share: its pipe costs
+        # no time.
         first = self._pipe(f"{one.name} out", one.link.seconds_per_byte if one.link is not None else 0.0)
         last = self._pipe(f"{two.name} in", two.link.seconds_per_byte if two.link is not None else 0.0)
         latency_s += link.latency_s
         return Route(first, (*middle, last), last, latency_s, direct=not middle and latency_s <= self._shortest_s)
 
     def _through_tiers(self, one: Host, two: Host) -> tuple[list[Pipe], float]:
-        """Uplinks and downlinks of the switches between two hosts, and the latency they add."""
+        """Return the uplinks and downlinks of the switches between two hosts, and the latency they add."""
         up: list[Pipe] = []
         down: list[Pipe] = []
         latency_s, below = 0.0, 1
         for level, tier in enumerate(self.cluster.tiers):
             below *= tier.size
-            here, there = self._places[one.name] // below, self._places[two.name] // below
+            here, there = self._host_numbers[one.name] // below, self._host_numbers[two.name] // below
             if here == there:
                 break
             up.append(self._uplink(level, here, "up"))
@@ -111,9 +133,9 @@ class Network:
         return [*up, *reversed(down)], latency_s
 
     def _uplink(self, level: int, number: int, direction: str) -> Pipe:
-        """What a switch carries up or down: the sum of what is below it, less oversubscription.
+        """Return the pipe of a switch up or down: the sum of the rates below it, divided by the oversubscription.
 
-        Where it is not full, hosts that are not there count as much as those that are.
+        Where a switch has fewer hosts than it could, the missing ones count as much as the mean of the others.
         """
         name = f"switch {level}.{number} {direction}"
         if name not in self._pipes:
@@ -123,8 +145,8 @@ class Network:
             rates = [host.link.bits_per_s for host in hosts if host.link is not None]
             share = prod(tier.oversubscription for tier in tiers)
             bits_per_s = sum(rates) / max(1, len(rates)) * below / share
-            num_lanes = max(1, int(bits_per_s / max(rates) + 1e-6)) if rates else 1
-            self._pipes[name] = Pipe(name, 8 * num_lanes / bits_per_s if rates else 0.0, num_lanes)
+            num_slots = max(1, int(bits_per_s / max(rates) + 1e-6)) if rates else 1
+            self._pipes[name] = Pipe(name, 8 * num_slots / bits_per_s if rates else 0.0, num_slots)
         return self._pipes[name]
 
     def _pipe(self, name: str, seconds_per_byte: float) -> Pipe:

@@ -1,4 +1,15 @@
-"""Simulated ranks that train with torch.distributed alone: their time passes as operators run."""
+"""`OperatorClock`: advances a simulated rank's clock as operators run, in programs that use torch.distributed alone.
+
+How it works
+------------
+`counting` is entered for as long as a simulated rank has a process group. An `OperatorClock` is then a dispatch mode of
+the rank's thread: it sees every operator, looks up its floating-point operations, and advances the clock.
+`suspended` is entered where something else advances the clock (`ComputeClock`, a mesh); it wins over `counting`.
+
+Both may be entered several times and left in any order, so each thread counts them (`_ThreadClock`). A dispatch mode
+can only be left when it is the innermost one. Where another is on top of it, or where the garbage collector ends a
+group in another thread, the mode stays on the stack and does nothing (`active` is False).
+"""
 
 import random
 import threading
@@ -14,38 +25,38 @@ from tutti.transports.base import Transport
 _here = threading.local()
 
 
-class Meter(TorchDispatchMode):
-    """Counts the floating-point operations of every operator, and lets as much time pass as the cluster says.
+class OperatorClock(TorchDispatchMode):
+    """Counts the floating-point operations of every operator, and advances the rank's clock by their time.
 
-    Those that have none, such as a ReLU, are part of the speed that a cluster is said to reach.
+    Operators without a count, such as a ReLU, take no time: they are part of the speed that the cluster states.
     """
 
     def __init__(self, transport: Transport) -> None:
         super().__init__()
         assert transport.cluster is not None
-        from torch._subclasses.fake_tensor import FakeTensor  # These cost a compiler's import.
+        from torch._subclasses.fake_tensor import FakeTensor  # They import a compiler, which is slow.
         from torch.utils.flop_counter import flop_registry
 
         self._formulas, self._fake = flop_registry, FakeTensor
         self._elapse, self._cluster = transport.elapse, transport.cluster
-        self.counts = self.entered = False
+        self.active = self.entered = False
         self._rng = random.Random(f"{transport.seed} jitter")
         self._factor = 1.0
         self._draw()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.counts or self._fake in types:
-            return func(*args, **kwargs)  # DTensor asks what would become of sizes: nothing is computed.
+        if not self.active or self._fake in types:
+            return func(*args, **kwargs)  # A FakeTensor: DTensor asks for sizes, nothing is computed.
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # A DTensor: what this rank does for it comes here again.
+            return NotImplemented  # A DTensor: the operators on its local tensor come here again.
         result = func(*args, **kwargs)
         if (formula := self._formulas.get(func._overloadpacket)) is not None:
             self._elapse(self._factor * formula(*args, **kwargs, out_val=result) / self._cluster.compute.flops)
         return result
 
     def step(self) -> None:
-        """An optimiser steps: the next step takes longer or less, as the cluster's jitter says."""
+        """Advance the clock by a step of the optimiser, and draw the jitter of the next one."""
         self._elapse(self._factor * self._cluster.compute.step_s)
         self._draw()
 
@@ -57,43 +68,45 @@ class Meter(TorchDispatchMode):
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class _Clock:
-    """Who lets one thread's time pass."""
+class _ThreadClock:
+    """The operator clock of one thread, and how often counting was asked for and suspended."""
 
     def __init__(self) -> None:
-        self.meter: Meter | None = None
-        self._num_counting = self._num_otherwise = 0
+        self.mode: OperatorClock | None = None
+        self._num_counting = self._num_suspended = 0
         self._thread = threading.get_ident()
 
-    def change(self, counting: int = 0, otherwise: int = 0) -> None:
-        """So many more want operators counted, or let time pass otherwise."""
+    def change(self, counting: int = 0, suspended: int = 0) -> None:
+        """Add to the numbers of those that count and suspend, and switch the dispatch mode accordingly."""
         self._num_counting += counting
-        self._num_otherwise += otherwise
-        if (meter := self.meter) is None:
+        self._num_suspended += suspended
+        if (mode := self.mode) is None:
             return
-        meter.counts = self._num_counting > 0 and self._num_otherwise == 0
+        mode.active = self._num_counting > 0 and self._num_suspended == 0
         if self._thread != threading.get_ident():
-            return  # Somebody's end was found by the collector of garbage, wherever that was.
-        if meter.counts and not meter.entered:
-            meter.__enter__()
-            meter.entered = True
-        elif meter.entered and not meter.counts and _get_current_dispatch_mode() is meter:  # Else it stays, idle.
-            meter.__exit__(None, None, None)
-            meter.entered = False
+            return  # Called by the garbage collector, in whatever thread that runs.
+        if mode.active and not mode.entered:
+            mode.__enter__()
+            mode.entered = True
+        elif mode.entered and not mode.active and _get_current_dispatch_mode() is mode:
+            # Where another mode is on top of it, it stays on the stack, inactive.
+            mode.__exit__(None, None, None)
+            mode.entered = False
 
 
-def _clock() -> _Clock:
+def _clock() -> _ThreadClock:
+    """Return the clock of this thread."""
     if not hasattr(_here, "clock"):
-        _here.clock = _Clock()
-    clock: _Clock = _here.clock
+        _here.clock = _ThreadClock()
+    clock: _ThreadClock = _here.clock
     return clock
 
 
 @contextmanager
 def counting(transport: Transport) -> Iterator[None]:
-    """While this lasts, this thread's time passes as its operators run; once, however many want it."""
+    """Advance this thread's virtual time as its operators run. May be nested; time passes once."""
     clock = _clock()
-    clock.meter = clock.meter or Meter(transport)
+    clock.mode = clock.mode or OperatorClock(transport)
     clock.change(counting=1)
     try:
         yield
@@ -102,17 +115,17 @@ def counting(transport: Transport) -> Iterator[None]:
 
 
 @contextmanager
-def otherwise() -> Iterator[None]:
-    """While this lasts, somebody else lets this thread's time pass, whoever wants operators counted."""
+def suspended() -> Iterator[None]:
+    """Count no operators in this thread, because something else advances its virtual time."""
     clock = _clock()
-    clock.change(otherwise=1)
+    clock.change(suspended=1)
     try:
         yield
     finally:
-        clock.change(otherwise=-1)
+        clock.change(suspended=-1)
 
 
-def stepping(*_: Any) -> None:
-    """An optimiser of this thread steps."""
-    if (meter := _clock().meter) is not None and meter.counts:
-        meter.step()
+def on_optimizer_step(*_: Any) -> None:
+    """Advance the clock by a step of an optimiser of this thread, if operators are counted. A hook of torch's."""
+    if (mode := _clock().mode) is not None and mode.active:
+        mode.step()

@@ -1,45 +1,49 @@
-"""Ranks that ask whether work is over, again and again."""
+"""`Polling`: detects a rank that asks for unfinished work again and again, so that virtual time can pass meanwhile."""
 
-from tutti.simulation.work import Pending
+from tutti.simulation.work import SimulatedWork
 
-IN_VAIN = 1000
-"""How often a rank may ask, or fail, without a moment passing."""
+MAX_FRUITLESS = 1000
+"""How often a rank may poll, or catch an error, without any virtual time passing."""
 
 
 class Polling:
-    """What a rank has asked for at this moment: to ask for the same again means to wait."""
+    """The work that one rank has asked for at its present time: asking for the same work again means to wait.
+
+    A loop such as `while not any(work.done() for work in works)` asks for each work once per round. Only the second
+    round must let time pass, and work that is found to be done is news, after which the others may be asked again.
+    """
 
     def __init__(self) -> None:
         self._moment_s = -1.0
-        self._asked: set[Pending] = set()
-        self._found: set[Pending] = set()
-        self._in_vain = 0
+        self._asked: set[SimulatedWork] = set()
+        self._done: set[SimulatedWork] = set()
+        self._num_fruitless = 0
 
     def begin(self, clock_s: float) -> None:
-        """A rank asks at that time."""
+        """Start a poll at that time; at another time than the last one, all earlier polls are forgotten."""
         if self._moment_s != clock_s:
             self._moment_s = clock_s
-            self._asked, self._found = set(), set()
+            self._asked, self._done = set(), set()
 
-    def found(self, work: Pending) -> None:
-        """It is over: news, after which one may ask for the others again."""
-        if work not in self._found:
-            self._found.add(work)
+    def record_done(self, work: SimulatedWork) -> None:
+        """Note that `work` is done. The first time, the others may be polled once more at this moment."""
+        if work not in self._done:
+            self._done.add(work)
             self._asked.clear()
 
-    def again(self, work: Pending) -> bool:
-        """Whether this was asked for before, at this moment."""
-        before = work in self._asked or len(self._asked) >= IN_VAIN
+    def is_repeated(self, work: SimulatedWork) -> bool:
+        """Whether `work` was polled before at this moment, or so many others that time has to pass. Notes the poll."""
+        repeated = work in self._asked or len(self._asked) >= MAX_FRUITLESS
         self._asked.add(work)
-        return before
+        return repeated
 
-    def looked(self, work: Pending, in_vain: bool) -> bool:
-        """Some time was let pass, or none could be; whether that is so for too often."""
+    def record_retry(self, work: SimulatedWork, fruitless: bool) -> bool:
+        """Note that the rank was suspended between two polls; whether that was fruitless too many times in a row."""
         self._asked = {work}
-        self._in_vain = self._in_vain + 1 if in_vain else 0
-        return self._in_vain > IN_VAIN
+        self._num_fruitless = self._num_fruitless + 1 if fruitless else 0
+        return self._num_fruitless > MAX_FRUITLESS
 
-    def again_s(self, now_s: float, next_s: float | None) -> float:
-        """When to look again, if the next thing happens at `next_s`."""
+    def next_poll_s(self, now_s: float, next_s: float | None) -> float:
+        """When to poll again, if the next event is at `next_s`: then, or when polled work is known to end."""
         times = [next_s, *(work.finish_s for work in self._asked)]
         return max(now_s, min((time_s for time_s in times if time_s is not None), default=0.0))

@@ -1,4 +1,8 @@
-"""Random numbers of simulated ranks: each has its own, as processes do."""
+"""`Randomness`: the random generators of one simulated rank, swapped in and out as ranks take turns.
+
+torch, Python and NumPy have one global generator each. Simulated ranks are threads of one process, but each must draw
+what a process of its own would. The engine saves the state of the rank that ran and restores that of the next.
+"""
 
 import os
 import random
@@ -11,30 +15,31 @@ import torch
 from numpy.random import mtrand
 
 _MT19937_BYTES = 4 * 625
-"""Its words, and how many of them were used."""
+"""Size of the state of NumPy's generator: its words, and the position in them."""
 
 
 class Randomness:
     """The state of torch's, Python's and NumPy's global generators, set aside while another rank runs."""
 
     def __init__(self) -> None:
-        """Start from the state there is now."""
+        """Start from the present state."""
         self._bits: np.random.BitGenerator = copy(mtrand.get_bit_generator())
         self._spare = _spare()
         self._content = b""
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
 
-    def keep(self) -> None:
-        """Set aside what is in use."""
+    def save(self) -> None:
+        """Save the state of the global generators."""
         self._bits = mtrand.get_bit_generator()
+        # Reading the spare number is slow: only where something was drawn since `restore`.
         if self._spare is not None or _content(self._bits) != self._content:
             self._spare = _spare()
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
 
-    def bring_back(self) -> None:
-        """Use what was set aside."""
+    def restore(self) -> None:
+        """Make the saved state that of the global generators."""
         mtrand.set_bit_generator(self._bits)
         if self._spare is not None:
             state: Any = mtrand.get_state(legacy=False)
@@ -45,13 +50,13 @@ class Randomness:
 
 
 def _spare() -> float | None:
-    """The normal number that NumPy has drawn already and will give next: it makes them in pairs. Takes a while."""
+    """Return the normal number that NumPy has drawn already and will give next: it makes them in pairs. Slow."""
     state: Any = mtrand.get_state(legacy=False)
     return state["gauss"] if state["has_gauss"] else None
 
 
 def _content(bits: np.random.BitGenerator) -> bytes:
-    """What tells whether anything was drawn."""
+    """Return bytes that change whenever something is drawn."""
     if not isinstance(bits, np.random.MT19937):
-        return os.urandom(8)  # Not known: as if something was.
+        return os.urandom(8)  # Unknown generator: taken to have changed.
     return string_at(bits.ctypes.state_address, _MT19937_BYTES)

@@ -1,4 +1,18 @@
-"""Ranks of one simulated host: sums as in shared memory, to the bit, in the time that memory would take."""
+"""Sums in the shared memory of one simulated host: the same bits as real shared memory, in the time it would take.
+
+How it works
+------------
+The n-th sum of every rank of a channel is one `_HostSum`, found by its number in `channel.host_sums`. A rank joins it
+with its tensor and weight, and gets back an `_Operand`: the work to wait for. The rank that joins last removes the
+`_HostSum` from the channel, computes the sum with the kernels of the real shared-memory transport, and writes it into
+all tensors. That is allowed because every other rank has promised not to touch its tensor before its work is done.
+
+All operands end at the same virtual time: when the last rank has joined, and twice the time of a message of that size
+within the host (every byte is read once and written once, between two barriers).
+
+If a rank closes the channel, every sum that it has not joined fails on the others (`_HostSum.fail`, called by
+`SimulatedChannel.close`). A sum that is joined after that fails at once.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +23,15 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
-from tutti.simulation.messages import SimulatedChannel
+from tutti.simulation.channel import SimulatedChannel
 from tutti.simulation.rank import Rank
 from tutti.simulation.transport import SimulatedTransport
-from tutti.simulation.work import Pending
+from tutti.simulation.work import SimulatedWork
 from tutti.transports.base import TransportWrapper, Work
 
 
-class _SumOperand(Pending):
-    """One rank's part in a sum over all."""
+class _Operand(SimulatedWork):
+    """The tensor and weight of one rank in a sum, and the work of waiting for the result."""
 
     def __init__(self, rank: Rank, tensor: Tensor, weight: float, averaged: bool) -> None:
         super().__init__(rank)
@@ -29,63 +43,65 @@ class _SumOperand(Pending):
 
 
 class _HostSum:
-    """A sum that all ranks of a host take part in: made when the last of them has come."""
+    """A sum over all ranks of a host, made when the last of them has joined."""
 
     def __init__(self, channel: SimulatedChannel, number: int) -> None:
         self._channel = channel
         self._number = number
-        self._parts: dict[int, _SumOperand] = {}
+        self._operands: dict[int, _Operand] = {}
 
-    def join(self, rank: int, part: _SumOperand) -> None:
-        self._parts[rank] = part
-        for gone in self._channel.closed:
-            self.fail(gone)
-        if len(self._parts) == len(self._channel.ranks):
+    def join(self, rank: int, operand: _Operand) -> None:
+        """Add a rank's operand; the last one makes the sum."""
+        self._operands[rank] = operand
+        for lost in self._channel.closed:
+            self.fail(lost)
+        if len(self._operands) == len(self._channel.ranks):
             del self._channel.host_sums[self._number]
-            self._conclude([self._parts[number] for number in range(len(self._parts))])
+            self._compute([self._operands[rank] for rank in range(len(self._operands))])
 
-    def fail(self, gone: int) -> None:
-        """A rank has gone: unless it has done its part, this comes to nothing."""
-        if gone not in self._parts:
-            for part in self._parts.values():
-                part.fail(self._channel.lost(part.rank, gone))
+    def fail(self, lost: int) -> None:
+        """Fail all operands, unless the rank that is gone has joined."""
+        if lost not in self._operands:
+            for operand in self._operands.values():
+                operand.fail(self._channel.loss_error(operand.rank, lost))
 
-    def _conclude(self, parts: list[_SumOperand]) -> None:
-        refused = _refusal(parts)
-        if refused is None and not parts[0].tensor.is_meta:
-            _add_up(parts)
+    def _compute(self, operands: list[_Operand]) -> None:
+        error = _mismatch(operands)
+        if error is None and not operands[0].tensor.is_meta:
+            _sum_in_place(operands)
         # Two barriers; every byte is read once and written once.
-        spent_s = 2 * self._channel.network.cluster.within.seconds(parts[0].tensor.nbytes)
-        finish_s = max(part.posted_s for part in parts) + spent_s
-        for part in parts:
-            part.rank.moving(finish_s - spent_s, finish_s)
-            part.error = refused
-            part.complete(finish_s)
+        spent_s = 2 * self._channel.network.cluster.within.seconds(operands[0].tensor.nbytes)
+        finish_s = max(operand.posted_s for operand in operands) + spent_s
+        for operand in operands:
+            operand.rank.travel.add(finish_s - spent_s, finish_s)
+            operand.error = error
+            operand.complete(finish_s)
 
 
-def _refusal(parts: list[_SumOperand]) -> Exception | None:
-    """Why this cannot be summed, the same for every rank."""
-    asked = [(part.tensor.numel(), part.tensor.dtype, part.averaged) for part in parts]
-    if any(each != asked[0] for each in asked):
-        what = "; ".join(
-            f"rank {part.rank.number}: {numel} × {dtype}" for part, (numel, dtype, _) in zip(parts, asked, strict=True)
+def _mismatch(operands: list[_Operand]) -> Exception | None:
+    """Return why these cannot be summed, the same for every rank; None if they can."""
+    asked = [(operand.tensor.numel(), operand.tensor.dtype, operand.averaged) for operand in operands]
+    if any(other != asked[0] for other in asked):
+        shapes = "; ".join(
+            f"rank {operand.rank.number}: {numel} × {dtype}"
+            for operand, (numel, dtype, _) in zip(operands, asked, strict=True)
         )
-        return ReplicaMismatch(f"all-reduce of tensors that differ in length or dtype: {what}.")
-    if bad := [number for number, part in enumerate(parts) if math.isnan(part.weight)]:
+        return ReplicaMismatch(f"all-reduce of tensors that differ in length or dtype: {shapes}.")
+    if bad := [number for number, operand in enumerate(operands) if math.isnan(operand.weight)]:
         return WeightRefused(bad)
     return None
 
 
-def _add_up(parts: list[_SumOperand]) -> None:
-    """Replace every rank's tensor by the weighted sum, or mean: as shared memory does it, to the bit."""
-    from tutti.transports.shared_memory.reduction import KERNELS, combine  # Costs a compiler's import.
+def _sum_in_place(operands: list[_Operand]) -> None:
+    """Replace every rank's tensor by the weighted sum, or mean, with the kernels of the real shared memory."""
+    from tutti.transports.shared_memory.reduction import KERNELS, combine  # Imports a compiler, which is slow.
 
-    weights = np.array([part.weight for part in parts])
+    weights = np.array([operand.weight for operand in operands])
     equal = bool((weights == weights[0]).all())
-    divisor = 1.0 if not parts[0].averaged else float(len(parts)) if equal else float(weights.sum())
+    divisor = 1.0 if not operands[0].averaged else float(len(operands)) if equal else float(weights.sum())
     if equal:
-        weights[:] = 1.0
-    tensors = [part.tensor for part in parts]
+        weights[:] = 1.0  # As the real transport does: multiplying by equal weights would round differently.
+    tensors = [operand.tensor for operand in operands]
     flats = [tensor.contiguous().view(-1) for tensor in tensors]
     if (kernel := KERNELS.get(tensors[0].dtype)) is not None:
         addresses = np.array([flat.data_ptr() for flat in flats])
@@ -93,12 +109,12 @@ def _add_up(parts: list[_SumOperand]) -> None:
     else:
         combine(flats, weights.tolist(), divisor)
     for tensor, flat in zip(tensors, flats, strict=True):
-        if flat.data_ptr() != tensor.data_ptr():
+        if flat.data_ptr() != tensor.data_ptr():  # It was not contiguous, and a copy was summed.
             tensor.copy_(flat.view(tensor.shape))
 
 
-class SimulatedMemory(TransportWrapper):
-    """Ranks of one host. Sums and means are made in memory; messages go through `inner`."""
+class SimulatedSharedMemory(TransportWrapper):
+    """Ranks of one simulated host: sums and means are made in memory, messages go through `inner`."""
 
     inner: SimulatedTransport
 
@@ -107,7 +123,7 @@ class SimulatedMemory(TransportWrapper):
         self.rank, self.size, self.hosts = inner.rank, inner.size, inner.hosts
         self.cluster, self.seed = inner.cluster, inner.seed
         self._reduced_bytes = 0
-        self._number = 0
+        self._num_sums = 0
 
     @property
     def timeout(self) -> timedelta:  # type: ignore[override]
@@ -117,8 +133,8 @@ class SimulatedMemory(TransportWrapper):
     def bytes_sent(self) -> int:  # type: ignore[override]
         return self.inner.bytes_sent + self._reduced_bytes
 
-    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedMemory":
-        return SimulatedMemory(self.inner.channel(name, ranks))
+    def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedSharedMemory":
+        return SimulatedSharedMemory(self.inner.channel(name, ranks))
 
     def interrupt(self) -> None:
         self.inner.interrupt()
@@ -127,26 +143,25 @@ class SimulatedMemory(TransportWrapper):
         self.inner.close()
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        return self._add_to_sum(tensor, 1.0, averaged=False)
+        return self._join_sum(tensor, 1.0, averaged=False)
 
     def average(self, tensor: Tensor, weight: float) -> Work:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(f"the mean of {tensor.dtype} tensors is not an integer; use a sum.")
-        return self._add_to_sum(tensor, weight, averaged=True)
+        return self._join_sum(tensor, weight, averaged=True)
 
     def broadcast(self, tensor: Tensor) -> Work:
-        return self._add_to_sum(
-            tensor, float(self.rank == 0), averaged=False
-        )  # A sum with weight 0 for all but rank 0.
+        # A sum in which all ranks but rank 0 have weight 0.
+        return self._join_sum(tensor, float(self.rank == 0), averaged=False)
 
-    def _add_to_sum(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
+    def _join_sum(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
         me, channel = self.inner.member()
         self._reduced_bytes += tensor.nbytes
         data = tensor.detach()
-        part = _SumOperand(me, torch.view_as_real(data) if data.is_complex() else data, weight, averaged)
-        number = self._number
-        self._number += 1
+        operand = _Operand(me, torch.view_as_real(data) if data.is_complex() else data, weight, averaged)
+        number = self._num_sums
+        self._num_sums += 1
         if number not in channel.host_sums:
             channel.host_sums[number] = _HostSum(channel, number)
-        channel.host_sums[number].join(self.rank, part)
-        return part
+        channel.host_sums[number].join(self.rank, operand)
+        return operand

@@ -1,4 +1,4 @@
-"""A tensor of which only the size matters: what travels where nothing is computed."""
+"""`SizeOnlyTensor`: a stand-in for a flat tensor in dry runs, where messages have sizes and nothing is computed."""
 
 from typing import Self
 
@@ -6,13 +6,13 @@ import torch
 
 
 class SizeOnlyTensor:
-    """A run of elements without values. Slices have lengths, sums cost nothing and change nothing.
+    """A flat tensor without values: it has a length and a dtype, slices have lengths, sums change nothing.
 
-    It stands in for a flat tensor on device "meta", on which torch's own operations take far longer than a simulated
-    message may.
+    It is used in place of tensors on device "meta", on which torch's own operations take far longer than simulating a
+    message does. It has the few methods of `Tensor` that collectives and transports call.
     """
 
-    __slots__ = ("_numel", "_parts", "dtype", "itemsize", "nbytes")
+    __slots__ = ("_numel", "_slices", "dtype", "itemsize", "nbytes")
 
     is_meta = True
     is_cuda = False
@@ -23,7 +23,7 @@ class SizeOnlyTensor:
         self.dtype = dtype
         self.itemsize = itemsize
         self.nbytes = numel * itemsize
-        self._parts: dict[int, SizeOnlyTensor] = {}
+        self._slices: dict[int, SizeOnlyTensor] = {}
 
     @classmethod
     def like(cls, tensor: "torch.Tensor | SizeOnlyTensor") -> "SizeOnlyTensor":
@@ -45,12 +45,12 @@ class SizeOnlyTensor:
     def __len__(self) -> int:
         return self._numel
 
-    def __getitem__(self, part: slice) -> "SizeOnlyTensor":
-        start, stop, _ = part.indices(self._numel)
+    def __getitem__(self, index: slice) -> "SizeOnlyTensor":
+        start, stop, _ = index.indices(self._numel)
         numel = max(0, stop - start)
-        if (same := self._parts.get(numel)) is None:  # Parts of one length are all alike.
-            same = self._parts[numel] = SizeOnlyTensor(numel, self.dtype, self.itemsize)
-        return same
+        if (found := self._slices.get(numel)) is None:  # Slices of one length are all alike.
+            found = self._slices[numel] = SizeOnlyTensor(numel, self.dtype, self.itemsize)
+        return found
 
     def add_(self, other: object) -> Self:
         return self

@@ -1,4 +1,18 @@
-"""The transport of simulated ranks."""
+"""The transport of simulated ranks: the interface of any transport, over channels in virtual time.
+
+How it works
+------------
+All transports of a simulation share one `ChannelRegistry`. Ranks that open a channel of the same name and members, for
+the same time, get the same `SimulatedChannel`, whenever each of them comes: a count per name and members makes the
+second one another channel. The registry forgets a channel when all members have closed it.
+
+A send by the rank's thread is scheduled at the rank's clock, which may be ahead of the engine. A send inside an
+operation happens at the engine's time, so it departs at once, and takes the short path of `Mailbox.send_direct` where
+it can. Receives are posted at once in both cases: posting one early changes nothing that another rank could see.
+
+`close` closes channels opened from it first, fails its own operations, and schedules the end of its channel at this
+rank's time: peers that wait for it then get `RankLost`. Nothing here blocks.
+"""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,7 +22,9 @@ from weakref import WeakSet
 from torch import Tensor
 
 from tutti.errors import ConfigError, RankLost
-from tutti.simulation.messages import AnySourceMailbox, Mailbox, Receive, SimulatedChannel, SimulatedMessage
+from tutti.simulation.channel import SimulatedChannel
+from tutti.simulation.mailboxes import AnySourceMailbox, Mailbox
+from tutti.simulation.messages import Receive, SimulatedMessage
 from tutti.simulation.network import Network
 from tutti.simulation.rank import Rank
 from tutti.simulation.work import ConcurrentOperations, OperationSequence, SimulatedSignal
@@ -16,7 +32,7 @@ from tutti.transports.base import ANY, Operation, Signal, Transport, Work
 
 
 class ChannelRegistry:
-    """All that the transports of one simulation share: ranks, network and channels."""
+    """What all transports of one simulation share: its ranks, its network, and the channels that are open."""
 
     def __init__(self, ranks: Sequence[Rank], network: Network) -> None:
         self.ranks = tuple(ranks)
@@ -24,17 +40,17 @@ class ChannelRegistry:
         self._channels: dict[tuple[str, tuple[int, ...]], SimulatedChannel] = {}
 
     def channel(self, name: str, numbers: tuple[int, ...]) -> SimulatedChannel:
-        """The one of that name between these ranks."""
+        """Return the channel of that name between these ranks; made by the first of them that asks."""
         key = (name, numbers)
         if key not in self._channels:
-            ranks, over = [self.ranks[each] for each in numbers], partial(self._forget, key)
-            self._channels[key] = SimulatedChannel(name, ranks, self.network, over)
+            ranks = [self.ranks[number] for number in numbers]
+            self._channels[key] = SimulatedChannel(name, ranks, self.network, partial(self._remove, key))
         return self._channels[key]
 
-    def _forget(self, key: tuple[str, tuple[int, ...]]) -> None:
-        over = self._channels.pop(key)
-        for rank in over.ranks:
-            rank.channels.remove(over)
+    def _remove(self, key: tuple[str, tuple[int, ...]]) -> None:
+        channel = self._channels.pop(key)
+        for rank in channel.ranks:
+            rank.channels.remove(channel)
 
 
 class SimulatedTransport(Transport):
@@ -46,6 +62,7 @@ class SimulatedTransport(Transport):
         self._registry = registry
         self._me = me
         self._numbers = tuple(range(len(registry.ranks))) if numbers is None else numbers
+        """The members' numbers in the world."""
         self._channel = registry.channel(name, self._numbers)
         self.rank, self.size = self._numbers.index(me.number), len(self._numbers)
         self.world_rank = me.number
@@ -54,7 +71,7 @@ class SimulatedTransport(Transport):
         self.seed = f"{self.cluster.seed} {me.number} {name}"
         self.bytes_sent = 0
         self._sequence, self._concurrent = OperationSequence(), ConcurrentOperations()
-        self._opened: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._num_opened: dict[tuple[str, tuple[int, ...]], int] = {}
         self._children: WeakSet[SimulatedTransport] = WeakSet()
         self._closed = False
         me.channels.append(self._channel)
@@ -67,15 +84,15 @@ class SimulatedTransport(Transport):
         if self._closed or not 0 <= dst < self.size or dst == self.rank:
             raise self._refusal(dst)
         me, channel = self._me, self._channel
-        box = channel.boxes.get((self.rank, dst, tag)) or channel.box(self.rank, dst, tag)
+        mailbox = channel.mailboxes.get((self.rank, dst, tag)) or channel.mailbox(self.rank, dst, tag)
         self.bytes_sent += tensor.nbytes
         if not me.stepping:
-            message = SimulatedMessage(box, tensor)
-            me.engine.at(me.clock, message.depart)
+            message = SimulatedMessage(mailbox, tensor)
+            me.engine.schedule(me.clock, message.depart)
             return message
-        if (sent := box.send_straight(tensor)) is not None:
+        if (sent := mailbox.send_direct(tensor)) is not None:
             return sent
-        message = SimulatedMessage(box, tensor)
+        message = SimulatedMessage(mailbox, tensor)
         message.depart()
         return message
 
@@ -86,17 +103,17 @@ class SimulatedTransport(Transport):
         if src == ANY:
             mailbox: Mailbox | AnySourceMailbox = channel.any_source_mailbox(self.rank, tag)
         else:
-            mailbox = channel.boxes.get((src, self.rank, tag)) or channel.box(src, self.rank, tag)
+            mailbox = channel.mailboxes.get((src, self.rank, tag)) or channel.mailbox(src, self.rank, tag)
         receive = Receive(self._me, tensor, src, mailbox)
-        mailbox.ask(receive)
+        mailbox.post(receive)
         return receive
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedTransport":
         numbers = self._numbers if ranks is None else tuple(self._numbers[rank] for rank in ranks)
-        count = self._opened[name, numbers] = self._opened.get((name, numbers), 0) + 1
-        made = SimulatedTransport(self._registry, self._me, f"{self._channel.name}/{name}.{count}", numbers)
-        self._children.add(made)
-        return made
+        count = self._num_opened[name, numbers] = self._num_opened.get((name, numbers), 0) + 1
+        opened = SimulatedTransport(self._registry, self._me, f"{self._channel.name}/{name}.{count}", numbers)
+        self._children.add(opened)
+        return opened
 
     def start(self, operation: Operation) -> Work:
         if self._closed:
@@ -127,23 +144,23 @@ class SimulatedTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        for channel in list(self._children):
-            channel.close()
+        for child in list(self._children):
+            child.close()
         self._children.clear()
         me = self._me
         for operations in (self._sequence, self._concurrent):
             operations.fail(RankLost(f"rank {me.number}: this transport was closed with work still to do."))
         why = "it has closed this channel"
-        me.engine.at(max(me.time, me.engine.now), partial(self._channel.close, me, why))
+        me.engine.schedule(max(me.time, me.engine.now), partial(self._channel.close, me, why))
 
     def shared(self) -> Transport:
-        """The same channel with sums in memory, for ranks of one host."""
-        from tutti.simulation.shared_memory import SimulatedMemory
+        """Return the same channel with sums in shared memory, for ranks of one host."""
+        from tutti.simulation.shared_memory import SimulatedSharedMemory  # It imports this module.
 
-        return SimulatedMemory(self)
+        return SimulatedSharedMemory(self)
 
     def member(self) -> tuple[Rank, SimulatedChannel]:
-        """Who talks to whom here, for those who add to it. Refused once it is closed."""
+        """Return the rank and the channel, for a wrapper. Raises `ConfigError` once this is closed."""
         if self._closed:
             raise self._refusal(self.rank)
         return self._me, self._channel

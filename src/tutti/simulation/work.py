@@ -1,4 +1,20 @@
-"""Work under way in virtual time."""
+"""Work in virtual time: sends, receives and operations of simulated ranks, and the order in which operations advance.
+
+How it works
+------------
+`SimulatedWork.finish_s` is None until the end of the work is known; from then on it is that time, which may lie in the
+future. Work is over for a rank whose clock has reached `finish_s`. `on_finish` is the callback of the one that waits;
+completing the work schedules it for that time.
+
+An operation is a generator that yields the work it waits for. `SimulatedOperation.advance` runs it until it yields
+work that is not over at the engine's time, and registers itself as that work's `on_finish`. It is always an action of
+the engine, and runs in the engine's thread; `rank.stepping` is set meanwhile, and waiting or computing is refused.
+The error of work that has failed is thrown into the generator, which may catch it and go on.
+
+A transport has two collections of operations. Those of an `OperationSequence` (`Transport.start`) run one after the
+other: only the first is advanced, and a failure fails all that follow, because the peers would be in other operations.
+Those of `ConcurrentOperations` (`Transport.spawn`) are independent, and fail alone.
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,74 +28,79 @@ if TYPE_CHECKING:
     from tutti.simulation.rank import Rank
 
 
-class Pending(Work):
-    """Work of a simulated rank. When it will be over is known from some moment on, which may be earlier."""
+class SimulatedWork(Work):
+    """Work of a simulated rank. Its end may be known before it is reached."""
 
-    __slots__ = ("error", "finish_s", "rank", "wake")
+    __slots__ = ("error", "finish_s", "on_finish", "rank")
 
     def __init__(self, rank: "Rank") -> None:
         self.rank = rank
         self.finish_s: float | None = None
+        """When it ends or has ended, in virtual time; None as long as that is not known."""
         self.error: Exception | None = None
-        self.wake: Action | None = None  # Who waits.
+        self.on_finish: Action | None = None
+        """What to call when it ends: the `resume` of the rank, or the `advance` of the operation, that waits for it."""
 
     def done(self) -> bool:
-        return self.rank.knows(self)
+        return self.rank.waiter.poll(self)
 
     def wait(self) -> None:
-        self.rank.wait(self)
+        self.rank.waiter.wait(self)
 
     def complete(self, time_s: float) -> None:
-        """Say when it is over: now or later."""
+        """Set the time at which it ends, now or later, and schedule whoever waits for it."""
         self.finish_s = time_s
-        if self.wake is not None:
-            self.rank.engine.at(time_s, self.wake)
-            self.wake = None  # It may be completed again, after a deadline: nobody waits then.
+        if self.on_finish is not None:
+            self.rank.engine.schedule(time_s, self.on_finish)
+            self.on_finish = None  # After a deadline it may be completed a second time: nobody waits then.
 
     def fail(self, error: Exception) -> None:
-        """It is over now, and has come to nothing."""
+        """End it now with an error, unless its end is known already."""
         if self.finish_s is None:
             self.error = error
             self.complete(self.rank.engine.now)
 
-    def overdue(self, error: Exception) -> None:
-        """Nobody waits for it any longer."""
+    def time_out(self, error: Exception) -> None:
+        """End it because whoever waits for it has reached the deadline."""
         self.fail(error)
 
     @property
-    def under_way_s(self) -> float:
-        """Until when it is known to go on, so that a deadline has to wait."""
+    def active_until_s(self) -> float:
+        """Until when it is known to have made progress: a deadline counts from there."""
         return 0.0
 
     def describe(self) -> str:
-        """What a rank that waits for it waits for."""
+        """What a rank that waits for it waits for, for error messages."""
         raise NotImplementedError
 
 
-class SimulatedOperation(Pending):
-    """Steps that are taken while their rank computes: whenever what they wait for is over."""
+class SimulatedOperation(SimulatedWork):
+    """An operation that advances in the background, whenever the work it waits for is over."""
 
-    def __init__(self, rank: "Rank", steps: Operation, queue: "OperationSequence", deadline: bool = True) -> None:
+    def __init__(
+        self, rank: "Rank", operation: Operation, queue: "OperationSequence", has_deadline: bool = True
+    ) -> None:
         super().__init__(rank)
-        self._has_deadline = deadline
-        self._steps = steps
+        self._has_deadline = has_deadline
+        self._operation = operation
         self._queue = queue
-        self._waits_for: Pending | None = None
-        self._stepped_s = self.posted_s = rank.time
+        self._awaited: SimulatedWork | None = None
+        self._advanced_s = self.posted_s = rank.time
 
-    def go(self) -> None:
-        """Take steps until one has to wait."""
-        rank, steps = self.rank, self._steps
-        if rank.gone is not None or self.finish_s is not None:  # It may have been given up since this was due.
+    def advance(self) -> None:
+        """Run the generator until it waits for something, or ends. An action of the engine."""
+        rank, operation = self.rank, self._operation
+        if rank.gone is not None or self.finish_s is not None:  # It may have been aborted since this was scheduled.
             return
-        self._stepped_s = rank.engine.now
+        self._advanced_s = rank.engine.now
         rank.stepping = True
         try:
-            failure = None if self._waits_for is None else self._waits_for.error
-            following: Iterator[Any]
+            failure = None if self._awaited is None else self._awaited.error
+            rest: Iterator[Any]
             while True:
-                following = steps if failure is None else chain((steps.throw(failure),), steps)
-                if (failure := self._follow(following)) is None:
+                # What `throw` returns is the work that the generator yields next: it has to be looked at as well.
+                rest = operation if failure is None else chain((operation.throw(failure),), operation)
+                if (failure := self._advance_through(rest)) is None:
                     break
         except StopIteration:
             self._end(None)
@@ -88,133 +109,142 @@ class SimulatedOperation(Pending):
         finally:
             rank.stepping = False
 
-    def _follow(self, steps: Iterator[Any]) -> Exception | None:
-        """Take steps until one has to wait, or one has failed; raises `StopIteration` at the end."""
+    def _advance_through(self, works: Iterator[Any]) -> Exception | None:
+        """Take works until one is not over (returns None) or has failed (returns its error).
+
+        Raises `StopIteration` at the end of the operation.
+        """
         rank = self.rank
         now = rank.engine.now
-        for work in steps:
+        for work in works:
             if work.__class__ is CompletedWork:
                 continue
-            self._waits_for = work
+            self._awaited = work
             finish_s = work.finish_s
             if finish_s is None:
-                work.wake = self.go
+                work.on_finish = self.advance
                 return None
             if finish_s > now:
-                rank.engine.at(finish_s, self.go)
+                rank.engine.schedule(finish_s, self.advance)
                 return None
             if work.error is not None:
                 return work.error
         raise StopIteration
 
     def _end(self, error: Exception | None) -> None:
-        self._steps.close()
+        self._operation.close()
         if error is None:
             self.complete(self.rank.engine.now)
         else:
             self.fail(error)
-        self._queue.next(self, error)
+        self._queue.remove_ended(self, error)
 
-    def give_up(self, error: Exception) -> None:
-        with suppress(ValueError):  # It may be these very steps that have come to this.
-            self._steps.close()
+    def abort(self, error: Exception) -> None:
+        """End it with an error, wherever it is."""
+        with suppress(ValueError):  # Raised if this is called from inside the generator itself.
+            self._operation.close()
         self.fail(error)
 
-    def overdue(self, error: Exception) -> None:
-        self._queue.overdue(self, error)
+    def time_out(self, error: Exception) -> None:
+        self._queue.time_out(self, error)
 
     @property
-    def under_way_s(self) -> float:
+    def active_until_s(self) -> float:
         if not self._has_deadline:
             return self.rank.engine.now
-        first = self._queue.first or self  # Those before it go on for it, too.
-        waits = first._waits_for
-        return max(first._stepped_s, waits.under_way_s if isinstance(waits, Pending) else 0.0)
+        first = self._queue.first or self  # Progress of an operation before it is progress towards this one.
+        awaited = first._awaited
+        return max(first._advanced_s, awaited.active_until_s if isinstance(awaited, SimulatedWork) else 0.0)
 
     def describe(self) -> str:
-        waits = self._waits_for
-        if self.finish_s is None and isinstance(waits, Pending) and waits.finish_s is None:
-            return f"steps under way, which wait for {waits.describe()}"
+        awaited = self._awaited
+        if self.finish_s is None and isinstance(awaited, SimulatedWork) and awaited.finish_s is None:
+            return f"steps under way, which wait for {awaited.describe()}"
         return "steps under way"
 
 
-class SimulatedSignal(Pending, Signal):
-    """Done from the moment at which somebody says so."""
+class SimulatedSignal(SimulatedWork, Signal):
+    """Work that is done from the moment at which `set` is called."""
 
     def set(self) -> None:
         self.complete(self.rank.engine.now)
 
     def describe(self) -> str:
-        return "its own steps"
+        return "a signal of its own operations"
 
 
 class OperationSequence:
-    """Steps started on one transport, taken one after the other."""
+    """Operations started on one transport, which run one after the other."""
 
     def __init__(self) -> None:
         self._queue: list[SimulatedOperation] = []
         self._failure: Exception | None = None
 
-    def start(self, rank: "Rank", steps: Operation, deadline: bool = True) -> SimulatedOperation:
-        """Have steps taken."""
-        operation = SimulatedOperation(rank, steps, self, deadline)
+    def start(self, rank: "Rank", operation: Operation, has_deadline: bool = True) -> SimulatedOperation:
+        """Run an operation after all that were started before it. After a failure it fails at once."""
+        started = SimulatedOperation(rank, operation, self, has_deadline)
         if self._failure is not None:
-            operation.give_up(self._failure)
+            started.abort(self._failure)
         else:
-            self._add(operation)
-        return operation
+            self._add(started)
+        return started
 
     def _add(self, operation: SimulatedOperation) -> None:
         self._queue.append(operation)
         if len(self._queue) == 1:
-            operation.rank.engine.at(operation.posted_s, operation.go)
+            operation.rank.engine.schedule(operation.posted_s, operation.advance)
 
     @property
     def first(self) -> SimulatedOperation | None:
+        """The operation that is advanced now."""
         return self._queue[0] if self._queue else None
 
-    def next(self, operation: SimulatedOperation, error: Exception | None) -> None:
-        """The first is over. After a failure the others would be out of step: they fail too."""
+    def remove_ended(self, operation: SimulatedOperation, error: Exception | None) -> None:
+        """Remove the first operation, which has ended, and start the next one.
+
+        After a failure the others fail too: the peers would take their messages for those of other operations.
+        """
         del self._queue[0]
         if error is not None:
             self.fail(error)
         elif self._queue:
             following = self._queue[0]
-            following.rank.engine.at(max(following.rank.engine.now, following.posted_s), following.go)
+            engine = following.rank.engine
+            engine.schedule(max(engine.now, following.posted_s), following.advance)
 
-    def overdue(self, operation: SimulatedOperation, error: Exception) -> None:
-        """Somebody has waited for too long: those behind it would be out of step."""
+    def time_out(self, operation: SimulatedOperation, error: Exception) -> None:
+        """Fail all operations, because somebody has waited for one of them until the deadline."""
         self.fail(error)
 
     def fail(self, error: Exception) -> None:
+        """Fail all operations, and those that are started later."""
         self._failure = self._failure or error
         queue, self._queue = self._queue, []
         for operation in queue:
-            operation.give_up(error)
+            operation.abort(error)
 
 
 class ConcurrentOperations(OperationSequence):
-    """Steps started on one transport, taken beside each other."""
+    """Operations started on one transport, which run independently of each other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._under_way: dict[
-            SimulatedOperation, None
-        ] = {}  # In the order in which they were started; there may be thousands.
+        # A dict as an ordered set: in the order of starting, and quick to remove from where there are thousands.
+        self._running: dict[SimulatedOperation, None] = {}
 
     def _add(self, operation: SimulatedOperation) -> None:
-        self._under_way[operation] = None
-        operation.rank.engine.at(operation.posted_s, operation.go)
+        self._running[operation] = None
+        operation.rank.engine.schedule(operation.posted_s, operation.advance)
 
-    def next(self, operation: SimulatedOperation, error: Exception | None) -> None:
-        self._under_way.pop(operation, None)
+    def remove_ended(self, operation: SimulatedOperation, error: Exception | None) -> None:
+        self._running.pop(operation, None)
 
-    def overdue(self, operation: SimulatedOperation, error: Exception) -> None:
-        self._under_way.pop(operation, None)
-        operation.give_up(error)
+    def time_out(self, operation: SimulatedOperation, error: Exception) -> None:
+        self._running.pop(operation, None)
+        operation.abort(error)
 
     def fail(self, error: Exception) -> None:
         self._failure = self._failure or error
-        under_way, self._under_way = self._under_way, {}
-        for operation in under_way:
-            operation.give_up(error)
+        running, self._running = self._running, {}
+        for operation in running:
+            operation.abort(error)

@@ -1,4 +1,4 @@
-"""Measure how fast ranks compute and talk, and describe the cluster that does the same in virtual time."""
+"""Calibration: measure how fast ranks compute and communicate, and make the `Cluster` that behaves the same."""
 
 import hashlib
 import statistics
@@ -23,48 +23,50 @@ from tutti.world import World, set_world
 _WARM_UP, _ROUNDS = 5, 30
 
 REFERENCE, REFERENCE_WITHIN = "recursive_doubling", "native"
-"""What trains to find what the parts do not explain: between hosts, and on one."""
+"""Strategies of the training run that shows the time which the parts do not explain: between hosts, and on one."""
 
 
 def measure(name: str) -> dict[str, Any]:
-    """What a `Cluster` needs to know, measured on this rank and its peers; the same on every rank."""
+    """Measure what a `Cluster` needs to know, on this rank and its peers; the same on every rank. Collective."""
     transport, reporter = init().transport, SupervisorPipe()
     reporter.progress(doing="sending messages")
-    found = measure_network(transport)
+    measured = measure_network(transport)
     reporter.progress(doing="training")
-    return found | measure_training(name, transport)
+    return measured | measure_training(name, transport)
 
 
-def cluster_of(found: dict[str, Any], name: str = "calibrated") -> Cluster:
-    """The cluster that what `measure` found describes.
+def cluster_of(measured: dict[str, Any], name: str = "calibrated") -> Cluster:
+    """Return the cluster that a measurement describes.
 
-    Its parts are simulated together, and what a real step took beyond that is charged to every step: hooks, threads
-    that wake each other, cores that computing has kept from the network.
+    The measured parts are simulated together. What a real step took beyond that is charged to every step: hooks,
+    switches between threads, cores that computing takes from the network.
     """
-    computing_s = found["forward_s"] + found["backward_s"]
-    sample_s, share = computing_s / found["batch_size"], found["forward_s"] / computing_s
-    size = found["size"]
-    cluster = cluster_with(found, name, compute=Compute(sample_s=sample_s, step_s=found["step_s"], forward=share))
-    simulated = simulate(train_steps, found["recipe"], found["reference"], _WARM_UP, workers=size, cluster=cluster)
-    unexplained_s = max(0.0, found["real_s"] - max(step_s for step_s, _ in simulated.results))
-    compute = Compute(sample_s=sample_s, step_s=found["step_s"] + unexplained_s, forward=share)
+    computing_s = measured["forward_s"] + measured["backward_s"]
+    sample_s, share = computing_s / measured["batch_size"], measured["forward_s"] / computing_s
+    size = measured["size"]
+    cluster = cluster_with(measured, name, compute=Compute(sample_s=sample_s, step_s=measured["step_s"], forward=share))
+    simulated = simulate(
+        train_steps, measured["recipe"], measured["reference"], _WARM_UP, workers=size, cluster=cluster
+    )
+    unexplained_s = max(0.0, measured["real_s"] - max(step_s for step_s, _ in simulated.results))
+    compute = Compute(sample_s=sample_s, step_s=measured["step_s"] + unexplained_s, forward=share)
     return replace(cluster, compute=compute)
 
 
 def batch_size_of(name: str, workers: int) -> int:
-    """Of each worker."""
+    """Return the samples of each worker per step."""
     return max(1, recipe(name).batch_size // workers)
 
 
 def train_steps(name: str, strategy: str, steps: int) -> tuple[float, str]:
-    """Train for some steps: the median seconds of a step, and a digest of the parameters; on a server, neither."""
+    """Train some steps; return the median seconds of a step and a digest of the parameters: 0 and "" on a server."""
     world = init()
     try:
         return _train_steps(name, strategy, steps, world)
     except SystemExit:
         return 0.0, ""
     finally:
-        set_world(world)  # It may have been that of those who train.
+        set_world(world)  # `distribute` may have made it the world without the servers.
 
 
 def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[float, str]:
@@ -88,7 +90,7 @@ def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[fl
 
 
 def measure_training(name: str, transport: Transport) -> dict[str, Any]:
-    """How long the parts of a step take with all ranks computing at once, and a whole step; the slowest rank's."""
+    """Time the parts of a step with all ranks computing at once, and a whole step, on the slowest rank. Collective."""
     batch_size = batch_size_of(name, transport.size)
     everyones = all_gather_json(_parts(name, batch_size, transport), transport)
     slowest = [max(rows, key=sum) for rows in zip(*everyones, strict=True)]
@@ -100,7 +102,7 @@ def measure_training(name: str, transport: Transport) -> dict[str, Any]:
 
 
 def _parts(name: str, batch_size: int, transport: Transport) -> list[list[float]]:
-    """Seconds of forward, backward and step, many times, with nothing exchanged."""
+    """Return rows of the seconds of forward, backward and step, with nothing exchanged."""
     made = recipe(name)
     model = made.model()
     optimizer = made.optimizer(model)
@@ -108,7 +110,7 @@ def _parts(name: str, batch_size: int, transport: Transport) -> list[list[float]
     now, rows = transport.now, []
     for _ in range(_WARM_UP + _ROUNDS):
         if transport.size > 1:
-            run(recursive_doubling.steps(torch.zeros(1), transport))  # All start together.
+            run(recursive_doubling.steps(torch.zeros(1), transport))  # A barrier: all ranks start together.
         times = [now()]
         loss = made.loss(model(x), y)
         times.append(now())

@@ -1,4 +1,4 @@
-"""A profiled step in virtual time, by sizes alone: what formulas cannot tell."""
+"""`dry_run`: the time of a profiled step in virtual time, by sizes alone, where cost formulas do not hold."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -10,47 +10,48 @@ from tutti.cluster import Cluster, Compute
 from tutti.cost.bucket_loads import meta_tensor
 from tutti.launch import init
 from tutti.plan import Profile
-from tutti.simulation.compute_clock import ComputeClock, Workload
+from tutti.simulation.compute_clock import ComputeClock
 from tutti.simulation.dry_replica import DryRunReplica
 from tutti.simulation.runs.simulate import simulate
+from tutti.simulation.workload import Workload
 from tutti.strategies import Strategy
 from tutti.strategies.poseidon.cost import achieved_flops, factored_layers
 
 _LEAST_S = 1e-9
-"""No sample takes no time."""
+"""Least time of a sample: the simulation needs one above 0."""
 
 _STEPS, _UNEVEN_STEPS = 4, 12
-"""Of ranks in lockstep that are all alike, and of others; the first third is not counted."""
+"""Steps to simulate: of synchronous ranks that are all alike, and of others. The first third is not counted."""
 
 
 def dry_run(strategy: Strategy, profile: Profile, workers: int, cluster: Cluster) -> float:
-    """Seconds a step that `workers` with such a profile would take under a strategy on a cluster.
+    """Return the seconds of a step of `workers` with such a profile, under a strategy on a cluster.
 
-    Where each goes at its own compute_clock, it is the step of those who would train as many samples a second together.
+    Where ranks are not synchronous, it is the harmonic mean of their steps: as many samples per second in all.
     """
     computing_s = max(_LEAST_S, profile.forward_s + profile.backward_s)
     compute = Compute(
         sample_s=computing_s / profile.num_samples, step_s=profile.step_s, forward=profile.forward_s / computing_s
     )
-    paced = replace(cluster, compute=compute, failures={})
+    timed = replace(cluster, compute=compute, failures={})
     parts = _model(profile), _workload(profile)
     steps = _num_steps(strategy, cluster)
     ranks = workers + strategy.num_dedicated_servers
-    done = simulate(_train, strategy, parts, profile.num_samples, steps, workers=ranks, cluster=paced)
+    done = simulate(_train, strategy, parts, profile.num_samples, steps, workers=ranks, cluster=timed)
     first = steps // 3
-    steps_a_s = [(steps - first) / (ends[-1] - ends[first - 1]) for ends in done.results if ends]
-    return len(steps_a_s) / sum(steps_a_s)
+    steps_per_s = [(steps - first) / (ends[-1] - ends[first - 1]) for ends in done.results if ends]
+    return len(steps_per_s) / sum(steps_per_s)
 
 
 def _num_steps(strategy: Strategy, cluster: Cluster) -> int:
-    """Whole blocks, where there are any."""
+    """Return how many steps to simulate: three blocks at least, where the strategy has blocks."""
     every = getattr(strategy, "every", 1)
     uneven = not strategy.synchronous or cluster.jitter is not None or cluster.pauses is not None
     return max(3 * every if isinstance(every, int) else 1, _UNEVEN_STEPS if uneven else _STEPS)
 
 
 def _train(strategy: Strategy, parts: tuple[nn.Module, Workload], num_samples: int, steps: int) -> list[float]:
-    """When each step ended on this rank. All ranks share the model: it has no values. A rank that serves has none."""
+    """Return when each step ended on this rank: none on a server. All share the model, which has no values."""
     model, workload = parts
     transport = init().transport.channel("job")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,12 +64,12 @@ def _train(strategy: Strategy, parts: tuple[nn.Module, Workload], num_samples: i
         replica.step(num_samples)
         ends.append(transport.now())
     if not strategy.synchronous:
-        exchange.finish()  # Or the others would take them for lost.
+        exchange.finish()  # Else the others would take this rank for lost.
     return ends
 
 
 def _model(profile: Profile) -> nn.Module:
-    """Parameters of the same shapes, and nothing else; a replica takes the last of them first."""
+    """Return a module with parameters of the profile's shapes, in reverse: a replica takes the last of them first."""
     model = nn.Module()
     factored = {shape.name for shape in factored_layers(profile)}
     for number, gradient in reversed(list(enumerate(profile.gradients))):

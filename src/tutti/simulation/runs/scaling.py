@@ -1,4 +1,4 @@
-"""How training of a large model would scale: images a second on any number of workers, by sizes alone."""
+"""Scaling studies by dry runs: images per second of a large model on any number of workers."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +11,10 @@ from torch import nn
 from tutti.cluster import Cluster
 from tutti.launch import init
 from tutti.recipes.models import large
-from tutti.simulation.compute_clock import ComputeClock, Workload
+from tutti.simulation.compute_clock import ComputeClock
 from tutti.simulation.dry_replica import DryRunReplica
 from tutti.simulation.runs.simulate import Simulation, simulate
+from tutti.simulation.workload import Workload
 from tutti.strategies import AllReduce, Strategy
 
 IMAGE = (3, 224, 224)
@@ -21,58 +22,61 @@ IMAGE = (3, 224, 224)
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingCase:
-    """What is to be trained, on what."""
+    """A model, a strategy and a cluster to measure scaling of."""
 
     model: str | Callable[[], nn.Module]
-    """The name of a large one, or what makes any."""
+    """The name of a large model (`tutti.recipes.models.LARGE`), or a function that makes any."""
     cluster: Cluster
     strategy: Strategy
     batch_size: int
-    """Of each worker."""
+    """Samples of each worker per step."""
     steps: int
     sample: tuple[int, ...] = IMAGE
-    """The shape of what the model is given, without the batch."""
+    """The shape of one input of the model, without the batch dimension."""
 
 
 @dataclass(frozen=True)
 class ScalingResult:
-    """How a number of workers did."""
+    """The result for one number of workers."""
 
     workers: int
     step_s: float
-    """Virtual."""
+    """Mean virtual time of a step."""
     images_per_s: float
     efficiency: float
-    """Images a second of each worker, relative to one that is alone."""
+    """Images per second of each worker, relative to a worker without others."""
     bytes_per_worker: float
-    """Sent over the network or to other ranks of the host, in one step; of several, the first does not count."""
+    """Bytes that a worker sends in one step, to any rank; the first of several steps does not count."""
     num_messages: int
     wall_s: float
-    """What it took to simulate."""
+    """Real time that the simulation took."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def scaling(
-    case: ScalingCase, workers: list[int], pulse: Callable[[int, float, int], None] = lambda *_: None
+    case: ScalingCase, workers: list[int], on_progress: Callable[[int, float, int], None] = lambda *_: None
 ) -> Iterator[ScalingResult]:
-    """Simulate every number of workers in turn. `pulse` is told workers, virtual seconds and messages so far."""
+    """Simulate every number of workers in turn.
+
+    `on_progress` is called with the number of workers, and virtual seconds and messages so far.
+    """
     with torch.device("meta"):
         model = large(case.model) if isinstance(case.model, str) else case.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        workload = Workload.of(model, (torch.empty(1, *case.sample),), {})
-    even = replace(case, cluster=replace(case.cluster, slow={}, failures={}), strategy=AllReduce())
-    alone = _step_s(_run(even, (model, optimizer, workload), 1, lambda *_: None))
+        workload = Workload.from_model(model, (torch.empty(1, *case.sample),), {})
+    reference = replace(case, cluster=replace(case.cluster, slow={}, failures={}), strategy=AllReduce())
+    reference_s = _step_s(_run(reference, (model, optimizer, workload), 1, lambda *_: None))
     for number in workers:
         start = time.perf_counter()
-        done = _run(case, (model, optimizer, workload), number, lambda now, sent, n=number: pulse(n, now, sent))  # type: ignore[misc]
+        done = _run(case, (model, optimizer, workload), number, lambda now, sent, n=number: on_progress(n, now, sent))  # type: ignore[misc]
         step_s = _step_s(done)
         yield ScalingResult(
             workers=number,
             step_s=step_s,
             images_per_s=number * case.batch_size / step_s,
-            efficiency=alone / step_s,
+            efficiency=reference_s / step_s,
             bytes_per_worker=sum(sent for _, sent in done.results) / number,
             num_messages=done.num_messages,
             wall_s=time.perf_counter() - start,
@@ -82,16 +86,21 @@ def scaling(
 Parts = tuple[nn.Module, torch.optim.Optimizer, Workload]
 
 
-def _run(case: ScalingCase, parts: Parts, workers: int, pulse: Callable[[float, int], None]) -> Simulation:
+def _run(case: ScalingCase, parts: Parts, workers: int, on_progress: Callable[[float, int], None]) -> Simulation:
     return simulate(
-        _train, case, parts, workers=workers + case.strategy.num_dedicated_servers, cluster=case.cluster, pulse=pulse
+        _train,
+        case,
+        parts,
+        workers=workers + case.strategy.num_dedicated_servers,
+        cluster=case.cluster,
+        on_progress=on_progress,
     )
 
 
 def _train(case: ScalingCase, parts: Parts) -> tuple[list[float], float]:
-    """When each step ended on this rank, and how many bytes it sent in one. All share the model: it has no values.
+    """Return when each step ended on this rank, and how many bytes it sent in one.
 
-    A rank that serves has no steps, and what it sends is not a worker's.
+    All ranks share the model, which has no values. A dedicated server has no steps, and its bytes do not count.
     """
     model, optimizer, workload = parts
     transport = init().transport.channel("job")
@@ -105,15 +114,15 @@ def _train(case: ScalingCase, parts: Parts) -> tuple[list[float], float]:
         replica.step(case.batch_size)
         ends.append(transport.now())
         sent.append(exchange.bytes_sent)
-    first = 1 if case.steps > 1 else 0  # A strategy may only learn in the first step how to go on.
+    first = 1 if case.steps > 1 else 0  # A strategy may plan its exchanges in the first step, which costs messages.
     num_bytes = (sent[-1] - sent[first]) / (case.steps - first)
     if not case.strategy.synchronous:
-        exchange.finish()  # Or the others would take them for lost.
+        exchange.finish()  # Else the others would take this rank for lost.
     return ends, num_bytes
 
 
 def _step_s(done: Simulation) -> float:
-    """The mean of all steps but the first, which has nothing behind it to wait for."""
+    """Return the mean of all steps but the first, which has no exchange of an earlier step to wait for."""
     workers = [ends for ends, _ in done.results if ends]
-    begin, end = (max(ends[place] for ends in workers) for place in (1 if len(workers[0]) > 2 else 0, -1))
+    begin, end = (max(ends[index] for ends in workers) for index in (1 if len(workers[0]) > 2 else 0, -1))
     return (end - begin) / max(1, len(workers[0]) - 2)

@@ -1,4 +1,21 @@
-"""`simulate`: the same training in virtual time."""
+"""`simulate`: run a training function on simulated ranks, in virtual time.
+
+How it works
+------------
+Every rank is a thread that calls the user's function; the engine lets one run at a time (see `simulation.engine`). The
+caller's thread runs the engine's loop, until all ranks have ended and all messages have arrived.
+
+A simulation uses state of the whole process, so one runs at a time (`_one_at_a_time`), and all of it is restored at the
+end: random generators (the engine), torch's number of threads, thresholds of the garbage collector, and
+torch.distributed's records of process groups (`torch_worlds`).
+
+Results are those of real processes to the bit, so each rank gets as many computing threads as a launch of so many
+workers on this machine would give it: sums depend on that.
+
+If a rank fails, the others learn it as in reality (`RankLost`), and usually fail as well. `_raise_first_failure` looks
+for the rank that failed by itself first. After a deadlock it raises that rank's error instead, if there is one:
+the others wait because of it.
+"""
 
 import ctypes
 import gc
@@ -29,23 +46,23 @@ from tutti.transports.hosts import levelled
 from tutti.world import World, set_world
 
 _M_MMAP_THRESHOLD = -3
-"""Of mallopt(3)."""
+"""Parameter of mallopt(3): allocations of this size or more are given back to the system when they are freed."""
 
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """What one simulated rank did with its time. The three add up to when it ended."""
+    """What one simulated rank did with its time. The three sums add up to the time at which it ended."""
 
     busy_s: float
-    """Computing."""
+    """Seconds of computing."""
     communicating_s: float
-    """Waiting, while messages to or from it travelled."""
+    """Seconds of waiting while messages to or from it travelled."""
     waiting_s: float
-    """Waiting for others to come that far."""
+    """Seconds of waiting for others to come that far."""
     strip: Strip
-    """The same, over the course of time."""
+    """The same three, over the course of time."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +70,29 @@ class Traffic:
     """What one network card or switch carried, in one direction."""
 
     num_bytes: int
+    """Bytes carried."""
     busy_s: float
+    """Seconds for which it carried something."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of a simulated run."""
+    """The result of a simulated run."""
 
     results: list[Any]
-    """What the function returned, by rank."""
+    """What the function returned on each rank."""
     seconds: float
-    """Of virtual time, until the last rank ended."""
+    """Virtual time until the last rank ended."""
     ranks: list[RankTime]
+    """How each rank spent its time."""
     links: dict[str, Traffic]
-    """By name: "host3 out" is what host 3 sent to the network."""
+    """Traffic by name: "host3 out" is what host 3 sent to the network."""
     events: list[EventLog]
-    """The newest of each rank."""
+    """The newest events of each rank."""
     num_messages: int
+    """Messages sent by all ranks."""
     lost: dict[int, float]
-    """Ranks that died as the cluster says, and when."""
+    """Ranks that died as the cluster's `failures` say, and when."""
 
 
 def simulate(
@@ -81,7 +102,7 @@ def simulate(
     cluster: Cluster | None = None,
     timeout: Duration | None = None,
     watch: Watcher | None = None,
-    pulse: Callable[[float, int], None] | None = None,
+    on_progress: Callable[[float, int], None] | None = None,
 ) -> Simulation:
     """Run `function(*args)` on `workers` simulated ranks of `cluster`: real gradients, modelled time.
 
@@ -94,7 +115,7 @@ def simulate(
         timeout: how long, in virtual time, a rank waits for the others before it gives up: seconds, a text such as
             "40s" or a timedelta; 5 minutes by default.
         watch: called with a rank and what it reported, as for `tutti.launch`.
-        pulse: called now and then with the virtual seconds and messages so far.
+        on_progress: called about every 0.1 s of real time with the virtual seconds and messages so far.
 
     Raises `WorkerFailed` for the first rank that failed, and `Deadlock` if all wait for each other.
     """
@@ -108,9 +129,11 @@ def simulate(
     _return_memory()
     hosts = cluster.place(workers)
     if not _one_at_a_time.acquire(blocking=False):
-        raise ConfigError("another simulation runs in this process, and the two would share its random numbers. Wait.")
+        raise ConfigError(
+            "another simulation runs in this process, and the two would share its random generators. Wait for its end."
+        )
     try:
-        return _simulate(partial(function, *args), cluster, hosts, limit, watch, pulse)
+        return _simulate(partial(function, *args), cluster, hosts, limit, watch, on_progress)
     finally:
         _one_at_a_time.release()
 
@@ -121,11 +144,13 @@ def _simulate(
     hosts: Sequence[Host],
     timeout: timedelta,
     watch: Watcher | None,
-    pulse: Callable[[float, int], None] | None,
+    on_progress: Callable[[float, int], None] | None,
 ) -> Simulation:
-    guard.watch()
+    guard.install()
     ranks: list[Rank] = []
-    engine = Engine(None if pulse is None else lambda now: pulse(now, sum(rank.num_messages for rank in ranks)))
+    engine = Engine(
+        None if on_progress is None else lambda now: on_progress(now, sum(rank.num_messages for rank in ranks))
+    )
     for number, host in enumerate(hosts):
         ranks.append(Rank(engine, number, host, cluster, timeout))
     network = Network(cluster, hosts)
@@ -133,39 +158,39 @@ def _simulate(
     num_threads = torch.get_num_threads()
     try:
         for rank in ranks:
-            rank.start(partial(_live, registry, rank, watch, function))
+            rank.start(partial(_run_rank, registry, rank, watch, function))
         with torch.no_grad(), _rare_collections(), torch_worlds.torch_worlds():
             engine.run(ranks)
     except Deadlock:
-        _raise_first_failure(ranks, knocked_on=False)  # Who failed by itself is why the others wait.
+        _raise_first_failure(ranks, knocked_on=False)  # A rank that failed by itself is why the others wait.
         raise
     finally:
         engine.stop(ranks)
-        torch.set_num_threads(num_threads)  # Part of it is the whole process's.
+        torch.set_num_threads(num_threads)  # torch keeps part of it per process, not per thread.
     _raise_first_failure(ranks)
-    return _simulation(ranks, network)
+    return _result(ranks, network)
 
 
-def _live(registry: ChannelRegistry, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
-    """A simulated rank's whole life, in its own thread."""
+def _run_rank(registry: ChannelRegistry, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
+    """Make this thread a simulated rank, and call the user's function. The target of the rank's thread."""
     guard.enter()
     torch_worlds.enter()
-    # As many threads as a launch of so many workers here would give each, so that sums agree. Each thread has its own.
+    # As many computing threads as a launch of so many workers here would give each, so that sums agree to the bit.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(registry.ranks)))
     transport = levelled(SimulatedTransport(registry, rank))
     local = [host.name for host in registry.network.hosts[: rank.number]].count(rank.host.name)
     set_world(World(rank.number, len(registry.ranks), local, rank.host.name, transport))
     telling(_ignore if watch is None else partial(watch, rank.number))
-    return function()  # Whoever still waits for this rank then hears how it ended.
+    return function()
 
 
 def _ignore(values: dict[str, Any]) -> None:
-    """What a rank reports when nobody watches."""
+    """Drop what a rank reports when nobody watches."""
 
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Messages come and go by the million and leave no cycles: to look for some so often would only cost time."""
+    """Collect garbage less often: messages are made by the million and leave no reference cycles."""
     before = gc.get_threshold()
     if before[0]:  # Zero is off.
         gc.set_threshold(max(before[0], 100_000), 50, 100)
@@ -177,31 +202,31 @@ def _rare_collections() -> Iterator[None]:
 
 @cache
 def _return_memory() -> None:
-    """Have glibc give freed tensors back at once: otherwise each thread's share of what is free grows to megabytes."""
+    """Have glibc give freed tensors back at once: otherwise each thread's arena keeps megabytes of them."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
 
 
 def _raise_first_failure(ranks: list[Rank], knocked_on: bool = True) -> None:
-    """Raise for the first rank that failed by itself; or, if asked to, only because another was gone."""
-    failed = [(rank, describe(rank.error)) for rank in ranks if rank.error is not None]
+    """Raise for the first rank that failed by itself; with `knocked_on`, also for one that lost another."""
+    failed = [(rank, describe(rank.thread.error)) for rank in ranks if rank.thread.error is not None]
     failed = [(rank, failure) for rank, failure in failed if knocked_on or not failure.knock_on]
     if not failed:
         return
     rank, failure = min(failed, key=lambda pair: (pair[1].knock_on, pair[0].clock, pair[0].number))
-    if isinstance(rank.error, KeyboardInterrupt | NoLink):
-        raise rank.error
-    dead = [rank for rank in ranks if rank.died]
+    if isinstance(rank.thread.error, KeyboardInterrupt | NoLink):
+        raise rank.thread.error
+    dead = [rank for rank in ranks if rank.thread.died]
     if failure.knock_on and dead:
         reason = f"died at {format_time(dead[0].clock)}, as the cluster says, and rank {rank.number} {failure.reason}"
-        raise WorkerFailed(dead[0].number, reason) from rank.error
-    raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.error
+        raise WorkerFailed(dead[0].number, reason) from rank.thread.error
+    raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.thread.error
 
 
-def _simulation(ranks: list[Rank], network: Network) -> Simulation:
+def _result(ranks: list[Rank], network: Network) -> Simulation:
     accounts = [rank.time_account for rank in ranks]
     return Simulation(
-        results=[rank.result for rank in ranks],
+        results=[rank.thread.result for rank in ranks],
         seconds=max(rank.clock for rank in ranks),
         ranks=[
             RankTime(account.busy_s, account.communicating_s, account.waiting_s, account.strip) for account in accounts
@@ -209,5 +234,5 @@ def _simulation(ranks: list[Rank], network: Network) -> Simulation:
         links={pipe.name: Traffic(pipe.num_bytes, pipe.busy_s) for pipe in network.pipes},
         events=[account.events for account in accounts],
         num_messages=sum(rank.num_messages for rank in ranks),
-        lost={rank.number: rank.clock for rank in ranks if rank.died},
+        lost={rank.number: rank.clock for rank in ranks if rank.thread.died},
     )

@@ -1,7 +1,7 @@
-"""How long a recipe takes until it is as accurate as asked, under the strategies that a planner would consider.
+"""`time_to_accuracy`: how long a recipe takes to a given accuracy, under the strategies that a planner considers.
 
-How long a step takes, the planner predicts; how many it takes, nobody can: they are taken, by ranks in virtual time
-with real data. What is exact learns the same however it is exchanged, and is trained once, by one worker.
+The planner predicts the time of a step. The number of steps cannot be predicted: ranks in virtual time take them, with
+real data. Exact strategies all learn the same, so they are trained once, by one worker.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from tutti.strategies import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
-    """How far a strategy came."""
+class TimeToAccuracy:
+    """The result of training with one strategy."""
 
     prediction: Prediction
     epochs: float
-    """Until the accuracy was reached; infinite where it was not."""
+    """Epochs until the accuracy was reached; infinite where it was not."""
     accuracy: float
-    """The best of any epoch."""
+    """The best accuracy of any epoch."""
     seconds: float
-    """As long as these epochs take, by the predicted speed; infinite where they would not do."""
+    """Time of these epochs at the predicted speed; infinite where the accuracy was not reached."""
 
     def as_dict(self) -> dict[str, Any]:
         numbers = {key: getattr(self, key) for key in ("epochs", "accuracy", "seconds")}
@@ -35,61 +35,61 @@ class Reach:
         return {"strategy": str(self.prediction.strategy), **finite}
 
 
-def reach(
-    made: Plan, profile: Profile, cluster: Cluster, task: TrainingConfig, say: Callable[[str], None] = lambda text: None
-) -> list[Reach]:
-    """The plan's choice and the fastest of every other kind, trained until `task.until`; the soonest there first.
+def time_to_accuracy(
+    plan: Plan, profile: Profile, cluster: Cluster, task: TrainingConfig, say: Callable[[str], None] = lambda text: None
+) -> list[TimeToAccuracy]:
+    """Train the plan's choice and the fastest strategy of every other kind until `task.until`; the soonest comes first.
 
     Args:
-        made: whose predictions say what there is, and how fast.
-        profile: of a worker.
-        task: what to train; its strategy is of no account.
+        plan: its predictions are the strategies to try, and how fast each is.
+        profile: the measured step of a worker.
+        task: what to train; its strategy is not used.
     """
     assert task.until is not None
     computing = Compute(sample_s=profile.seconds / profile.num_samples)
-    place = replace(cluster, compute=computing)
-    found = []
-    for prediction in _first_of_each_kind(made.predictions):
+    timed = replace(cluster, compute=computing)
+    results = []
+    for prediction in _first_of_each_kind(plan.predictions):
         strategy = prediction.strategy
         say(f"training with {'one worker, as all exact strategies do' if prediction.exact else strategy}")
         if prediction.exact:
             epochs, accuracy, samples = _trained(replace(task, strategy="native"), 1, Cluster(compute=computing))
         else:
-            epochs, accuracy, samples = _trained(replace(task, strategy=str(strategy)), _ranks(strategy, made), place)
-        found.append(
-            Reach(
+            epochs, accuracy, samples = _trained(replace(task, strategy=str(strategy)), _ranks(strategy, plan), timed)
+        results.append(
+            TimeToAccuracy(
                 prediction=prediction,
                 epochs=epochs,
                 accuracy=accuracy,
                 seconds=epochs * samples / prediction.samples_per_s if epochs < inf else inf,
             )
         )
-    return sorted(found, key=lambda each: (each.seconds, -each.accuracy))
+    return sorted(results, key=lambda result: (result.seconds, -result.accuracy))
 
 
 def _first_of_each_kind(predictions: tuple[Prediction, ...]) -> list[Prediction]:
-    """What is exact is of one kind, and each other class of strategies is: the first, as a plan has them in order."""
+    """Return the first prediction of each kind. All exact strategies are one kind; each other class is one."""
     kinds: dict[object, Prediction] = {}
-    for each in predictions:
-        kinds.setdefault("exact" if each.exact else type(each.strategy), each)
+    for prediction in predictions:
+        kinds.setdefault("exact" if prediction.exact else type(prediction.strategy), prediction)
     return list(kinds.values())
 
 
-def _ranks(strategy: Strategy, made: Plan) -> int:
-    return made.workers + (strategy.num_dedicated_servers if made.workers > 1 else 0)
+def _ranks(strategy: Strategy, plan: Plan) -> int:
+    return plan.workers + (strategy.num_dedicated_servers if plan.workers > 1 else 0)
 
 
-def _trained(task: TrainingConfig, ranks: int, place: Cluster) -> tuple[float, float, float]:
-    """Epochs until the accuracy asked for, the best accuracy, and the samples of an epoch."""
+def _trained(task: TrainingConfig, ranks: int, cluster: Cluster) -> tuple[float, float, float]:
+    """Return the epochs until the accuracy, the best accuracy, and the samples of an epoch."""
     assert task.until is not None
     tested: list[tuple[float, float]] = []
 
-    def note(rank: int, values: dict[str, Any]) -> None:
+    def record_epoch(rank: int, values: dict[str, Any]) -> None:
         if values["kind"] == "epoch":
             tested.append((values["epoch"], values["accuracy"]))
 
     try:
-        outcomes = simulate(train, task, workers=ranks, cluster=place, watch=note).results
+        outcomes = simulate(train, task, workers=ranks, cluster=cluster, watch=record_epoch).results
     except WorkerFailed as failure:
         if "NonFiniteLoss" not in failure.reason:
             raise

@@ -1,4 +1,20 @@
-"""torch.distributed inside a simulation: every simulated rank is a process to it."""
+"""torch.distributed inside a simulation: every simulated rank has process groups of its own, as a process has.
+
+How it works
+------------
+torch keeps its process groups in one object of the process, `distributed_c10d._world`. While a simulation runs, the
+class of that object is replaced by a subclass whose attributes are looked up per thread: threads that called `enter`
+have a `_GroupRecords` of their own, all others see the usual attributes. So no code of torch has to be changed.
+
+What torch keeps in C++ is separated by its thread isolation mode, made for torch's own multi-threaded tests.
+
+`init_process_group` of simulated ranks connects to no rendezvous: handlers of all URL schemes are wrapped, and give
+simulated ranks one shared `HashStore` with their rank and size.
+
+On leaving the context all of it is undone, whether the simulation failed or not: the class, the handlers, the isolation
+mode, the hook that times optimiser steps, `sys.excepthook`, and flags in which torch remembers that a dispatch mode was
+once active in any thread.
+"""
 
 import sys
 import threading
@@ -17,22 +33,22 @@ from tutti.simulation import operator_clock
 from tutti.world import current_world
 
 _NAMES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
-"""What torch remembers of its groups, beside which is the default and how many there are."""
+"""Dictionaries of torch's world that belong to one rank, besides the default group and the number of groups."""
 
 _FLAGS = (
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
-"""Whether there is a mode, in any thread; not every version of torch has each."""
+"""Flags of torch that say whether a dispatch mode is active in any thread; not every version has each."""
 
 _here = threading.local()
 
 _rendezvous: Any = import_module("torch.distributed.rendezvous")  # torch.distributed has a function of that name.
 
 
-class _Record:
-    """What torch remembers of one rank's groups."""
+class _GroupRecords:
+    """What torch records of one rank's process groups."""
 
     def __init__(self) -> None:
         self.default_pg: Any = None
@@ -42,8 +58,8 @@ class _Record:
             setattr(self, name, {})
 
 
-def _of_rank(name: str, settable: bool = False) -> property:
-    """An attribute of torch's record, which for a simulated rank is that of its own."""
+def _per_rank(name: str, settable: bool = False) -> property:
+    """Return a property that reads an attribute of torch's world, or that of the simulated rank whose thread asks."""
     usual: Any = getattr(c10d._World, name)
 
     def get(self: Any) -> Any:
@@ -60,23 +76,24 @@ def _of_rank(name: str, settable: bool = False) -> property:
     return property(get, set_ if settable else None)
 
 
-def _record_of_ranks() -> type:
+def _per_rank_world_class() -> type:
+    """Return the class that replaces that of torch's world."""
     settable = ("default_pg", "group_count")
     known = [name for name in (*_NAMES, *settable, "comms") if hasattr(c10d._World, name)]
-    return type("_WorldOfRanks", (c10d._World,), {name: _of_rank(name, name in settable) for name in known})
+    return type("_WorldOfRanks", (c10d._World,), {name: _per_rank(name, name in settable) for name in known})
 
 
 @contextmanager
 def torch_worlds() -> Iterator[None]:
-    """While this lasts, threads that `enter` have torch.distributed to themselves; others keep what they have."""
+    """Give threads that `enter` process groups of their own while this context lasts; others keep theirs."""
     world: Any = c10d._world
     usual, handlers = type(world), dict(_rendezvous._rendezvous_handlers)
     store = HashStore()
-    hook, excepthook = register_optimizer_step_pre_hook(operator_clock.stepping), sys.excepthook
+    hook, excepthook = register_optimizer_step_pre_hook(operator_clock.on_optimizer_step), sys.excepthook
     flags = {name: getattr(_python_dispatch, name) for name in _FLAGS if hasattr(_python_dispatch, name)}
     isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
-    world.__class__ = _record_of_ranks()
-    _rendezvous._rendezvous_handlers.update({name: _meeting(handlers[name], store) for name in handlers})
+    world.__class__ = _per_rank_world_class()
+    _rendezvous._rendezvous_handlers.update({name: _rendezvous_handler(handlers[name], store) for name in handlers})
     isolate(True)
     try:
         yield
@@ -85,25 +102,25 @@ def torch_worlds() -> Iterator[None]:
         _rendezvous._rendezvous_handlers.update(handlers)
         world.__class__ = usual
         hook.remove()
-        sys.excepthook = excepthook  # torch has every rank add its number to what is printed there.
+        sys.excepthook = excepthook  # Each init_process_group of torch wraps it, to print its rank.
         _restore(flags)
 
 
 def _restore(flags: dict[str, bool]) -> None:
-    """Have torch forget that a mode was on, or it would compile no more: it remembers that for all threads at once."""
+    """Reset torch's flags for dispatch modes, which are shared by all threads: it would refuse to compile otherwise."""
     for name, value in flags.items():
         setattr(_python_dispatch, name, value)
     with _python_dispatch.TorchDispatchMode():
-        pass  # What it knows in C++ follows.
+        pass  # Entering and leaving a mode updates what C++ knows as well.
 
 
 def enter() -> None:
-    """From now on, this thread is a rank of its own to torch.distributed."""
-    _here.record = _Record()
+    """Give this thread, which is that of a simulated rank, process groups of its own."""
+    _here.record = _GroupRecords()
 
 
-def _meeting(usual: Any, store: HashStore) -> Any:
-    """How ranks meet: simulated ones know each other already, whatever URL they name."""
+def _rendezvous_handler(usual: Any, store: HashStore) -> Any:
+    """Return a rendezvous handler that gives simulated ranks the shared store, whatever URL they name."""
 
     def handler(url: str, *args: Any, **kwargs: Any) -> Any:
         world = current_world() if getattr(_here, "record", None) is not None else None

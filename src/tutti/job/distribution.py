@@ -1,0 +1,187 @@
+"""`distribute`: attach a strategy to a model and its optimiser, on every rank."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.collectives import LinkMeasurement, measure_links
+from tutti.errors import ConfigError
+from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
+from tutti.parallel import Mesh
+from tutti.parallel.arrangement import Arrangement, mistakes_on_mesh
+from tutti.parallel.branch import Branches
+from tutti.replica import HookedReplica
+from tutti.replica.batchnorm import synced
+from tutti.replica.state import check_alike, take_from_rank_0
+from tutti.simulation.compute_clock import ComputeClock
+from tutti.strategies import AllReduce, Strategy, as_strategy
+from tutti.transports import for_devices
+from tutti.world import World, current_world, set_world
+from tutti.world import world as initialised_world
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy | str | None = None,
+    *,
+    world: World | None = None,
+    mesh: Mesh | None = None,
+    example: Any = None,
+) -> Job:
+    """Synchronise `model` with the same model on every other rank. Collective.
+
+    The training loop stays as it was: after `loss.backward()` each `p.grad` is the mean over all
+    ranks, weighted by the samples each contributed. Parameters, buffers and optimiser state start
+    as rank 0's.
+
+    Args:
+        model: built the same on every rank; its device decides which transport its tensors use.
+        optimizer: holds every trainable parameter of `model`.
+        strategy: how replicas are synchronised: an object such as `tutti.BlockMomentum(every=16)`, or the text that
+            names it at the command line, "bmuf:every=16"; `AllReduce()` by default, `tutti run --strategy` first.
+        world: the ranks to train with; the world that `tutti.init` made by default.
+        mesh: how ranks split the model too; `strategy` is then between those that have the same part of it, and the
+            world afterwards is theirs: make `tutti.data.shard` after it.
+        example: with a pipeline, one batch of what the model takes.
+
+    On a rank that only serves (`ParameterServer(servers=...)`) this does not return: it serves until the others have
+    finished, and ends the program there, or the function that `tutti.launch` runs. On the others, the world is then
+    that of the ranks that train: make `tutti.data.shard` after it.
+    """
+    if not isinstance(mesh, Mesh | None):
+        raise ConfigError(f"mesh must be a tutti.Mesh(data=..., tensor=..., pipe=...), got {mesh!r}.")
+    world = world or initialised_world()
+    strategy, mistakes = _chosen(strategy, world)
+    mistakes += _mistakes(model, optimizer, strategy)
+    if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
+        mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
+    mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
+    if mesh is not None:
+        mistakes += mistakes_on_mesh(model, optimizer, mesh, strategy, world.size, example)
+    check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
+    take_from_rank_0(model, optimizer, world.transport)
+    before, arrangement = world, None
+    if mesh is not None:
+        arrangement = Arrangement(model, optimizer, mesh, world.transport, example)
+        world = _along_data(world, arrangement)
+    try:
+        return _start(model, optimizer, strategy, world, before, arrangement)
+    except BaseException:
+        if arrangement is not None:
+            arrangement.abandon()
+            restore_world(world, before)
+        raise
+
+
+def _start(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    world: World,
+    before: World,
+    arrangement: Arrangement | None,
+) -> Job:
+    """Attach the strategy to the model between the ranks of `world`; `before` is that of all ranks. Collective."""
+    replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.sample_counts)
+    transport = for_devices(world.transport, replica.device_types)
+    channel = transport.channel("job")
+    if world.rank >= world.size - strategy.num_dedicated_servers:
+        strategy.serve(replica, channel)
+        channel.close()
+        raise SystemExit(0)
+    trains = _without_servers(world, strategy.num_dedicated_servers)
+    compute_clock = ComputeClock(channel) if channel.cluster is not None and arrangement is None else None
+    if compute_clock is not None:
+        compute_clock.listen(model, optimizer)
+        replica.compute_clock = compute_clock
+    exchange = strategy.attach(replica, channel)
+    job = Job(replica, exchange, strategy, trains, compute_clock, arrangement)
+    job.previous_world = before
+    setattr(model, JOB_ATTRIBUTE, job)
+    for module in model.modules():
+        if isinstance(module, Branches):
+            module.distributed = True
+    world.tolerate_loss(exchange.tolerates_loss)
+    return job
+
+
+def _without_servers(world: World, num_servers: int) -> World:
+    """Return the world without the dedicated servers, which are its last ranks. Collective among the others."""
+    if not num_servers:
+        return world
+    size = world.size - num_servers
+    trains = replace(world, size=size, transport=world.transport.channel("workers", range(size)), leave=world.close)
+    world.sample_counts.num_training_ranks = size
+    if world is current_world():
+        set_world(trains)
+    return trains
+
+
+def _along_data(world: World, arrangement: Arrangement) -> World:
+    """Return the world of the ranks that have the same part of the model."""
+    row = arrangement.data
+    along = replace(world, rank=row.rank, size=row.size, transport=row, leave=world.close)
+    if world is current_world():
+        set_world(along)
+    return along
+
+
+def sync_batchnorm(model: nn.Module, *, world: World | None = None) -> nn.Module:
+    """Make every BatchNorm layer of `model` normalise over all ranks' samples together; returns the model.
+
+    Call it before `distribute`. The result is what one machine with the whole batch would compute,
+    also where ranks have different numbers of samples. Collective.
+    """
+    world = world or initialised_world()
+    return synced(model, world.transport, world.sample_counts)
+
+
+def measure_link(*, world: World | None = None) -> LinkMeasurement:
+    """Measure latency and rate between the ranks by messages to and fro. Collective; takes a few seconds.
+
+    Returns the same on every rank: a fit for every pair, `.link` for the slowest pair, and how well they fit.
+    """
+    return measure_links((world or initialised_world()).transport)
+
+
+def _chosen(strategy: Strategy | str | None, world: World) -> tuple[Strategy, list[str]]:
+    """Return the strategy to use, and what is wrong with the one that was given.
+
+    A bad text is not raised here: every rank has to come to `check_alike`, or the others would wait for this one.
+    """
+    if world.strategy is not None:
+        return world.strategy, []
+    try:
+        return AllReduce() if strategy is None else as_strategy(strategy), []
+    except ConfigError as error:
+        return AllReduce(), [str(error)]
+
+
+def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:
+    """Return everything that is wrong with what `distribute` was given."""
+    mistakes = []
+    if getattr(model, JOB_ATTRIBUTE, None) is not None:
+        mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
+    if any(isinstance(module, Branches) for module in model.modules()) and not isinstance(strategy, AllReduce):
+        mistakes.append(
+            f"a model with Branches needs the gradients of all ranks in every step, which {strategy} does not give it: "
+            "use tutti.AllReduce(...)."
+        )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        mistakes.append("the model has no trainable parameter: nothing to distribute.")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if strays := [name for name, p in trained.items() if id(p) not in held]:
+        mistakes.append(
+            f"the optimiser does not hold {_some(strays)}. Give it all trainable parameters, or set "
+            "requires_grad=False on those that should not change."
+        )
+    return mistakes
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

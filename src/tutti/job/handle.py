@@ -1,0 +1,220 @@
+"""`Job`: the user's handle on a distributed model."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.events import EXCHANGE, PULL, EventLog
+from tutti.job.metrics import Metrics
+from tutti.job.state import exchange_state, job_state
+from tutti.parallel.arrangement import Arrangement
+from tutti.parallel.pipeline.step import Loss, PipelineStep
+from tutti.replica import HookedReplica
+from tutti.simulation.compute_clock import ComputeClock
+from tutti.strategies import Exchange, Strategy
+from tutti.world import World, current_world, set_world
+
+JOB_ATTRIBUTE = "_tutti_job"
+"""The attribute of a distributed model that holds its job."""
+
+
+class Job:
+    """The handle on a distributed model that `tutti.distribute` returns.
+
+    Use it as a context manager, or call `finish` at the end. Methods marked "Collective" must be called by every rank.
+    """
+
+    def __init__(
+        self,
+        replica: HookedReplica,
+        exchange: Exchange,
+        strategy: Strategy,
+        world: World,
+        compute_clock: ComputeClock | None = None,
+        arrangement: Arrangement | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.world = world
+        """The ranks that train: all but dedicated servers; on a mesh, those along the `data` axis."""
+        self._compute_clock = compute_clock
+        self._arrangement = arrangement
+        self._model = replica.model if arrangement is None else arrangement.model
+        self._replica = replica
+        self._exchange = exchange
+        self._started_s = exchange.transport.now()
+        self._finished = self._was_leader = False
+        self.previous_world = world
+        """What `tutti.world()` was before `distribute`, to be restored at the end."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward keeps gradients to this rank; the next one outside exchanges their sum."""
+        return self._replica.no_sync()
+
+    def contributed(self, num_samples: float) -> None:
+        """Set the weight of this rank's next exchange, where rows of a batch are not the measure (tokens, for example).
+
+        Call it before `backward`; in gradient accumulation, once per backward.
+        """
+        if not 0 <= num_samples < float("inf"):
+            raise ConfigError(f"job.contributed needs a finite number of 0 or more, got {num_samples}.")
+        self._replica.contribution.add(num_samples)
+
+    def watch(self, loss: Tensor) -> None:
+        """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
+        if not loss.is_meta and not torch.isfinite(loss.detach()).all():
+            if self._exchange.transport.size == 1:
+                raise NonFiniteLoss(0, [0], self._replica.steps)
+            self._replica.contribution.add(float("nan"))  # A weight of NaN asks every rank to stop.
+
+    def pipeline(self, loss: Loss) -> PipelineStep:
+        """Return a step that replaces the forward and backward lines on a mesh: `value = pipeline(x, y)`. Collective.
+
+        A batch goes through the stages in microbatches; `loss(output, y)` is a mean over samples.
+        """
+        if self._arrangement is None:
+            raise ConfigError("job.pipeline needs a mesh: tutti.distribute(..., mesh=tutti.Mesh(pipe=2), example=x).")
+        return self._arrangement.pipeline(loss, self._replica)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale gradients so that the norm of all of them is at most `max_norm`; return the norm before. Collective.
+
+        As `torch.nn.utils.clip_grad_norm_`, which on a mesh would see this rank's part of the model only.
+        """
+        if self._arrangement is not None:
+            return self._arrangement.clip_grad_norm(max_norm)
+        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
+
+    @contextmanager
+    def consensus(self, *, optimizer: bool = True) -> Iterator[nn.Module]:
+        """Hold the parameters and buffers that all ranks agree on in the model, to evaluate or save. Collective.
+
+        On a mesh the model is whole inside the context, and so is the optimiser's state, unless `optimizer` is False
+        (to evaluate, for example). Afterwards the rank's own parameters are restored.
+        """
+        _refuse_in_consensus(self._replica, "a second job.consensus()")
+        self._exchange.consensus()
+        self._replica.agreeing = True
+        try:
+            with nullcontext() if self._arrangement is None else self._arrangement.whole(optimizer):
+                yield self._model
+        finally:
+            self._replica.agreeing = False
+            self._exchange.restore_local()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Take no part in training inside this context, so that the others do not wait: to evaluate, for example.
+
+        Afterwards this rank goes on from the parameters that the others have. Parameter servers, peer updates and
+        gossip allow it; other strategies refuse.
+        """
+        self._exchange.leave()
+        self._replica.away = True
+        try:
+            yield
+        finally:
+            self._replica.away = False
+            self._exchange.join()
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters of this rank so far."""
+        totals = self._exchange.events.totals
+        total = totals[EXCHANGE]
+        return Metrics(
+            steps=self._replica.steps,
+            exchanges=total.count,
+            bytes_sent=total.num_bytes,
+            seconds=self._exchange.transport.now() - self._started_s,
+            waiting_s=total.seconds + totals[PULL].seconds,
+            strategy=self._exchange.metrics(),
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimiser that this rank has taken."""
+        return self._replica.steps
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the first that still trains: the one to report, save or evaluate."""
+        first = self._arrangement is None or self._arrangement.first
+        return self._was_leader if self._finished else first and self._exchange.is_leader
+
+    @property
+    def events(self) -> EventLog:
+        """The newest events of the exchange on this rank, and their totals."""
+        return self._exchange.events
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must be saved beside the model's and the optimiser's own state to go on exactly.
+
+        It is alike on every rank. Collective: every rank calls it, and one may save it for all.
+        """
+        return job_state(self.strategy, self._replica.steps, self._exchange, self._arrangement)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; every rank loads it, before its first step.
+
+        Raises `ConfigError` for a state of another strategy, or of a model that was split otherwise.
+        """
+        own = exchange_state(state, self.strategy, self._arrangement)
+        self._replica.steps = state["steps"]
+        self._exchange.load_state_dict(own)
+
+    def finish(self) -> None:
+        """Complete exchanges, leave the agreed parameters in the model, and release it. Collective. Idempotent."""
+        if not self._finished:
+            _refuse_in_consensus(self._replica, "job.finish()")
+            self._was_leader = self.is_leader
+            self._finished = True
+            try:
+                self._exchange.finish()
+                if self._arrangement is not None:
+                    self._arrangement.close()
+                self.world.tolerate_loss(False)
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        """Detach the model and close the job's transport. Not collective: it also ends a job that failed."""
+        self._finished = True
+        self._exchange.close()
+        self._replica.detach()
+        if self._compute_clock is not None:
+            self._compute_clock.detach()
+        self._exchange.transport.close()
+        if self._arrangement is not None:
+            self._arrangement.abandon()
+            restore_world(self.world, self.previous_world)
+        delattr(self._model, JOB_ATTRIBUTE)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # A copy of a distributed model (for an average of weights, for example) is not distributed.
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        elif not self._finished:
+            self._release()  # Not collective: the other ranks may not be coming.
+
+
+def _refuse_in_consensus(replica: HookedReplica, what: str) -> None:
+    if replica.agreeing:
+        raise ConfigError(f"{what} inside job.consensus(): end that first.")
+
+
+def restore_world(current: World, previous: World) -> None:
+    """Make `tutti.world()` return `previous` again, if it is `current` now."""
+    if current is current_world():
+        set_world(previous)

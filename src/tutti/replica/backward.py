@@ -1,0 +1,239 @@
+"""One backward pass of a replica: gradients arrive from autograd, and complete buckets are handed to the exchange.
+
+How it works
+------------
+Autograd calls the hook of a parameter when its gradient is accumulated, in a thread of autograd's own, one per device.
+The states of a pass:
+
+1. *Idle.* The first gradient (or pair of factors) starts the pass: `start` queues `finish` as a callback of autograd's
+   engine, takes the weight of this rank's samples, and calls the listener's `backward_started`.
+2. *Running.* Each gradient decrements its bucket's `missing`. `advance` hands over buckets that are complete, under
+   `_lock`, always in the order of their indices. A bucket that is complete early waits for those before it. So all
+   ranks start the same exchanges in the same order, whatever order their gradients came in: that is the invariant
+   which keeps collectives matched between ranks.
+3. *Finishing.* Autograd calls `finish` when the pass is over. It hands over the rest (buckets with parameters that got
+   no gradient on this rank, and buffers), waits in the listener's `backward_done`, and `_settle` makes what is in the
+   buckets the gradients of the model. Then the pass is idle again.
+
+After the first pass buckets are cut anew, in the order in which rank 0 saw gradients arrive (`_recut`): then buckets
+complete as early as they can. All ranks do so together, since the order is broadcast.
+
+An exception in backward leaves the state *running*; the next forward pass sees that and refuses, because this rank has
+started exchanges that the others have completed with something else.
+
+Hooks refer to the pass and to slots weakly: a parameter keeps its hooks in C++, where Python's garbage collector does
+not look, so a strong reference would keep the model for ever.
+"""
+
+from collections.abc import Callable
+from threading import Lock
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from tutti.collectives import broadcast_json
+from tutti.errors import ConfigError
+from tutti.replica.buckets import Slot
+from tutti.replica.factors import FactoredLayer, Pair
+
+if TYPE_CHECKING:
+    from tutti.replica.hooks import HookedReplica
+
+
+class BackwardPass:
+    """The state of a replica's backward pass, from its first gradient to the exchanged ones."""
+
+    def __init__(self, replica: "HookedReplica") -> None:
+        self._replica = replica
+        self.running = False
+        """Whether a pass has begun and is not over."""
+        self.arrivals: list[Slot] | None = []
+        """Slots in the order in which gradients arrived in the first pass; None once buckets have their final order."""
+        self._frozen = [(name, p) for name, p in replica.model.named_parameters() if not p.requires_grad]
+        self._lock = Lock()  # Autograd runs one thread per device.
+        self._weight = 1.0
+        self._next_bucket = 0
+        self._kept: list[tuple[Slot, Tensor]] = []
+        """Gradients that parameters had before this pass, which did not reach them."""
+
+    def gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        """Return the hook of a parameter's gradient, for a replica that exchanges gradients."""
+        slot_ref, pass_ref = ref(slot), ref(self)
+
+        def on_gradient(_: Tensor) -> None:
+            slot, backward = slot_ref(), pass_ref()
+            if slot is None or backward is None:
+                return
+            replica = backward._replica
+            if slot.name in replica.left_out:
+                if replica.syncing:
+                    backward.advance()
+                return
+            slot.touched = True
+            if not replica.syncing:
+                replica.contribution.backward()
+                return
+            if slot.arrived:
+                return
+            slot.arrived = True
+            if slot.name in replica.apart:  # Another use of a weight whose factors are caught.
+                backward.advance()
+                return
+            bucket = slot.bucket
+            bucket.missing -= 1
+            if backward.arrivals is not None:
+                backward.arrivals.append(slot)
+            if bucket.missing == 0 or not backward.running:
+                backward.advance()
+
+        return on_gradient
+
+    def advance(self) -> None:
+        """Start the pass if it has not begun, and hand over the buckets that are complete."""
+        if torch.is_grad_enabled():  # backward(create_graph=True): what is done here is no part of that graph.
+            with torch.no_grad():
+                return self.advance()
+        with self._lock:
+            if not self.running:
+                self.start()
+            self._hand_over(complete_only=True)
+
+    def start(self, in_backward: bool = True) -> None:
+        """Begin a pass; `in_backward` is False where what was gathered before is exchanged without one."""
+        replica = self._replica
+        if replica.away:
+            raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
+        self.running = True
+        self._check_still_frozen()
+        if in_backward:
+            Variable._execution_engine.queue_callback(self.finish)
+        self._weight = replica.contribution.take()
+        replica.listener.backward_started(self._weight)
+
+    def _hand_over(self, complete_only: bool) -> None:
+        """Give the listener the next buckets in order: as far as they are complete, or all that are left."""
+        replica = self._replica
+        while self._next_bucket < len(replica.buckets):
+            bucket = replica.buckets[self._next_bucket]
+            if complete_only and (bucket.missing or not bucket.of_parameters):
+                return
+            for layer in replica.factored:
+                if layer.beside and layer.slot.bucket is bucket:
+                    layer.hand_over()
+            self._kept += bucket.fill()
+            self._next_bucket += 1
+            replica.listener.bucket_ready(bucket)
+
+    def finish(self) -> None:
+        """End the pass: hand over what is left, wait for the exchange, and give the model its gradients."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.finish()
+        replica = self._replica
+        apart = replica.apart
+        for layer in replica.factored:
+            if layer.catching and not layer.beside and not layer.handed_over:
+                replica.listener.factors_ready(layer)
+        self._hand_over(complete_only=False)
+        replica.listener.backward_done()
+        self._settle()
+        if self.arrivals and len(replica.buckets) > 1:
+            self._recut(self.arrivals)
+        elif replica.apart != apart:  # The exchange has set parameters apart in this pass: their slots leave buckets.
+            replica.arrange([slot.name for slot in replica.slots])
+        self.arrivals = None
+
+    @torch.no_grad()
+    def factors_caught(self, layer: FactoredLayer, pair: Pair) -> None:
+        """Take a pair of factors of a layer's gradient. Called in backward, in place of the gradient's hook."""
+        replica = self._replica
+        if layer.beside:
+            self._factors_caught_beside(layer, pair)
+            return
+        if replica.compute_clock is not None:
+            replica.compute_clock.gradient(layer.slot.name)
+        if replica.on_caught is not None:
+            replica.on_caught(layer.slot.name)
+        with self._lock:
+            if not replica.syncing:
+                replica.contribution.backward()
+            elif not self.running:
+                self.start()
+            layer.catch(pair, stays=not replica.syncing)
+            if replica.syncing and layer.complete:
+                replica.listener.factors_ready(layer)
+
+    def _factors_caught_beside(self, layer: FactoredLayer, pair: Pair) -> None:
+        """Keep the factors and make the gradient as well, which then arrives as autograd would have it."""
+        replica = self._replica
+        if replica.syncing and layer.handed_over:
+            raise ConfigError(
+                f"the gradient of '{layer.slot.name}' was sent, and backward came to another use of the layer, in a "
+                "graph older than the last forward pass. Go back through graphs in the order in which they were made, "
+                "or do without factors."
+            )
+        layer.catch(pair, stays=True)
+        layer.slot.touched = True
+        if replica.syncing:
+            self.advance()
+        else:
+            replica.contribution.backward()
+        # The slot arrives by its hook, which autograd calls when it has been through all uses of the weight.
+
+    def _settle(self) -> None:
+        """Make the buckets' content the gradients and statistics of the model, and get ready for the next pass."""
+        replica = self._replica
+        for slot, value in self._kept:
+            if not _has_gradient(slot):
+                slot.view.copy_(value)
+        for bucket in replica.buckets:
+            for slot in bucket.slots:
+                if not bucket.of_parameters:
+                    slot.tensor.copy_(slot.view)
+                elif not (slot.touched and self._weight):
+                    _settle_absent(slot)
+            bucket.expect()
+        for layer in replica.factored:
+            layer.slot.arrived = False
+            layer.expect()
+        if replica.left_out:
+            for slot in replica.slots:
+                if slot.name in replica.left_out:
+                    slot.tensor.grad = None
+        self._kept.clear()
+        self._next_bucket = 0
+        self.running = False
+
+    def _recut(self, arrivals: list[Slot]) -> None:
+        """Cut the buckets anew, in the order in which rank 0 saw gradients arrive. Collective."""
+        replica = self._replica
+        numbers = {slot: number for number, slot in enumerate(replica.slots)}
+        seen = broadcast_json([numbers[slot] for slot in arrivals], replica.transport)
+        unseen = sorted(set(numbers.values()) - set(seen))
+        replica.arrange([replica.slots[number].name for number in [*seen, *unseen]])
+
+    def _check_still_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter '{name}' was frozen when the model was distributed and is trained now, so no other "
+                    "rank gets its gradient. Call job.finish() and tutti.distribute(...) again after unfreezing."
+                )
+
+
+def _settle_absent(slot: Slot) -> None:
+    """Settle a parameter to which this rank contributed nothing: its gradient is the other ranks', if any has one."""
+    if _has_gradient(slot):
+        slot.tensor.grad = slot.view
+    elif slot.touched and slot.fresh:  # By samples of weight 0, and by nothing before them.
+        slot.tensor.grad = None
+
+
+def _has_gradient(slot: Slot) -> bool:
+    """Whether any rank had a gradient for this parameter: its mark in the exchanged bucket is not 0."""
+    if slot.tensor.is_meta:
+        return slot.touched  # Without values, what holds here holds everywhere.
+    return bool(slot.bucket.marks[slot.bucket.slots.index(slot)] != 0)
