@@ -31,7 +31,7 @@ import tutti
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.launch import fork_client
 from tutti.launch.fork_client import ForkRefused
-from tutti.launch.start import COMPILER, START, TORCH, TUTTI, Program, may_fork, modules_for
+from tutti.launch.start import COMPILER, START, TORCH, TUTTI, WORKER, Program, may_fork, modules_for, warm_up
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -45,7 +45,7 @@ def whereabouts() -> tuple[int, int]:
 
 def examine() -> dict[str, Any]:
     """What could tell a forked worker from a spawned one."""
-    for module in (*TORCH, *TUTTI, *COMPILER):  # They add filters of warnings, whenever they are imported.
+    for module in (*WORKER, *TORCH, *TUTTI, *COMPILER):  # They add filters of warnings, whenever they are imported.
         importlib.import_module(module)
     files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
     signals = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
@@ -292,22 +292,44 @@ def test_a_refused_run_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [parent for _, parent in results] == [os.getpid()] * 2
 
 
-def test_words_of_a_script_decide_what_is_imported_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("", WORKER),
+        ("import os, json.decoder\nfrom time import sleep", WORKER),
+        ("import beside", (*WORKER, *TORCH)),
+        ("from . import beside", (*WORKER, *TORCH)),
+        ("import runpy", (*WORKER, *TORCH)),
+        ("this is no Python", (*WORKER, *TORCH)),
+        ("import tutti", (*WORKER, *TORCH, *TUTTI)),
+        ("import tutti, torch\noptimizer = torch.optim.SGD([])", (*WORKER, *TORCH, *TUTTI, *COMPILER)),
+    ],
+)
+def test_the_text_of_a_script_decides_what_is_imported_before_it(
+    text: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text("print(1)")
-    assert modules_for(str(script)) == TORCH
-    script.write_text("import tutti\noptimizer = torch.optim.SGD(...)")
-    assert {"tutti.job", "torch._dynamo"} <= set(modules_for(str(script)))
+    script.write_text(text)
+    assert modules_for(str(script)) == modules
+
+
+def test_a_server_can_be_started_ahead() -> None:
+    fork_client.close_all()
+    warm_up()
+    (server,) = fork_client.server_pids()
+    ((_, parent),) = tutti.launch(whereabouts, workers=1)
+    assert parent == server
 
 
 # --- a supervisor without torch ---
 
 
-def test_the_command_line_imports_no_torch_to_supervise(tmp_path: Path) -> None:
-    """Then a process of the fork server's serves the store."""
+@pytest.mark.parametrize("imports", ["import torch, tutti", "exec('import torch, tutti')"])
+def test_the_command_line_imports_no_torch_to_supervise(imports: str, tmp_path: Path) -> None:
+    """Then a process of the fork server's serves the store, which imports torch itself if the server has not."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, torch, tutti\nworld = tutti.init()\ntensor = torch.ones(1)\n"
+        f"{imports}\nworld = tutti.init()\ntensor = torch.ones(1)\n"
         "world.transport.all_reduce(tensor).wait()\nprint('sum', tensor.item())\n"
     )
     code = f"import sys; from tutti.launch.local import run_script; run_script([{str(script)!r}], 3, {{}}); "
