@@ -55,6 +55,9 @@ def train(
 
     Example: tutti train digits --workers 2 --strategy ring --check
     """
+    from tutti.launch.start import warm_up
+
+    warm_up()  # Before the next imports, which take as long as those of the fork server beside them.
     from tutti.cli.training_run import check_target, prepare, summarise
     from tutti.plan.reason import has_codec
     from tutti.recipes.training import TrainingConfig

@@ -209,6 +209,8 @@ class _Server:
     def close(self) -> None:
         """End the server and all it started."""
         self._control.close()
+        if self.num_channels == 0:  # It has no workers, and may still be importing.
+            self._process.kill()
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
