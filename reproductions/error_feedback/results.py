@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tutti.bench.compression import DEFAULTS
+from tutti.bench.compression import DEFAULT_CODECS
 
 EXACT = "native"
 """Strategy of the uncompressed runs."""
@@ -13,7 +13,7 @@ class ErrorFeedbackConfig:
     """What is trained."""
 
     workers: int = 4
-    codecs: tuple[str, ...] = DEFAULTS
+    codecs: tuple[str, ...] = DEFAULT_CODECS
     seeds: tuple[int, ...] = (0, 1, 2)
     accuracy_recipe: str = "mnist-mlp"
     """Recipe that is trained with every codec."""

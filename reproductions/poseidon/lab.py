@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from reproductions.poseidon.results import NO_EXCHANGE, LabRun
 from reproductions.poseidon.traffic import widths
 from tutti.bench.interleaved import Candidates, InterleavedTimer
-from tutti.bench.step import BenchmarkModel, solo, stepper
+from tutti.bench.models import BenchmarkModel
+from tutti.bench.training_steps import make_step, solo_step
 from tutti.job import distribute
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import lab
@@ -49,11 +50,11 @@ def time_strategies(model: str, request: LabRequest) -> tuple[dict[str, float], 
     world = init()
     torch.manual_seed(0)
     benchmark = make_benchmark_model(model, request.narrowing)
-    candidates: Candidates = {NO_EXCHANGE: solo(benchmark)}
+    candidates: Candidates = {NO_EXCHANGE: solo_step(benchmark)}
     jobs, sent = [], {}
     for strategy in request.strategies[model]:
         replica = copy.deepcopy(benchmark.model)
-        step, optimizer = stepper(replica, benchmark)
+        step, optimizer = make_step(replica, benchmark)
         jobs.append(distribute(replica, optimizer, parse(strategy), world=world))
         step()  # In the first step the strategy decides how each layer is sent from then on.
         before = jobs[-1].metrics.bytes_sent

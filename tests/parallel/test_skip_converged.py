@@ -12,7 +12,7 @@ from tutti.errors import ConfigError
 from tutti.job import distribute
 from tutti.replica.buckets import Slot
 from tutti.strategies import AllReduce, parse
-from tutti.strategies.converged import MOST_WINDOWS, Converged
+from tutti.strategies.converged import MAX_WINDOWS, ConvergenceMonitor
 from tutti.transports import SingleRankTransport
 from tutti.transports.base import DEFAULT_TIMEOUT
 from tutti.world import World
@@ -24,7 +24,7 @@ ALONE = SingleRankTransport(DEFAULT_TIMEOUT)
 
 def test_one_that_stopped_is_left_out_for_longer_and_longer() -> None:
     still, moving = Slot("still", torch.ones(4)), Slot("moving", torch.ones(4))
-    converged = Converged([still, moving], 0.01, every=2)
+    converged = ConvergenceMonitor([still, moving], 0.01, every=2)
     out = []
     for step in range(1, 80):
         moving.tensor += 0.1
@@ -32,13 +32,13 @@ def test_one_that_stopped_is_left_out_for_longer_and_longer() -> None:
         out.append(converged.left_out)
     assert set().union(*out) == {"still"}
     # In windows of two steps: one out, one with the others, two out, and so on.
-    wanted = [0, *[1] * 1, 0, *[1] * 2, 0, *[1] * 4, 0, *[1] * MOST_WINDOWS, 0, *[1] * MOST_WINDOWS, 0]
+    wanted = [0, *[1] * 1, 0, *[1] * 2, 0, *[1] * 4, 0, *[1] * MAX_WINDOWS, 0, *[1] * MAX_WINDOWS, 0]
     assert [len(names) for names in out[::2]][: len(wanted)] == wanted
 
 
 def test_one_that_moves_again_is_back_at_once_and_patience_is_short() -> None:
     slot = Slot("it", torch.ones(4))
-    converged = Converged([slot], 0.01, every=1)
+    converged = ConvergenceMonitor([slot], 0.01, every=1)
     moves = [False] * 8 + [True] * 4 + [False] * 3
     out = []
     for moved in moves:

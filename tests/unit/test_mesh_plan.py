@@ -57,7 +57,7 @@ def priced(parts: Parts, mesh: Mesh, cluster: Cluster, samples: int = 256) -> Me
 
 
 def test_a_simulation_of_every_mesh_takes_as_long() -> None:
-    case = bench.compare("digits", "100mbit", 4, bench.try_out("digits", [4]), lambda _: None)
+    case = bench.compare("digits", "100mbit", 4, bench.profile_parts("digits", [4]), lambda _: None)
     assert len(case.rows) == 6
     middle, worst = bench.error_summary(case.rows)
     assert middle < 0.10, case.as_dict()

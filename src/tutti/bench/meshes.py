@@ -81,12 +81,12 @@ class MeshComparison:
         return {"rows": [row.as_dict() for row in self.rows], **named, "times": self.times}
 
 
-def try_out(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
+def profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
     """What the planner goes by, in virtual time: a step of a model, and all that ranks of meshes would do of it."""
-    return simulate(_tried, model, numbers, workers=1, cluster=Cluster(compute=_COMPUTE)).results[0]
+    return simulate(_profile_parts, model, numbers, workers=1, cluster=Cluster(compute=_COMPUTE)).results[0]
 
 
-def _tried(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
+def _profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
     transport = init().transport
     with operator_clock.counting(transport):
         return _measured(recipe(model), numbers, TransportClock(transport))

@@ -2,7 +2,7 @@
 
 from math import ceil, log2
 
-from tutti.backend.message_collectives import STRAIGHT_BYTES
+from tutti.backend.message_collectives import DIRECT_BYTES
 from tutti.cluster import Link
 from tutti.collectives.ring import ring_cost
 from tutti.cost import Placement
@@ -15,7 +15,7 @@ def talking_s(said: TracedCollective, times: float, place: Placement) -> float:
     others = place.num_ranks - 1
     if not others or not num_bytes:
         return 0.0
-    straight = others * num_bytes <= STRAIGHT_BYTES
+    straight = others * num_bytes <= DIRECT_BYTES
     if kind == "broadcast":
         return ceil(log2(place.num_ranks)) * place.link.seconds(num_bytes)
     if kind == "all_to_all":

@@ -90,13 +90,13 @@ class _First(SingleRankTransport):
 class _AtOnce(OperationQueue):
     """There is nothing to wait for."""
 
-    def collective(self, operation: BackendWork, steps: Operation, here: bool) -> None:
-        for _ in steps:
+    def submit_collective(self, work: BackendWork, operation: Operation, blocking: bool) -> None:
+        for _ in operation:
             pass
-        operation.conclude()
+        work.complete()
 
-    def message(self, operation: BackendWork, steps: Operation) -> None:
-        self.collective(operation, steps, True)
+    def submit_message(self, work: BackendWork, operation: Operation) -> None:
+        self.submit_collective(work, operation, True)
 
     def close(self) -> None:
         return None

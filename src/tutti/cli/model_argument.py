@@ -1,4 +1,7 @@
-"""What a command is about: a recipe by name, or a model of the user's, as module:factory."""
+"""The MODEL argument of `tutti plan` and `tutti profile`: a recipe by name, or a user's model as module:factory.
+
+This module imports torch; commands import it when they run.
+"""
 
 import importlib
 import os
@@ -6,78 +9,69 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tutti.errors import ConfigError, UnknownName
 from tutti.plan.profile.problem import Loss
-from tutti.recipes import RECIPES, recipe
+from tutti.recipes import recipe
 from tutti.replica.samples import num_rows
-
-SubjectText = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|MODULE:FACTORY",
-        help=f"One of {', '.join(RECIPES)}; or a function of yours that returns a model, or a model and a batch.",
-    ),
-]
-BatchSize = Annotated[
-    int | None, typer.Option("--batch", help="Samples of a step; the recipe's or the factory's own by default.")
-]
-InputShape = Annotated[
-    str | None,
-    typer.Option("--input", metavar="SHAPE", help="Of a sample, such as 3x224x224, for a factory without a batch."),
-]
 
 _RETURNS = "A factory returns a model, or a model and a batch: (model, inputs) or (model, (inputs, targets))."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model, and a batch to train it on."""
+class LoadedModel:
+    """A model with a batch to train it on."""
 
     name: str
     model: nn.Module
     batch: Any
     loss: Loss | None
-    """None where nobody has said how the model is judged."""
+    """None for a user's model, whose loss is not known."""
     optimizer: torch.optim.Optimizer | None
 
 
-def find_subject(
+def load_model(
     text: str, options: dict[str, Any], batch_size: int | None = None, input_shape: str | None = None
-) -> Subject:
-    """The recipe or factory that `text` names, made with `options`, and a batch of so many samples."""
+) -> LoadedModel:
+    """Make the model that `text` names, with a batch.
+
+    Args:
+        text: a recipe's name, or "module:factory".
+        options: keyword arguments of the recipe or factory.
+        batch_size: samples of the batch. Default: the recipe's or the factory's own.
+        input_shape: shape of one sample, such as "3x224x224", for a factory that returns no batch.
+    """
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"--batch must be 1 or more, got {batch_size}.")
     torch.manual_seed(0)
     if ":" in text:
-        return _made(text, options, batch_size, input_shape)
+        return _from_factory(text, options, batch_size, input_shape)
     if input_shape is not None:
         raise ConfigError("--input is for factories that return no batch: a recipe has its own inputs.")
     try:
-        found = recipe(text, **options)
+        made = recipe(text, **options)
     except UnknownName as error:
         error.add_note("A model of your own is MODULE:FACTORY, such as nets:make for make() in nets.py.")
         raise
-    model = found.model()
-    return Subject(
-        name=found.name,
+    model = made.model()
+    return LoadedModel(
+        name=made.name,
         model=model,
-        batch=found.example(batch_size or found.batch_size),
-        loss=found.loss,
-        optimizer=found.optimizer(model),
+        batch=made.example(batch_size or made.batch_size),
+        loss=made.loss,
+        optimizer=made.optimizer(model),
     )
 
 
-def _made(text: str, options: dict[str, Any], batch_size: int | None, input_shape: str | None) -> Subject:
-    """What the user's factory returns."""
-    with _this_folder():
-        factory = _factory(text)
+def _from_factory(text: str, options: dict[str, Any], batch_size: int | None, input_shape: str | None) -> LoadedModel:
+    """Call the user's factory and check what it returns."""
+    with working_directory_importable():
+        factory = find_factory(text)
         try:
             returned = factory(**options)
         except Exception as error:
@@ -93,10 +87,10 @@ def _made(text: str, options: dict[str, Any], batch_size: int | None, input_shap
         batch = torch.randn(batch_size or 32, *_shape(input_shape))
     else:
         raise ConfigError(f"{text} returned a model without a batch. Return both, or give --input, such as 3x224x224.")
-    return Subject(name=text, model=model, batch=batch, loss=None, optimizer=None)
+    return LoadedModel(name=text, model=model, batch=batch, loss=None, optimizer=None)
 
 
-def _factory(text: str) -> Callable[..., Any]:
+def find_factory(text: str) -> Callable[..., Any]:
     module_name, _, name = text.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -116,8 +110,8 @@ def _factory(text: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _this_folder() -> Iterator[None]:
-    """Modules are looked for in the current folder first, as `python -m` does."""
+def working_directory_importable() -> Iterator[None]:
+    """Look for modules in the working directory first, as `python -m` does."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
@@ -127,14 +121,14 @@ def _this_folder() -> Iterator[None]:
 
 
 def resized(batch: Any, num_samples: int) -> Any:
-    """The batch's samples, again from the first where there are too few, as a batch of so many."""
+    """A batch of `num_samples`, made from the samples of `batch`, which are repeated if they are too few."""
     rows = num_rows(batch)
     if rows == 0:
         raise ConfigError("the factory's batch has no samples to make one of another size from.")
-    places = torch.arange(num_samples) % rows
+    indices = torch.arange(num_samples) % rows
 
     def take(tensor: Tensor) -> Tensor:
-        return tensor[places.to(tensor.device)] if tensor.dim() and len(tensor) == rows else tensor
+        return tensor[indices.to(tensor.device)] if tensor.dim() and len(tensor) == rows else tensor
 
     return tree_map_only(Tensor, take, batch)
 

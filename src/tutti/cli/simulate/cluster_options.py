@@ -1,31 +1,29 @@
-"""The cluster that a simulation's options describe."""
+"""The options of a simulation that describe its cluster."""
 
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from tutti.cluster import PRESETS, Cluster, Jitter
+from tutti.cluster import Cluster, Jitter
 from tutti.errors import ConfigError
 
-ClusterText = Annotated[
-    str,
-    typer.Option(
-        "--cluster", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or a TOML file; see `tutti simulate clusters`."
-    ),
-]
 Slow = Annotated[
     list[str] | None,
-    typer.Option("--slow", metavar="RANK=FACTOR", help="3=2.0: rank 3 takes twice as long; repeatable."),
+    typer.Option(
+        "--slow",
+        metavar="RANK=FACTOR",
+        help="Slow a rank down: 3=2.0 doubles the computing time of rank 3. Can be given several times.",
+    ),
 ]
 JitterSpread = Annotated[
     float | None,
-    typer.Option("--jitter", help="Spread of the time a step computes, log-normal: 0.1 is about 10 %."),
+    typer.Option("--jitter", help="Log-normal spread of the computing time of a step; 0.1 is about 10 %."),
 ]
 
 
-def cluster_of(text: str, slow: list[str] | None, jitter: float | None) -> Cluster:
-    """A preset or a file's cluster, made as uneven as the options say."""
+def load_cluster(text: str, slow: list[str] | None, jitter: float | None) -> Cluster:
+    """Load a predefined cluster or a file, and apply `--slow` and `--jitter`."""
     cluster = Cluster.load(text)
     cluster = replace(cluster, slow={**cluster.slow, **dict(map(_rank_and_factor, slow or []))})
     return cluster if jitter is None else replace(cluster, jitter=Jitter(jitter))
