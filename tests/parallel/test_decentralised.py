@@ -24,7 +24,7 @@ from tutti.strategies.decentralised.wire import Head, Kind
 from tutti.transports.base import Operation
 from tutti.world import World
 
-TRANSPORTS = ("simulated", "process_group", "shared_memory", "hosts")
+TRANSPORTS = ("simulated", "sockets", "shared_memory", "hosts")
 everywhere = pytest.mark.parametrize("transport", TRANSPORTS)
 ALL = ("peers", "peers+threshold", "peers:graph=ring,inbox=2", "gossip", "gossip:graph=ring", "gossip:pairs=async")
 LR = 0.05
@@ -117,7 +117,7 @@ def test_gossip_in_step_is_the_recurrence(transport: str, text: str, size: int) 
     close(found[0][1], torch.stack(expected).mean(0))
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize(("size", "text"), [(4, f"gossip:graph={WEB}"), (7, "gossip"), (6, "gossip:graph=torus")])
 def test_larger_and_directed_graphs(transport: str, size: int, text: str) -> None:
     strategy = parse(text)
@@ -141,7 +141,7 @@ def still(world: World, strategy: Strategy, steps: int) -> tuple[Tensor, Tensor]
     return own, flat(model)
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 def test_push_sum_finds_the_true_mean(transport: str) -> None:
     for own, _ in run_ok(still, Gossip(WEB), 150, size=4, transport=transport):
         torch.testing.assert_close(own, flat(net()) + 1.5, rtol=0, atol=1e-9)
@@ -257,7 +257,7 @@ def test_each_update_comes_once_along_a_graph() -> None:
         return [job.world.rank]
 
     run_ok(train, size=5, transport="simulated")
-    run_ok(train, size=5, transport="process_group")
+    run_ok(train, size=5, transport="sockets")
 
 
 @pytest.mark.parametrize("text", ["gossip", "gossip:graph=ring", "gossip:graph=random", "gossip:pairs=async"])
@@ -309,7 +309,7 @@ def mortal(strategy: Strategy, dies_at: dict[int, int], in_meeting: bool) -> Cal
     return train
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize("text", ALL)
 def test_the_rest_go_on_and_agree(transport: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
@@ -363,7 +363,7 @@ def test_an_outcome_that_few_heard_is_everybodys(text: str) -> None:
     same(run_ok(train, size=4, transport="simulated"))
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 def test_the_graph_is_made_anew_over_those_who_are_left(transport: str) -> None:
     def train(world: World) -> tuple[Any, int] | None:
         model, optimizer, job = start(world, Gossip("ring"))
@@ -381,7 +381,7 @@ def test_the_graph_is_made_anew_over_those_who_are_left(transport: str) -> None:
     assert [each for each in found if each] == [((0, 2, 3, 4), 4)] * 4
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 def test_what_is_told_twice_is_applied_once(transport: str) -> None:
     def train(world: World) -> tuple[Tensor, Tensor]:
         model, optimizer, job = start(world, PeerUpdates(None, "ring"))
@@ -450,7 +450,7 @@ def test_a_loss_that_is_not_finite_stops_everybody(transport: str, text: str) ->
 
 @pytest.mark.parametrize("text", ALL)
 def test_alone(text: str) -> None:
-    ((own, agreed),) = run_ok(watched, parse(text), 3, size=1, transport="process_group")
+    ((own, agreed),) = run_ok(watched, parse(text), 3, size=1, transport="sockets")
     expected = flat(net())
     for step in range(3):
         expected = expected + gradient_step(expected, 0, step)
@@ -475,7 +475,7 @@ def test_statistics_counters_and_mixed_dtypes(text: str) -> None:
         job.finish()
         return [each.detach().clone() for each in model.state_dict().values()]
 
-    found = run_ok(train, size=3, transport="process_group")
+    found = run_ok(train, size=3, transport="sockets")
     for each in found:
         assert all(torch.equal(one, two) for one, two in zip(each, found[0], strict=True))
         assert (each[5] > 0).all()
@@ -484,7 +484,7 @@ def test_statistics_counters_and_mixed_dtypes(text: str) -> None:
 
 def test_a_graph_for_another_world() -> None:
     for strategy in (Gossip(WEB), PeerUpdates(None, WEB)):
-        for each in run_threads(start, strategy, size=3, transport="process_group"):
+        for each in run_threads(start, strategy, size=3, transport="sockets"):
             assert isinstance(each, ConfigError)
             assert "a graph of 4 ranks in a world of 3" in str(each)
 
@@ -534,7 +534,7 @@ def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> N
         job.finish()
         return flat(model)
 
-    zero, *others = run_threads(train, size=4, transport="process_group")
+    zero, *others = run_threads(train, size=4, transport="sockets")
     assert isinstance(zero, RankLost)
     assert "the others have gone on without this rank" in str(zero)
     same(others)
@@ -586,4 +586,4 @@ def test_who_finishes_while_others_meet_ends_with_what_they_have(text: str) -> N
         job.finish()
         return flat(model)
 
-    same(run_ok(train, size=3, transport="process_group"))
+    same(run_ok(train, size=3, transport="sockets"))

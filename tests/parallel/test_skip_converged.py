@@ -82,7 +82,7 @@ def train(world: World, strategy: AllReduce) -> dict[str, Any]:
     return {"absent": absent, "sent": sent, "parameters": parameters, "skipped": skipped}
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory", "simulated"])
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory", "simulated"])
 def test_a_layer_that_stands_still_is_left_out_and_comes_back(transport: str) -> None:
     results = run_ok(train, SKIP, size=2, transport=transport)
     exact = run_ok(train, AllReduce("ring"), size=2, transport=transport)[0]
@@ -125,9 +125,9 @@ def resume(world: World, stop: int) -> list[Tensor]:
 
 
 def test_it_goes_on_from_a_checkpoint() -> None:
-    wanted = run_ok(train, SKIP, size=2, transport="process_group")[0]["parameters"][-1]
+    wanted = run_ok(train, SKIP, size=2, transport="sockets")[0]["parameters"][-1]
     for stop in (13, 22):  # In the middle of windows without the first layer, and with it.
-        for parameters in run_ok(resume, stop, size=2, transport="process_group"):
+        for parameters in run_ok(resume, stop, size=2, transport="sockets"):
             assert all(map(torch.equal, parameters, wanted))
 
 
@@ -147,7 +147,7 @@ def test_all_may_be_left_out() -> None:
                 sent.append(job.metrics.bytes_sent - before)
         return sent
 
-    for transport in ("process_group", "shared_memory"):
+    for transport in ("sockets", "shared_memory"):
         sent = run_ok(work, size=2, transport=transport)[0]
         assert sent[EVERY] < 100 < sent[0]
 
@@ -177,6 +177,6 @@ def test_a_state_of_another_model_is_refused() -> None:
             del state["exchange"]["converged"]["before"]["0.bias"]
             job.load_state_dict(state)
 
-    for result in run_threads(work, size=2, transport="process_group"):
+    for result in run_threads(work, size=2, transport="sockets"):
         assert isinstance(result, ConfigError)
         assert "saved for a model with 3 trained parameters; this one has 4" in str(result)

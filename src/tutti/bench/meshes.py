@@ -16,7 +16,7 @@ from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab
 from tutti.parallel import Mesh
 from tutti.plan import Profile
-from tutti.plan.auto.watch import TransportClock
+from tutti.plan.auto.step_recorder import TransportClock
 from tutti.plan.mesh import MeshPlan, MeshPrediction, Parts, plan_meshes
 from tutti.plan.mesh.choose import in_words, meshes
 from tutti.plan.profile import profile as profile_model
