@@ -31,12 +31,12 @@ from reproductions.block_momentum.results import (
 from reproductions.context import ReproductionContext, machine
 from reproductions.records import save
 from tutti.cluster import Cluster, Compute, Link
+from tutti.data import GlobalBatches
 from tutti.data.shard import ShardedLoader
 from tutti.job import distribute
 from tutti.launch import init
 from tutti.recipes import MapDataset, Recipe, collate, recipe
 from tutti.recipes.models import mlp
-from tutti.recipes.training import GlobalBatches
 from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import parse
 from tutti.world import World
@@ -100,6 +100,7 @@ class BlockMomentumJob:
 
     @property
     def strategy(self) -> str:
+        """Text of the strategy."""
         return (self.task.strategies or METHODS)[self.method].format(block_steps=self.task.block_steps)
 
     @property

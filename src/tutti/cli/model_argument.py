@@ -3,11 +3,6 @@
 This module imports torch; commands import it when they run.
 """
 
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +12,12 @@ from torch.utils._pytree import tree_map_only
 
 from tutti.errors import ConfigError, UnknownName
 from tutti.plan.profile.problem import Loss
-from tutti.recipes import recipe
+from tutti.recipes import Recipe, recipe
+from tutti.recipes.factory import call_factory, describe
 from tutti.replica.samples import num_rows
 
 _RETURNS = "A factory returns a model, or a model and a batch: (model, inputs) or (model, (inputs, targets))."
+"""Shown in errors. A factory may also return a `Recipe`, as `tutti train` needs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +48,20 @@ def load_model(
     torch.manual_seed(0)
     if ":" in text:
         return _from_factory(text, options, batch_size, input_shape)
-    if input_shape is not None:
-        raise ConfigError("--input is for factories that return no batch: a recipe has its own inputs.")
     try:
         made = recipe(text, **options)
     except UnknownName as error:
         error.add_note("A model of your own is MODULE:FACTORY, such as nets:make for make() in nets.py.")
         raise
+    return _from_recipe(text, made, batch_size, input_shape)
+
+
+def _from_recipe(name: str, made: Recipe, batch_size: int | None, input_shape: str | None) -> LoadedModel:
+    if input_shape is not None:
+        raise ConfigError("--input is for factories that return no batch: a recipe has its own inputs.")
     model = made.model()
     return LoadedModel(
-        name=made.name,
+        name=name,
         model=model,
         batch=made.example(batch_size or made.batch_size),
         loss=made.loss,
@@ -70,15 +71,12 @@ def load_model(
 
 def _from_factory(text: str, options: dict[str, Any], batch_size: int | None, input_shape: str | None) -> LoadedModel:
     """Call the user's factory and check what it returns."""
-    with working_directory_importable():
-        factory = find_factory(text)
-        try:
-            returned = factory(**options)
-        except Exception as error:
-            raise ConfigError(f"{text} fails: {type(error).__name__}: {error}") from error
+    returned = call_factory(text, options, _RETURNS)
+    if isinstance(returned, Recipe):
+        return _from_recipe(text, returned, batch_size, input_shape)
     model, batch = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{text} returned {_described(returned)}. {_RETURNS}")
+        raise ConfigError(f"{text} returned {describe(returned)}. {_RETURNS}")
     if batch is not None:
         if input_shape is not None:
             raise ConfigError(f"{text} returned a batch: --input is for factories that return none.")
@@ -88,36 +86,6 @@ def _from_factory(text: str, options: dict[str, Any], batch_size: int | None, in
     else:
         raise ConfigError(f"{text} returned a model without a batch. Return both, or give --input, such as 3x224x224.")
     return LoadedModel(name=text, model=model, batch=batch, loss=None, optimizer=None)
-
-
-def find_factory(text: str) -> Callable[..., Any]:
-    module_name, _, name = text.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # A user's module may raise anything.
-        if isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or ":"):
-            raise ConfigError(
-                f"no module '{module_name}', in this folder or installed. Wanted: MODULE:FACTORY."
-            ) from None
-        raise ConfigError(f"module '{module_name}' cannot be imported: {type(error).__name__}: {error}") from error
-    factory = getattr(module, name, None)
-    if factory is None:
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UnknownName(f"factory in module '{module_name}'", name, known)
-    if not callable(factory) or isinstance(factory, nn.Module):
-        raise ConfigError(f"{text} is {_described(factory)}, and no function. {_RETURNS}")
-    return factory
-
-
-@contextmanager
-def working_directory_importable() -> Iterator[None]:
-    """Look for modules in the working directory first, as `python -m` does."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
 
 
 def resized(batch: Any, num_samples: int) -> Any:
@@ -141,9 +109,3 @@ def _shape(text: str) -> list[int]:
     if not sizes or min(sizes) < 1:
         raise ConfigError(f"--input takes sizes of 1 or more with x between, such as 3x224x224; got '{text}'.")
     return sizes
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}: {', '.join(type(item).__name__ for item in value) or 'nothing'}"
-    return "nothing" if value is None else f"a {type(value).__name__}"

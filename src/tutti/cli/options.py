@@ -51,6 +51,13 @@ LrScale = Annotated[
     typer.Option("--lr-scale", help="Factor on the recipe's learning rate. Stale updates need a lower rate."),
 ]
 RunName = Annotated[str | None, typer.Option("--name", help="Name of the run's folder under runs/.")]
+RecipeText = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|MODULE:FACTORY",
+        help=f"Recipe to train: {', '.join(RECIPES)}, or a function that returns a tutti.recipes.Recipe.",
+    ),
+]
 ModelText = Annotated[
     str,
     typer.Argument(

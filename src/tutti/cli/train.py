@@ -17,6 +17,7 @@ from tutti.cli.options import (
     JsonFile,
     LrScale,
     RecipeOptions,
+    RecipeText,
     RunName,
     Seed,
     StrategyText,
@@ -25,7 +26,6 @@ from tutti.cli.options import (
 from tutti.cli.progress import format_bytes, format_loss, strategy_rows, training_progress
 from tutti.cli.run_folder import new_folder, note_folder_on_error
 from tutti.errors import ConfigError, TuttiError
-from tutti.recipes import RECIPES
 
 if TYPE_CHECKING:
     from tutti.recipes.training import TrainingConfig, TrainingResult
@@ -35,7 +35,7 @@ CHECK_TOLERANCE = 1e-10
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help=f"Recipe to train: {', '.join(RECIPES)}.")],
+    recipe: RecipeText,
     workers: Annotated[
         int, typer.Option("--workers", "-n", help="Number of training workers. Dedicated servers are added on top.")
     ] = 2,
@@ -54,7 +54,13 @@ def train(
     """Train a recipe on several workers of this machine, and record the run under runs/.
 
     Example: tutti train digits --workers 2 --strategy ring --check
+
+    To train a model of your own, write a function that returns a tutti.recipes.Recipe (model, data, optimiser, loss
+    and target accuracy), and name it: tutti train my_recipes:tiny, with a function tiny() in my_recipes.py.
     """
+    from tutti.launch.start import warm_up
+
+    warm_up()  # Before the next imports, which take as long as those of the fork server beside them.
     from tutti.cli.training_run import check_target, prepare, summarise
     from tutti.plan.reason import has_codec
     from tutti.recipes.training import TrainingConfig

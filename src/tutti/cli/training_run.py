@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
+from tutti.data import GlobalBatches
 from tutti.errors import ConfigError, TuttiError
 from tutti.recipes import Recipe, recipe
-from tutti.recipes.training import GlobalBatches, TrainingConfig, TrainingResult
+from tutti.recipes.training import TrainingConfig, TrainingResult
 from tutti.strategies import parse
 
 
 def prepare(config: TrainingConfig, workers: int) -> tuple[Recipe, TrainingConfig]:
     """Make the recipe, and refuse a configuration that cannot be trained before any worker is started.
 
-    Returns the recipe, and the configuration with the recipe's and the strategy's canonical names.
+    Returns the recipe, and the configuration with the canonical spelling of the strategy.
     """
     made = recipe(config.recipe, **config.options)
     strategy = parse(config.strategy)
@@ -31,7 +32,7 @@ def prepare(config: TrainingConfig, workers: int) -> tuple[Recipe, TrainingConfi
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     splits = made.data(Path(config.data) if config.data else None)
     GlobalBatches(len(splits.train), made.batch_size, workers, config.seed)
-    return made, replace(config, recipe=made.name, strategy=str(strategy))
+    return made, replace(config, strategy=str(strategy))
 
 
 def num_ranks(config: TrainingConfig, workers: int) -> int:

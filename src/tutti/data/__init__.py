@@ -1,5 +1,6 @@
 """Data of a world of ranks: `shard` gives each rank its part."""
 
+from tutti.data.global_batches import GlobalBatches
 from tutti.data.shard import shard
 
-__all__ = ["shard"]
+__all__ = ["GlobalBatches", "shard"]

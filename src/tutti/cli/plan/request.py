@@ -61,8 +61,8 @@ class PlanRequest:
         A recipe that is trained to an accuracy has its own batch of all workers by default; data that cannot be
         divided over the workers is refused here.
         """
+        from tutti.data import GlobalBatches
         from tutti.plan.scaling import share_of
-        from tutti.recipes.training import GlobalBatches
 
         self._check()
         batch, global_batch = self.batch, self.global_batch

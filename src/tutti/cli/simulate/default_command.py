@@ -45,5 +45,5 @@ class DefaultCommand(TyperCommand):
 
 def _check_first_argument(word: str, commands: list[str]) -> None:
     """Refuse a first argument that is no option and no recipe: it may be a misspelt command."""
-    if not word.startswith("-") and word not in RECIPES:
+    if not word.startswith("-") and ":" not in word and word not in RECIPES:
         raise UnknownName("recipe or command", word, [*RECIPES, *commands])

@@ -27,7 +27,11 @@ _DEFAULT_WORKERS = 16
 
 def run(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help=f"Recipe to train: {', '.join(RECIPES)}.")
+        str | None,
+        typer.Argument(
+            metavar="RECIPE|MODULE:FACTORY",
+            help=f"Recipe to train: {', '.join(RECIPES)}, or a function that returns a tutti.recipes.Recipe.",
+        ),
     ] = None,
     workers: Annotated[
         int | None,
