@@ -28,8 +28,8 @@ def test_a_table_and_a_verdict(call: Call, tmp_path: Path, monkeypatch: pytest.M
     assert found["choices"][0] | {"times": 1.0, "right": True} == found["choices"][0], "there is one exact way"
     (measured,) = found["measured"]
     assert 1e6 < measured["link"]["bits_per_s"] < 2e9
-    assert len(measured["given_s"]) == 3
-    assert 0 < measured["given_s"]["solo"] < min(row["measured_s"] for row in found["rows"])
+    assert len(measured["input_s"]) == 3
+    assert 0 < measured["input_s"]["solo"] < min(row["measured_s"] for row in found["rows"])
     assert min(measured["overhead"].values()) >= 0
 
 
