@@ -40,7 +40,7 @@ ROWS = 12
 
 
 def net() -> nn.Sequential:
-    """Large enough that servers get several pieces of it."""
+    """Large enough that servers get several shards of it."""
     generator = torch.Generator().manual_seed(3)
     model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 20)).double()
     with torch.no_grad():
@@ -409,7 +409,7 @@ def test_workers_may_take_fewer_steps(transport: str, servers: Any, rule: Consis
         job.finish()
         return job.metrics.steps, copied(model)
 
-    # Of one piece: with several, soft-sync may wait for ever.
+    # Of one shard: with several, soft-sync may wait for ever.
     strategy = ParameterServer(rule, servers=servers, bucket_bytes=2**20)
     if isinstance(rule, SoftSync) and servers == "colocated":
         pytest.skip("several servers' quorums wait for each other")
@@ -558,7 +558,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], int | None]] = {
 
 def malformed(exchange: Any, what: str) -> None:
     worker_shard = exchange._shards[0]
-    shard, config = worker_shard.shard, exchange._config
+    shard, config = worker_shard.spec, exchange._config
     requests = config.request_format
     options, flags = exchange._options_reader.read(), np.ones(len(shard.segments), bool)
     good = RequestHeader(RequestKind.PUSH, shard.index, worker_shard.version, NO_PULL, shard.num_bytes)
