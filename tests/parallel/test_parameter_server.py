@@ -558,7 +558,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], int | None]] = {
 
 def malformed(exchange: Any, what: str) -> None:
     worker_shard = exchange._shards[0]
-    shard, config = worker_shard.shard, exchange._config
+    shard, config = worker_shard.spec, exchange._config
     requests = config.request_format
     options, flags = exchange._options_reader.read(), np.ones(len(shard.segments), bool)
     good = RequestHeader(RequestKind.PUSH, shard.index, worker_shard.version, NO_PULL, shard.num_bytes)
