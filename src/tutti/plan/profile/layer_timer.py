@@ -3,8 +3,8 @@
 How it works. Hooks append marks: a moment of the clock, and the layer that owns the time from then on. In forward, a
 layer owns the time from its call to its return, without that of layers inside it. Backward computes in the opposite
 order: prehooks of autograd nodes give the time to a layer when backward reaches the node that made its output. They
-take it away when backward reaches another layer's node, or one that made a layer's input outside any layer. The time of the
-hooks themselves is marked as such and counts nowhere.
+take it away when backward reaches another layer's node, or one that made a layer's input outside any layer. The time
+of the hooks themselves is marked as such and counts nowhere.
 """
 
 from collections.abc import Callable, Iterator
