@@ -10,7 +10,7 @@ QUICK_NOTE = (
 
 
 @dataclass(frozen=True)
-class Claim:
+class PaperClaim:
     """A statement of the source, and what was found here."""
 
     statement: str
@@ -38,6 +38,7 @@ class Section:
     blocks: Sequence[str]
 
     def markdown(self) -> str:
+        """Return heading and blocks; empty blocks are left out."""
         return "\n\n".join([f"## {self.title}", *(block for block in self.blocks if block)])
 
 
@@ -61,7 +62,7 @@ class Report:
     """Paragraphs: what the source did, and what was done here."""
     criteria: str
     """The thresholds by which a claim agrees or differs."""
-    claims: Sequence[Claim]
+    claims: Sequence[PaperClaim]
     sections: Sequence[Section] = field(default=())
     limits: Sequence[str] = field(default=())
     """Paragraphs: what the reproduction cannot show."""
@@ -69,7 +70,8 @@ class Report:
     def markdown(self) -> str:
         """Return the whole report."""
         facts = [("Source", self.source), ("Machine", self.machine), ("Links", self.links), ("Time", self.time)]
-        facts.append(("Run it", f"`tutti reproduce {self.name}`, or with `--quick` for a small form"))
+        run = f"`tutti reproduce {self.name}`; `--quick` runs a small form"
+        facts.append(("Run it", f"{run}; `--report-only` rewrites this report from `results.json`"))
         blocks = [
             f"# {self.title}",
             table(("", ""), [(f"**{label}**", text) for label, text in facts]),

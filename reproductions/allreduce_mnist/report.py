@@ -4,9 +4,9 @@ import statistics
 from pathlib import Path
 
 from reproductions.allreduce_mnist.crossover import crossover_section
-from reproductions.allreduce_mnist.results import AllReduceResults, Network, StepTimes
+from reproductions.allreduce_mnist.results import AlgorithmStepTimes, AllReduceResults, Network
 from reproductions.records import load
-from reproductions.report import Claim, Report, Section, bullets, figure, plural, prose, table
+from reproductions.report import PaperClaim, Report, Section, bullets, figure, plural, prose, table
 from tutti.cluster import format_size
 from tutti.report.plots import plot_lines, plot_spread
 
@@ -62,23 +62,23 @@ def write_report(results: AllReduceResults, folder: Path) -> str:
     ).write(folder)
 
 
-def _ratios_to_tree(row: StepTimes) -> dict[str, float]:
+def _ratios_to_tree(row: AlgorithmStepTimes) -> dict[str, float]:
     return {name: row.seconds["tree"] / row.seconds[name] for name in ("ring_blocking", "ring", "butterfly")}
 
 
-def _largest_message(results: AllReduceResults, network: Network, workers: int) -> StepTimes:
+def _largest_message(results: AllReduceResults, network: Network, workers: int) -> AlgorithmStepTimes:
     rows = [row for row in results.step_times if (row.network, row.workers) == (network, workers)]
     return max(rows, key=lambda row: row.num_bytes)
 
 
-def _speed_claims(results: AllReduceResults) -> list[Claim]:
+def _speed_claims(results: AllReduceResults) -> list[PaperClaim]:
     network: Network = "lab" if results.lab_missing is None else "loopback"
     few, many = min(results.config.workers), max(results.config.workers)
     row = _largest_message(results, network, many)
     at = f"{many} workers, {format_size(row.num_bytes)}, {network}"
     ratios = _ratios_to_tree(row)
     claims = [
-        Claim(
+        PaperClaim(
             f"The ring with {calls} calls scales better than the tree",
             "no number",
             f"{ratios[name]:.1f} × as fast as the tree ({at})",
@@ -90,7 +90,7 @@ def _speed_claims(results: AllReduceResults) -> list[Claim]:
         before = _ratios_to_tree(_largest_message(results, network, few))["ring"]
         measured = f"{ratios['ring']:.1f} × with {many} workers, {before:.1f} × with {few}"
         claims.append(
-            Claim(
+            PaperClaim(
                 "The advantage of the rings shrinks with fewer processes",
                 "no number",
                 measured,
@@ -115,24 +115,24 @@ def _spreads(results: AllReduceResults) -> tuple[float, float]:
     return max(means) - min(means), max(max(accuracies) - min(accuracies) for accuracies in values)
 
 
-def _accuracy_claim(results: AllReduceResults) -> Claim:
+def _accuracy_claim(results: AllReduceResults) -> PaperClaim:
     between_algorithms, between_seeds = _spreads(results)
     num_seeds = len(results.config.seeds)
     measured = f"means within {between_algorithms:.2f} points; seeds of one algorithm up to {between_seeds:.2f} apart"
     if num_seeds < MIN_SEEDS:
         reason = f"{plural(num_seeds, 'seed')} allow no conclusion" if num_seeds > 1 else "1 seed allows no conclusion"
-        return Claim("Rings are less accurate", "7 to 10 %", measured, False, reason)
+        return PaperClaim("Rings are less accurate", "7 to 10 %", measured, False, reason)
     differ = between_algorithms > between_seeds
     reason = (
         "the algorithms differ by more than the seeds" if differ else "the algorithms differ by less than the seeds"
     )
-    return Claim("Rings are less accurate", "7 to 10 %", measured, differ, reason)
+    return PaperClaim("Rings are less accurate", "7 to 10 %", measured, differ, reason)
 
 
-def _rounding_claim(results: AllReduceResults) -> Claim:
+def _rounding_claim(results: AllReduceResults) -> PaperClaim:
     largest = max(results.rounding.values(), key=lambda error: abs(error.bias))
     measured = f"mean error at most {max(error.mean for error in results.rounding.values()):.2f} float32 roundings"
-    return Claim(
+    return PaperClaim(
         "The order of summation may be the cause",
         "a conjecture",
         f"{measured}, mean signed error at most {abs(largest.bias):.4f}",
@@ -164,7 +164,7 @@ def _times_section(results: AllReduceResults, folder: Path) -> Section:
     return Section("Time over message size", blocks)
 
 
-def _times_summary(rows: list[StepTimes], network: Network) -> str:
+def _times_summary(rows: list[AlgorithmStepTimes], network: Network) -> str:
     """Return how the algorithms compare with the tree, at the largest number of workers and message size."""
     row = max(rows, key=lambda row: (row.workers, row.num_bytes))
     ratios = "; ".join(f"{LABELS[name]}: {ratio:.1f} ×" for name, ratio in _ratios_to_tree(row).items())
@@ -176,7 +176,7 @@ def _times_summary(rows: list[StepTimes], network: Network) -> str:
     return f"Speed relative to the tree with {row.workers} workers and {format_size(row.num_bytes)}: {ratios}. {why}"
 
 
-def _times_table(rows: list[StepTimes]) -> str:
+def _times_table(rows: list[AlgorithmStepTimes]) -> str:
     names = list(rows[0].seconds)
     cells = []
     for row in rows:

@@ -24,7 +24,7 @@ class AllReduceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimes:
+class AlgorithmStepTimes:
     """Time of a training step with every algorithm, for one network, number of workers and message size."""
 
     network: Network
@@ -102,7 +102,7 @@ class AllReduceResults:
     lab_missing: str | None
     """Why the lab was not used; None if it was."""
     config: AllReduceConfig
-    step_times: tuple[StepTimes, ...]
+    step_times: tuple[AlgorithmStepTimes, ...]
     collectives: CollectiveComparison | None
     """None without the lab."""
     rounding: dict[str, RoundingError]

@@ -17,13 +17,13 @@ import torch
 
 from reproductions.allreduce_mnist.report import write_report
 from reproductions.allreduce_mnist.results import (
+    AlgorithmStepTimes,
     AllReduceConfig,
     AllReduceResults,
     CollectiveComparison,
     FinalAccuracy,
     Network,
     RoundingError,
-    StepTimes,
 )
 from reproductions.context import ReproductionContext, machine
 from reproductions.records import from_json, save, to_json
@@ -78,18 +78,20 @@ def reproduce(context: ReproductionContext) -> str:
     return write_report(results, context.folder)
 
 
-def _all_step_times(config: AllReduceConfig, with_lab: bool, context: ReproductionContext) -> tuple[StepTimes, ...]:
+def _all_step_times(
+    config: AllReduceConfig, with_lab: bool, context: ReproductionContext
+) -> tuple[AlgorithmStepTimes, ...]:
     networks: dict[Network, str | None] = {"loopback": None}
     if with_lab:
         networks["lab"] = context.rate
-    rows: list[StepTimes] = []
+    rows: list[AlgorithmStepTimes] = []
     for network, rate in networks.items():
         for workers in config.workers:
             context.progress(f"training steps, {network}, {workers} workers")
             with nullcontext() if rate is None else make_lab(workers, rate) as hosts:
                 where = {"workers": workers} if hosts is None else {"lab": hosts}
                 timed = under_mpi.run(time_steps, list(config.widths), config.rounds, **where)
-            rows += [from_json(StepTimes, {"network": network, "workers": workers, **row}) for row in timed]
+            rows += [from_json(AlgorithmStepTimes, {"network": network, "workers": workers, **row}) for row in timed]
     return tuple(rows)
 
 

@@ -10,7 +10,7 @@ from reproductions.block_momentum.results import (
     BlockMomentumTask,
 )
 from reproductions.records import load
-from reproductions.report import Claim, Report, Section, bullets, figure, prose, table
+from reproductions.report import PaperClaim, Report, Section, bullets, figure, prose, table
 from tutti.cluster import format_size, format_time
 from tutti.report.plots import pyplot
 
@@ -80,7 +80,7 @@ def write_report(results: BlockMomentumResults, folder: Path) -> str:
     ).write(folder)
 
 
-def _claims(task: BlockMomentumTask, runs: list[BlockMomentumRun]) -> list[Claim]:
+def _claims(task: BlockMomentumTask, runs: list[BlockMomentumRun]) -> list[PaperClaim]:
     by_key = {(run.method, run.workers): run for run in runs}
     single = by_key[SINGLE, 1]
     claims = []
@@ -94,13 +94,13 @@ def _claims(task: BlockMomentumTask, runs: list[BlockMomentumRun]) -> list[Claim
             statement = f"{method} on {workers} workers keeps the quality of a single worker"
             text = f"{error_rate:.2f} % ({change:+.1%})"
             claims.append(
-                Claim(statement, text, f"{run.metric} {run.value_text} ({_change(run, single)})", agrees, reason)
+                PaperClaim(statement, text, f"{run.metric} {run.value_text} ({_change(run, single)})", agrees, reason)
             )
     averaged = [run for run in runs if run.method == "averaging"]
     if averaged:
         measured = ", ".join(f"{_change(run, single)} on {run.workers}" for run in averaged)
         worse = not any(_keeps_quality(run, single) for run in averaged)
-        claims.append(Claim("Infrequent averaging gives a poor model (Dong)", "no number", measured, worse))
+        claims.append(PaperClaim("Infrequent averaging gives a poor model (Dong)", "no number", measured, worse))
     return claims
 
 

@@ -72,6 +72,7 @@ class BlockMomentumRun:
 
     @property
     def value_text(self) -> str:
+        """Final perplexity with three decimals, or accuracy in percent."""
         return f"{self.value:.3f}" if self.metric == "perplexity" else f"{self.value:.2%}"
 
 
@@ -89,4 +90,5 @@ class BlockMomentumResults:
     runs: tuple[BlockMomentumRun, ...]
 
     def runs_of(self, task: BlockMomentumTask) -> list[BlockMomentumRun]:
+        """Return the runs of a task."""
         return [run for run in self.runs if run.task == task.name]

@@ -100,6 +100,7 @@ class BlockMomentumJob:
 
     @property
     def strategy(self) -> str:
+        """Text of the strategy."""
         return (self.task.strategies or METHODS)[self.method].format(block_steps=self.task.block_steps)
 
     @property

@@ -13,7 +13,7 @@ from reproductions.decentralised.results import (
     DecentralisedRun,
     TrafficByWorkers,
 )
-from reproductions.report import Claim, bullets
+from reproductions.report import PaperClaim, bullets
 from tutti.cluster import format_size
 
 CLOSE_POINTS = 2.0
@@ -35,10 +35,11 @@ def goal(runs: dict[str, DecentralisedRun]) -> float:
 
 
 def site_runs(results: DecentralisedResults) -> RunsByWorkers:
+    """Return the first-seed runs of the task `sites`."""
     return {workers: results.first_seed("sites", workers) for workers in results.task("sites").workers}
 
 
-def claims(results: DecentralisedResults) -> list[Claim]:
+def claims(results: DecentralisedResults) -> list[PaperClaim]:
     """Return all claims."""
     sites = site_runs(results)
     return [
@@ -51,17 +52,17 @@ def claims(results: DecentralisedResults) -> list[Claim]:
     ]
 
 
-def _residual_claim(sites: RunsByWorkers) -> Claim:
+def _residual_claim(sites: RunsByWorkers) -> PaperClaim:
     texts, differences = [], []
     for workers, runs in sites.items():
         with_residual, without = runs[RESIDUAL].accuracy, runs[NO_RESIDUAL].accuracy
         differences.append(100 * (with_residual - without))
         texts.append(f"{with_residual:.1%} with, {without:.1%} without ({workers} workers)")
     statement = "Without the residual, accuracy is lower at the same density (Strom)"
-    return Claim(statement, "no number", "; ".join(texts), min(differences) > CLOSE_POINTS)
+    return PaperClaim(statement, "no number", "; ".join(texts), min(differences) > CLOSE_POINTS)
 
 
-def _server_claim(sites: RunsByWorkers, server: str) -> Claim:
+def _server_claim(sites: RunsByWorkers, server: str) -> PaperClaim:
     """Compare the virtual time until the accuracy is close to all-reduce's."""
     texts, fractions = [], []
     for workers, runs in sites.items():
@@ -71,36 +72,36 @@ def _server_claim(sites: RunsByWorkers, server: str) -> Claim:
     statement = f"A central server is a bottleneck: peers need less than half the time of *{server}* (Dong)"
     agrees = max(fractions) < FRACTION
     reason = "" if agrees else f"peers need up to {max(fractions):.0%} of its time"
-    return Claim(statement, "no number", "; ".join(texts), agrees, reason)
+    return PaperClaim(statement, "no number", "; ".join(texts), agrees, reason)
 
 
 def _seconds(seconds: float | None) -> str:
     return "never" if seconds is None else f"{seconds:.1f} s"
 
 
-def _traffic_claim(sites: RunsByWorkers) -> Claim:
+def _traffic_claim(sites: RunsByWorkers) -> PaperClaim:
     factors = {workers: runs[EXACT].bytes_per_step / runs[RESIDUAL].bytes_per_step for workers, runs in sites.items()}
     measured = ", ".join(f"{factor:.0f} times less ({workers} workers)" for workers, factor in factors.items())
     statement = "Compressed updates reduce the traffic by orders of magnitude (Dong)"
-    return Claim(statement, "orders of magnitude", measured, min(factors.values()) >= 10)
+    return PaperClaim(statement, "orders of magnitude", measured, min(factors.values()) >= 10)
 
 
-def _exact_claim(sites: RunsByWorkers) -> Claim:
+def _exact_claim(sites: RunsByWorkers) -> PaperClaim:
     texts, ratios = [], []
     for workers, runs in sites.items():
         exact, compressed = runs[EXACT], runs[RESIDUAL]
         ratios.append(exact.seconds / compressed.seconds)
         texts.append(f"{exact.step_ms:.0f} ms per step, {compressed.step_ms:.0f} ms compressed ({workers} workers)")
     statement = "Exact updates to all peers overload wide-area links"
-    return Claim(statement, "no number", "; ".join(texts), min(ratios) > 1 / FRACTION)
+    return PaperClaim(statement, "no number", "; ".join(texts), min(ratios) > 1 / FRACTION)
 
 
-def _gossip_claim(results: DecentralisedResults) -> Claim:
+def _gossip_claim(results: DecentralisedResults) -> PaperClaim:
     points = {name: mean(results.points_from_all_reduce(name)) for name in results.gossip_methods()}
     far = [_short(name) for name, value in points.items() if abs(value) > GOSSIP_CLOSE_POINTS]
     measured = ", ".join(f"{_short(name)} {value:+.2f}" for name, value in points.items()) + " points"
     statement = "Gossip reaches the accuracy of all-reduce (Lian et al.)"
-    return Claim(statement, "no number", measured, not far, f"not on {', '.join(far)}" if far else "")
+    return PaperClaim(statement, "no number", measured, not far, f"not on {', '.join(far)}" if far else "")
 
 
 def _short(name: str) -> str:
@@ -120,7 +121,7 @@ def _traffic_of_gossip(
     return same, other
 
 
-def _independence_claim(results: DecentralisedResults) -> Claim:
+def _independence_claim(results: DecentralisedResults) -> PaperClaim:
     same, other = _traffic_of_gossip(results)
     numbers = results.traffic[0].workers
     texts = [f"the same on {', '.join(same)}"] if same else []
@@ -131,7 +132,7 @@ def _independence_claim(results: DecentralisedResults) -> Claim:
         reasons.append("a torus has four neighbours only from 3 × 3 workers on")
     if "async pairs" in other:
         reasons.append("async pairs vary in a few steps")
-    return Claim(statement, "no number", "; ".join(texts), not other, "; ".join(reasons))
+    return PaperClaim(statement, "no number", "; ".join(texts), not other, "; ".join(reasons))
 
 
 def _size_range(row: TrafficByWorkers) -> str:

@@ -29,6 +29,7 @@ class DecentralisedMethod:
 
     @property
     def num_dedicated_servers(self) -> int:
+        """Ranks that the strategy adds to the workers as servers."""
         return parse(self.strategy).num_dedicated_servers
 
 
@@ -143,6 +144,7 @@ class DecentralisedResults:
     traffic: tuple[TrafficByWorkers, ...]
 
     def task(self, name: TaskName) -> DecentralisedTask:
+        """Return the task of a name."""
         return next(task for task in self.tasks if task.name == name)
 
     def first_seed(self, task: TaskName, workers: int) -> dict[str, DecentralisedRun]:
@@ -158,6 +160,7 @@ class DecentralisedResults:
         return [run for run in self.runs if (run.task, run.method) == ("gossip", method)]
 
     def gossip_methods(self) -> list[str]:
+        """Return the methods of the gossip task without the baseline."""
         return [method.name for method in self.task("gossip").methods if method.name != ALL_REDUCE]
 
     def points_from_all_reduce(self, method: str) -> list[float]:

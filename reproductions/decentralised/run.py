@@ -106,10 +106,12 @@ class DecentralisedJob:
 
     @property
     def learning_rate(self) -> float:
+        """The task's, or an N-th of it for updates that are applied separately."""
         return self.task.learning_rate / (self.workers if self.method.separate_updates else 1)
 
     @property
     def num_ranks(self) -> int:
+        """Workers and dedicated servers."""
         return self.workers + self.method.num_dedicated_servers
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reproductions.error_feedback.results import EXACT, CompressedTraining, ErrorFeedbackResults, strategies
 from reproductions.records import load
-from reproductions.report import Claim, Report, Section, figure, plural, prose, table
+from reproductions.report import PaperClaim, Report, Section, figure, plural, prose, table
 from tutti.report.plots import pyplot
 
 NO_LOSS_POINTS = 0.5
@@ -54,7 +54,7 @@ def write_report(results: ErrorFeedbackResults, folder: Path) -> str:
     ).write(folder)
 
 
-def _claims(results: ErrorFeedbackResults) -> list[Claim]:
+def _claims(results: ErrorFeedbackResults) -> list[PaperClaim]:
     config, claims = results.config, []
     groups = {config.accuracy_recipe: (results.accuracy, config.codecs)}
     for name in config.curve_recipes:
@@ -69,18 +69,18 @@ def _claims(results: ErrorFeedbackResults) -> list[Claim]:
     return claims
 
 
-def _codec_claims(title: str, exact: float | None, feedback: float | None, bare: float | None) -> list[Claim]:
+def _codec_claims(title: str, exact: float | None, feedback: float | None, bare: float | None) -> list[PaperClaim]:
     """Return the claims that error feedback preserves the accuracy, and that it is needed."""
     assert exact is not None
     if feedback is None:
-        return [Claim(f"{title}: no loss with error feedback", "no or nearly no loss", "diverged", False)]
+        return [PaperClaim(f"{title}: no loss with error feedback", "no or nearly no loss", "diverged", False)]
     lost = 100 * (feedback - exact)
     no_loss = lost > -NO_LOSS_POINTS
     reason = "" if no_loss else "another model and less data; the cause was not investigated"
     statement = f"{title}: no loss with error feedback"
-    kept = Claim(statement, "no or nearly no loss", f"{lost:+.2f} points", no_loss, reason)
+    kept = PaperClaim(statement, "no or nearly no loss", f"{lost:+.2f} points", no_loss, reason)
     gained = None if bare is None else 100 * (feedback - bare)
-    needed = Claim(
+    needed = PaperClaim(
         f"{title}: accuracy is lost without error feedback",
         "no number",
         "diverged without it" if gained is None else f"{-gained:+.2f} points without it",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reproductions.report import Claim, bullets, prose, table, value_range
+from reproductions.report import PaperClaim, bullets, prose, table, value_range
 from reproductions.staleness.results import (
     ASYNC,
     ASYNC_AWARE,
@@ -33,6 +33,7 @@ class Configuration:
     runs: dict[str, StalenessRun]
 
     def has(self, *rules: str) -> bool:
+        """Return whether all these rules were trained."""
         return all(rule in self.runs for rule in rules)
 
     def points(self, rule: str, other: str) -> float:
@@ -67,7 +68,7 @@ def configurations(results: StalenessResults) -> list[Configuration]:
     return [Configuration(*key, results.clear_points(key[0]), runs) for key, runs in groups.items()]
 
 
-def claims(results: StalenessResults) -> list[Claim]:
+def claims(results: StalenessResults) -> list[PaperClaim]:
     """Return all claims that the measured rules and clusters allow to compare."""
     configs = configurations(results)
     return [
@@ -84,7 +85,7 @@ def _with(configs: list[Configuration], *rules: str) -> list[Configuration]:
     return [config for config in configs if config.has(*rules)]
 
 
-def _slowest_worker_claims(configs: list[Configuration]) -> Iterator[Claim]:
+def _slowest_worker_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
     """Compare the epoch time on uneven workers with that on even workers."""
     even = {(config.task, config.workers): config for config in configs if config.cluster == "even"}
     for cluster in ("one slow", "pauses"):
@@ -101,10 +102,10 @@ def _slowest_worker_claims(configs: list[Configuration]) -> Iterator[Claim]:
             )
             pairs = zip(ratios[BSP], ratios[ASYNC], strict=True)
             agrees = min(ratios[BSP]) > 1.5 and all(bsp > asynchronous for bsp, asynchronous in pairs)
-            yield Claim(f"BSP waits for the slowest worker (*{cluster}*)", "no number", measured, agrees)
+            yield PaperClaim(f"BSP waits for the slowest worker (*{cluster}*)", "no number", measured, agrees)
 
 
-def _throughput_claims(configs: list[Configuration]) -> Iterator[Claim]:
+def _throughput_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
     """Compare the time per epoch's worth of samples."""
     chosen = _with(configs, BSP, ASYNC)
     for cluster in dict.fromkeys(config.cluster for config in chosen):
@@ -113,14 +114,14 @@ def _throughput_claims(configs: list[Configuration]) -> Iterator[Claim]:
         faster = sorted({rule for config in here for rule in _faster_than_async(config)})
         measured = f"epoch {value_range(gains, '.2f')} × as fast as under BSP"
         reason = f"{', '.join(faster)} are faster: SSP reads rarely, async after every step" if faster else ""
-        yield Claim(f"Async has the highest throughput (*{cluster}*)", "no number", measured, not faster, reason)
+        yield PaperClaim(f"Async has the highest throughput (*{cluster}*)", "no number", measured, not faster, reason)
 
 
 def _faster_than_async(config: Configuration) -> list[str]:
     return [rule for rule, run in config.runs.items() if run.epoch_s < FASTER * config.runs[ASYNC].epoch_s]
 
 
-def _async_accuracy_claims(configs: list[Configuration]) -> Iterator[Claim]:
+def _async_accuracy_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
     """Compare the accuracy after the same number of epochs."""
     for rule in (ASYNC, ASYNC_FULL_RATE):
         chosen = _with(configs, BSP, rule)
@@ -133,24 +134,24 @@ def _async_accuracy_claims(configs: list[Configuration]) -> Iterator[Claim]:
             f"{signs.count(1)} ({points} points)"
         )
         statement = f"Stale gradients reduce accuracy per epoch (*{rule}*)"
-        yield Claim(statement, "no number", measured, 2 * signs.count(-1) > len(chosen))
+        yield PaperClaim(statement, "no number", measured, 2 * signs.count(-1) > len(chosen))
 
 
-def _bounded_claims(configs: list[Configuration]) -> Iterator[Claim]:
+def _bounded_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
     runs = [(config, rule) for config in configs for rule in SSP_RULES if config.has(BSP, ASYNC, rule)]
     if runs:
         both = [(config, rule) for config, rule in runs if _gets_both(config, rule)]
         measured = f"in {len(both)} of {len(runs)} runs more than half of async's gain in time and no clear loss"
         agrees = 2 * len(both) > len(runs)
         reason = "" if agrees else "whole steps on gradients that are whole steps old; see below"
-        yield Claim("SSP combines BSP's convergence with async's speed", "no number", measured, agrees, reason)
+        yield PaperClaim("SSP combines BSP's convergence with async's speed", "no number", measured, agrees, reason)
 
 
 def _gets_both(config: Configuration, rule: str) -> bool:
     return config.saved_fraction(rule) > MOST and config.compare(rule, BSP) >= 0
 
 
-def _soft_sync_claims(configs: list[Configuration]) -> Iterator[Claim]:
+def _soft_sync_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
     chosen = _with(configs, BSP, ASYNC, SOFT_SYNC)
     if not chosen:
         return
@@ -162,10 +163,10 @@ def _soft_sync_claims(configs: list[Configuration]) -> Iterator[Claim]:
         f"in {lost} ({points} points)"
     )
     agrees = 2 * first > len(chosen) > 2 * lost
-    yield Claim("Soft synchronisation reduces the cost of staleness", "no number", measured, agrees)
+    yield PaperClaim("Soft synchronisation reduces the cost of staleness", "no number", measured, agrees)
 
 
-def _aware_claims(configs: list[Configuration]) -> Iterator[Claim]:
+def _aware_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
     lost = [config for config in _with(configs, BSP, ASYNC, ASYNC_FULL_RATE, ASYNC_AWARE) if _lost_at_full_rate(config)]
     if lost:
         fractions = [recovered_fraction(config) for config in lost]
@@ -175,7 +176,7 @@ def _aware_claims(configs: list[Configuration]) -> Iterator[Claim]:
             f"half in {most} of {len(lost)} configurations"
         )
         statement = "Scaling updates by 1 / staleness reduces the cost of staleness"
-        yield Claim(statement, "no number", measured, 2 * most > len(lost))
+        yield PaperClaim(statement, "no number", measured, 2 * most > len(lost))
 
 
 def _lost_at_full_rate(config: Configuration) -> bool:

@@ -110,6 +110,7 @@ class StalenessRun:
 
     @property
     def mean_staleness(self) -> float:
+        """Mean staleness of an update, in server steps."""
         total = sum(self.staleness.values())
         return sum(number * count for number, count in self.staleness.items()) / total
 

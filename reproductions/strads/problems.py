@@ -31,6 +31,7 @@ class LassoSize:
 
     @property
     def num_blocks(self) -> int:
+        """Number of coefficients."""
         return self.features
 
     def problem(self, transport: Transport) -> Problem:
@@ -54,6 +55,7 @@ class MatrixSize:
 
     @property
     def num_blocks(self) -> int:
+        """Number of rows of both factors."""
         return self.rows + self.columns
 
     def problem(self, transport: Transport) -> Problem:
@@ -66,9 +68,11 @@ class _BalancedByNumber(Factorisation):
     """A factorisation whose rows all count as the same amount of work when they are distributed."""
 
     def loads(self, blocks: Tensor) -> Tensor:
+        """Return the same amount of work for all rows."""
         return torch.ones(len(blocks))
 
     def operations(self, blocks: Tensor, mine: Tensor) -> float:
+        """Return the real amount of work, which takes virtual time."""
         return float(super().loads(blocks[mine]).sum())
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from reproductions.records import load
-from reproductions.report import Claim, Report, Section, bullets, figure, prose, table
+from reproductions.report import PaperClaim, Report, Section, bullets, figure, prose, table
 from reproductions.strads.results import ProblemName, SolverRun, StradsResults
 from tutti.cluster import format_time
 from tutti.report.plots import pyplot
@@ -57,7 +57,7 @@ def write_report(results: StradsResults, folder: Path) -> str:
     ).write(folder)
 
 
-def _claims(results: StradsResults) -> list[Claim]:
+def _claims(results: StradsResults) -> list[PaperClaim]:
     claims = []
     for problem, title in _TITLES.items():
         runs = [run for run in results.runs if (run.problem, run.policy) == (problem, _DYNAMIC[problem])]
@@ -66,15 +66,15 @@ def _claims(results: StradsResults) -> list[Claim]:
         agrees = all(ratio is not None and ratio > 1 for ratio in ratios.values())
         reason = "" if agrees else "in processes, choosing costs more per round than it saves in updates"
         statement = f"{title}: updating the most important blocks first is faster (policy *{_DYNAMIC[problem]}*)"
-        claims.append(Claim(statement, "no number", f"{measured} as fast as round-robin", agrees, reason))
+        claims.append(PaperClaim(statement, "no number", f"{measured} as fast as round-robin", agrees, reason))
     unchecked = [run for run in results.runs if "unchecked" in run.policy]
     diverged = sum(run.diverged for run in unchecked)
     measured = f"{diverged} of {len(unchecked)} Lasso runs without the check diverge"
-    claims.append(Claim("Dependences must be respected", "no number", measured, diverged == len(unchecked)))
+    claims.append(PaperClaim("Dependences must be respected", "no number", measured, diverged == len(unchecked)))
     seconds = {(row.slow_worker, row.by_work): row.seconds for row in results.balance}
     gains = [seconds[slow, False] / seconds[slow, True] for slow in (False, True)]
     measured = f"{gains[0]:.2f} × as fast as by number, {gains[1]:.2f} × with one slow worker (virtual time)"
-    claims.append(Claim("Balancing by amount of work is faster", "no number", measured, min(gains) > 1))
+    claims.append(PaperClaim("Balancing by amount of work is faster", "no number", measured, min(gains) > 1))
     return claims
 
 

@@ -52,6 +52,7 @@ class SolverRun:
 
     @property
     def diverged(self) -> bool:
+        """Whether the objective ended higher than it began, or not at all."""
         return not self.points or self.points[-1].objective > self.points[0].objective
 
     @property

@@ -68,6 +68,7 @@ class SolverTask:
 
     @property
     def rounds(self) -> int:
+        """Rounds in which all passes could be made if no candidate were refused."""
         return round(self.passes * self.size.num_blocks / self.per_round)
 
 

@@ -38,7 +38,7 @@ REFUSED = {
     "no rate": (["--rates", "fast"], r"'fast' is not a rate"),
     "rates of each host": (["--rates", "1gbit/1gbit/1gbit/1mbit"], r"gives hosts links of their own.*give one rate"),
     "a strategy nobody knows": (["--strategies", "rong"], r"unknown strategy 'rong'"),
-    "a strategy nobody can price": (["--strategies", "native,auto"], r"nobody knows what Auto costs"),
+    "a strategy nobody can price": (["--strategies", "native,auto"], r"strategy 'auto' has no cost formula"),
     "nothing to time": (["--strategies", ","], r"--strategies needs one or more"),
     "blocks without a length": (["--strategies", "bmuf:every=auto"], r"give 'bmuf:every=auto' a number of steps"),
     "no rounds": (["--rounds", "0"], r"Invalid value for '--rounds'"),

@@ -1,4 +1,4 @@
-"""What a rule of consistency promises, checked against what simulated workers read and servers applied."""
+"""Guarantees of each consistency, checked against what simulated workers read and servers applied."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -38,14 +38,14 @@ class Run:
 
     def __post_init__(self) -> None:
         self.versions: dict[tuple[int, int, int], int] = {}
-        """By piece, worker and clock of an update: the first version that it is in."""
+        """By shard, worker and clock of an update: the first version that it is in."""
         for event in self.applies:
-            piece, version, worker, clock = event.about
-            assert (piece, worker, clock) not in self.versions, f"applied twice: {event.about}"
-            self.versions[piece, worker, clock] = version
+            shard, version, worker, clock = event.about
+            assert (shard, worker, clock) not in self.versions, f"applied twice: {event.about}"
+            self.versions[shard, worker, clock] = version
 
     @property
-    def pieces(self) -> set[int]:
+    def shards(self) -> set[int]:
         return {event.about[0] for event in self.applies}
 
 
@@ -101,7 +101,7 @@ def run(rule: Consistency, steps: list[int], cluster: Cluster, **options: Any) -
 
 def check_all_applied(found: Run) -> None:
     """Every update of every worker is applied, once."""
-    sent = {(piece, w, clock) for piece in found.pieces for w, most in enumerate(found.steps) for clock in range(most)}
+    sent = {(shard, w, clock) for shard in found.shards for w, most in enumerate(found.steps) for clock in range(most)}
     assert found.versions.keys() == sent
 
 
@@ -109,12 +109,12 @@ def check_reads(found: Run, bound: int) -> None:
     """What a worker read in iteration c holds all updates of the iterations before c - bound."""
     for worker, reads in enumerate(found.reads):
         for event in reads:
-            piece, clock, version = event.about
+            shard, clock, version = event.about
             for other, most in enumerate(found.steps):
                 for old in range(min(most, clock - bound)):
-                    there = found.versions[piece, other, old]
+                    there = found.versions[shard, other, old]
                     assert there <= version, (
-                        f"worker {worker} read version {version} of piece {piece} in iteration {clock}, but update "
+                        f"worker {worker} read version {version} of shard {shard} in iteration {clock}, but update "
                         f"{old} of worker {other} is in version {there}"
                     )
 
@@ -127,11 +127,11 @@ def check_distance(found: Run, bound: int) -> None:
             pushed[worker, event.about[0]].append(event.start_s)
     for worker, reads in enumerate(found.reads):
         for event in reads:
-            piece, clock, _ = event.about
+            shard, clock, _ = event.about
             for other, most in enumerate(found.steps):
-                done = sum(time <= event.start_s for time in pushed[other, piece])
+                done = sum(time <= event.start_s for time in pushed[other, shard])
                 assert clock - min(done, clock) <= bound or done == most, (
-                    f"worker {worker} is in iteration {clock} of piece {piece} when worker {other} has done {done}"
+                    f"worker {worker} is in iteration {clock} of shard {shard} when worker {other} has done {done}"
                 )
 
 
@@ -139,16 +139,16 @@ def check_own(found: Run) -> None:
     """What a worker read holds all its own earlier updates."""
     for worker, reads in enumerate(found.reads):
         for event in reads:
-            piece, clock, version = event.about
-            assert all(found.versions[piece, worker, old] <= version for old in range(clock))
+            shard, clock, version = event.about
+            assert all(found.versions[shard, worker, old] <= version for old in range(clock))
 
 
 def check_steps(found: Run, rule: Consistency) -> None:
     """Versions follow each other without gaps, each of as many updates as the rule says."""
-    for piece in found.pieces:
+    for shard in found.shards:
         sizes: dict[int, int] = defaultdict(int)
         for (number, _, clock), version in found.versions.items():
-            if number == piece:
+            if number == shard:
                 sizes[version] += 1
                 assert rule.bound is None or version == clock + 1
         assert sorted(sizes) == list(range(1, len(sizes) + 1))
@@ -195,7 +195,7 @@ def rules(num_workers: int) -> st.SearchStrategy[Consistency]:
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_every_rule_keeps_its_promise(data: st.DataObject) -> None:
+def test_every_consistency_keeps_its_guarantee(data: st.DataObject) -> None:
     num_workers = data.draw(st.integers(2, 6), "workers")
     rule = data.draw(rules(num_workers), "rule")
     steps = data.draw(st.lists(st.integers(1, 8), min_size=num_workers, max_size=num_workers), "steps")
@@ -203,14 +203,14 @@ def test_every_rule_keeps_its_promise(data: st.DataObject) -> None:
     servers = data.draw(st.sampled_from(["colocated", 1, 2]), "servers")
     overlap = data.draw(st.booleans(), "overlap")
     bucket_bytes = 10_000
-    if rule.bound is None and rule.quorum > 1:  # Several pieces may wait for each other: see the end of this file.
+    if rule.bound is None and rule.quorum > 1:  # Several shards may wait for each other: see the end of this file.
         servers, bucket_bytes = 1, 2**20
     check(run(rule, steps, cluster, servers=servers, overlap=overlap, bucket_bytes=bucket_bytes), rule)
 
 
 @settings(max_examples=10)
 @given(data=st.data())
-def test_promises_hold_with_clipping(data: st.DataObject) -> None:
+def test_guarantees_hold_with_clipping(data: st.DataObject) -> None:
     """Servers wait for each other's norms then."""
     num_workers = data.draw(st.integers(2, 4), "workers")
     rule = data.draw(rules(1), "rule")
@@ -222,7 +222,7 @@ def test_promises_hold_with_clipping(data: st.DataObject) -> None:
 
 @settings(max_examples=6)
 @given(data=st.data())
-def test_no_staleness_is_lockstep(data: st.DataObject) -> None:
+def test_ssp_of_staleness_0_is_bsp(data: st.DataObject) -> None:
     num_workers = data.draw(st.integers(2, 4), "workers")
     steps = data.draw(st.lists(st.integers(2, 6), min_size=num_workers, max_size=num_workers), "steps")
     cluster = data.draw(clusters(num_workers), "cluster")
@@ -232,7 +232,7 @@ def test_no_staleness_is_lockstep(data: st.DataObject) -> None:
 
 @settings(max_examples=15)
 @given(data=st.data())
-def test_a_worker_may_die_at_any_moment(data: st.DataObject) -> None:
+def test_a_worker_may_be_lost_at_any_time(data: st.DataObject) -> None:
     """The others go on, keep their promises to each other, and end alike."""
     rule = data.draw(rules(1), "rule")
     clip = data.draw(st.sampled_from([None, 0.01]), "clip")
@@ -257,7 +257,7 @@ def test_a_worker_may_die_at_any_moment(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
-def test_a_larger_bound_breaks_the_promise_of_a_smaller_one(bound: int) -> None:
+def test_a_larger_bound_fails_the_check_of_a_smaller_one(bound: int) -> None:
     """With a straggler the bound is used up: so the checks notice one that is too large."""
     found = run(SSP(bound + 1), [8, 8, 8], STRAGGLER)
     check(found, SSP(bound + 1))
@@ -267,14 +267,14 @@ def test_a_larger_bound_breaks_the_promise_of_a_smaller_one(bound: int) -> None:
         check_distance(found, bound)
 
 
-def test_without_a_bound_the_fast_run_away() -> None:
+def test_without_a_bound_fast_workers_run_ahead() -> None:
     found = run(Async(), [8, 8, 8], STRAGGLER)
     check(found, Async())
     with pytest.raises(AssertionError, match="when worker 1 has done"):
         check_distance(found, 3)
 
 
-def test_an_update_that_is_not_in_what_its_worker_reads_is_noticed() -> None:
+def test_the_check_notices_a_read_without_the_readers_own_update() -> None:
     found = run(SoftSync(2), [4, 4, 4], STRAGGLER, servers=1, bucket_bytes=2**20)
     check(found, SoftSync(2))
     first = min(found.versions, key=lambda key: found.versions[key])
@@ -283,7 +283,7 @@ def test_an_update_that_is_not_in_what_its_worker_reads_is_noticed() -> None:
         check_own(found)
 
 
-def test_a_straggler_holds_up_lockstep_and_nobody_else() -> None:
+def test_a_straggler_slows_down_bsp_only() -> None:
     def seconds(rule: Consistency) -> float:
         return max(event.start_s for event in run(rule, [6, 6, 6], STRAGGLER, servers=1).reads[0])
 
@@ -334,7 +334,7 @@ def test_stale_updates_are_scaled_down(factor: Any) -> None:
         results = tutti.simulate(train_plainly, strategy, 10, workers=3, cluster=STRAGGLER).results[:2]
     applies = [event for server in servers for event in server.events if event.kind == APPLY]
     found = Run([10, 10], [reads for reads, _, _ in results], applies, [final for _, final, _ in results])
-    assert len(found.pieces) == 1
+    assert len(found.shards) == 1
     staleness = results[1][2]
     assert max(staleness) >= 3, "worker 1 is a straggler"
     assert sum(staleness.values()) == 10
@@ -345,6 +345,6 @@ def test_stale_updates_are_scaled_down(factor: Any) -> None:
     assert any((one - two).abs().max() > 1e-6 for one, two in zip(found.parameters[0], unscaled, strict=True))
 
 
-def test_soft_sync_of_several_pieces() -> None:
-    """Worker 1 leaves when of one piece only worker 0's update waits for company, of another only worker 2's."""
+def test_soft_sync_of_several_shards() -> None:
+    """Worker 1 leaves when of one shard only worker 0's update waits for a second, of another only worker 2's."""
     check(run(SoftSync(2), [4, 4, 4], STRAGGLER), SoftSync(2))

@@ -1,4 +1,4 @@
-"""Graphs of ranks: how they mix, how fast that brings ranks together, and what is refused."""
+"""Graphs of ranks: mixing matrices, spectral gaps, and invalid graphs."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
 from tutti.strategies import Gossip, Graph, PeerUpdates, parse
-from tutti.strategies.decentralised.graphs import NAMED, ring, sized, torus
+from tutti.strategies.decentralised.graphs import NAMED, ring, topology_for, torus
 
 
 @given(st.sampled_from(sorted(NAMED)), st.integers(1, 40), st.integers(0, 99))
@@ -29,7 +29,7 @@ def connected(draw: st.DrawFn) -> Graph:
 
 
 @given(connected())
-def test_own_graphs_are_doubly_stochastic(graph: Graph) -> None:
+def test_custom_graphs_are_doubly_stochastic(graph: Graph) -> None:
     matrix = graph.mixing(0)
     assert (matrix >= -1e-15).all()
     np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-14)
@@ -74,7 +74,7 @@ def test_a_torus_of_a_prime_is_a_ring() -> None:
     assert all(len(torus(36).neighbours(rank)) == 4 for rank in range(36))
 
 
-def test_parts_are_listed() -> None:
+def test_components_are_listed() -> None:
     apart = Graph(6, ((0, 1), (1, 2), (3, 4)))
     for make in (Gossip, lambda graph: PeerUpdates(graph=graph)):
         with pytest.raises(ConfigError, match=r"\{0, 1, 2\}, \{3, 4\}, \{5\}; add edges"):
@@ -89,7 +89,7 @@ def test_parts_are_listed() -> None:
         (lambda: Graph(3, ((0, 3),)), ("0 to 2", "(0, 3)")),
         (lambda: Graph(3, ((1, 1),)), ("two different ranks", "(1, 1)")),
         (lambda: Graph(0, ()), ("1 or more", "got 0")),
-        (lambda: sized(Graph(2, ((0, 1),)), 4), ("a graph of 2 ranks", "world of 4", "ring, torus")),
+        (lambda: topology_for(Graph(2, ((0, 1),)), 4), ("a graph of 2 ranks", "world of 4", "ring, torus")),
         (lambda: Gossip("circle"), ("got 'circle'", "ring, torus, exponential, random", "Graph(...)")),
         (lambda: Gossip(pairs="both"), ("got 'both'", "'sync' or 'async'")),  # type: ignore[arg-type]
         (lambda: Gossip(Graph(2, ((0, 1), (1, 0)), directed=True), "async"), ("not directed",)),
@@ -103,7 +103,7 @@ def test_parts_are_listed() -> None:
         (lambda: parse("gossip+onebit"), ("whole parameters", "peers+onebit")),
     ],
 )
-def test_what_is_refused(make, says) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_graphs_are_refused(make, says) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError) as refused:
         make()
     for part in says:
@@ -122,7 +122,7 @@ def test_what_is_refused(make, says) -> None:  # type: ignore[no-untyped-def]
         ("gossip:graph=0>1/1>2/2>0", Gossip(Graph(3, ((0, 1), (1, 2), (2, 0)), directed=True))),
     ],
 )
-def test_texts_there_and_back(text: str, strategy: Gossip | PeerUpdates) -> None:
+def test_texts_round_trip(text: str, strategy: Gossip | PeerUpdates) -> None:
     assert parse(text) == strategy
     assert str(strategy) == text
     assert hash(parse(text)) == hash(strategy)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from reproductions.records import RecordError, from_json, load, save, to_json
-from reproductions.report import Claim, Report, Section, prose, table
+from reproductions.report import PaperClaim, Report, Section, prose, table
 
 
 class CurvePoint(NamedTuple):
@@ -73,15 +73,24 @@ def test_a_file_that_is_not_json(tmp_path: Path) -> None:
 
 def test_the_common_form_of_reports(tmp_path: Path) -> None:
     report = Report(
-        name="x", title="T", source="S", machine="M", links="L", time="virtual", quick=True, introduction=["I\n  am."],
-        criteria="C", claims=[Claim("faster", "2 ×", "3 ×", False, "other links"), Claim("a", "b", "c", True)],
-        sections=[Section("More", [table(("a", "b"), [("1", "2")], 1), ""])], limits=["None."],
-    )  # fmt: skip
+        name="x",
+        title="T",
+        source="S",
+        machine="M",
+        links="L",
+        time="virtual",
+        quick=True,
+        introduction=["I\n  am."],
+        criteria="C",
+        claims=[PaperClaim("faster", "2 ×", "3 ×", False, "other links"), PaperClaim("a", "b", "c", None)],
+        sections=[Section("More", [table(("a", "b"), [("1", "2")], 1), ""])],
+        limits=["None."],
+    )
     text = report.write(tmp_path)
     assert (tmp_path / "report.md").read_text() == text
     assert text.startswith("# T\n\n|  |  |\n| --- | --- |\n| **Source** | S |\n")
     assert "quick form" in text
     assert "I am.\n" in text
-    assert "| faster | 2 × | 3 × | **differs**: other links |\n| a | b | c | agrees |" in text
+    assert "| faster | 2 × | 3 × | **differs**: other links |\n| a | b | c | undecided |" in text
     assert "## More\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n## Limits\n\nNone.\n" in text
     assert prose(" a\n b ") == "a b"

@@ -17,8 +17,8 @@ from tutti.launch.lab.lab import Lab
 from tutti.parallel import Mesh
 from tutti.plan import Profile
 from tutti.plan.auto.step_recorder import TransportClock
-from tutti.plan.mesh import MeshPlan, MeshPrediction, Parts, plan_meshes
-from tutti.plan.mesh.choose import in_words, meshes
+from tutti.plan.mesh import MeshPlan, MeshPrediction, ModelParts, plan_meshes
+from tutti.plan.mesh.choose import describe_mesh, meshes
 from tutti.plan.profile import profile as profile_model
 from tutti.plan.profile.clock import Clock
 from tutti.recipes import Recipe, recipe
@@ -74,26 +74,29 @@ class MeshComparison:
         return self.chosen.taken_s / self.fastest.taken_s
 
     def as_dict(self) -> dict[str, Any]:
-        named = {"chosen": in_words(self.chosen.prediction.mesh), "fastest": in_words(self.fastest.prediction.mesh)}
+        named = {
+            "chosen": describe_mesh(self.chosen.prediction.mesh),
+            "fastest": describe_mesh(self.fastest.prediction.mesh),
+        }
         return {"rows": [row.as_dict() for row in self.rows], **named, "times": self.times}
 
 
-def profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
+def profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelParts]:
     """Profile a step of a model in virtual time, and the parts of it that ranks of meshes would compute."""
     return simulate(_profile_parts, model, numbers, workers=1, cluster=Cluster(compute=_COMPUTE)).results[0]
 
 
-def _profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
+def _profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelParts]:
     transport = init().transport
     with operator_clock.counting(transport):
         return _measured(recipe(model), numbers, TransportClock(transport))
 
 
-def _measured(made: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, Parts]:
+def _measured(made: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, ModelParts]:
     torch.manual_seed(0)
     model, batch = made.model(), made.example(SAMPLES)
     profile = profile_model(model, batch, loss=made.loss, optimizer=_optimizer(model), clock=clock, repeats=5)
-    parts = Parts(model, batch[0]) if clock is None else Parts(model, batch[0], clock.now)
+    parts = ModelParts(model, batch[0]) if clock is None else ModelParts(model, batch[0], clock.now)
     for mesh in (mesh for number in numbers for mesh in meshes(number)):
         with suppress(ConfigError):  # The planner reports the reason.
             parts.stages(mesh.tensor, mesh.pipe)
@@ -101,15 +104,15 @@ def _measured(made: Recipe, numbers: Iterable[int], clock: Clock | None = None) 
 
 
 def compare(
-    model: str, rate: str, workers: int, profiled: tuple[Profile, Parts], show: Callable[[str], Any]
+    model: str, rate: str, workers: int, profiled: tuple[Profile, ModelParts], show: Callable[[str], Any]
 ) -> MeshComparison:
-    """Predict the step time of every mesh of so many workers, and simulate prediction."""
+    """Predict the step time of every mesh of so many workers, and simulate each."""
     profile, parts = profiled
     cluster = Cluster(link=Link(rate, _LATENCY), compute=_COMPUTE)
     plan = plan_meshes(parts, profile, workers, cluster, total_samples=SAMPLES)
     rows = []
     for prediction in plan.predictions:
-        show(f"{model}, {rate}, {in_words(prediction.mesh)}")
+        show(f"{model}, {rate}, {describe_mesh(prediction.mesh)}")
         ends = simulate(train, model, prediction.mesh, workers=workers, cluster=cluster).results
         first, second = (max(of_ranks) for of_ranks in zip(*ends, strict=True))
         rows.append(MeshCheck(model, rate, prediction, second - first))
@@ -152,7 +155,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def in_lab(model: str, lab: Lab, rounds: int) -> MeshComparison:
-    """Predict the step time of every mesh of a lab's ranks from measurements there, and time prediction."""
+    """Predict the step time of every mesh of a lab's ranks from measurements there, and time each."""
     (case, *_) = launch(_in_lab, model, str(lab.spec), rounds, lab=lab)
     return case
 

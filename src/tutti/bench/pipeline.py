@@ -40,7 +40,7 @@ class PipelineBenchmark:
 
 
 def measure(benchmark: PipelineBenchmark) -> dict[str, Any]:
-    """Time all schedules on all ranks, span on one core. Returns the same on every rank."""
+    """Time all schedules on all ranks, each on one core. Returns the same on every rank."""
     world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> di
 
 
 def _median_times(timelines: list[Timeline]) -> Callable[[Any], float]:
-    """The median time of span kind of work on span stage."""
+    """The median time of each kind of work on each stage."""
     times: dict[tuple[str, int], list[float]] = {}
     for timeline in timelines:
         for span in timeline.spans:

@@ -146,10 +146,10 @@ class LowRank(Codec):
         yield second
         shares = [part.columns * part.rank for part in compressed]
         news = {}
-        for part, p, q, mine, before in zip(
+        for part, p, q, local_q, before in zip(
             compressed, ps, second.split(shares), local.split(shares), old, strict=True
         ):
-            new, sent = q.view(part.rank, part.columns), mine.view(part.rank, part.columns)
+            new, sent = q.view(part.rank, part.columns), local_q.view(part.rank, part.columns)
             if residual is not None and bool(torch.isfinite(sent).all()):
                 torch.addmm(part.matrix_in(wanted), p, sent, alpha=-1, out=part.matrix_in(residual))
             multiply(p, new, part.matrix_in(values))
@@ -184,8 +184,8 @@ class LowRank(Codec):
 
     def _factor(self, part: _MatrixBlock, state: State, device: torch.device) -> Tensor:
         """Return the last Q, or at first a random one, drawn from the matrix's position and width."""
-        if (kept := state.get(f"q@{part.start}")) is not None:
-            return kept.to(device)
+        if (last := state.get(f"q@{part.start}")) is not None:
+            return last.to(device)
         generator = torch.Generator(device="cpu").manual_seed(part.start * 31 + part.columns)
         shape = part.rank, part.columns
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)

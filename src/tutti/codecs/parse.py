@@ -80,16 +80,16 @@ def _one(part: str) -> Codec:
     make = CODECS.find(name)
     takes = list(inspect.signature(make).parameters)
     has = f"it has {', '.join(takes)}" if takes else "it has none"
-    given: dict[str, float] = {}
+    arguments: dict[str, float] = {}
     for number, option in enumerate(rest.split(",") if colon else []):
         first, equals, second = option.partition("=")
         key = first if equals else (takes[number] if number < len(takes) else "")
-        if key in given:
+        if key in arguments:
             raise ConfigError(f"codec '{part}' gives its {key} twice.")
         if key not in takes:
             raise ConfigError(f"codec '{part}': '{option}' is none of {name}'s options: {has}.")
-        given[key] = _number(second if equals else first, part)
-    return checked(make(**given), Codec, CODECS, name)  # type: ignore[type-abstract]
+        arguments[key] = _number(second if equals else first, part)
+    return checked(make(**arguments), Codec, CODECS, name)  # type: ignore[type-abstract]
 
 
 def _number(text: str, part: str) -> float:

@@ -11,31 +11,22 @@ How it works:
 - Where ranks share hosts, they sum in shared memory first. Only the leader of each host encodes, and broadcasts the
   result on its host.
 - What a codec has not sent yet belongs to parameters, not to buckets: it moves with them when buckets are cut anew. In
-  a checkpoint it is stored by parameter and rank, and other numbers of ranks can take it over (`load_state_dict`).
+  a checkpoint it is stored by parameter and rank, and other numbers of ranks can take it over (`compressed_state`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tutti.codecs import Codec
-from tutti.collectives import (
-    all_gather,
-    broadcast_all,
-    broadcast_json,
-    butterfly,
-    native,
-    run,
-)
+from tutti.collectives import butterfly, native
 from tutti.collectives.compressed import STAGE_BOUNDARY, CompressedSum, ReductionContext, compressed_sum_for
 from tutti.collectives.hierarchical import broadcast_within, sum_within
 from tutti.collectives.mean import weigh
 from tutti.errors import ConfigError
 from tutti.replica import Bucket, Replica
-from tutti.replica.buckets import Slot
+from tutti.strategies.compressed_state import CodecMemory, compressed_slots, parameter_sizes
 from tutti.strategies.means import start_sharing_weights, when_filled
 from tutti.transports import HostsTransport, Transport, Work
 from tutti.transports.base import CompletedWork, Operation
@@ -118,7 +109,7 @@ class CompressedMean:
         """Mark parameters as having a gradient if none came in this step but some of an earlier one is not sent yet."""
         if (bucket.marks != 0).all():
             return
-        for number, (start, slot) in enumerate(_compressed_slots(bucket)):
+        for number, (start, slot) in enumerate(compressed_slots(bucket)):
             whole = slice(start, start + slot.tensor.numel())
             # An old gradient that was not zeroed is encoded too, and must not be lost either.
             unsent = [bucket.values, *self._sums[bucket].per_element.values()]
@@ -130,12 +121,13 @@ class CompressedMean:
         buckets = [bucket for bucket in self._replica.buckets if bucket.values.numel()]
         if self._across is None or all(bucket in self._sums for bucket in buckets):
             return
-        kept = self._remembered()
+        memory = CodecMemory.collect(self._sums)
         self._sums = {bucket: self._new_sum(bucket, self._across) for bucket in buckets}
-        self._remember(kept)
+        memory.distribute(self._sums)
 
     def _new_sum(self, bucket: Bucket, across: Transport) -> CompressedSum:
-        layout = tuple((start, tuple(slot.tensor.shape)) for start, slot in _compressed_slots(bucket))
+        """Make the sum of a bucket, without state of earlier steps."""
+        layout = tuple((start, tuple(slot.tensor.shape)) for start, slot in compressed_slots(bucket))
         device, divisor = bucket.values.device, self._transport.size
         context = ReductionContext(across.rank, across.size, divisor, device, seed=bucket.index)
         return compressed_sum_for(self._codec)(self._codec, layout, bucket.values.numel(), context)
@@ -143,20 +135,9 @@ class CompressedMean:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks, by parameter, the same on every rank. Collective."""
         self._follow_buckets()
-        names = self._names()
-        mine = self._remembered()
-        elements = {}
-        for key in _element_keys(self._codec):
-            rows = torch.zeros(self._transport.size, sum(names.values()), dtype=torch.float32, device="cpu")
-            parts = rows[self._transport.rank].split(list(names.values()))
-            for name, part in zip(names, parts, strict=True):
-                if key in mine.elements:
-                    part.copy_(mine.elements[key][name])
-            run(all_gather.steps(rows.view(-1), self._transport))
-            elements[key] = rows
-        common, factors = _share_state(mine.common, mine.factors, self._transport)
         order = [slot.name for slot in self._replica.slots] if self._replica.arranged else None
-        return {"order": order, "names": names, "elements": elements, "common": common, "factors": factors}
+        memory = CodecMemory.collect(self._sums)
+        return {"order": order, **memory.gather(self._codec, parameter_sizes(self._replica.buckets), self._transport)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, with any number of ranks.
@@ -164,64 +145,17 @@ class CompressedMean:
         Raises:
             ConfigError: it was saved for other parameters, or with another `exact_below`.
         """
-        names = self._names()
-        if state["names"] != names:
+        sizes = parameter_sizes(self._replica.buckets)
+        if state["names"] != sizes:
             raise ConfigError(
                 f"this state was saved for other parameters, or another exact_below: it is of {len(state['names'])} "
-                f"compressed tensors with {sum(state['names'].values())} elements, this model has {len(names)} with "
-                f"{sum(names.values())}."
+                f"compressed tensors with {sum(state['names'].values())} elements, this model has {len(sizes)} with "
+                f"{sum(sizes.values())}."
             )
         if state["order"] is not None:
             self._replica.arrange(state["order"])
         self._follow_buckets()
-        kept = _CodecMemory(common=dict(state["common"]), factors=dict(state["factors"]))
-        for key, rows in state["elements"].items():
-            row = self._share_of(rows)
-            kept.elements[key] = dict(zip(names, row.split(list(names.values())), strict=True))
-        self._remember(kept)
-
-    def _share_of(self, rows: Tensor) -> Tensor:
-        """Return the residual that this rank takes over: its own row, and rows of ranks that no longer encode."""
-        encoding = _encoding_ranks(self._transport, self._within is not None)
-        heirs = [rank if rank in encoding else encoding[rank % len(encoding)] for rank in range(len(rows))]
-        inherited = [row for row, heir in zip(rows, heirs, strict=True) if heir == self._transport.rank]
-        mine = torch.stack(inherited).sum(0) if len(inherited) > 1 else (inherited or [torch.zeros_like(rows[0])])[0]
-        # Residuals are owed to the mean. In a mean of more ranks each counts for less, so it is scaled up.
-        return mine if len(rows) == self._transport.size else mine * (self._transport.size / len(rows))
-
-    def _names(self) -> dict[str, int]:
-        """Return the compressed parameters in the order of their names, with their numbers of elements."""
-        slots = [slot for bucket in self._replica.buckets for _, slot in _compressed_slots(bucket)]
-        return {slot.name: slot.tensor.numel() for slot in sorted(slots, key=lambda slot: slot.name)}
-
-    def _remembered(self) -> "_CodecMemory":
-        """Collect the state of all sums, by parameter."""
-        kept = _CodecMemory()
-        for bucket, bucket_sum in self._sums.items():
-            slots = dict(_compressed_slots(bucket))
-            for key, flat in bucket_sum.per_element.items():
-                of_key = kept.elements.setdefault(key, {})
-                of_key |= {slot.name: flat[start : start + slot.tensor.numel()] for start, slot in slots.items()}
-            for key, value in bucket_sum.save().items():
-                what, _, start = key.partition("@")
-                if start:
-                    kept.factors[f"{what}@{slots[int(start)].name}"] = value
-                else:
-                    kept.common[key] = value
-        return kept
-
-    def _remember(self, kept: "_CodecMemory") -> None:
-        """Distribute state by parameter to the sums of the present buckets."""
-        for bucket, bucket_sum in self._sums.items():
-            saved = dict(kept.common)
-            for start, slot in _compressed_slots(bucket):
-                for key, elements in kept.elements.items():
-                    bucket_sum.per_element[key][start : start + slot.tensor.numel()] = elements[slot.name]
-                for key, factor in kept.factors.items():
-                    what, _, name = key.partition("@")
-                    if name == slot.name:
-                        saved[f"{what}@{start}"] = factor.clone()
-            bucket_sum.load(saved)
+        CodecMemory.from_gathered(state, self._transport, two_levels=self._within is not None).distribute(self._sums)
 
 
 class _StagedWork(Work):
@@ -251,49 +185,3 @@ class _StagedWork(Work):
         assert not self.stages_left, "flush must be called before wait"
         for stage in self._stages:
             stage.wait()
-
-
-@dataclass
-class _CodecMemory:
-    """State of codecs by parameter, independent of how parameters are grouped into buckets."""
-
-    elements: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """State of every element, such as residuals, by name and parameter."""
-    factors: dict[str, Tensor] = field(default_factory=dict)
-    """State of whole parameters that is equal on all ranks, such as low-rank factors, by "name@parameter"."""
-    common: dict[str, Any] = field(default_factory=dict)
-    """State that is equal for all buckets and ranks, such as the number of steps."""
-
-
-def _share_state(
-    common: dict[str, Any], factors: dict[str, Tensor], transport: Transport
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Broadcast rank 0's state. Ranks that do not encode have none of their own. Collective."""
-    common, shapes = broadcast_json([common, {name: list(factor.shape) for name, factor in factors.items()}], transport)
-    is_source = transport.rank == 0
-    tensors = {
-        name: factors[name].cpu() if is_source else torch.empty(shape, dtype=torch.float32, device="cpu")
-        for name, shape in shapes.items()
-    }
-    broadcast_all(tensors.values(), transport)
-    return common, tensors
-
-
-def _compressed_slots(bucket: Bucket) -> Iterator[tuple[int, Slot]]:
-    """Yield the slots in the compressed part of a bucket, and where they begin in it."""
-    for start, slot in zip(bucket.starts, bucket.slots, strict=True):
-        if start < bucket.values.numel():
-            yield start, slot
-
-
-def _element_keys(codec: Codec) -> list[str]:
-    """Return the names of the codec's state per element."""
-    state = codec.start(0, 0, torch.device("meta"))
-    return [key for key, value in state.items() if isinstance(value, Tensor)]
-
-
-def _encoding_ranks(transport: Transport, two_levels: bool) -> list[int]:
-    """Return the ranks that encode: all of them, or the first of every host."""
-    if not two_levels:
-        return list(range(transport.size))
-    return sorted(transport.hosts.index(host) for host in set(transport.hosts))

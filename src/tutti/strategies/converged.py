@@ -80,7 +80,7 @@ class ConvergenceMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         names = [slot.name for slot in self._slots]
-        before = {name: each.clone() for name, each in zip(names, self._before, strict=True)}
+        before = {name: value.clone() for name, value in zip(names, self._before, strict=True)}
         counts = {"windows_out": dict(self._windows_left), "patience": dict(self._patience)}
         return {"steps": self._steps, **counts, "before": before}
 

@@ -119,7 +119,7 @@ def _as_dict(comparisons: "list[MeshComparison]") -> dict[str, Any]:
 
 def _table(comparison: "MeshComparison", kind: str) -> Table:
     """`kind` says where the times come from: "simulated" or "measured"."""
-    from tutti.plan.mesh.choose import in_words
+    from tutti.plan.mesh.choose import describe_mesh
 
     first = comparison.rows[0]
     table = plain_table(f"{first.model}, {first.rate}")
@@ -130,5 +130,5 @@ def _table(comparison: "MeshComparison", kind: str) -> Table:
     for row in comparison.rows:
         mark = "> " if row is comparison.chosen else "  "
         times = (format_time(seconds) for seconds in (row.prediction.step_s, row.taken_s))
-        table.add_row(f"{mark}{in_words(row.prediction.mesh)}", *times, f"{row.error:+.0%}")
+        table.add_row(f"{mark}{describe_mesh(row.prediction.mesh)}", *times, f"{row.error:+.0%}")
     return table

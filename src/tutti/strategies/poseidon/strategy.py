@@ -127,24 +127,25 @@ def read(options: dict[str, str], codec: Codec | None) -> Poseidon:
         raise ConfigError(
             "poseidon is exact and takes no codec. Write the codec alone, such as onebit, for an all-reduce with it."
         )
-    given: dict[str, object] = {}
-    served = {key: text for key, text in options.items() if key not in ("rule", "overlap", "bucket_bytes")}
-    if served:
-        if served.keys() - {"bsp", "ssp", "eager", "softsync", "async", "locks", "aware"}:
+    arguments: dict[str, object] = {}
+    server_options = {key: text for key, text in options.items() if key not in ("rule", "overlap", "bucket_bytes")}
+    if server_options:
+        if server_options.keys() - {"bsp", "ssp", "eager", "softsync", "async", "locks", "aware"}:
+            unknown = min(server_options)
             raise ConfigError(
-                f"poseidon: '{min(served)}={served[min(served)]}' is none of rule=NAME, overlap=0 or 1, "
+                f"poseidon: '{unknown}={server_options[unknown]}' is none of rule=NAME, overlap=0 or 1, "
                 "bucket_bytes=NUMBER, nor a consistency such as ssp=2. For other options of servers, write "
                 "ps:ssp=2,servers=1,factors=1."
             )
-        given["consistency"] = read_servers(served, None).consistency
-    for key in options.keys() - served.keys():
+        arguments["consistency"] = read_servers(server_options, None).consistency
+    for key in options.keys() - server_options.keys():
         text = options[key]
         if key == "rule":
-            given[key] = text
+            arguments[key] = text
         elif key == "overlap" and text in ("0", "1"):
-            given[key] = text == "1"
+            arguments[key] = text == "1"
         elif key == "bucket_bytes":
-            given[key] = int(text)
+            arguments[key] = int(text)
         else:
             raise ConfigError(f"poseidon: '{key}={text}' is none of rule=NAME, overlap=0 or 1, bucket_bytes=NUMBER.")
-    return Poseidon(**given)  # type: ignore[arg-type]
+    return Poseidon(**arguments)  # type: ignore[arg-type]

@@ -24,12 +24,13 @@ class ShardSnapshot:
 class ServerShard:
     """A shard, and everything that its server knows of it."""
 
-    def __init__(self, shard: ParameterShard, ledger: Ledger, optimizer: ShardOptimizer | None, like: Tensor) -> None:
-        self.shard = shard
+    def __init__(self, spec: ParameterShard, ledger: Ledger, optimizer: ShardOptimizer | None, like: Tensor) -> None:
+        self.spec = spec
+        """Which part of the model the shard is."""
         self.ledger = ledger
         self.optimizer = optimizer
         """Holds the values and steps them; None in a dry run, where there are only sizes."""
-        self.buffers = BufferPool(shard.num_bytes, like)
+        self.buffers = BufferPool(spec.num_bytes, like)
         self.waiting_pulls: dict[int, int] = {}
         """The version that each waiting worker wants."""
         self.version = 0
@@ -59,7 +60,7 @@ class ServerShard:
         return self._snapshot
 
     def release_snapshot(self, snapshot: ShardSnapshot) -> None:
-        """End a send. The buffer is free once nobody reads an outdated snapshot; the newest one is kept."""
+        """End a send. The buffer of an outdated snapshot is free once no send reads it; the newest one is kept."""
         snapshot.num_readers -= 1
         if not snapshot.num_readers and snapshot is not self._snapshot:
             self.buffers.give_back(snapshot.buffer)

@@ -46,8 +46,9 @@ class VersionMaker:
     def pushed(self, shard: ServerShard, worker: int, wanted_version: int) -> None:
         """Go on after an update of a shard: take steps that are due, and answer pulls, the worker's own included."""
         first_shard = min(self.shards)
-        if self.ordering is not None and shard.shard.index == first_shard and self.ordering.record_push(worker):
+        if self.ordering is not None and shard.spec.index == first_shard and self.ordering.record_push(worker):
             self.settle(list(self.shards.values()))
+        # After the order was settled, before this shard is: the update itself may make the wanted version.
         if wanted_version != NO_PULL:
             shard.waiting_pulls[worker] = wanted_version
         self.settle([shard], worker)
@@ -58,7 +59,7 @@ class VersionMaker:
         if self.ordering is not None:
             self.ordering.decide()
             positions = [shard.ledger.order_position for shard in self.shards.values()]
-            self.ordering.order.forget_before(min(positions))
+            self.ordering.order.forget_before(min(positions))  # No shard here will ask for an earlier one.
         self.settle(list(self.shards.values()))
         self.on_settled()
 
@@ -93,7 +94,7 @@ class VersionMaker:
         is_new = self._config.consistency.bound is None or shard.answered_version != shard.ledger.version
         shard.answered_version = shard.ledger.version
         candidates = [(who, wanted) for who, wanted in shard.waiting_pulls.items() if is_new or who == puller]
-        for worker, wanted in candidates:
+        for worker, wanted in candidates:  # A copy, because answered pulls are removed.
             if self._membership.stopped_by is not None:
                 self._replies.reply(worker, shard, ReplyStatus.STOPPED)
             elif shard.ledger.is_readable(worker, wanted):
@@ -113,7 +114,7 @@ class VersionMaker:
             shard.answered_version, shard.version = -1, 0
             shard.discard_snapshot()
             if shard.optimizer is not None:
-                shard.optimizer.values.copy_(state["values"][str(shard.shard.index)])
+                shard.optimizer.values.copy_(state["values"][str(shard.spec.index)])
                 shard.optimizer.load_state(state["optimizer"])
 
     def copy_state(self) -> dict[str, Any]:

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from tutti.codecs.base import State
-from tutti.replica import Bucket
+from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import in_memory_order
 from tutti.strategies.parameter_server.messages.buffers import BufferPool
+from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
+from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.wire import ReplyHeader
 from tutti.strategies.parameter_server.shards import ParameterShard
 from tutti.transports import Work
@@ -20,8 +22,9 @@ class WorkerShard:
     `received` belong to the generator that receives it.
     """
 
-    def __init__(self, shard: ParameterShard, server: int, buffers: BufferPool, codec_state: State) -> None:
-        self.shard = shard
+    def __init__(self, spec: ParameterShard, server: int, buffers: BufferPool, codec_state: State) -> None:
+        self.spec = spec
+        """Which part of the model the shard is."""
         self.server = server
         """Rank of its server."""
         self.buffers = buffers
@@ -47,8 +50,8 @@ class WorkerShard:
 
     def allocate(self, bucket: Bucket) -> None:
         """Make memory for pulled values, and views to copy them into the model."""
-        self.received = torch.empty(self.shard.numel, dtype=bucket.flat.dtype, device="cpu")
-        for segment in self.shard.segments:
+        self.received = torch.empty(self.spec.numel, dtype=bucket.flat.dtype, device="cpu")
+        for segment in self.spec.segments:
             parameter = in_memory_order(bucket.slots[segment.slot_index].tensor)
             self.targets.append(parameter[segment.start : segment.stop])
             self.sources.append(self.received[segment.shard_range])
@@ -62,3 +65,23 @@ class WorkerShard:
         if self.targets:
             with torch.no_grad():
                 torch._foreach_copy_(self.targets, self.sources)
+
+
+def make_worker_shard(
+    shard: ParameterShard, replica: Replica, config: ServerGroupConfig, rank: int, local_server: Server | None
+) -> WorkerShard:
+    """Return the state of a shard on the worker of `rank`; `local_server` is that of the same rank, if it serves."""
+    bucket, codec = replica.buckets[shard.bucket_index], config.codec
+    server = config.servers[shard.server]
+    if local_server is not None and server == rank:
+        buffers = local_server.buffers(shard.index)  # Shared, because that server takes pushed buffers over.
+    else:
+        buffers = BufferPool(shard.num_bytes, bucket.flat)
+    codec_state: State = {}
+    if codec is not None and shard.groups is not None and not replica.sizes_only:
+        # Another seed for every rank and shard: codecs that draw random numbers must not draw the same everywhere.
+        codec_state = codec.start(shard.numel, seed=rank * 65_537 + shard.index)
+    worker_shard = WorkerShard(shard, server, buffers, codec_state)
+    if not replica.sizes_only:
+        worker_shard.allocate(bucket)
+    return worker_shard
