@@ -24,7 +24,7 @@ from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
 from tutti.replica.owned_hooks import OwnedHook
 from tutti.strategies import AllReduce, Exchange, Poseidon, Strategy, parse
-from tutti.strategies.averaging.strategy import Blocks
+from tutti.strategies.averaging.strategy import LocalSteps
 from tutti.strategies.poseidon import LayerShape
 from tutti.strategies.poseidon.cost import communication_cost
 from tutti.strategies.poseidon.exchange import PoseidonExchange
@@ -136,7 +136,7 @@ class AutoExchange(Exchange):
 
     def _judge(self, rival: Prediction) -> None:
         """End the trial of what is at work: back to what was before, if that was faster. Collective."""
-        every = statistics.fmean if isinstance(self.chosen, Blocks) else statistics.median
+        every = statistics.fmean if isinstance(self.chosen, LocalSteps) else statistics.median
         measured_s = max(all_gather_json(every(self._walls[2:]), self.transport))  # In the first it may still settle.
         self._rival = None
         if measured_s <= LOST * rival.step_s:
