@@ -57,5 +57,5 @@ def stop_in_the_middle(words: list[str], sign: signal.Signals, folder: Path) -> 
         process.communicate()
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert output.endswith("stopped; what there is of the run is in runs/long\n")
+    assert output.endswith("stopped; the partial record of the run is in runs/long\n")
     return took_s

@@ -17,7 +17,7 @@ from tutti.simulation.runs.simulate import simulate
 from tutti.transports import Membership, Peer, SingleRankTransport
 from tutti.world import World
 
-TRANSPORTS = ("process_group", "shared_memory")
+TRANSPORTS = ("sockets", "shared_memory")
 
 SIMULATED = ("simulated", "simulated_memory", "simulated_hosts")
 """In virtual time: a host for every rank, one for all of them, and two ranks on each."""

@@ -1,21 +1,34 @@
-"""Strom (2015), and Lian et al. (2017): training without a server, among sites far apart and among many workers.
+"""Strom (2015) and Lian et al. (2017): training without a parameter server, between sites and among many workers.
 
-In virtual time with real gradients. First, sites on the internet: peers that tell each other what their steps change,
-with and without what a codec has left out, against all-reduce and against one and N servers. Then gossip against
-all-reduce: what is learnt, and what every worker sends, by graph and by number of workers.
+Gradients are real and time is virtual. First, sites on the internet: peers that send each other the changes of their
+steps, with and without the residual of a codec, compared with all-reduce and with one and N servers. Then gossip and
+all-reduce: the accuracy, and the bytes that every worker sends, by graph and by number of workers.
 """
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 
 from reproductions.context import ReproductionContext, machine
 from reproductions.decentralised.report import write_report
+from reproductions.decentralised.results import (
+    ALL_REDUCE,
+    EXACT,
+    EXACT_SMALL_INBOX,
+    NO_RESIDUAL,
+    RESIDUAL,
+    SERVERS,
+    DecentralisedMethod,
+    DecentralisedResults,
+    DecentralisedRun,
+    DecentralisedTask,
+    StepPoint,
+    TrafficByWorkers,
+)
+from reproductions.records import save
 from reproductions.subsets import endless_batches, local_accuracy, subset
 from tutti.cluster import Cluster, Compute, Jitter, Link
 from tutti.job import distribute
@@ -25,263 +38,258 @@ from tutti.simulation.runs.simulate import Simulation, simulate
 from tutti.strategies import ParameterServer, parse
 
 STEP_S = 0.040
-"""What a worker computes in a step, whatever its batch."""
+"""Virtual seconds of computation per step of a worker, whatever its batch."""
 JITTER = Jitter(0.05)
-EVEN = Link("1gbit", "50us")
-"""Of every worker's host, where workers are not on `africa-wan`."""
+EVEN_LINK = Link("1gbit", "50us")
+"""Link of every worker's host where workers are not on `africa-wan`."""
 HUB = "cape-town"
-"""The site with the best links: if only one server serves, it is there."""
+"""Site with the best links: a single server is there."""
 
-
-@dataclass(frozen=True)
-class Way:
-    """A strategy, and the learning rate that goes with it."""
-
-    name: str
-    strategy: str
-    in_full: bool = False
-    """Every worker's update is applied by itself, not the mean of all: so it has an Nth of the rate."""
-    equal: bool = False
-    """Under servers, too, every worker takes as many steps: else whoever is fast takes more."""
-
-    @property
-    def num_dedicated_servers(self) -> int:
-        return parse(self.strategy).num_dedicated_servers
-
-
-ALL_REDUCE = Way("all-reduce", "ring")
-WAYS = (
-    ALL_REDUCE,
-    Way("1 server", "ps:async,servers=1", in_full=True),
-    Way("1 server, equal shares", "ps:async,servers=1", in_full=True, equal=True),
-    Way("N servers", "ps:async", in_full=True),
-    Way("peers, exact", "peers", in_full=True),
-    Way("peers, exact, inbox of 2", "peers:inbox=2", in_full=True),
-    Way("peers, threshold with residual", "peers+threshold", in_full=True),
-    Way("peers, threshold without residual", "peers+threshold:feedback=0", in_full=True),
-    Way("peers, one bit with residual", "peers+onebit", in_full=True),
+BASELINE = DecentralisedMethod(ALL_REDUCE, "ring")
+EXACT_PEERS = DecentralisedMethod(EXACT, "peers", separate_updates=True)
+SITE_METHODS = (
+    BASELINE,
+    DecentralisedMethod(SERVERS[0], "ps:async,servers=1", separate_updates=True),
+    DecentralisedMethod(SERVERS[1], "ps:async,servers=1", separate_updates=True, equal_shares=True),
+    DecentralisedMethod(SERVERS[2], "ps:async", separate_updates=True),
+    EXACT_PEERS,
+    DecentralisedMethod(EXACT_SMALL_INBOX, "peers:inbox=2", separate_updates=True),
+    DecentralisedMethod(RESIDUAL, "peers+threshold", separate_updates=True),
+    DecentralisedMethod(NO_RESIDUAL, "peers+threshold:feedback=0", separate_updates=True),
+    DecentralisedMethod("peers, 1-bit with residual", "peers+onebit", separate_updates=True),
 )
-GOSSIP = (
-    Way("gossip, ring", "gossip:graph=ring"),
-    Way("gossip, torus", "gossip:graph=torus"),
-    Way("gossip, exponential", "gossip"),
-    Way("gossip, random pairs", "gossip:graph=random"),
-    Way("gossip, async pairs", "gossip:pairs=async"),
+GOSSIP_METHODS = (
+    DecentralisedMethod("gossip, ring", "gossip:graph=ring"),
+    DecentralisedMethod("gossip, torus", "gossip:graph=torus"),
+    DecentralisedMethod("gossip, exponential", "gossip"),
+    DecentralisedMethod("gossip, random pairs", "gossip:graph=random"),
+    DecentralisedMethod("gossip, async pairs", "gossip:pairs=async"),
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A recipe, cut down to what there is time for, and how it is trained."""
-
-    name: str
-    recipe: str
-    cluster: str
-    """`africa-wan`, or `even`."""
-    batch: int
-    """Over all workers together."""
-    num_train: int
-    num_test: int
-    epochs: int
-    rate: float
-    """The learning rate of a step that is made of an update of every worker."""
-    workers: tuple[int, ...]
-    ways: tuple[Way, ...]
-    momentum: float = 0.0
-    decays: bool = False
-    """The learning rate falls to 0, in a line."""
-    tests: int = 4
-    """In an epoch."""
-    seeds: tuple[int, ...] = (0,)
-
-    @property
-    def num_steps(self) -> int:
-        """Of every worker, or on average."""
-        return self.epochs * (self.num_train // self.batch)
-
-
-PLAN = (
-    Part(
+FULL = (
+    DecentralisedTask(
         name="sites", recipe="mnist-mlp", cluster="africa-wan", batch=128, num_train=2560, num_test=2000, epochs=10,
-        rate=0.05, workers=(4, 8), ways=WAYS,
+        learning_rate=0.05, workers=(4, 8), methods=SITE_METHODS,
     ),
-    Part(
+    DecentralisedTask(
         name="gossip", recipe="mnist-mlp", cluster="even", batch=256, num_train=51_200, num_test=10_000, epochs=2,
-        rate=0.1, workers=(16,), ways=(ALL_REDUCE, *GOSSIP), momentum=0.9, decays=True, tests=8,
-        seeds=(0, 1, 2),
+        learning_rate=0.1, workers=(16,), methods=(BASELINE, *GOSSIP_METHODS), momentum=0.9, decays=True,
+        tests_per_epoch=8, seeds=(0, 1, 2),
     ),
 )  # fmt: skip
 QUICK = (
-    replace(PLAN[0], recipe="digits", batch=64, num_train=640, num_test=200, epochs=2, rate=0.1, workers=(4,)),
-    replace(PLAN[1], recipe="digits", batch=64, num_train=1280, num_test=200, epochs=1, workers=(8,), seeds=(0,)),
+    replace(FULL[0], recipe="digits", batch=64, num_train=640, num_test=200, epochs=2, learning_rate=0.1, workers=(4,)),
+    replace(FULL[1], recipe="digits", batch=64, num_train=1280, num_test=200, epochs=1, workers=(8,), seeds=(0,)),
 )
-SIZES = (4, 8, 16, 32)
-"""Numbers of workers of which what is sent is measured, in a few steps."""
-SIZE_WAYS = (ALL_REDUCE, Way("peers, exact", "peers", in_full=True), *GOSSIP)
-SIZE_STEPS = 10
+TRAFFIC_WORKERS = (4, 8, 16, 32)
+"""Numbers of workers for which the traffic is counted, in a few steps."""
+TRAFFIC_METHODS = (BASELINE, EXACT_PEERS, *GOSSIP_METHODS)
+TRAFFIC_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What every rank is told."""
+class DecentralisedJob:
+    """One run to simulate: a task with one method, number of workers and seed."""
 
-    part: Part
-    way: Way
+    task: DecentralisedTask
+    method: DecentralisedMethod
     workers: int
     num_steps: int
+    """Steps per worker."""
     data: Path | None
     seed: int = 0
 
     @property
     def batch(self) -> int:
-        """Of a worker."""
-        return max(1, self.part.batch // self.workers)
+        """Samples in one worker's batch."""
+        return max(1, self.task.batch // self.workers)
 
     @property
-    def rate(self) -> float:
-        return self.part.rate / (self.workers if self.way.in_full else 1)
+    def learning_rate(self) -> float:
+        """The task's, or an N-th of it for updates that are applied separately."""
+        return self.task.learning_rate / (self.workers if self.method.separate_updates else 1)
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers and dedicated servers."""
+        return self.workers + self.method.num_dedicated_servers
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one worker returns; points and final accuracy are rank 0's only."""
+
+    points: tuple[StepPoint, ...]
+    accuracy: float
+    local_accuracy: float
+    seconds: float
+    steps: int
+    spectral_gap: float | None
+    bytes_sent: tuple[int, ...]
+    """Bytes sent in total before every step."""
 
 
 def reproduce(context: ReproductionContext) -> str:
-    """Do all of it; the report, in Markdown."""
-    plan = QUICK if context.quick else PLAN
-    recipe(plan[0].recipe).data(context.data)  # A missing file is better said before the work than in it.
+    """Simulate everything, and write results, figures and report; return the report."""
+    tasks = QUICK if context.quick else FULL
+    recipe(tasks[0].recipe).data(context.data)  # A missing dataset must be reported before the training.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # Many small steps: two threads would mostly wait for each other.
     try:
-        runs = list(_trained(plan, context))
-        sizes = list(_sizes(plan[-1], context))
+        runs = tuple(_train_all(tasks, context))
+        traffic = tuple(_count_traffic(tasks[-1], context))
     finally:
         torch.set_num_threads(num_threads)
-    about = {"machine": machine(), "quick": context.quick, "step_s": STEP_S, "jitter": JITTER.spread}
-    where = {"even": str(EVEN), "hub": HUB, "wan": str(Cluster.load("africa-wan"))}
-    result = {**about, **where, "plan": [asdict(part) for part in plan], "runs": runs, "sizes": sizes}
-    lines = json.dumps(result).replace('{"name"', '\n{"name"').replace('{"part"', '\n{"part"')
-    (context.folder / "results.json").write_text(lines + "\n")
-    return write_report(result, context.folder)
+    results = DecentralisedResults(
+        machine=machine(),
+        quick=context.quick,
+        step_s=STEP_S,
+        jitter=JITTER.spread,
+        even_link=str(EVEN_LINK),
+        hub=HUB,
+        wan=str(Cluster.load("africa-wan")),
+        tasks=tasks,
+        runs=runs,
+        traffic=traffic,
+    )
+    save(results, context.folder / "results.json")
+    return write_report(results, context.folder)
 
 
-def _trained(plan: tuple[Part, ...], context: ReproductionContext) -> Iterator[dict[str, Any]]:
-    """Every part, size and way, trained to the end."""
-    runs = [
-        Run(part=part, way=way, workers=workers, num_steps=part.num_steps, data=context.data, seed=seed)
-        for part in plan
-        for seed in part.seeds
-        for workers in part.workers
-        for way in part.ways
+def _train_all(tasks: tuple[DecentralisedTask, ...], context: ReproductionContext) -> Iterator[DecentralisedRun]:
+    jobs = [
+        DecentralisedJob(
+            task=task, method=method, workers=workers, num_steps=task.num_steps, data=context.data, seed=seed
+        )
+        for task in tasks
+        for seed in task.seeds
+        for workers in task.workers
+        for method in task.methods
     ]
-    for number, run in enumerate(runs, 1):
-        outcome = one(run)
-        done = f"{outcome['accuracy']:.1%} in {outcome['seconds']:.1f} virtual s"
-        context.progress(f"{number} of {len(runs)}: {run.part.name}, {run.workers} workers, {run.way.name}: {done}")
-        yield outcome
+    for number, job in enumerate(jobs, 1):
+        run = simulate_job(job)
+        outcome = f"{run.accuracy:.1%} in {run.seconds:.1f} virtual s"
+        context.progress(f"{number} of {len(jobs)}: {run.task}, {run.workers} workers, {run.method}: {outcome}")
+        yield run
 
 
-def _sizes(part: Part, context: ReproductionContext) -> Iterator[dict[str, Any]]:
-    """What a worker sends in a step, by number of workers."""
-    sizes = SIZES[:2] if context.quick else SIZES
-    for way in SIZE_WAYS:
-        runs = [Run(part=part, way=way, workers=size, num_steps=2 * SIZE_STEPS, data=context.data) for size in sizes]
-        sent = [mean(_amid(outcome["sent"]) for outcome in simulate_run(run).results) for run in runs]
-        context.progress(f"bytes of {way.name}: {', '.join(f'{num_bytes:,.0f}' for num_bytes in sent)}")
-        yield {"name": way.name, "workers": sizes, "step_bytes": [round(num_bytes) for num_bytes in sent]}
+def _count_traffic(task: DecentralisedTask, context: ReproductionContext) -> Iterator[TrafficByWorkers]:
+    """Count the bytes that a worker sends per step, by number of workers."""
+    sizes = TRAFFIC_WORKERS[:2] if context.quick else TRAFFIC_WORKERS
+    for method in TRAFFIC_METHODS:
+        counts = []
+        for workers in sizes:
+            job = DecentralisedJob(
+                task=task, method=method, workers=workers, num_steps=TRAFFIC_STEPS, data=context.data
+            )
+            outcomes: list[RankOutcome] = simulate_ranks(job).results
+            counts.append(round(mean(_bytes_per_step(outcome.bytes_sent) for outcome in outcomes)))
+        context.progress(f"bytes of {method.name}: {', '.join(f'{count:,}' for count in counts)}")
+        yield TrafficByWorkers(method=method.name, workers=sizes, bytes_per_step=tuple(counts))
 
 
-def _amid(sent: list[int]) -> float:
-    """Bytes in a step, neither at the start nor near the end: who is there first is sent nothing any more."""
+def _bytes_per_step(sent: tuple[int, ...]) -> float:
+    """Return the bytes per step without the first step and the last ones: a rank that is done receives no more."""
     begin, end = 1, len(sent) // 2
     return (sent[end] - sent[begin]) / (end - begin)
 
 
-def cluster_of(run: Run) -> Cluster:
-    """As many workers at every site, and servers that do nothing else at the hub; or a host for every worker."""
-    compute = Compute(sample_s=STEP_S / run.batch)
-    if run.part.cluster == "even":
-        return Cluster(name="even", link=EVEN, compute=compute, jitter=JITTER, seed=run.seed)
-    wan = Cluster.load(run.part.cluster)
+def make_cluster(job: DecentralisedJob) -> Cluster:
+    """Return the WAN with as many workers at every site and dedicated servers at the hub, or one host per worker."""
+    compute = Compute(sample_s=STEP_S / job.batch)
+    if job.task.cluster == "even":
+        return Cluster(name="even", link=EVEN_LINK, compute=compute, jitter=JITTER, seed=job.seed)
+    wan = Cluster.load(job.task.cluster)
     assert isinstance(wan.hosts, tuple)
-    each = run.workers // len(wan.hosts)
-    assert each * len(wan.hosts) == run.workers
-    sites = sorted(wan.hosts, key=lambda host: host.name == HUB)  # Servers are the last ranks.
-    hosts = (replace(site, ranks=each + (run.way.num_dedicated_servers if site.name == HUB else 0)) for site in sites)
-    return replace(wan, hosts=tuple(hosts), compute=compute, jitter=JITTER, seed=run.seed)
+    per_site = job.workers // len(wan.hosts)
+    assert per_site * len(wan.hosts) == job.workers
+    sites = sorted(wan.hosts, key=lambda host: host.name == HUB)  # The hub last: servers are the last ranks.
+    servers = {HUB: job.method.num_dedicated_servers}
+    hosts = (replace(site, ranks=per_site + servers.get(site.name, 0)) for site in sites)
+    return replace(wan, hosts=tuple(hosts), compute=compute, jitter=JITTER, seed=job.seed)
 
 
-def simulate_run(run: Run) -> Simulation:
-    """All ranks of a run, in virtual time."""
-    return simulate(_train, run, workers=run.workers + run.way.num_dedicated_servers, cluster=cluster_of(run))
+def simulate_ranks(job: DecentralisedJob) -> Simulation:
+    """Simulate all ranks of a job."""
+    return simulate(_train, job, workers=job.num_ranks, cluster=make_cluster(job))
 
 
-def one(run: Run) -> dict[str, Any]:
-    """Train once in virtual time, and how it went."""
-    simulation = simulate_run(run)
-    outcomes = simulation.results[: run.workers]
-    first, seconds = outcomes[0], max(outcome["seconds"] for outcome in outcomes)
-    points = [point for point in first["points"] if point[1] < seconds]
-    return {
-        "part": run.part.name, "workers": run.workers, "way": run.way.name, "strategy": run.way.strategy,
-        "seed": run.seed, "batch": run.batch, "learning_rate": run.rate, "accuracy": first["accuracy"],
-        "own": [min(outcome["own"] for outcome in outcomes), max(outcome["own"] for outcome in outcomes)],
-        "seconds": round(seconds, 4), "steps": [outcome["steps"] for outcome in outcomes],
-        "step_bytes": round(_sent(run, simulation)), "spectral_gap": first["spectral_gap"],
-        "points": [*points, [run.num_steps, round(seconds, 4), first["accuracy"]]],
-    }  # fmt: skip
+def simulate_job(job: DecentralisedJob) -> DecentralisedRun:
+    """Train once in virtual time."""
+    simulation = simulate_ranks(job)
+    outcomes: list[RankOutcome] = simulation.results[: job.workers]
+    first, seconds = outcomes[0], max(outcome.seconds for outcome in outcomes)
+    accuracies = [outcome.local_accuracy for outcome in outcomes]
+    points = [point for point in first.points if point.seconds < seconds]
+    return DecentralisedRun(
+        task=job.task.name,
+        workers=job.workers,
+        method=job.method.name,
+        strategy=job.method.strategy,
+        seed=job.seed,
+        batch=job.batch,
+        learning_rate=job.learning_rate,
+        accuracy=first.accuracy,
+        local_accuracy=(min(accuracies), max(accuracies)),
+        seconds=round(seconds, 4),
+        steps=tuple(outcome.steps for outcome in outcomes),
+        bytes_per_step=round(_training_bytes_per_step(job, simulation)),
+        spectral_gap=first.spectral_gap,
+        points=(*points, StepPoint(job.num_steps, round(seconds, 4), first.accuracy)),
+    )
 
 
-def _sent(run: Run, simulation: Simulation) -> float:
-    """Bytes between hosts, in a step of a worker: without those of a run of no steps, which begins and ends as well."""
-    idle = simulate_run(replace(run, num_steps=0))
-    steps = sum(outcome["steps"] for outcome in simulation.results[: run.workers])
-    return (_between_hosts(run, simulation) - _between_hosts(run, idle)) / steps
+def _training_bytes_per_step(job: DecentralisedJob, simulation: Simulation) -> float:
+    """Return the bytes between hosts per step of a worker, without those that a run of no steps sends too."""
+    idle = simulate_ranks(replace(job, num_steps=0))
+    steps = sum(outcome.steps for outcome in simulation.results[: job.workers])
+    return (_bytes_between_hosts(job, simulation) - _bytes_between_hosts(job, idle)) / steps
 
 
-def _between_hosts(run: Run, simulation: Simulation) -> int:
-    hosts = {host.name for host in cluster_of(run).place(run.workers + run.way.num_dedicated_servers)}
+def _bytes_between_hosts(job: DecentralisedJob, simulation: Simulation) -> int:
+    hosts = {host.name for host in make_cluster(job).place(job.num_ranks)}
     return sum(traffic.num_bytes for name, traffic in simulation.links.items() if name.removesuffix(" out") in hosts)
 
 
-def _train(run: Run) -> dict[str, Any]:
-    """Train on this rank until it, or under servers all together, have taken so many steps a worker."""
-    world, part, made = init(), run.part, recipe(run.part.recipe)
-    torch.manual_seed(run.seed)
+def _train(job: DecentralisedJob) -> RankOutcome:
+    """Train on this rank for its steps; under servers, until all workers together have made as many per worker."""
+    world, task, made = init(), job.task, recipe(job.task.recipe)
+    torch.manual_seed(job.seed)
     model = made.model()
     optimizer = made.optimizer(model)
     for group in optimizer.param_groups:
-        group["lr"], group["momentum"] = run.rate, part.momentum
-    strategy = parse(run.way.strategy)
-    served = isinstance(strategy, ParameterServer) and not run.way.equal
-    train, test = subset(part.recipe, part.num_train, part.num_test, run.data)
-    between_tests = part.num_train // part.batch / part.tests
-    points: list[list[float]] = []
+        group["lr"], group["momentum"] = job.learning_rate, task.momentum
+    strategy = parse(job.method.strategy)
+    shared_steps = isinstance(strategy, ParameterServer) and not job.method.equal_shares
+    train, test = subset(task.recipe, task.num_train, task.num_test, job.data)
+    between_tests = task.num_train // task.batch / task.tests_per_epoch
+    points: list[StepPoint] = []
     sent: list[int] = []
-    with distribute(model, optimizer, strategy, world=world) as job:
+    with distribute(model, optimizer, strategy, world=world) as handle:
         now = world.transport.now
         start_s = now()
 
         def steps() -> float:
-            """How many of every worker, on average, are in this rank's copy."""
-            return job.metrics.strategy["version"] / run.workers if served else job.steps
+            """Return how many steps per worker, on average, are in this rank's copy of the parameters."""
+            return handle.metrics.strategy["version"] / job.workers if shared_steps else handle.steps
 
-        batches = endless_batches(run.batch, train, job, run.seed)
-        while steps() < run.num_steps:
-            sent.append(job.metrics.bytes_sent)
+        batches = endless_batches(job.batch, train, handle, job.seed)
+        while steps() < job.num_steps:
+            sent.append(handle.metrics.bytes_sent)
             x, y = next(batches)
-            loss = made.loss(model(x), y)  # Now all that was to be read is here.
+            loss = made.loss(model(x), y)  # From here on, all parameters that forward reads have arrived.
             if world.rank == 0 and steps() >= between_tests * (1 + len(points)):
-                points.append([round(steps(), 2), round(now() - start_s, 4), local_accuracy(made, model, test)])
+                accuracy = local_accuracy(made, model, test)
+                points.append(StepPoint(round(steps(), 2), round(now() - start_s, 4), accuracy))
             loss.backward()
-            if part.decays:
+            if task.decays:
                 for group in optimizer.param_groups:
-                    group["lr"] = run.rate * (1 - steps() / run.num_steps)
+                    group["lr"] = job.learning_rate * (1 - steps() / job.num_steps)
             optimizer.step()
             optimizer.zero_grad()
         seconds = now() - start_s
-        own = local_accuracy(made, model, test) if run.num_steps == part.num_steps else 0.0
-        gap = job.metrics.strategy.get("spectral_gap")
-        num_steps = job.steps
-        with job.consensus():
+        own_accuracy = local_accuracy(made, model, test) if job.num_steps == task.num_steps else 0.0
+        spectral_gap, num_steps = handle.metrics.strategy.get("spectral_gap"), handle.steps
+        with handle.consensus():
             accuracy = local_accuracy(made, model, test) if world.rank == 0 else 0.0
-    return {
-        "points": points, "accuracy": accuracy, "own": own, "seconds": seconds, "steps": num_steps, "spectral_gap": gap,
-        "sent": sent,
-    }  # fmt: skip
+    return RankOutcome(tuple(points), accuracy, own_accuracy, seconds, num_steps, spectral_gap, tuple(sent))

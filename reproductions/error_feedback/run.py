@@ -1,114 +1,118 @@
-"""Seide et al. (2014) and Strom (2015): gradients in few bits, with what is left out added next time, and without.
+"""Seide et al. (2014) and Strom (2015): gradient compression with and without error feedback.
 
-MNIST to the end with every codec, with feedback over several seeds and bare with one; and learning curves of an image
-and a text recipe. The sentence behind it: a gradient may be said in one bit if the error is carried forward.
+MNIST is trained with every codec: with error feedback over several seeds, without it with one. Learning curves are
+recorded for an image and a text recipe.
 """
 
-import json
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from reproductions.context import ReproductionContext, machine
-from reproductions.error_feedback.report import EXACT, bare, write_report
-from tutti.bench.compression import DEFAULTS
+from reproductions.error_feedback.report import write_report
+from reproductions.error_feedback.results import (
+    EXACT,
+    CompressedTraining,
+    CurvePoint,
+    ErrorFeedbackConfig,
+    ErrorFeedbackResults,
+    strategies,
+)
+from reproductions.records import save
 from tutti.errors import NonFiniteLoss
 from tutti.launch import init, launch
 from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.recipes import recipe
 from tutti.recipes.training import TrainingConfig, train
 
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How much to do."""
-
-    workers: int = 4
-    codecs: tuple[str, ...] = DEFAULTS
-    seeds: tuple[int, ...] = (0, 1, 2)
-    accuracy_of: str = "mnist-mlp"
-    epochs: int = 4
-    curves_of: tuple[str, ...] = ("cifar-quick", "char-lstm")
-    curve_epochs: int | None = None
-    """Of the curves; the recipe's own by default."""
-    drawn: tuple[str, ...] = ("onebit", "topk", "lowrank")
-
-
-QUICK = Plan(
+QUICK = ErrorFeedbackConfig(
     workers=2,
     codecs=("onebit", "topk"),
     seeds=(0,),
-    accuracy_of="digits",
+    accuracy_recipe="digits",
     epochs=2,
-    curves_of=("digits",),
+    curve_recipes=("digits",),
     curve_epochs=2,
-    drawn=("onebit",),
+    curve_codecs=("onebit",),
 )
 
 
 def reproduce(context: ReproductionContext) -> str:
-    """Do all of it; the report, in Markdown."""
-    plan = QUICK if context.quick else Plan()
+    """Train everything, and write results, figures and report; return the report."""
+    config = QUICK if context.quick else ErrorFeedbackConfig()
+    for name in (config.accuracy_recipe, *config.curve_recipes):
+        recipe(name).data(context.data)  # A missing dataset must be reported before the training.
+    accuracy_tasks, curve_tasks = _accuracy_tasks(config, context), _curve_tasks(config, context)
+    runs = _train_all(accuracy_tasks + curve_tasks, config.workers, context)
+    results = ErrorFeedbackResults(
+        machine=machine(),
+        quick=context.quick,
+        config=config,
+        accuracy=tuple(runs[: len(accuracy_tasks)]),
+        curves=tuple(runs[len(accuracy_tasks) :]),
+    )
+    save(results, context.folder / "results.json")
+    return write_report(results, context.folder)
+
+
+def _accuracy_tasks(config: ErrorFeedbackConfig, context: ReproductionContext) -> list[TrainingConfig]:
+    """Every codec with error feedback for every seed, and without it for the first seed."""
+    tasks = []
+    for seed in config.seeds:
+        texts = [EXACT]
+        for codec in config.codecs:
+            texts += strategies(codec) if seed == config.seeds[0] else strategies(codec)[:1]
+        tasks += [_task(config.accuracy_recipe, text, config.epochs, seed, context) for text in texts]
+    return tasks
+
+
+def _curve_tasks(config: ErrorFeedbackConfig, context: ReproductionContext) -> list[TrainingConfig]:
+    texts = [EXACT, *(text for codec in config.curve_codecs for text in strategies(codec))]
+    return [_task(name, text, config.curve_epochs, 0, context) for name in config.curve_recipes for text in texts]
+
+
+def _task(name: str, strategy: str, epochs: int | None, seed: int, context: ReproductionContext) -> TrainingConfig:
     data = str(context.data) if context.data is not None else None
-    for name in (plan.accuracy_of, *plan.curves_of):
-        recipe(name).data(context.data)  # A missing file is better said before the work than in it.
-    result: dict[str, Any] = {"machine": machine(), "plan": asdict(plan), "quick": context.quick}
-    accuracy = [
-        {"recipe": plan.accuracy_of, "strategy": strategy, "epochs": plan.epochs, "seed": seed, "data": data}
-        for seed in plan.seeds
-        for strategy in (EXACT, *(_both(plan.codecs) if seed == plan.seeds[0] else _with(plan.codecs)))
-    ]
-    curves = [
-        {"recipe": name, "strategy": strategy, "epochs": plan.curve_epochs, "seed": 0, "data": data}
-        for name in plan.curves_of
-        for strategy in (EXACT, *_both(plan.drawn))
-    ]
-    rows = _run(accuracy + curves, plan.workers, context)
-    result["accuracy"], result["curves"] = rows[: len(accuracy)], rows[len(accuracy) :]
-    (context.folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    return write_report(result, context.folder)
+    return TrainingConfig(recipe=name, strategy=strategy, epochs=epochs, seed=seed, data=data)
 
 
-def _with(codecs: tuple[str, ...]) -> list[str]:
-    return list(codecs)
-
-
-def _both(codecs: tuple[str, ...]) -> list[str]:
-    return [text for codec in codecs for text in (codec, bare(codec))]
-
-
-def _run(tasks: list[dict[str, Any]], workers: int, context: ReproductionContext) -> list[dict[str, Any]]:
-    """Every task and how it went, with what was reported on the way."""
-    reports: list[list[dict[str, Any]]] = [[] for _ in tasks]
-    number = 0
+def _train_all(tasks: list[TrainingConfig], workers: int, context: ReproductionContext) -> list[CompressedTraining]:
+    """Train every task in one start of the workers, and return the outcomes with the points reported on the way."""
+    points: list[list[CurvePoint]] = [[] for _ in tasks]
+    current = 0
 
     def watch(rank: int, values: dict[str, Any]) -> None:
-        nonlocal number
+        nonlocal current
         if rank == 0 and "task" in values:
-            number = values["task"]
-            task = tasks[number]
-            what = f"{task['recipe']} with {task['strategy']}, seed {task['seed']}"
-            context.progress(f"{number + 1} of {len(tasks)}: {what}")
+            current = values["task"]
+            task = tasks[current]
+            text = f"{task.recipe} with {task.strategy}, seed {task.seed}"
+            context.progress(f"{current + 1} of {len(tasks)}: {text}")
         elif rank == 0:
-            reports[number].append({key: values[key] for key in ("epoch", "loss", "accuracy") if key in values})
+            point = CurvePoint(epoch=values["epoch"], loss=values["loss"], accuracy=values.get("accuracy"))
+            points[current].append(point)
 
     outcomes = launch(train_each, tasks, workers=workers, watch=watch)[0]
     return [
-        {**{key: task[key] for key in ("recipe", "strategy", "seed")}, **outcome, "reports": seen}
-        for task, outcome, seen in zip(tasks, outcomes, reports, strict=True)
-    ]
+        CompressedTraining(
+            recipe=task.recipe, strategy=task.strategy, seed=task.seed, accuracy=accuracy, bytes_per_step=sent,
+            target=target, points=tuple(reported),
+        )
+        for task, (accuracy, sent, target), reported in zip(tasks, outcomes, points, strict=True)
+    ]  # fmt: skip
 
 
-def train_each(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train every task on this rank and its peers; accuracy is None where the loss became infinite."""
-    world, link = init(), SupervisorPipe()
-    outcomes: list[dict[str, Any]] = []
+TrainingOutcome = tuple[float, float, float] | tuple[None, None, None]
+
+
+def train_each(tasks: list[TrainingConfig]) -> list[TrainingOutcome]:
+    """Train every task on this rank; return accuracy, bytes per step and target, or None where the loss diverged."""
+    world, pipe = init(), SupervisorPipe()
+    outcomes: list[TrainingOutcome] = []
     for number, task in enumerate(tasks):
         if world.rank == 0:
-            link.progress(task=number)
+            pipe.progress(task=number)
         try:
-            outcome = train(TrainingConfig(**task))
-            sent = outcome.bytes_sent / outcome.steps
-            outcomes.append({"accuracy": outcome.accuracy, "bytes_sent": sent, "target": outcome.target})
+            result = train(task)
+            outcomes.append((result.accuracy, result.bytes_sent / result.steps, result.target))
         except NonFiniteLoss:
-            outcomes.append({"accuracy": None, "bytes_sent": None, "target": None})
+            outcomes.append((None, None, None))
     return outcomes

@@ -1,292 +1,226 @@
-"""The report on Malik's experiment: figures, tables and what agrees, from what was simulated and measured."""
+"""The report on the reproduction of Malik et al. (2018): claims, tables and figures, from the stored results."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from reproductions.horovod_scaling.claims import ALMOST_LINEAR, MODEL_NAMES, POOR, SAME_SPEED, claims
+from reproductions.horovod_scaling.results import HorovodResults, SimulatedScaling
+from reproductions.records import load
+from reproductions.report import Report, Section, bullets, figure, plural, prose, table
 from tutti.recipes.speeds import IMAGES_PER_S
 from tutti.recipes.step_times import H200, PUBLISHED_AT, k80_factor, k80_ratios
 from tutti.report.scaling import Panels, plot_panels
 
-IMAGES = 1_281_167
-"""In an epoch of ImageNet-1k."""
-NAMES = {"alexnet": "AlexNet", "googlenet": "GoogLeNet", "resnet50": "ResNet-50"}
-ALMOST_LINEAR = 0.9
-"""An efficiency that a curve over workers would show as nearly straight."""
-SAME = 1.1
-"""Images a second that differ by less than this factor would lie on one line."""
-
-Rows = list[dict[str, Any]]
-
-
-def write_report(result: dict[str, Any], folder: Path) -> str:
-    """Draw the figures into `folder`; the report, in Markdown."""
-    parts = [_head(result), _ring(result, folder), _servers(result, folder), _all(result), _lab(result), _computing()]
-    parts.insert(1, _agreement(result))
-    text = "\n".join(parts)
-    (folder / "report.md").write_text(text)
-    return text
+EPOCH_IMAGES = 1_281_167
+"""Images in an epoch of ImageNet-1k."""
+_SHOWN_WORKERS = (1, 16, 64, 128, 256, 400)
 
 
 def report_only(folder: Path) -> None:
     """Rewrite the report and its figures from the results stored in `folder`."""
-    write_report(json.loads((folder / "results.json").read_text()), folder)
+    write_report(load(HorovodResults, folder / "results.json"), folder)
 
 
-def _head(result: dict[str, Any]) -> str:
-    plan = result["plan"]
-    quick = "\n**The quick form: it shows that all of it runs, and is too small to show more.**\n"
-    return f"""# Ring all-reduce and parameter servers on 400 GPUs: Malik et al. (2018) again
+def write_report(results: HorovodResults, folder: Path) -> str:
+    """Write the figures and `report.md` into `folder`; return the report."""
+    config = results.config
+    methods = ", ".join(f"{method.name} (`{method.strategy}`)" for method in results.methods)
+    return Report(
+        name="horovod-scaling",
+        title="Ring all-reduce and parameter servers on 400 GPUs (Malik et al. 2018)",
+        source="Malik et al., *Detailed performance analysis of distributed TensorFlow on a GPU cluster using deep "
+        "learning algorithms*, NYSDS 2018. The text of the slides was available, not the curves.",
+        machine=results.machine,
+        links=f"Simulation: the preset `{config.cluster}`, one network card per worker. Lab: four hosts, links shaped "
+        f"to {config.lab_rate}.",
+        time="Virtual in the simulation, with the compute time of [one GPU of a K80](#compute-times). "
+        "[The lab](#check-against-real-runs) is wall-clock.",
+        quick=results.quick,
+        introduction=[
+            """Malik et al. trained AlexNet, GoogLeNet and ResNet-50 on ImageNet with Horovod, with 64 to 512 images
+            per GPU, on up to 400 GPUs of K80 cards connected by InfiniBand EDR. For comparison they used TensorFlow's
+            parameter server.""",
+            f"""Here the same training is simulated by sizes alone, without computing gradients, for
+            {config.workers[0]} to {config.workers[-1]} workers: {methods}. Buckets are 64 MiB, as in Horovod. An epoch
+            has {EPOCH_IMAGES:,} images. Small models are also trained on real hosts.""",
+        ],
+        criteria=f"""The slides give statements, not numbers. Here "almost linear" means an efficiency of at least
+        {ALMOST_LINEAR:.0%}, "equally fast" within {SAME_SPEED - 1:.0%}, and "poor" an efficiency below {POOR:.0%}.""",
+        claims=claims(results),
+        sections=[
+            _all_reduce_section(results, folder),
+            _servers_section(results, folder),
+            _numbers_section(results),
+            _lab_section(results),
+            _compute_section(),
+        ],
+        limits=_limits(results),
+    ).write(folder)
 
-Malik et al. (*Detailed performance analysis of distributed TensorFlow on a GPU cluster using deep learning algorithms*,
-NYSDS 2018) trained AlexNet, GoogLeNet and ResNet-50 on ImageNet with Horovod, with 64 to 512 images a GPU, on up to
-400 GPUs of K80 cards joined by InfiniBand EDR, and with TensorFlow's parameter server beside it.
 
-Here the same is simulated by sizes alone: {plan["workers"][0]} to {plan["workers"][-1]} workers on the preset
-`{plan["cluster"]}`, each computing as long as [one GPU of a K80 would](#computing). Compared:
-{_strategies(result)}. The ring's buckets are Horovod's, 64 MiB. An epoch is {IMAGES:,} images. Smaller models are
-[run for real](#a-real-run-beside-it) as well. Simulated and measured on {result["machine"]}.
-`tutti reproduce horovod-scaling` does it again.
-{quick if result["quick"] else ""}"""
-
-
-def _strategies(result: dict[str, Any]) -> str:
-    return ", ".join(f"{way['name']} (`{way['text']}`)" for way in result["ways"])
-
-
-def _agreement(result: dict[str, Any]) -> str:
-    lines = [
-        "## Where it agrees with what they saw\n",
-        "The words of their slides were at hand, not the curves: what they say is compared. That almost linear is "
-        f"an efficiency of {ALMOST_LINEAR:.0%} or more, and alike within {SAME - 1:.0%}, is the reading here.\n",
-        "| they say | here | |",
-        "| --- | --- | --- |",
+def _limits(results: HorovodResults) -> list[str]:
+    limits = [
+        """Their 400 GPUs were in 124 hosts and shared the hosts' network cards. Here every worker has a card of its
+        own, receives its images without delay and computes exactly as long as the others. The efficiencies here are
+        therefore upper bounds.""",
+        """Where batch sizes differ in speed, they do so on one GPU already. The gain from a larger batch is the
+        H200's, which has more cores to fill than a K80.""",
     ]
-    for said, found, agrees in [*_ring_claims(result), *_server_claims(result)]:
-        lines.append(f"| {said} | {found} | {'agrees' if agrees else '**differs**'} |")
-    return (
-        "\n".join(lines)
-        + f"""
+    if max(results.config.batches) >= 512 and "resnet50" in results.config.models:
+        limits.append(
+            """A GPU of a K80 has 12 GB. The activations of 512 images take 41 GiB with ResNet-50 and 23 GiB with
+            GoogLeNet as implemented here. The slides do not say how they were made to fit."""
+        )
+    return [*limits, "Their figure of AlexNet's loss over epochs is not reproduced: this simulation has no loss."]
 
-Where batch sizes differ here, they do so on one GPU already: the network adds little to it, and how much a GPU gains
-from a larger batch is the H200's, which has more cores to fill than a K80.
 
-What the simulation cannot have seen: their 400 GPUs sat in 124 hosts and shared the hosts' network cards, while here
-every worker has a card of its own, has its images at once and takes exactly as long as its peers. So the efficiencies
-here are the most that could be hoped for.
-{_memory(result)}
-Their fourth picture, the loss of AlexNet over epochs, is not drawn again: sizes have no loss.
-"""
+def _all_reduce_section(results: HorovodResults, folder: Path) -> Section:
+    ring = results.methods[0].name
+    panels = {
+        MODEL_NAMES[model]: {
+            f"{batch_size} images per worker": results.select(model=model, method=ring, batch_size=batch_size)
+            for batch_size in results.config.batches
+        }
+        for model in results.config.models
+    }
+    speeds, minutes = _points(panels, _images_per_s), _points(panels, _epoch_minutes)
+    plot_panels(speeds, "images per second", f"Throughput, {ring}", folder / "throughput.png", scale="linear")
+    plot_panels(minutes, "minutes per epoch", f"Time per epoch, {ring}", folder / "epoch.png")
+    return Section(
+        "Throughput and latency of ring all-reduce",
+        [
+            figure("Images per second over workers, for every batch size", "throughput.png"),
+            figure("Time per epoch over workers, for every batch size", "epoch.png"),
+        ],
     )
 
 
-def _memory(result: dict[str, Any]) -> str:
-    if max(result["plan"]["batches"]) < 512 or "resnet50" not in result["plan"]["models"]:
-        return ""
-    return """
-A GPU of a K80 has 12 GB, and what backward needs of 512 images takes 41 GiB with ResNet-50 and 23 GiB with GoogLeNet as
-they are here: how they fitted them is not said.
-"""
-
-
-Claims = list[tuple[str, str, bool]]
-
-
-def _ring_claims(result: dict[str, Any]) -> Claims:
-    claims: Claims = []
-    ring, most = result["ways"][0]["name"], max(result["plan"]["workers"])
-    for model in result["plan"]["models"]:
-        rows = _chosen(result, model=model, way=ring, workers=most)
-        low, high = (pick(row["efficiency"] for row in rows) for pick in (min, max))
-        found = f"efficiency of {low:.1%} to {high:.1%} with {most} workers"
-        claims.append((f"{NAMES[model]}, Horovod: throughput and latency almost linear", found, low >= ALMOST_LINEAR))
-        speeds = {row["batch_size"]: row["images_per_s"] for row in rows}
-        if len(speeds) == 1:
-            continue
-        best, ratio = max(speeds, key=speeds.__getitem__), max(speeds.values()) / min(speeds.values())
-        alone = [row["images_per_s"] / row["efficiency"] for row in rows]
-        found = f"{best} is the fastest, {ratio:.2f} × the slowest; on one GPU {max(alone) / min(alone):.2f} ×"
-        if model == "alexnet":
-            said = "AlexNet, Horovod: a larger batch is best"
-            claims.append((said, found, best == max(speeds) and ratio > SAME))
-        else:
-            said = f"{NAMES[model]}, Horovod: all batch sizes alike"
-            claims.append((said, found, ratio <= SAME))
-    return claims
-
-
-def _server_claims(result: dict[str, Any]) -> Claims:
-    """What they say of one dedicated server, where one was simulated."""
-    claims: Claims = []
-    names = [way["name"] for way in result["ways"] if way["servers"] == 1]
-    most, batch_size = max(result["plan"]["workers"]), min(result["plan"]["batches"])
-    lowest = {}
-    for model in result["plan"]["models"] if names else []:
-        rows = _chosen(result, model=model, way=names[0], batch_size=batch_size)
-        last = next(row for row in rows if row["workers"] == most)
-        lowest[model] = last["efficiency"]
-        peak = next(row for row in rows if row["images_per_s"] >= 0.95 * max(it["images_per_s"] for it in rows))
-        found = (
-            f"{last['efficiency']:.1%} of linear with {most} workers; no more to gain beyond {peak['workers']} "
-            f"({batch_size} images each)"
-        )
-        claims.append((f"{NAMES[model]}, one parameter server: poor", found, last["efficiency"] < 0.5))
-    if "alexnet" in lowest and len(lowest) > 1:
-        worst = min(lowest, key=lowest.__getitem__)
-        said = "one parameter server: the many parameters of AlexNet are the bottleneck"
-        claims.append((said, f"{NAMES[worst]} has the lowest efficiency", worst == "alexnet"))
-    return claims
-
-
-def _ring(result: dict[str, Any], folder: Path) -> str:
-    ring = result["ways"][0]["name"]
-    by_batch = {
-        NAMES[model]: {
-            f"{batch_size} images a worker": _chosen(result, model=model, way=ring, batch_size=batch_size)
-            for batch_size in result["plan"]["batches"]
+def _servers_section(results: HorovodResults, folder: Path) -> Section:
+    batch_size = min(results.config.batches)
+    panels = {
+        MODEL_NAMES[model]: {
+            method.name: results.select(model=model, method=method.name, batch_size=batch_size)
+            for method in results.methods
         }
-        for model in result["plan"]["models"]
+        for model in results.config.models
     }
-    title, path = f"Throughput, {ring}", folder / "throughput.png"
-    plot_panels(_points(by_batch, _speed), "images a second", title, path, scale="linear")
-    plot_panels(_points(by_batch, _epoch_minutes), "minutes an epoch", f"Latency, {ring}", folder / "epoch.png")
-    return """## Throughput and latency, as with Horovod
-
-![Images a second over workers, for every batch size](throughput.png)
-
-![Time of an epoch over workers, for every batch size](epoch.png)
-"""
+    title = f"{batch_size} images per worker"
+    plot_panels(_points(panels, _images_per_s), "images per second", title, folder / "servers.png")
+    description = f"Images per second over workers, ring and parameter servers, {batch_size} images per worker"
+    return Section(
+        "Ring all-reduce and parameter servers",
+        [figure(description, "servers.png"), bullets(_speed_ratios(results, batch_size))],
+    )
 
 
-def _servers(result: dict[str, Any], folder: Path) -> str:
-    batch_size = min(result["plan"]["batches"])
-    by_way = {
-        NAMES[model]: {
-            way["name"]: _chosen(result, model=model, way=way["name"], batch_size=batch_size) for way in result["ways"]
-        }
-        for model in result["plan"]["models"]
-    }
-    title = f"{batch_size} images a worker"
-    plot_panels(_points(by_way, _speed), "images a second", title, folder / "servers.png")
-    return f"""## Ring against parameter servers
-
-![Images a second over workers, ring and parameter servers, {batch_size} images a worker](servers.png)
-{_server_words(result, batch_size)}"""
-
-
-def _server_words(result: dict[str, Any], batch_size: int) -> str:
-    """How much faster the ring is than each other way, at the most workers."""
-    first, *others = (way["name"] for way in result["ways"])
-    most, lines = max(result["plan"]["workers"]), []
+def _speed_ratios(results: HorovodResults, batch_size: int) -> list[str]:
+    """Return how much faster the ring is than every other method, at the largest number of workers."""
+    first, *others = (method.name for method in results.methods)
+    most, lines = max(results.config.workers), []
     for other in others:
         ratios = []
-        for model in result["plan"]["models"]:
-            at = {"model": model, "batch_size": batch_size, "workers": most}
-            ring, its = (_chosen(result, way=way, **at)[0]["images_per_s"] for way in (first, other))
-            ratios.append(f"{ring / its:.2f} with {NAMES[model]}")
-        lines.append(f"- With {most} workers, images a second of {first} over those of {other}: {', '.join(ratios)}.")
-    return "\n" + "\n".join(lines) + "\n" if lines else ""
+        for model in results.config.models:
+            ring, row = (
+                results.select(model=model, method=name, batch_size=batch_size, workers=most)[0]
+                for name in (first, other)
+            )
+            ratios.append(f"{ring.images_per_s / row.images_per_s:.2f} × with {MODEL_NAMES[model]}")
+        lines.append(f"With {most} workers, throughput of {first} relative to {other}: {', '.join(ratios)}.")
+    return lines
 
 
-def _all(result: dict[str, Any]) -> str:
-    workers = result["plan"]["workers"]
-    shown = [number for number in (1, 16, 64, 128, 256, 400) if number in workers]
-    heads = ["model", "batch", "way", *(f"images/s, {number}" for number in shown)]
-    heads += [f"efficiency, {shown[-1]}", *(f"epoch, {number}" for number in (shown[0], shown[-1]))]
-    lines = ["## All of it\n", f"| {' | '.join(heads)} |", f"| --- | ---: | --- |{' ---: |' * (len(heads) - 3)}"]
-    for model in result["plan"]["models"]:
-        for batch_size in result["plan"]["batches"]:
-            for way in result["ways"]:
-                rows = _chosen(result, model=model, batch_size=batch_size, way=way["name"])
-                by_workers = {row["workers"]: row for row in rows}
-                cells = [NAMES[model], str(batch_size), way["name"]]
-                cells += [_cell(by_workers.get(number), lambda row: f"{row['images_per_s']:,.0f}") for number in shown]
-                cells.append(_cell(by_workers.get(shown[-1]), lambda row: f"{row['efficiency']:.1%}"))
-                cells += [_cell(by_workers.get(n), lambda row: _long(_epoch_s(row))) for n in (shown[0], shown[-1])]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def _numbers_section(results: HorovodResults) -> Section:
+    shown = [number for number in _SHOWN_WORKERS if number in results.config.workers]
+    first, last = shown[0], shown[-1]
+    heads = ["model", "method", "batch size", *(f"images/s, {plural(number, 'worker')}" for number in shown)]
+    heads += [f"efficiency, {last} workers", f"epoch, {first} worker", f"epoch, {last} workers"]
+    rows = []
+    for model in results.config.models:
+        for batch_size in results.config.batches:
+            for method in results.methods:
+                found = results.select(model=model, batch_size=batch_size, method=method.name)
+                by_workers = {row.workers: row for row in found}
+                cells = [MODEL_NAMES[model], method.name, str(batch_size)]
+                cells += [_cell(by_workers.get(number), lambda row: f"{row.images_per_s:,.0f}") for number in shown]
+                cells.append(_cell(by_workers.get(last), lambda row: f"{row.efficiency:.1%}"))
+                cells += [_cell(by_workers.get(number), _epoch_text) for number in (first, last)]
+                rows.append(cells)
+    note = "Virtual time. A dash marks combinations that were not simulated."
+    return Section("All simulations", [note, table(heads, rows, num_text_columns=2)])
 
 
-def _cell(row: dict[str, Any] | None, show: Callable[[dict[str, Any]], str]) -> str:
-    """What was simulated, or a dash for what was not."""
+def _cell(row: SimulatedScaling | None, show: Callable[[SimulatedScaling], str]) -> str:
     return "–" if row is None else show(row)
 
 
-def _lab(result: dict[str, Any]) -> str:
-    plan = result["plan"]
-    head = "## A real run beside it\n\n"
-    if result["lab_missing"] is not None:
-        return f"{head}The lab was not used: {result['lab_missing']}\n"
-    lines = [
-        f"{head}Small models on four hosts of the lab at {plan['lab_rate']}, and the same steps simulated from a "
-        f"calibration there: median milliseconds of {plan['lab_steps']} steps.\n",
-        "| model | way | real | simulated | error | same bits |",
-        "| --- | --- | ---: | ---: | ---: | --- |",
-    ]
-    for row in result["lab"]:
-        times = f"{1e3 * row['real_s']:.1f} | {1e3 * row['simulated_s']:.1f} | {row['error']:+.1%}"
-        lines.append(f"| {row['model']} | {row['way']} | {times} | {'yes' if row['same_bits'] else 'no'} |")
-    return "\n".join(lines) + "\n"
-
-
-def _computing() -> str:
-    ratios = k80_ratios()
-    anchors = ", ".join(
-        f"{ratio:.1f} from {NAMES[model]} ({IMAGES_PER_S['k80'][model]:g} images a second, batches of "
-        f"{PUBLISHED_AT[model]})"
-        for model, ratio in ratios.items()
+def _lab_section(results: HorovodResults) -> Section:
+    config, title = results.config, "Check against real runs"
+    if results.lab_missing is not None:
+        return Section(title, [f"The lab was not used: {results.lab_missing}"])
+    rows = []
+    for row in results.lab:
+        times = [f"{1e3 * row.real_s:.1f}", f"{1e3 * row.simulated_s:.1f}", f"{row.error:+.1%}"]
+        rows.append([row.model, row.method, *times, "yes" if row.same_bits else "no"])
+    return Section(
+        title,
+        [
+            prose(f"""Small models on four hosts of the lab at {config.lab_rate}, and the same steps simulated with
+            links and compute times measured there. Milliseconds, median of {config.lab_steps} steps."""),
+            table(("model", "method", "real", "simulated", "error", "identical parameters"), rows, num_text_columns=2),
+        ],
     )
+
+
+def _compute_section() -> Section:
     factor = k80_factor()
-    lines = ["| model | batch | forward | backward | step | H200 images/s | K80 images/s |"]
-    lines.append(f"| --- |{' ---: |' * 6}")
+    anchors = ", ".join(
+        f"{ratio:.1f} from {MODEL_NAMES[model]} ({IMAGES_PER_S['k80'][model]:g} images per second, batch size "
+        f"{PUBLISHED_AT[model]})"
+        for model, ratio in k80_ratios().items()
+    )
+    rows = []
     for model, times in H200.items():
         for batch_size, time in times.items():
             speed = batch_size / time.seconds
-            parts = " | ".join(f"{part:.2f}" for part in time)
-            lines.append(f"| {NAMES[model]} | {batch_size} | {parts} | {speed:,.0f} | {speed / factor:,.1f} |")
-    table = "\n".join(lines)
-    return f"""## Computing
-
-Measured on one NVIDIA H200 (torch 2.11, `python -m tutti.bench.gpu_step_times`): forward, backward and the step of SGD
-with momentum of the same models on random images, in milliseconds, medians of 30 by the GPU's clock; float32, TF32
-off, because a K80 has none. A K80 has two GPUs, and a worker is one of them: it is taken to be
-**{factor:.1f} times as slow as the H200** in every part. That is the geometric mean of what published speeds of one GPU
-of a K80 give (TensorFlow team 2017, "Benchmarks", synthetic data):
-{anchors}.
-It lies between the ratios of the peaks that NVIDIA states: 15 for float32 (67 Tflop/s against 4.4 at boost clock) and
-20 for memory (4.8 TB/s against 0.24). GoogLeNet, for which no such speed was found, is scaled by the same. How the
-speed grows with the batch is the H200's: a K80 has fewer cores to fill, and may gain less.
-
-{table}
-"""
-
-
-def _chosen(result: dict[str, Any], **wanted: Any) -> Rows:
-    return [row for row in result["rows"] if all(row[key] == value for key, value in wanted.items())]
+            parts = [f"{part:.2f}" for part in time]
+            rows.append([MODEL_NAMES[model], str(batch_size), *parts, f"{speed:,.0f}", f"{speed / factor:,.1f}"])
+    heads = ("model", "batch size", "forward", "backward", "optimiser", "H200 images/s", "K80 images/s")
+    return Section(
+        "Compute times",
+        [
+            prose("""Forward, backward and SGD with momentum of the same models were measured on one NVIDIA H200 with
+            random images (torch 2.11; `python -m tutti.bench.images`). Milliseconds, median of 30 by the GPU's clock.
+            Precision is float32 without TF32, which a K80 lacks."""),
+            prose(f"""A K80 card has two GPUs, and a worker is one of them. It is taken to be **{factor:.1f} times as
+            slow as the H200** in every part. This is the geometric mean of the ratios that published speeds of one K80
+            GPU give (TensorFlow team 2017, "Benchmarks", synthetic data): {anchors}."""),
+            prose("""The factor lies between the ratios of NVIDIA's stated peaks: 15 for float32 (67 and 4.4 Tflop/s at
+            boost clock) and 20 for memory bandwidth (4.8 and 0.24 TB/s). No published speed was found for GoogLeNet,
+            which is scaled by the same factor. How the speed grows with the batch size is the H200's: a K80 has fewer
+            cores to fill, and may gain less."""),
+            table(heads, rows, num_text_columns=1),
+        ],
+    )
 
 
-def _points(panels: dict[str, dict[str, Rows]], value: Any) -> Panels:
+def _points(panels: dict[str, dict[str, list[SimulatedScaling]]], value: Callable[[SimulatedScaling], float]) -> Panels:
     return {
-        title: {name: [(row["workers"], value(row)) for row in rows] for name, rows in lines.items()}
+        title: {name: [(row.workers, value(row)) for row in rows] for name, rows in lines.items()}
         for title, lines in panels.items()
     }
 
 
-def _speed(row: dict[str, Any]) -> float:
-    return float(row["images_per_s"])
+def _images_per_s(row: SimulatedScaling) -> float:
+    return row.images_per_s
 
 
-def _epoch_s(row: dict[str, Any]) -> float:
-    return IMAGES / _speed(row)
+def _epoch_minutes(row: SimulatedScaling) -> float:
+    return EPOCH_IMAGES / row.images_per_s / 60
 
 
-def _epoch_minutes(row: dict[str, Any]) -> float:
-    return _epoch_s(row) / 60
-
-
-def _long(seconds: float) -> str:
-    """Hours, minutes or seconds."""
+def _epoch_text(row: SimulatedScaling) -> str:
+    """Return the time of an epoch in hours, minutes or seconds."""
+    seconds = EPOCH_IMAGES / row.images_per_s
     if seconds >= 2 * 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.1f} s"

@@ -1,284 +1,296 @@
-"""Whether what the papers say of staleness shows, worked out from what was measured."""
+"""The claims about staleness, compared with the measurements."""
 
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-LEAST = 3.0
-"""A difference in accuracy of fewer points is none."""
+from reproductions.report import PaperClaim, bullets, prose, table, value_range
+from reproductions.staleness.results import (
+    ASYNC,
+    ASYNC_AWARE,
+    ASYNC_FULL_RATE,
+    BSP,
+    SOFT_SYNC,
+    SSP_RULES,
+    StalenessResults,
+    StalenessRun,
+)
+
 MOST = 0.5
-"""More than this part of a gap is most of it."""
-LOCKSTEP, SCALED, WHOLE, AWARE = "BSP", "async, rate / N", "async, whole rate", "async, aware"
-SOFT = "soft-sync N/2"
-
-Runs = dict[str, dict[str, Any]]
-"""Of one cell, by rule."""
-Cells = dict[tuple[str, int, str], Runs]
-"""By part, workers and cluster."""
+"""More than this fraction of a gap is most of it."""
+FASTER = 0.995
+"""An epoch shorter than this fraction of async's is faster."""
 
 
-def seconds_to(run: dict[str, Any], accuracy: float) -> float | None:
-    """When a run first reached an accuracy, in virtual seconds; None if it never did."""
-    return next((float(seconds) for _, seconds, reached in run["points"] if reached >= accuracy), None)
+@dataclass(frozen=True)
+class Configuration:
+    """The runs of one task, number of workers and cluster, by rule."""
+
+    task: str
+    workers: int
+    cluster: str
+    clear_points: float
+    """Difference in accuracy, in points, from which on it is clear."""
+    runs: dict[str, StalenessRun]
+
+    def has(self, *rules: str) -> bool:
+        """Return whether all these rules were trained."""
+        return all(rule in self.runs for rule in rules)
+
+    def points(self, rule: str, other: str) -> float:
+        """Return by how many points a rule is more accurate than another."""
+        return 100 * (self.runs[rule].accuracy - self.runs[other].accuracy)
+
+    def compare(self, rule: str, other: str) -> int:
+        """Return 1 if a rule is clearly more accurate than another, -1 if clearly less, and 0 otherwise."""
+        points = self.points(rule, other)
+        return 0 if abs(points) < self.clear_points else 1 if points > 0 else -1
+
+    def saved_fraction(self, rule: str) -> float:
+        """Return how much of the time per epoch that async saves on BSP a rule saves."""
+        bsp_s = self.runs[BSP].epoch_s
+        return (bsp_s - self.runs[rule].epoch_s) / (bsp_s - self.runs[ASYNC].epoch_s)
+
+    def seconds_to_goal(self, rule: str) -> float | None:
+        """Return the virtual seconds until a rule first came close to BSP's final accuracy."""
+        return self.runs[rule].seconds_to(self.runs[BSP].accuracy - self.clear_points / 100)
+
+    def sooner(self, rule: str) -> bool:
+        """Return whether a rule came close to BSP's final accuracy before BSP itself."""
+        own, bsp = self.seconds_to_goal(rule), self.seconds_to_goal(BSP)
+        return own is not None and bsp is not None and own < bsp
 
 
-def clear_points(result: dict[str, Any], part: str) -> float:
-    """From how many points on a difference is one: what BSP's accuracy falls by from one test to the next, or more."""
-    falls = [LEAST]
-    for run in result["runs"]:
-        if (run["part"], run["rule"]) == (part, LOCKSTEP):
-            reached = [100 * point[2] for point in run["points"]]
-            falls += [before - after for before, after in pairwise(reached)]
-    return max(falls)
+def configurations(results: StalenessResults) -> list[Configuration]:
+    """Group the runs."""
+    groups: dict[tuple[str, int, str], dict[str, StalenessRun]] = {}
+    for run in results.runs:
+        groups.setdefault((run.task, run.workers, run.cluster), {})[run.rule] = run
+    return [Configuration(*key, results.clear_points(key[0]), runs) for key, runs in groups.items()]
 
 
-def verdict(result: dict[str, Any]) -> str:
-    """The section on what shows and what does not."""
-    cells: Cells = {}
-    points = {part["name"]: clear_points(result, part["name"]) for part in result["plan"]}
-    for run in result["runs"]:
-        cell = cells.setdefault((run["part"], run["workers"], run["cluster"]), {})
-        cell[run["rule"]] = {**run, "clear": points[run["part"]]}
-    claims = (_slowest, _fastest, _accuracy_of_async, _bounded, _soft, _repaired)
-    found = [text for claim in claims if (text := claim(cells)) is not None]
-    listed = ", ".join(f"{number:.1f} points on {name}" for name, number in points.items())
-    meant = (
-        "A cell is a recipe on so many workers of a cluster. *Clearly* more or less accurate means by as much as BSP's "
-        f"own accuracy falls from one test to the next, and {LEAST:g} points at least; *close* to where BSP ended is "
-        f"within that: {listed}.\n"
-    )
-    return "\n".join(["## What shows, and what does not\n", meant, *found])
+def claims(results: StalenessResults) -> list[PaperClaim]:
+    """Return all claims that the measured rules and clusters allow to compare."""
+    configs = configurations(results)
+    return [
+        *_slowest_worker_claims(configs),
+        *_throughput_claims(configs),
+        *_async_accuracy_claims(configs),
+        *_bounded_claims(configs),
+        *_soft_sync_claims(configs),
+        *_aware_claims(configs),
+    ]
 
 
-def _has(cells: Cells, *rules: str) -> Cells:
-    return {key: runs for key, runs in cells.items() if all(rule in runs for rule in rules)}
+def _with(configs: list[Configuration], *rules: str) -> list[Configuration]:
+    return [config for config in configs if config.has(*rules)]
 
 
-def _named(key: tuple[str, int, str]) -> str:
-    return f"{key[0]} on {key[1]}, {key[2]}"
-
-
-def _clear(one: dict[str, Any], other: dict[str, Any]) -> int:
-    """1 if one is clearly more accurate than the other, -1 if clearly less, 0 else."""
-    points = _points(one, other)
-    return 0 if abs(points) < one["clear"] else 1 if points > 0 else -1
-
-
-def _points(one: dict[str, Any], other: dict[str, Any]) -> float:
-    return 100 * float(one["accuracy"] - other["accuracy"])
-
-
-def _shown(count: int, total: int) -> str:
-    """In how many of all cells a claim shows, in words."""
-    if count in (0, total):
-        return "It shows." if count else "It does not show."
-    return "It shows in most of them." if 2 * count > total else "It does not show in most of them."
-
-
-def _range(values: list[float], form: str) -> str:
-    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
-    return low if low == high else f"{low} to {high}"
-
-
-def _slowest(cells: Cells) -> str | None:
-    """An epoch on uneven workers, in epochs on even ones."""
-    lines = []
+def _slowest_worker_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
+    """Compare the epoch time on uneven workers with that on even workers."""
+    even = {(config.task, config.workers): config for config in configs if config.cluster == "even"}
     for cluster in ("one slow", "pauses"):
-        ratios: dict[str, list[float]] = {LOCKSTEP: [], SCALED: []}
-        for (part, workers, name), runs in _has(cells, LOCKSTEP, SCALED).items():
-            even = cells.get((part, workers, "even"))
-            if name == cluster and even is not None:
+        ratios: dict[str, list[float]] = {BSP: [], ASYNC: []}
+        for config in _with(configs, BSP, ASYNC):
+            base = even.get((config.task, config.workers))
+            if config.cluster == cluster and base is not None:
                 for rule, values in ratios.items():
-                    values.append(runs[rule]["epoch_s"] / even[rule]["epoch_s"])
-        if ratios[LOCKSTEP]:
-            lines.append(
-                f"With *{cluster}* an epoch takes BSP {_range(ratios[LOCKSTEP], '.2f')} times as long as on even "
-                f"workers, and async {_range(ratios[SCALED], '.2f')} times."
+                    values.append(config.runs[rule].epoch_s / base.runs[rule].epoch_s)
+        if ratios[BSP]:
+            measured = (
+                f"epoch {value_range(ratios[BSP], '.2f')} × as long as on even workers; async "
+                f"{value_range(ratios[ASYNC], '.2f')} ×"
             )
-            shows = min(ratios[LOCKSTEP]) > 1.5 and all(
-                ours > theirs for ours, theirs in zip(ratios[LOCKSTEP], ratios[SCALED], strict=True)
-            )
-            lines.append("It shows." if shows else "It does not show in all cells.")
-    return "**BSP pays for the slowest worker.** " + " ".join(lines) + "\n" if lines else None
+            pairs = zip(ratios[BSP], ratios[ASYNC], strict=True)
+            agrees = min(ratios[BSP]) > 1.5 and all(bsp > asynchronous for bsp, asynchronous in pairs)
+            yield PaperClaim(f"BSP waits for the slowest worker (*{cluster}*)", "no number", measured, agrees)
 
 
-def _fastest(cells: Cells) -> str | None:
-    """Per epoch's worth of samples, and to an accuracy."""
-    cells = _has(cells, LOCKSTEP, SCALED)
-    if not cells:
-        return None
-    gains = [runs[LOCKSTEP]["epoch_s"] / runs[SCALED]["epoch_s"] for runs in cells.values()]
-    faster = {key: ahead for key, runs in cells.items() if (ahead := _ahead(runs))}
-    clusters = list(dict.fromkeys(name for _, _, name in cells))
-    always = [name for name in clusters if all(key[2] != name for key in faster)]
-    sometimes = [name for name in clusters if name not in always]
-    shows = (
-        f"It shows in every cell with *{'* and *'.join(always)}*"
-        if always
-        else "In no cluster does it show in all cells"
+def _throughput_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
+    """Compare the time per epoch's worth of samples."""
+    chosen = _with(configs, BSP, ASYNC)
+    for cluster in dict.fromkeys(config.cluster for config in chosen):
+        here = [config for config in chosen if config.cluster == cluster]
+        gains = [config.runs[BSP].epoch_s / config.runs[ASYNC].epoch_s for config in here]
+        faster = sorted({rule for config in here for rule in _faster_than_async(config)})
+        measured = f"epoch {value_range(gains, '.2f')} × as fast as under BSP"
+        reason = f"{', '.join(faster)} are faster: SSP reads rarely, async after every step" if faster else ""
+        yield PaperClaim(f"Async has the highest throughput (*{cluster}*)", "no number", measured, not faster, reason)
+
+
+def _faster_than_async(config: Configuration) -> list[str]:
+    return [rule for rule, run in config.runs.items() if run.epoch_s < FASTER * config.runs[ASYNC].epoch_s]
+
+
+def _async_accuracy_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
+    """Compare the accuracy after the same number of epochs."""
+    for rule in (ASYNC, ASYNC_FULL_RATE):
+        chosen = _with(configs, BSP, rule)
+        if not chosen:
+            continue
+        signs = [config.compare(rule, BSP) for config in chosen]
+        points = value_range([config.points(rule, BSP) for config in chosen], "+.1f")
+        measured = (
+            f"clearly less accurate than BSP in {signs.count(-1)} of {len(chosen)} configurations, clearly more in "
+            f"{signs.count(1)} ({points} points)"
+        )
+        statement = f"Stale gradients reduce accuracy per epoch (*{rule}*)"
+        yield PaperClaim(statement, "no number", measured, 2 * signs.count(-1) > len(chosen))
+
+
+def _bounded_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
+    runs = [(config, rule) for config in configs for rule in SSP_RULES if config.has(BSP, ASYNC, rule)]
+    if runs:
+        both = [(config, rule) for config, rule in runs if _gets_both(config, rule)]
+        measured = f"in {len(both)} of {len(runs)} runs more than half of async's gain in time and no clear loss"
+        agrees = 2 * len(both) > len(runs)
+        reason = "" if agrees else "whole steps on gradients that are whole steps old; see below"
+        yield PaperClaim("SSP combines BSP's convergence with async's speed", "no number", measured, agrees, reason)
+
+
+def _gets_both(config: Configuration, rule: str) -> bool:
+    return config.saved_fraction(rule) > MOST and config.compare(rule, BSP) >= 0
+
+
+def _soft_sync_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
+    chosen = _with(configs, BSP, ASYNC, SOFT_SYNC)
+    if not chosen:
+        return
+    first = sum(config.sooner(SOFT_SYNC) for config in chosen)
+    lost = sum(config.compare(SOFT_SYNC, BSP) < 0 for config in chosen)
+    points = value_range([config.points(SOFT_SYNC, BSP) for config in chosen], "+.1f")
+    measured = (
+        f"close to BSP's final accuracy before BSP in {first} of {len(chosen)} configurations; clearly less accurate "
+        f"in {lost} ({points} points)"
     )
-    if sometimes:
-        rules = sorted({rule for ahead in faster.values() for rule in ahead})
-        shows += f"; in {len(faster)} with *{'* and *'.join(sometimes)}* it does not: {', '.join(rules)} had faster "
-        shows += "epochs, since SSP reads seldom and async after every step"
-    return (
-        f"**Async is fastest per second.** An epoch is {_range(gains, '.2f')} times as fast as under BSP, over "
-        f"{len(cells)} cells. {shows}. " + _to_accuracy(cells)
-    )
+    agrees = 2 * first > len(chosen) > 2 * lost
+    yield PaperClaim("Soft synchronisation reduces the cost of staleness", "no number", measured, agrees)
 
 
-def _ahead(runs: Runs) -> list[str]:
-    """Rules with epochs that are clearly faster than async's."""
-    return [rule for rule, run in runs.items() if run["epoch_s"] < 0.995 * runs[SCALED]["epoch_s"]]
-
-
-def _to_accuracy(cells: Cells) -> str:
-    first, never = _sooner(cells, SCALED)
-    return (
-        f"Seconds count only with what was learnt in them: async with 1 / N of the rate came close to where BSP "
-        f"ended sooner than BSP itself in {first} of {len(cells)} cells, and not at all in {never}.\n"
-    )
-
-
-def _sooner(cells: Cells, rule: str) -> tuple[int, int]:
-    """In how many cells a rule came close to where BSP ended before BSP did, and in how many never."""
-    first, never = 0, 0
-    for runs in cells.values():
-        goal = runs[LOCKSTEP]["accuracy"] - runs[LOCKSTEP]["clear"] / 100
-        theirs, ours = seconds_to(runs[rule], goal), seconds_to(runs[LOCKSTEP], goal)
-        never += theirs is None
-        first += theirs is not None and ours is not None and theirs < ours
-    return first, never
-
-
-def _accuracy_of_async(cells: Cells) -> str | None:
-    """After the same number of epochs."""
-    lines = []
-    for rule, rate in ((SCALED, "1 / N of the rate"), (WHOLE, "the whole rate")):
-        chosen = _has(cells, LOCKSTEP, rule)
-        differences = {key: _points(runs[rule], runs[LOCKSTEP]) for key, runs in chosen.items()}
-        if differences:
-            worse = [key for key, runs in chosen.items() if _clear(runs[rule], runs[LOCKSTEP]) < 0]
-            better = [key for key, runs in chosen.items() if _clear(runs[rule], runs[LOCKSTEP]) > 0]
-            lines.append(
-                f"With {rate} it is clearly less accurate than BSP after the same epochs in {len(worse)} of "
-                f"{len(differences)} cells and clearly more in {len(better)} "
-                f"({_range(list(differences.values()), '+.1f')} points)."
-            )
-            lines.append(_shown(len(worse), len(differences)))
-            lines += [f"Less: {_grouped(worse)}."] if worse else []
-            lines += [f"More: {_grouped(better)}."] if better else []
-    if not lines:
-        return None
-    return (
-        "**Async loses accuracy per epoch.** "
-        + " ".join(lines)
-        + " More is no mistake: N steps are made where BSP makes "
-        "one, and where they are short enough for their staleness that is worth more than fresh gradients.\n"
-    )
-
-
-def _grouped(keys: list[tuple[str, int, str]]) -> str:
-    """Cells in words, those of one part and size together."""
-    sizes: dict[tuple[str, int], list[str]] = {}
-    for part, workers, cluster in keys:
-        sizes.setdefault((part, workers), []).append(cluster)
-    return "; ".join(f"{part} on {workers} ({', '.join(names)})" for (part, workers), names in sizes.items())
-
-
-def _bounded(cells: Cells) -> str | None:
-    """The part of async's gain in time that SSP has, and what it costs in accuracy."""
-    lines, both = [], []
-    for cluster in ("even", "one slow", "pauses"):
-        for rule in ("SSP 1", "SSP 3", "SSP 10", "SSP 3, eager"):
-            chosen = {key: runs for key, runs in _has(cells, LOCKSTEP, SCALED, rule).items() if key[2] == cluster}
-            if not chosen:
-                continue
-            shares = [_share(runs, rule) for runs in chosen.values()]
-            differences = [_points(runs[rule], runs[LOCKSTEP]) for runs in chosen.values()]
-            lines.append(f"| {cluster} | {rule} | {_range(shares, '.0%')} | {_range(differences, '+.1f')} |")
-            kept = [key for key, runs in chosen.items() if _clear(runs[rule], runs[LOCKSTEP]) >= 0]
-            both += [(*key, rule) for key in kept if _share(chosen[key], rule) > MOST]
-    if not lines:
-        return None
-    total = len([1 for runs in cells.values() for rule in runs if rule.startswith("SSP") and SCALED in runs])
-    table = "\n".join(
-        ["| cluster | rule | of async's gain in time | points from BSP |", "| --- | --- | ---: | ---: |", *lines]
-    )
-    reached = "; ".join(f"{rule} in {_named((part, workers, name))}" for part, workers, name, rule in both)
-    named = f" ({reached})" if both else ""
-    sooner = []
-    for rule in ("SSP 1", "SSP 3", "SSP 10", "SSP 3, eager"):
-        if own := _has(cells, LOCKSTEP, rule):
-            first, never = _sooner(own, rule)
-            sooner.append(f"{rule} in {first} of {len(own)} cells, never in {never}")
-    return f"""**SSP gets most of both.** How much of the time that async saves on BSP's epoch SSP saves too, and how
-far its accuracy is from BSP's after the same epochs, over all recipes and sizes:
-
-{table}
-
-More than half of the time, and nothing clearly lost: {len(both)} of {total} runs{named}.
-{_shown(len(both), total)} Close to where BSP ended, sooner than BSP itself:
-{"; ".join(sooner)}.
-With a worker that is *always* slow a bound cannot help for long: once the others are as far ahead as it allows, they
-wait for that worker in every step, as under BSP. What is gained is that head start, once, and fewer messages to wait
-for. Pauses, which hit one worker now and another then, are what SSP is for. Its steps are whole ones, on gradients that
-are whole steps old, where async's are an N-th of that: SSP's bound of 1 is about as stale as async is with N workers,
-and with larger bounds it is staler than async is on average. A smaller rate for SSP was not tried.
-"""
-
-
-def _soft(cells: Cells) -> str | None:
-    """Dong's other remedy, beside BSP and async."""
-    cells = _has(cells, LOCKSTEP, SCALED, SOFT)
-    if not cells:
-        return None
-    uneven = [_share(runs, SOFT) for key, runs in cells.items() if key[2] != "even"]
-    differences = [_points(runs[SOFT], runs[LOCKSTEP]) for runs in cells.values()]
-    first, never = _sooner(cells, SOFT)
-    lost = sum(_clear(runs[SOFT], runs[LOCKSTEP]) < 0 for runs in cells.values())
-    saved = f" On uneven workers it saves {_range(uneven, '.0%')} of what async saves." if uneven else ""
-    return (
-        f"**Soft synchronisation helps.**{saved} It is {_range(differences, '+.1f')} points from BSP after the same "
-        f"epochs, clearly below it in {lost} of {len(cells)} cells, and came close to where BSP ended sooner than "
-        f"BSP in {first}, never in {never}. "
-        + ("It shows.\n" if 2 * first > len(cells) > 2 * lost else "It hardly shows.\n")
-    )
-
-
-def _share(runs: Runs, rule: str) -> float:
-    gap = runs[LOCKSTEP]["epoch_s"] - runs[SCALED]["epoch_s"]
-    return float((runs[LOCKSTEP]["epoch_s"] - runs[rule]["epoch_s"]) / gap)
-
-
-def _repaired(cells: Cells) -> str | None:
-    """What the scaling gives back of what async at the whole rate lost."""
-    cells = _has(cells, LOCKSTEP, SCALED, WHOLE, AWARE)
-    lost = {key: runs for key, runs in cells.items() if _clear(runs[WHOLE], runs[LOCKSTEP]) < 0}
-    if not cells:
-        return None
-    text = "**Scaling by 1 / staleness repairs much of it.** "
-    text += f"At the whole rate async lost in {len(lost)} of {len(cells)} cells. "
+def _aware_claims(configs: list[Configuration]) -> Iterator[PaperClaim]:
+    lost = [config for config in _with(configs, BSP, ASYNC, ASYNC_FULL_RATE, ASYNC_AWARE) if _lost_at_full_rate(config)]
     if lost:
-        given = {
-            key: _points(runs[AWARE], runs[WHOLE]) / _points(runs[LOCKSTEP], runs[WHOLE]) for key, runs in lost.items()
-        }
-        much = [key for key, share in given.items() if share > MOST]
-        little = [key for key in given if key not in much]
-        text += f"There the scaling gives back {_range(list(given.values()), '.0%')} of what was lost. "
-        text += f"More than half: {_grouped(much)}. " if much else ""
-        text += f"Less: {_grouped(little)}. " if little else ""
-        text += f"{_shown(len(much), len(given))} "
-    unneeded = {key: runs for key, runs in cells.items() if _clear(runs[AWARE], runs[WHOLE]) < 0}
-    if unneeded:
-        text += f"Where nothing was broken it costs: clearly less than the whole rate in {_grouped(list(unneeded))}. "
-    beyond = [_points(runs[AWARE], runs[SCALED]) for runs in cells.values()]
-    clear = sum(_clear(runs[AWARE], runs[SCALED]) > 0 for runs in cells.values())
-    worse = sum(_clear(runs[AWARE], runs[SCALED]) < 0 for runs in cells.values())
-    return (
-        text
-        + "Beside 1 / N of the rate for all updates, which looks at no staleness, the scaling is clearly better in "
-        f"{clear} cells, clearly worse in {worse}, and the same in {len(cells) - clear - worse} "
-        f"({_range(beyond, '+.1f')} points). Async's staleness is N - 1 on average, so the two nearly agree, but for "
-        "what is fresher: the first N updates add up to 1 + 1 + 1/2 + 1/3 ... whole steps when they are scaled, and to "
-        "one at 1 / N of the rate. Whether that is what hurts was not tested.\n"
-    )
+        fractions = [recovered_fraction(config) for config in lost]
+        most = sum(fraction > MOST for fraction in fractions)
+        measured = (
+            f"recovers {value_range(fractions, '.0%')} of the accuracy that async loses at the full rate; more than "
+            f"half in {most} of {len(lost)} configurations"
+        )
+        statement = "Scaling updates by 1 / staleness reduces the cost of staleness"
+        yield PaperClaim(statement, "no number", measured, 2 * most > len(lost))
+
+
+def _lost_at_full_rate(config: Configuration) -> bool:
+    return config.compare(ASYNC_FULL_RATE, BSP) < 0
+
+
+def recovered_fraction(config: Configuration) -> float:
+    """Return how much of the accuracy lost by async at the full rate the scaling by staleness recovers."""
+    return config.points(ASYNC_AWARE, ASYNC_FULL_RATE) / config.points(BSP, ASYNC_FULL_RATE)
+
+
+def detail_blocks(results: StalenessResults) -> list[str]:
+    """Return the lists and the table behind the claims, as Markdown blocks."""
+    configs = configurations(results)
+    return [
+        *_accuracy_details(configs),
+        *_bounded_details(configs),
+        *_soft_sync_details(configs),
+        *_aware_details(configs),
+    ]
+
+
+def _accuracy_details(configs: list[Configuration]) -> list[str]:
+    items = []
+    for rule in (ASYNC, ASYNC_FULL_RATE):
+        chosen = _with(configs, BSP, rule)
+        for sign, word in ((-1, "less"), (1, "more")):
+            if different := [config for config in chosen if config.compare(rule, BSP) == sign]:
+                items.append(f"*{rule}* is clearly {word} accurate than BSP on {_grouped(different)}.")
+    chosen = _with(configs, BSP, ASYNC)
+    if chosen:
+        first = sum(config.sooner(ASYNC) for config in chosen)
+        never = sum(config.seconds_to_goal(ASYNC) is None for config in chosen)
+        items.append(f"""*{ASYNC}* came close to BSP's final accuracy before BSP in {first} of {len(chosen)}
+            configurations, and never in {never}.""")
+    if any(config.compare(ASYNC_FULL_RATE, BSP) > 0 for config in _with(configs, BSP, ASYNC_FULL_RATE)):
+        items.append(
+            """At the full rate the servers make N steps where BSP makes one. Where these steps are short enough for
+            their staleness, this is worth more than fresh gradients."""
+        )
+    return ["**Asynchronous SGD**", bullets(items)] if items else []
+
+
+def _grouped(configs: list[Configuration]) -> str:
+    """Return configurations in words, those of one task and number of workers together."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for config in configs:
+        groups.setdefault((config.task, config.workers), []).append(config.cluster)
+    return "; ".join(f"{task} with {workers} workers ({', '.join(names)})" for (task, workers), names in groups.items())
+
+
+def _bounded_details(configs: list[Configuration]) -> list[str]:
+    rows, both, sooner = [], [], []
+    for cluster in ("even", "one slow", "pauses"):
+        for rule in SSP_RULES:
+            chosen = [config for config in _with(configs, BSP, ASYNC, rule) if config.cluster == cluster]
+            if chosen:
+                fractions = [config.saved_fraction(rule) for config in chosen]
+                points = [config.points(rule, BSP) for config in chosen]
+                rows.append([cluster, rule, value_range(fractions, ".0%"), value_range(points, "+.1f")])
+                both += [f"{rule} on {_grouped([config])}" for config in chosen if _gets_both(config, rule)]
+    for rule in SSP_RULES:
+        if chosen := _with(configs, BSP, ASYNC, rule):
+            first = sum(config.sooner(rule) for config in chosen)
+            never = sum(config.seconds_to_goal(rule) is None for config in chosen)
+            sooner.append(f"{rule}: {first} of {len(chosen)}, never {never}")
+    if not rows:
+        return []
+    return [
+        "**Bounded staleness (SSP).** Fraction of the time per epoch that async saves on BSP and SSP saves too, and "
+        "accuracy relative to BSP after the same epochs:",
+        table(("cluster", "rule", "fraction of async's gain", "points from BSP"), rows, num_text_columns=2),
+        bullets(
+            [
+                f"More than half of the time and no clear loss: {'; '.join(both) or 'none'}.",
+                f"Configurations in which SSP came close to BSP's final accuracy before BSP: {'; '.join(sooner)}.",
+                """With a worker that is always slow, a bound cannot help for long. Once the others are as far ahead as
+                it allows, they wait for that worker in every step, as under BSP. Pauses, which hit one worker after
+                another, are what SSP is for.""",
+                """An SSP step has the whole learning rate, on gradients that are whole steps old; an async step has an
+                N-th of it. A bound of 1 is about as stale as async with N workers, and larger bounds are staler. A
+                smaller learning rate for SSP was not tried.""",
+            ]
+        ),
+    ]
+
+
+def _soft_sync_details(configs: list[Configuration]) -> list[str]:
+    uneven = [config for config in _with(configs, BSP, ASYNC, SOFT_SYNC) if config.cluster != "even"]
+    if not uneven:
+        return []
+    fractions = value_range([config.saved_fraction(SOFT_SYNC) for config in uneven], ".0%")
+    return [f"**Soft synchronisation** saves {fractions} of the time that async saves, on uneven workers."]
+
+
+def _aware_details(configs: list[Configuration]) -> list[str]:
+    chosen = _with(configs, BSP, ASYNC, ASYNC_FULL_RATE, ASYNC_AWARE)
+    if not chosen:
+        return []
+    lost = [config for config in chosen if _lost_at_full_rate(config)]
+    items = []
+    if most := [config for config in lost if recovered_fraction(config) > MOST]:
+        items.append(f"It recovers more than half of the loss on {_grouped(most)}.")
+    if less := [config for config in lost if recovered_fraction(config) <= MOST]:
+        items.append(f"It recovers less on {_grouped(less)}.")
+    if worse := [config for config in chosen if config.compare(ASYNC_AWARE, ASYNC_FULL_RATE) < 0]:
+        items.append(f"It is clearly less accurate than the full rate, which lost nothing, on {_grouped(worse)}.")
+    signs = [config.compare(ASYNC_AWARE, ASYNC) for config in chosen]
+    points = value_range([config.points(ASYNC_AWARE, ASYNC) for config in chosen], "+.1f")
+    items += [
+        f"""Compared with 1 / N of the rate for all updates, it is clearly better in {signs.count(1)} configurations,
+        clearly worse in {signs.count(-1)} and the same in {signs.count(0)} ({points} points).""",
+        """Async's staleness is N − 1 on average, so the two nearly agree, except at the start: the first N updates add
+        up to 1 + 1 + 1/2 + 1/3 … whole steps when scaled by staleness, and to one at 1 / N of the rate. Whether this
+        causes the difference was not tested.""",
+    ]
+    return [prose("**Scaling by 1 / staleness**"), bullets(items)]

@@ -1,19 +1,28 @@
-"""Strads (Lee et al. 2014, Kim et al. 2016; in Kim 2016): which parameters to update next, by a scheduler.
+"""STRADS (Lee et al. 2014, Kim et al. 2016; in Kim 2016): a scheduler decides which parameters to update next.
 
-Lasso by coordinate descent and matrix factorisation, in several orders: by real processes, and on a simulated cluster.
+Lasso by coordinate descent and matrix factorisation are solved with several scheduling policies: by real processes,
+and on a simulated cluster.
 """
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import torch
 
 from reproductions.context import ReproductionContext, machine
+from reproductions.records import save
 from reproductions.strads.problems import LassoSize, MatrixSize
 from reproductions.strads.report import write_report
+from reproductions.strads.results import (
+    SIMULATED,
+    LoadBalance,
+    ProblemName,
+    SolverPoint,
+    SolverRun,
+    StradsConfig,
+    StradsResults,
+)
 from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError
 from tutti.launch import init, launch
@@ -22,151 +31,160 @@ from tutti.simulation.runs.simulate import simulate
 
 LINK = Link("1gbit", "50us")
 FLOPS = 1e10
-SLOW = 3.0
-"""How many times as long the slow worker takes, where there is one."""
+SLOWDOWN = 3.0
+"""How many times as long the slow worker computes, where there is one."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """How blocks are picked."""
+class SchedulingPolicy:
+    """How the blocks of a round are chosen."""
 
     name: str
     order: Order
     limit: float = 0.3
+    """Largest dependence allowed between two blocks of a round; 1 allows any."""
 
 
-IN_TURN = Way("round-robin", RoundRobin())
-WAYS = (IN_TURN, Way("random", Random()), Way("dynamic", Dynamic()))
-UNCHECKED = (Way("round-robin, unchecked", RoundRobin(), limit=1.0), Way("dynamic, unchecked", Dynamic(), limit=1.0))
-"""Without a look at what depends on what."""
-GREEDY = Way("dynamic, greedy", Dynamic(greedy=True))
+IN_TURN = SchedulingPolicy("round-robin", RoundRobin())
+POLICIES = (IN_TURN, SchedulingPolicy("random", Random()), SchedulingPolicy("dynamic", Dynamic()))
+UNCHECKED = (
+    SchedulingPolicy("round-robin, unchecked", RoundRobin(), limit=1.0),
+    SchedulingPolicy("dynamic, unchecked", Dynamic(), limit=1.0),
+)
+"""Policies that ignore dependences."""
+GREEDY = SchedulingPolicy("dynamic, greedy", Dynamic(greedy=True))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One problem, in one way."""
+class SolverTask:
+    """A problem to solve with one scheduling policy."""
 
-    what: str
+    problem: ProblemName
     size: LassoSize | MatrixSize
-    way: Way
+    policy: SchedulingPolicy
     passes: float
     per_round: int
+    """Number of blocks updated per round."""
 
     @property
     def rounds(self) -> int:
+        """Rounds in which all passes could be made if no candidate were refused."""
         return round(self.passes * self.size.num_blocks / self.per_round)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How much to do."""
-
-    lasso: LassoSize
-    matrix: MatrixSize
-    passes: float = 10
-    workers: int = 2
-    """Real ones."""
-    transports: tuple[str, ...] = ("shared_memory", "process_group")
-    repeats: int = 3
-    simulated: int = 8
-
-
-PLAN = Plan(
+FULL = StradsConfig(
     lasso=LassoSize(samples=2000, features=10_000, relevant=100),
     matrix=MatrixSize(rows=2000, columns=1000, entries=60_000),
 )
-QUICK = Plan(
+QUICK = StradsConfig(
     lasso=LassoSize(samples=200, features=500, relevant=10),
     matrix=MatrixSize(rows=200, columns=150, entries=4000, rank=3),
     transports=("shared_memory",),
     repeats=1,
-    simulated=2,
+    simulated_workers=2,
 )
 
 
 def reproduce(context: ReproductionContext) -> str:
-    """Do all of it; the report, in Markdown."""
-    plan = QUICK if context.quick else PLAN
+    """Solve everything, and write results, figures and report; return the report."""
+    config = QUICK if context.quick else FULL
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return conclude(plan, list(real(plan, context)), context)
+        results = StradsResults(
+            machine=machine(),
+            quick=context.quick,
+            link=str(LINK),
+            flops=FLOPS,
+            slowdown=SLOWDOWN,
+            config=config,
+            lasso_penalty=config.lasso.penalty,
+            runs=(*_real_runs(config, context), *_simulated_runs(config, context)),
+            balance=tuple(_balance(config, context)),
+        )
     finally:
         torch.set_num_threads(num_threads)
+    save(results, context.folder / "results.json")
+    return write_report(results, context.folder)
 
 
-def conclude(plan: Plan, rows: list[dict[str, Any]], context: ReproductionContext) -> str:
-    """Simulate, and write down all of it, with what processes have done; the report."""
-    rows = [*rows, *_simulated(plan, context)]
-    loads = list(_balance(plan, context))
-    about = {"machine": machine(), "quick": context.quick, "link": str(LINK), "flops": FLOPS, "slow": SLOW}
-    result = {**about, "plan": asdict(plan), "penalty": plan.lasso.penalty, "rows": rows, "loads": loads}
-    lines = json.dumps(result).replace('{"what"', '\n{"what"')
-    (context.folder / "results.json").write_text(lines + "\n")
-    return write_report(result, context.folder)
-
-
-def cases(plan: Plan, lasso_ways: tuple[Way, ...]) -> list[Case]:
-    """Both problems in every way."""
-    lasso = [Case(what="lasso", size=plan.lasso, way=way, passes=plan.passes, per_round=32) for way in lasso_ways]
+def _tasks(config: StradsConfig, lasso_policies: tuple[SchedulingPolicy, ...]) -> list[SolverTask]:
+    lasso = [
+        SolverTask(problem="lasso", size=config.lasso, policy=policy, passes=config.passes, per_round=32)
+        for policy in lasso_policies
+    ]
     matrix = [
-        Case(what="matrix", size=plan.matrix, way=way, passes=plan.passes, per_round=64) for way in (*WAYS, GREEDY)
+        SolverTask(problem="matrix", size=config.matrix, policy=policy, passes=config.passes, per_round=64)
+        for policy in (*POLICIES, GREEDY)
     ]
     return lasso + matrix
 
 
-def real(plan: Plan, context: ReproductionContext) -> Iterator[dict[str, Any]]:
-    """By processes of this machine: every case several times, in turns."""
-    for transport in plan.transports:
-        context.progress(f"{plan.workers} processes, {transport}")
-        todo = cases(plan, WAYS)
-        runs = launch(work, todo * plan.repeats, workers=plan.workers, transport=transport)[0]
-        for number, case in enumerate(todo):
-            yield _row(case, plan.workers, transport, runs[number :: len(todo)])
+def _real_runs(config: StradsConfig, context: ReproductionContext) -> Iterator[SolverRun]:
+    """Solve with processes of this machine; the repetitions of the tasks are interleaved."""
+    for transport in config.transports:
+        context.progress(f"{config.workers} processes, {transport}")
+        tasks = _tasks(config, POLICIES)
+        runs = launch(solve_each, tasks * config.repeats, workers=config.workers, transport=transport)[0]
+        for number, task in enumerate(tasks):
+            yield _median_run(task, config.workers, transport, runs[number :: len(tasks)])
 
 
-def _simulated(plan: Plan, context: ReproductionContext) -> Iterator[dict[str, Any]]:
-    cluster = Cluster(link=LINK, compute=Compute(FLOPS))
-    for case in cases(plan, (*WAYS, *UNCHECKED)):
-        context.progress(f"{plan.simulated} simulated workers, {case.what}, {case.way.name}")
-        runs = simulate(work, [case], workers=plan.simulated, cluster=cluster).results[0]
-        yield _row(case, plan.simulated, "simulated", runs)
+def _simulated_runs(config: StradsConfig, context: ReproductionContext) -> Iterator[SolverRun]:
+    cluster, workers = Cluster(link=LINK, compute=Compute(FLOPS)), config.simulated_workers
+    for task in _tasks(config, (*POLICIES, *UNCHECKED)):
+        context.progress(f"{workers} simulated workers, {task.problem}, {task.policy.name}")
+        runs = simulate(solve_each, [task], workers=workers, cluster=cluster).results[0]
+        yield _median_run(task, workers, SIMULATED, runs)
 
 
-def _balance(plan: Plan, context: ReproductionContext) -> Iterator[dict[str, Any]]:
-    """Virtual seconds of the same rounds with rows given out by work and by number, to equal and unequal workers."""
-    for slow in ({}, {0: SLOW}):
+def _balance(config: StradsConfig, context: ReproductionContext) -> Iterator[LoadBalance]:
+    """Simulate the same rounds with rows distributed by work and by number, to equal and to unequal workers.
+
+    Workers are a hundred times slower than in the other simulations, so that computation dominates.
+    """
+    for slow in ({}, {0: SLOWDOWN}):
         cluster = Cluster(link=LINK, compute=Compute(FLOPS / 100), slow=slow)
-        for by_load in (True, False):
-            size = replace(plan.matrix, by_load=by_load)
-            case = Case(what="matrix", size=size, way=IN_TURN, passes=2, per_round=64)
-            context.progress(
-                f"matrix, {'one slow worker' if slow else 'equal workers'}, by {'work' if by_load else 'number'}"
-            )
-            points = simulate(work, [case], workers=plan.simulated, cluster=cluster).results[0][0]
-            yield {"slow": bool(slow), "by_load": by_load, "seconds": points[-1][2]}
+        for by_work in (True, False):
+            size = replace(config.matrix, balanced=by_work)
+            task = SolverTask(problem="matrix", size=size, policy=IN_TURN, passes=2, per_round=64)
+            workers_text = "one slow worker" if slow else "equal workers"
+            context.progress(f"matrix, {workers_text}, rows by {'work' if by_work else 'number'}")
+            points = simulate(solve_each, [task], workers=config.simulated_workers, cluster=cluster).results[0][0]
+            yield LoadBalance(slow_worker=bool(slow), by_work=by_work, seconds=points[-1].seconds)
 
 
-def work(todo: list[Case]) -> list[list[list[float]]]:
-    """Solve on this rank's part; of every case, rounds, updates, seconds and objective as it went."""
+def solve_each(tasks: list[SolverTask]) -> list[list[SolverPoint]]:
+    """Solve every task together with the other ranks; return its progress, or nothing if it diverged."""
     world = init()
     torch.set_num_threads(1)
     done = []
-    for case in todo:
-        problem = case.size.problem(world.transport)
-        scheduler = Scheduler(order=case.way.order, limit=case.way.limit, per_round=case.per_round)
+    for task in tasks:
+        problem = task.size.problem(world.transport)
+        scheduler = Scheduler(order=task.policy.order, limit=task.policy.limit, per_round=task.per_round)
         try:
-            points = solve(problem, world.transport, scheduler, rounds=case.rounds).points
-        except ConfigError:  # It diverged, on all ranks.
+            points = solve(problem, world.transport, scheduler, rounds=task.rounds).points
+        except ConfigError:  # The solver raises this on all ranks when the objective diverges.
             points = []
-        done.append([[point.rounds, point.updates, round(point.seconds, 5), point.objective] for point in points])
+        done.append([SolverPoint(p.rounds, p.updates, round(p.seconds, 5), p.objective) for p in points])
     return done
 
 
-def _row(case: Case, workers: int, where: str, runs: list[list[list[float]]]) -> dict[str, Any]:
-    """Of several runs of a case, the one whose time is in the middle."""
-    times = sorted(points[-1][2] if points else 0.0 for points in runs)
+def _median_run(task: SolverTask, workers: int, transport: str, runs: list[list[SolverPoint]]) -> SolverRun:
+    """Return the repetition with the median time; of an even number, the fastest."""
+    times = sorted(_total_s(points) for points in runs)
     typical = median(times) if len(times) % 2 else times[0]
-    points = next(points for points in runs if (points[-1][2] if points else 0.0) == typical)
-    about = {"what": case.what, "way": case.way.name, "where": where, "workers": workers, "rounds": case.rounds}
-    return {**about, "blocks": case.size.num_blocks, "seconds": times, "points": points}
+    return SolverRun(
+        problem=task.problem,
+        policy=task.policy.name,
+        transport=transport,
+        workers=workers,
+        rounds=task.rounds,
+        num_blocks=task.size.num_blocks,
+        seconds=tuple(times),
+        points=tuple(next(points for points in runs if _total_s(points) == typical)),
+    )
+
+
+def _total_s(points: list[SolverPoint]) -> float:
+    return points[-1].seconds if points else 0.0

@@ -17,7 +17,7 @@ def test_a_table_and_a_verdict(call: Call, tmp_path: Path, monkeypatch: pytest.M
     words = ["--models", "digits", "--rates", "1gbit", "--strategies", "native,onebit", "--rounds", "1"]
     ended = call("bench", "plan", *words, "--json", "plan.json")
     assert ended.status == 0, ended.err
-    for said in ("digits, 2 hosts, 1gbit", "predicted", "measured", "off by", "~onebit", "of 2", "of 1"):
+    for said in ("digits, 2 hosts, 1gbit", "predicted", "measured", "error", "~onebit", "of 2", "of 1"):
         assert said in ended.out
     found = json.loads((tmp_path / "plan.json").read_text())
     assert [(row["strategy"], row["exact"]) for row in found["rows"]] == [("native", True), ("onebit", False)]

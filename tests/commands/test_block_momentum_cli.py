@@ -15,7 +15,7 @@ def test_reproduce_block_momentum_quickly(call: Call, tmp_path: Path) -> None:
     assert re.search(r"\| BMUF and 1-bit \| \d+\.\d+%, [\d.]+s \|", report)
     assert re.search(r"- 16 workers: averaging [+-]\d+\.\d+ points, BMUF [+-]\d+\.\d+ points", report)
     assert (folder / "digits.png").stat().st_size > 10_000
-    runs = {(r["part"], r["method"]): r for r in json.loads((folder / "results.json").read_text())["runs"]}
+    runs = {(r["task"], r["method"]): r for r in json.loads((folder / "results.json").read_text())["runs"]}
     assert len(runs) == 10
     assert runs["digits", "BMUF"]["value"] > runs["digits", "averaging"]["value"]  # Momentum makes up for the mean.
     assert runs["digits", "BMUF and 1-bit"]["bytes_per_step"] < 0.5 * runs["digits", "BMUF"]["bytes_per_step"]

@@ -84,8 +84,8 @@ REFUSED = {
     "no epochs": (["train", "digits", "--epochs", "0"], r"Invalid value for '--epochs'"),
     "no data": (["train", "mnist-mlp"], r"no data folder given, and 'mnist/.*' is needed\. Give one with --data"),
     "a name that leads elsewhere": (["train", "digits", "--epochs", "1", "--name", "../x"], r"--name|'\.\./x'"),
-    "unknown case": (["bench", "step", "--cases", "nope"], r"unknown benchmark case 'nope'\. .*Known: .*mlp-1\.9M"),
-    "one case of two": (["bench", "step", "--cases", "digits,nope"], r"unknown benchmark case 'nope'"),
+    "unknown case": (["bench", "step", "--models", "nope"], r"unknown model 'nope'\. .*Known: .*mlp-1\.9M"),
+    "one case of two": (["bench", "step", "--models", "digits,nope"], r"unknown model 'nope'"),
     "one worker to compare": (["bench", "allreduce", "--workers", "1"], r"--workers takes numbers of 2 or more.*'1'"),
     "no number": (["bench", "step", "--workers", "2,x"], r"--workers takes numbers of 2 or more.*got '2,x'"),
     "no size": (["bench", "collectives", "--sizes", "1KiB,big"], r"'big' is not a size: .*64KiB"),
@@ -272,10 +272,10 @@ def test_doctor_says_what_is_missing(call: Call, tmp_path: Path, monkeypatch: py
 
 
 def test_bench_step(call: Call, tmp_path: Path) -> None:
-    ended = call("bench", "step", "--cases", "digits", "--workers", "2", "--rounds", "1", "--json", "times.json")
+    ended = call("bench", "step", "--models", "digits", "--workers", "2", "--rounds", "1", "--json", "times.json")
     assert ended.status == 0, ended.err
     (row,) = json.loads((tmp_path / "times.json").read_text())
-    assert (row["case"], row["workers"], row["num_parameters"]) == ("digits", 2, 4810)
+    assert (row["model"], row["workers"], row["num_parameters"]) == ("digits", 2, 4810)
     ways = {"solo", "ddp", "tutti"} | ({"mpi"} if under_mpi.available() else set())
     assert row["seconds"].keys() == ways
     assert all(seconds > 0 for seconds in row["seconds"].values())
@@ -291,7 +291,7 @@ def test_bench_step(call: Call, tmp_path: Path) -> None:
 def test_doctor_measures_links(call: Call, tmp_path: Path) -> None:
     ended = call("doctor", "--network", "--workers", "3", "--json", "links.json")
     assert ended.status == 0, ended.err
-    assert "links between ranks, 3 workers on loopback" in ended.out
+    assert "Links between ranks, 3 workers on loopback" in ended.out
     links = json.loads((tmp_path / "links.json").read_text())
     assert [link["ranks"] for link in links] == [[0, 1], [0, 2], [1, 2]]
     assert all(link["bits_per_s"] > 1e6 and 0 <= link["latency_s"] < 1 for link in links)
@@ -305,7 +305,7 @@ def test_doctor_measures_a_lab(call: Call, tmp_path: Path) -> None:
     assert 60e6 < rates[0, 1] < 100e6
     assert 6e6 < rates[0, 2] < 10e6
     assert 6e6 < rates[1, 2] < 10e6
-    assert re.search(r"cost formulas go by the slowest: [6-9]\.\d+mbit", ended.out)
+    assert re.search(r"cost formulas use the slowest link: [6-9]\.\d+mbit", ended.out)
 
 
 def test_bench_collectives(call: Call, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_reproduce_quickly(call: Call, tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     folder = tmp_path / "runs" / "again"
     report = (folder / "report.md").read_text()
-    assert "Accuracy: of the recipe digits" in report
+    assert "Accuracy is measured with the recipe digits" in report
     for figure in re.findall(r"\]\((\S+\.png)\)", report):
         assert (folder / figure).stat().st_size > 10_000
     rows = json.loads((folder / "results.json").read_text())["accuracy"]

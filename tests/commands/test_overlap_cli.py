@@ -16,16 +16,16 @@ def test_a_table(call: Call, tmp_path: Path) -> None:
     words = ["--models", "digits", "--lab", "hosts=2,rate=1gbit", "--rounds", "1", "--json", "overlap.json"]
     ended = call("bench", "overlap", *words)
     assert ended.status == 0, ended.err
-    for said in ("hosts=2,rate=1gbit", "no exchange", "could be", "digits"):
+    for said in ("hosts=2,rate=1gbit", "no exchange", "possible", "digits"):
         assert said in ended.out
     (row,) = json.loads((tmp_path / "overlap.json").read_text())["rows"]
     assert 0 < row["solo_s"] < row["without_s"]
-    assert row["could_s"] >= 0
+    assert row["possible_s"] >= 0
 
 
 def test_the_share() -> None:
-    assert OverlapReport("model", 1.0, 2.0, 3.0, could_s=1.25).share == pytest.approx(0.8)
-    assert OverlapReport("model", 1.0, 2.0, 2.0, could_s=0.0).share == 1.0
+    assert OverlapReport("model", 1.0, 2.0, 3.0, possible_s=1.25).share == pytest.approx(0.8)
+    assert OverlapReport("model", 1.0, 2.0, 2.0, possible_s=0.0).share == 1.0
 
 
 REFUSED = {

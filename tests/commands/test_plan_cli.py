@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import tutti.cli.plan
+import tutti.cli.plan.planning
 from command import Call, assert_refused
 from profiles import lab_perceptron
 from tutti.plan import Profile
@@ -18,18 +18,18 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """A profile that takes no time to measure, and the batch sizes that were asked for."""
     asked: list[int | None] = []
 
-    def profile_of(subject: str, options: dict[str, Any], batch: int | None, input_shape: str | None) -> Profile:
+    def profile_step(model: str, options: dict[str, Any], batch: int | None, input_shape: str | None) -> Profile:
         asked.append(batch)
         return lab_perceptron(0.02)
 
-    monkeypatch.setattr(tutti.cli.plan, "profile_of", profile_of)
+    monkeypatch.setattr(tutti.cli.plan.planning, "profile_step", profile_step)
     return asked
 
 
 def test_a_plan(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
     ended = call("plan", "digits", "--workers", "4", "--cluster", "ethernet-10g", "--json", "plan.json")
     assert ended.status == 0, ended.err
-    for words in ("one worker", "exposed", "busy", "samples/s", "Use ", "adding workers"):
+    for words in ("one worker", "exposed", "busy", "samples/s", "Use ", "speed-up", "efficiency", "doubling"):
         assert words in ended.out
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["distribute"] is True
@@ -54,7 +54,7 @@ def test_until_it_is_as_accurate_as_asked(call: Call, tmp_path: Path, profiled: 
     words = ["--allow", "lossy", "--target-accuracy", "0.5", "--epochs", "1", "--json", "plan.json"]
     ended = call("plan", "digits", "--workers", "2", *words)
     assert ended.status == 0, ended.err
-    assert "until 50.00%" in ended.out
+    assert "Time to a test accuracy of 50.00%" in ended.out
     reaches = json.loads((tmp_path / "plan.json").read_text())["reaches"]
     assert f"Use {reaches[0]['strategy']}: 50.00% in " in ended.out
     assert len(reaches) >= 5, "the exact one, and one of every kind"
@@ -160,7 +160,7 @@ def test_meshes(call: Call, tmp_path: Path, profiled: list[int | None]) -> None:
     words = ["--workers", "4", "--cluster", "ethernet-1g", "--memory", "20MiB", "--json", "plan.json"]
     ended = call("plan", "mnist-mlp", *words)
     assert ended.status == 0, ended.err
-    for said in ("meshes, 256 samples a step", "data", "tensor", "pipe", "waiting", "too large", "Use "):
+    for said in ("Meshes, 256 samples per step", "data", "tensor", "pipe", "waiting", "too large", "Use "):
         assert said in ended.out
     found = json.loads((tmp_path / "plan.json").read_text())["meshes"]
     assert len(found["meshes"]) + len(found["refused"]) == 6

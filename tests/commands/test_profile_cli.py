@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from command import Call, assert_refused
-from tutti.cli.subject import resized
+from tutti.cli.model_argument import resized
 from tutti.recipes import RECIPES
 
 NETS = """
@@ -85,7 +85,7 @@ def test_a_factory_with_and_without_a_batch(call: Call, tmp_path: Path, nets: st
         ended = call("profile", f"{nets}:{words[0]}", *words[1:], "--json", "profile.json")
         assert ended.status == 0, ended.err
         assert json.loads((tmp_path / "profile.json").read_text())["num_samples"] == samples
-    assert "not measured: no optimiser" in ended.out
+    assert "not measured: the factory has no optimiser" in ended.out
 
 
 def test_a_batch_of_another_size_has_the_same_samples() -> None:
@@ -105,7 +105,7 @@ def test_a_batch_of_another_size_has_the_same_samples() -> None:
         (["digits", "--input", "8x8"], "--input is for factories that return no batch"),
         (["digits", "--option", "width=3"], "recipe 'digits' has no option width"),
         (["digits", "--device", "tpu9"], "--device takes cpu, cuda or cuda:1, got 'tpu9'"),
-        (["digits", "--device", "cuda:99"], "--device cuda:99: there are"),
+        (["digits", "--device", "cuda:99"], "--device cuda:99 does not exist: there are"),
         (["digits", "--json", "nowhere/profile.json"], "nowhere/profile.json cannot be written"),
         (["no_such_module:make"], "no module 'no_such_module', in this folder or installed"),
         (["json:dumps"], "json:dumps fails: TypeError"),

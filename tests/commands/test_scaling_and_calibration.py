@@ -16,7 +16,13 @@ def test_scaling(call: Call, tmp_path: Path) -> None:
     strategies = ["--strategy", "ring:bucket_bytes=67108864,tree"]
     ended = call("simulate", "scaling", *words, *strategies, "--json", "rows.json", "--plot", "scaling.png")
     assert ended.status == 0, ended.err
-    for words in ("images/s", "efficiency", "sent/step", "ring, 64 MiB buckets", "tree, 4 MiB buckets"):
+    for words in (
+        "images/s",
+        "efficiency",
+        "sent: bytes per",
+        "ring, 64 MiB buckets",
+        "tree, 4 MiB buckets",
+    ):
         assert words in ended.out
     assert "334.8us a sample" in ended.out  # The P100's 2,987 images a second.
     found = json.loads((tmp_path / "rows.json").read_text())
@@ -44,9 +50,9 @@ def test_scaling_of_one_number_within_80_columns(call: Call, tmp_path: Path, mon
         (["--workers", "0"], "--workers takes numbers of 1 or more"),
         (["--accelerator", "v1000"], "unknown accelerator 'v1000'. Did you mean 'v100'?"),
         (["--model", "googlenet", "--accelerator", "k80"], "no published speed of model 'googlenet' on 'k80'"),
-        (["--accelerator", "p100", "--sample", "1ms"], "give --accelerator or --sample, not both"),
-        (["--sample", "0ms"], "a sample's time must be above 0, got 0.0"),
-        (["--sample", "soon"], "'soon' is not a time"),
+        (["--accelerator", "p100", "--sample-time", "1ms"], "give --accelerator or --sample-time, not both"),
+        (["--sample-time", "0ms"], "a sample's time must be above 0, got 0.0"),
+        (["--sample-time", "soon"], "'soon' is not a time"),
         (["--cluster", "ethernet-1G"], "unknown preset or file 'ethernet-1G'"),
         (["--strategy", "rong"], "unknown strategy 'rong'"),
         (["--plot", "figure.pdf"], "a plot's file ends in"),
@@ -98,7 +104,7 @@ def test_fidelity_quickly(call: Call, tmp_path: Path, monkeypatch: pytest.Monkey
     words = ["--models", "digits", "--strategies", "ring", "--rates", "1gbit", "--steps", "3"]
     ended = call("bench", "fidelity", *words, "--json", "rows.json")
     assert ended.status == 0, ended.err
-    assert "parameters equal to the bit in 1 of 1" in ended.out
+    assert "parameters are bit-identical in 1 of 1" in ended.out
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert (row["model"], row["strategy"], row["same_bits"]) == ("digits", "ring", True)
     assert row["simulated_s"] > 0

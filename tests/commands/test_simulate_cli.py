@@ -104,7 +104,7 @@ def test_without_matplotlib(call: Call, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = call("simulate", "digits", "-n", "2", "--epochs", "1", "--name", "plain")
     assert ended.status == 0, ended.err
-    assert "no pictures: plots need matplotlib: pip install 'tutti[report]'." in ended.out
+    assert "no figures: plots need matplotlib: pip install 'tutti[report]'." in ended.out
     assert {file.name for file in (tmp_path / "runs" / "plain").iterdir()} == FILES - {
         "progress.png",
         "utilisation.png",
@@ -203,7 +203,7 @@ def test_a_rank_dies(call: Call, tmp_path: Path) -> None:
     assert ended.status == 1
     assert "RankLost" in ended.err
     assert "rank 1 is gone" in ended.err
-    assert ended.err.endswith("what there is of the run is in runs/dead\n")
+    assert ended.err.endswith("the partial record of the run is in runs/dead\n")
     assert "summary.json" not in {file.name for file in (tmp_path / "runs" / "dead").iterdir()}
 
 

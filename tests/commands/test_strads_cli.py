@@ -1,6 +1,5 @@
 """The reproduction of Strads in its quick form, and the examples of the pages on schedulers and branches."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,8 @@ import torch
 
 import tutti
 from command import Call
+from reproductions.records import load
+from reproductions.strads.results import SIMULATED, StradsResults
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -22,17 +23,19 @@ def test_reproduce_strads_quickly(call: Call, tmp_path: Path) -> None:
     figures = re.findall(r"\]\((\S+\.png)\)", report)
     assert figures == ["lasso.png", "matrix.png"]
     assert all((folder / figure).stat().st_size > 10_000 for figure in figures)
-    rows = json.loads((folder / "results.json").read_text())["rows"]
-    assert len(rows) == 3 + 4 + 5 + 4
-    ends = {(row["where"], row["what"], row["way"]): row["points"][-1] for row in rows}
-    simulated = {(row["what"], row["way"]): row["points"] for row in rows if row["where"] == "simulated"}
-    in_turn = simulated["lasso", "round-robin"][-1]
-    reached = next(point for point in simulated["lasso", "dynamic"] if point[3] <= in_turn[3])
-    assert 2 * reached[2] <= in_turn[2]  # In virtual time, which is the same every time.
-    for where, what, way in ends:  # Real and simulated ranks do the same.
-        assert abs(ends[where, what, way][3] / ends["simulated", what, way][3] - 1) < 1e-9
-    loads = json.loads((folder / "results.json").read_text())["loads"]
-    assert [(row["slow"], row["by_load"]) for row in loads] == [(slow, load) for slow in (0, 1) for load in (1, 0)]
+    result = load(StradsResults, folder / "results.json")
+    assert len(result.runs) == 3 + 4 + 5 + 4
+    simulated = {(run.problem, run.policy): run for run in result.runs if run.transport == SIMULATED}
+    in_turn = simulated["lasso", "round-robin"].points[-1]
+    reached = simulated["lasso", "dynamic"].first_at(in_turn.objective)
+    assert reached is not None
+    assert 2 * reached.seconds <= in_turn.seconds  # In virtual time, which is the same every time.
+    for run in result.runs:  # Real and simulated ranks do the same.
+        expected = simulated[run.problem, run.policy].points[-1].objective
+        assert abs(run.points[-1].objective / expected - 1) < 1e-9
+    assert [(row.slow_worker, row.by_work) for row in result.balance] == [
+        (slow, by_work) for slow in (False, True) for by_work in (True, False)
+    ]
 
 
 def run_example(example: str, workers: int, *args: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -186,7 +186,7 @@ def test_different_collectives_are_found_out() -> None:
     def work(world: World) -> None:
         (collectives.ring if world.rank else collectives.tree)(torch.ones(4), world.transport)
 
-    for result in run_threads(work, size=3, transport="process_group"):
+    for result in run_threads(work, size=3, transport="sockets"):
         assert isinstance(result, ReplicaMismatch)
         assert "not all of them called" in str(result)
 
@@ -197,7 +197,7 @@ def test_a_mean_of_integers_is_refused(algorithm: Collective) -> None:
         with pytest.raises(ConfigError, match=r"mean of torch\.int64 tensors is not an integer"):
             mean(torch.ones(3, dtype=torch.int64), world.transport, algorithm)
 
-    run_ok(work, size=2, transport="process_group")
+    run_ok(work, size=2, transport="sockets")
 
 
 @every_algorithm
@@ -205,7 +205,7 @@ def test_a_weight_of_nan_is_refused_on_every_rank(algorithm: Collective) -> None
     def work(world: World) -> None:
         mean(torch.ones(3), world.transport, algorithm, float("nan") if world.rank == 1 else 1.0)
 
-    results = run_threads(work, size=3, transport="process_group")
+    results = run_threads(work, size=3, transport="sockets")
     assert [type(result) for result in results] == [WeightRefused] * 3
     assert [result.ranks for result in results] == [[1]] * 3
 
@@ -304,7 +304,7 @@ def test_parts_are_of_flat_tensors(shape: tuple[int, ...]) -> None:
         with pytest.raises(ConfigError, match="local_part needs one dimension"):
             local_part(torch.ones(shape), world.transport)
 
-    run_ok(work, size=2, transport="process_group")
+    run_ok(work, size=2, transport="sockets")
 
 
 def test_a_negative_weight_is_refused_on_every_rank() -> None:
@@ -312,7 +312,7 @@ def test_a_negative_weight_is_refused_on_every_rank() -> None:
         with pytest.raises(ConfigError, match=r"weights must be 0 or more, but rank 1 gave -2"):
             mean(torch.ones(3), world.transport, collectives.ring, -2.0 if world.rank else 1.0)
 
-    run_ok(work, size=2, transport="process_group")
+    run_ok(work, size=2, transport="sockets")
 
 
 def test_a_mean_of_integers_on_one_rank_only() -> None:
@@ -325,7 +325,7 @@ def test_a_mean_of_integers_on_one_rank_only() -> None:
         collectives.ring(after, world.transport)
         return float(after[0])
 
-    assert run_ok(work, size=2, transport="process_group") == [2.0, 2.0]
+    assert run_ok(work, size=2, transport="sockets") == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("hosts", [["a"], ["a", "b", "c"], ["a", "a", "b", "b"], ["a"] * 5, ["a", "b"] * 4], ids=str)

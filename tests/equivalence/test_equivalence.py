@@ -36,13 +36,13 @@ threads_suffice = pytest.mark.skipif(
 # Only what a transport does in a way of its own differs between transports; the rest is messages.
 CASES = [
     *(("allreduce", "shared_memory", size) for size in (1, 2, 3, 4)),
-    *(("allreduce", transport, size) for transport in ("process_group", "hosts") for size in (3, 4)),
+    *(("allreduce", transport, size) for transport in ("sockets", "hosts") for size in (3, 4)),
     *(("allreduce, many buckets", transport, 3) for transport in (*TRANSPORTS, "hosts")),
     *((name, "simulated_hosts", size) for name, size in zip(OWN, (2, 3), strict=True)),
     *((name, "hosts", 3 + place % 2) for place, name in enumerate(BY_NAME)),
-    *zip(FACTORED, ("process_group", "shared_memory", "simulated_hosts"), (3, 3, 4), strict=True),
+    *zip(FACTORED, ("sockets", "shared_memory", "simulated_hosts"), (3, 3, 4), strict=True),
     *((name, transport, 3) for name in SERVED for transport in ("shared_memory", "hosts")),
-    *(("servers, many buckets", transport, 4) for transport in ("shared_memory", "process_group", "simulated_hosts")),
+    *(("servers, many buckets", transport, 4) for transport in ("shared_memory", "sockets", "simulated_hosts")),
 ]
 
 
@@ -79,7 +79,7 @@ def work() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize(("size", "transport"), [(2, "process_group"), (3, "shared_memory")])
+@pytest.mark.parametrize(("size", "transport"), [(2, "sockets"), (3, "shared_memory")])
 def test_processes(size: int, transport: str) -> None:
     by_rank = tutti.launch(work, workers=size, transport=transport)
     for strategy, name in by_rank[0]:
@@ -93,7 +93,7 @@ def test_processes(size: int, transport: str) -> None:
 def test_the_reference_is_sensitive() -> None:
     """A gradient summed instead of averaged, or one sample too few, would be seen."""
     scenario = SCENARIOS["sgd"]
-    wrong = run_ok(_train_on_less, scenario, size=2, transport="process_group")[0]
+    wrong = run_ok(_train_on_less, scenario, size=2, transport="sockets")[0]
     with pytest.raises(AssertionError, match="relative difference"):
         assert_close(wrong, reference(scenario), FLOAT64_TOLERANCE)
 

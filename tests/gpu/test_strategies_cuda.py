@@ -41,8 +41,8 @@ def train(texts: tuple[str, ...], device: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_gpu_ends_where_a_cpu_does() -> None:
-    on_gpu = tutti.launch(train, ALIKE, "cuda", workers=2, transport="process_group")
-    on_cpu = tutti.launch(train, ALIKE, "cpu", workers=2, transport="process_group")
+    on_gpu = tutti.launch(train, ALIKE, "cuda", workers=2, transport="sockets")
+    on_cpu = tutti.launch(train, ALIKE, "cpu", workers=2, transport="sockets")
     for text in ALIKE:
         for one, other in zip(on_gpu, on_cpu, strict=True):
             torch.testing.assert_close(
@@ -51,7 +51,7 @@ def test_a_gpu_ends_where_a_cpu_does() -> None:
 
 
 def test_what_chance_decides_is_sound() -> None:
-    one, other = tutti.launch(train, SOUND, "cuda", workers=2, transport="process_group")
+    one, other = tutti.launch(train, SOUND, "cuda", workers=2, transport="sockets")
     for text in SOUND:
         assert one[text].isfinite().all(), text
         assert torch.equal(one[text], other[text]), text

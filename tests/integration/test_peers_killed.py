@@ -34,7 +34,7 @@ def work(text: str) -> tuple[float, float, int]:
         if step > DIES_AT // 2:  # Connections and compilers are over.
             longest_s = max(longest_s, time.monotonic() - last_s)
         last_s = time.monotonic()
-    left = len(job._exchange.company.living)  # type: ignore[attr-defined]
+    left = len(job._exchange.context.group.alive)  # type: ignore[attr-defined]
     job.finish()
     total = sum(float(p.detach().double().sum()) for p in model.parameters())
     return longest_s, total, left

@@ -14,9 +14,10 @@ from support import run_ok
 from tutti.cluster import Cluster, Compute, Link, format_time, parse_time
 from tutti.errors import ConfigError
 from tutti.job import Job, Metrics, distribute
-from tutti.plan.auto import Auto
-from tutti.plan.auto import exchange as auto
-from tutti.plan.auto.watch import Watch, layers_in
+from tutti.plan import price
+from tutti.plan.auto import Auto, AutoExchange
+from tutti.plan.auto import controller as auto
+from tutti.plan.auto.step_recorder import StepRecorder, factorable_layers
 from tutti.plan.profile.clock import Clock
 from tutti.replica import HookedReplica
 from tutti.replica.samples import SampleCounts
@@ -85,7 +86,7 @@ def test_lossy_only_if_allowed() -> None:
     assert any(name in chosen for name in ("onebit", "bmuf", "diloco"))
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory", "hosts"])
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory", "hosts"])
 def test_over_real_transports(transport: str) -> None:
     results = run_ok(train, Auto(), 40, size=3, transport=transport)
     assert_alike(results, run_ok(train, AllReduce(), 40, size=3, transport=transport))
@@ -97,16 +98,16 @@ def test_a_wrong_prediction_is_noticed_and_planned_again(capsys: pytest.CaptureF
 
     def between(job: Job, step: int) -> None:
         exchange = job._exchange
-        assert isinstance(exchange, auto.AutoExchange)
+        assert isinstance(exchange, AutoExchange)
         if step == 25:
-            exchange._next = None
-            exchange._change_to(AllReduce("tree"))
-            exchange.prediction = auto.price(AllReduce("tree"), *PRICED)
+            exchange.controller.pending = None
+            exchange.switch_to(AllReduce("tree"))
+            exchange.controller.prediction = price(AllReduce("tree"), *PRICED)
         if step in (25, 150):
-            seen.append((step, str(exchange.chosen)))
+            seen.append((step, str(exchange.strategy)))
 
     seen: list[tuple[int, str]] = []
-    steps = 4 * auto.LOOK_EVERY
+    steps = 4 * auto.CHECK_EVERY
     results = on("10mbit", Auto(), steps, between=between)
     assert {text for step, text in seen if step == 25} == {"tree"}
     assert {text for step, text in seen if step == 150} == {"poseidon"}
@@ -129,7 +130,7 @@ def test_a_link_that_becomes_slow_is_measured_anew(
         networks.append(network)
 
     monkeypatch.setattr(Network, "__init__", keep)
-    monkeypatch.setattr(auto, "LOOK_EVERY", 20)
+    monkeypatch.setattr(auto, "CHECK_EVERY", 20)
 
     def between(job: Job, step: int) -> None:
         if step == 40 and job.world.rank == 0:
@@ -139,7 +140,7 @@ def test_a_link_that_becomes_slow_is_measured_anew(
         chosen.setdefault(step, set()).add(job.metrics.strategy["planned"].chosen)
 
     chosen: dict[int, set[str]] = {}
-    steps = 6 * auto.LOOK_EVERY
+    steps = 6 * auto.CHECK_EVERY
     results = on("10gbit", Auto(), steps, between=between)
     assert chosen[40] == {"native"}
     assert chosen[steps - 1] == {"poseidon"}
@@ -170,7 +171,7 @@ def test_what_turns_out_slower_is_left_again(
                 optimizer.zero_grad()
             return job.metrics, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
-    honest = auto.price
+    honest = price
 
     def promising(strategy: Strategy, *args: Any, **options: Any) -> Any:
         found = honest(strategy, *args, **options)
@@ -209,7 +210,7 @@ def test_batches_that_grow_are_watched_anew(
             return job.metrics, world.transport.now() - before_s
 
     first: list[Any] = []
-    monkeypatch.setattr(auto, "LOOK_EVERY", 10)
+    monkeypatch.setattr(auto, "CHECK_EVERY", 10)
     cluster = Cluster(link=Link("200mbit", "50us"), compute=Compute(flops="2gflops"))
     (wanted_s, *_) = (took_s for _, took_s in simulate(work, AllReduce(), workers=4, cluster=cluster).results)
     first.clear()
@@ -246,7 +247,7 @@ def test_models_compiled_afterwards_stay_as_they_are(in_place: bool, capfd: pyte
 
     torch._dynamo.reset()  # What others compiled counts towards a limit of this one, and the other way round.
     try:
-        results = run_ok(work, size=2, transport="process_group")
+        results = run_ok(work, size=2, transport="sockets")
     finally:
         torch._dynamo.reset()
     for metrics in results:
@@ -263,11 +264,11 @@ def test_what_is_never_changed_to_is_not_reported(capsys: pytest.CaptureFixture[
 
     def blind(job: Job, step: int) -> None:
         exchange = job._exchange
-        assert isinstance(exchange, auto.AutoExchange)
-        if exchange._next is not None:
-            exchange._before.remove()
-        assert exchange.planned.chosen == "native"
-        assert str(exchange.chosen) == "native"
+        assert isinstance(exchange, AutoExchange)
+        if exchange.controller.pending is not None:
+            exchange._forward_hook.remove()
+        assert exchange.metrics()["planned"].chosen == "native"
+        assert str(exchange.strategy) == "native"
 
     results = on("10mbit", Auto(), 30, between=blind)
     assert_alike(results, on("10mbit", AllReduce(), 30))
@@ -297,11 +298,11 @@ class Behind(Clock):
 def test_moments_are_those_of_the_clock_of_the_device() -> None:
     model = perceptron()
     replica = HookedReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), SampleCounts())
-    watch = Watch(replica, Behind(), layers_in(replica))
+    watch = StepRecorder(replica, Behind(), factorable_layers(replica))
     for _ in range(2):
         model(torch.ones(3, 100, dtype=torch.float64)).sum().backward()
         step = watch.take()
-        assert step.seen
+        assert step.complete
         assert step.forward_s == 1.0
         assert sorted(step.ready_s.values()) == [1.0, 2.0, 3.0, 4.0]
         assert step.rows == {"0.weight": 3, "2.weight": 3}
@@ -341,7 +342,7 @@ def test_alone_it_is_plain_training_and_others_go_on_from_it() -> None:
             job.load_state_dict(saved[-1])
             assert job.steps == 5
 
-    (result,) = run_ok(train, Auto(), 5, save, size=1, transport="process_group")
+    (result,) = run_ok(train, Auto(), 5, save, size=1, transport="sockets")
     assert result[1].strategy == {}
     on("10mbit", Auto(), 30, between=load)
 

@@ -10,11 +10,11 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from torch_groups import GROUPS, gloo, on_ranks
-from tutti.backend.operators import OPERATORS
+from tutti.backend.operators import REDUCE_OPERATORS
 
 Call = Callable[[Any, Callable[..., Tensor]], Any]
 
-DTYPES = sorted({dtype for each in OPERATORS.values() for dtype in each.dtypes}, key=str)
+DTYPES = sorted({dtype for each in REDUCE_OPERATORS.values() for dtype in each.dtypes}, key=str)
 LENGTHS = (0, 1, 2, 3, 7, 100, 1001, 70_001)
 
 
@@ -40,7 +40,7 @@ def _random(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 def _reductions(group: Any) -> Iterator[Any]:
     """Every operator on every dtype that it takes, in every kind of reduction."""
     rank, size = group.rank(), group.size()
-    for name, operator in OPERATORS.items():
+    for name, operator in REDUCE_OPERATORS.items():
         op = getattr(dist.ReduceOp, name)
         for dtype in operator.dtypes:
             tensor = _random(rank, 37, dtype=dtype)

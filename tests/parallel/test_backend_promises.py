@@ -359,10 +359,10 @@ def test_what_cannot_be_is_refused_with_words(call: Callable[[Any], Any], says: 
         assert said.startswith(f"rank {rank}: ")
 
 
-def _queued(lane: RealTimeQueue, steps: Any, here: bool = False) -> BackendWork:
-    operation = BackendWork(3, [])
-    lane.collective(operation, steps, here)
-    return operation
+def _queued(queue: RealTimeQueue, operation: Any, blocking: bool = False) -> BackendWork:
+    work = BackendWork(3, [])
+    queue.submit_collective(work, operation, blocking)
+    return work
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -377,14 +377,14 @@ def test_whatever_a_collective_dies_of_all_that_follow_fail() -> None:
     def lives() -> Operation:
         yield CompletedWork()
 
-    lane = RealTimeQueue(SingleRankTransport(), 3)
-    first, second = _queued(lane, dies()), _queued(lane, lives())
+    queue = RealTimeQueue(SingleRankTransport(), 3)
+    first, second = _queued(queue, dies()), _queued(queue, lives())
     asked.set()
-    third = _queued(lane, lives(), here=True)
-    for each in (first, second, third, _queued(lane, lives()), _queued(lane, lives(), here=True)):
+    third = _queued(queue, lives(), blocking=True)
+    for each in (first, second, third, _queued(queue, lives()), _queued(queue, lives(), blocking=True)):
         with pytest.raises(TuttiError, match=r"rank 3: a collective was cut short here by SystemExit\('no more'\)"):
             each.wait(timedelta(seconds=10))
-    lane.close()
+    queue.close()
 
 
 def test_a_collective_that_a_signal_ends_is_the_last() -> None:
@@ -392,12 +392,12 @@ def test_a_collective_that_a_signal_ends_is_the_last() -> None:
         yield CompletedWork()
         raise KeyboardInterrupt
 
-    lane = RealTimeQueue(SingleRankTransport(), 3)
+    queue = RealTimeQueue(SingleRankTransport(), 3)
     with pytest.raises(KeyboardInterrupt):
-        _queued(lane, interrupted(), here=True)
+        _queued(queue, interrupted(), blocking=True)
     with pytest.raises(TuttiError, match=r"cut short here by KeyboardInterrupt"):
-        _queued(lane, interrupted()).wait(timedelta(seconds=10))
-    lane.close()
+        _queued(queue, interrupted()).wait(timedelta(seconds=10))
+    queue.close()
 
 
 def test_without_a_thread_to_be_had_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,12 +410,12 @@ def test_without_a_thread_to_be_had_the_caller_does_it(monkeypatch: pytest.Monke
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    lane = RealTimeQueue(SingleRankTransport(), 3)
+    queue = RealTimeQueue(SingleRankTransport(), 3)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        _queued(lane, steps()).wait(timedelta(seconds=10))
-    _queued(lane, steps()).wait(timedelta(seconds=10))
-    lane.close()
+        _queued(queue, steps()).wait(timedelta(seconds=10))
+    _queued(queue, steps()).wait(timedelta(seconds=10))
+    queue.close()
     assert taken[0] is threading.current_thread()
     assert taken[1] is not threading.current_thread()
 

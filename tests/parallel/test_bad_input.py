@@ -99,7 +99,7 @@ def test_a_text_for_a_strategy() -> None:
         assert strategies == [parse(text) for text in texts]
         return [str(strategy) for strategy in strategies]
 
-    results = run_threads(work, size=2, transport="process_group")
+    results = run_threads(work, size=2, transport="sockets")
     assert [result[0] for result in results] == ["ring", "ring"]
 
 
@@ -118,7 +118,7 @@ def test_what_is_no_strategy(strategy: Any, message: str) -> None:
         # One rank's mistake is everyone's error, as with any other.
         distribute(model, sgd(model), strategy if world.rank == 1 else None, world=world)
 
-    expect_on_all(run_threads(work, size=2, transport="process_group"), ConfigError, f"rank 1: {message}")
+    expect_on_all(run_threads(work, size=2, transport="sockets"), ConfigError, f"rank 1: {message}")
 
 
 def test_an_unknown_strategy() -> None:

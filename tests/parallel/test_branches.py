@@ -87,15 +87,15 @@ def train(world: World, num_branches: int, optimizer: str) -> dict[str, Any]:
     ("transport", "size", "num_branches", "optimizer"),
     [
         ("shared_memory", 2, 2, "sgd"),
-        ("process_group", 3, 3, "adam"),
+        ("sockets", 3, 3, "adam"),
         ("shared_memory", 2, 3, "adam"),
-        ("process_group", 4, 2, "sgd"),
+        ("sockets", 4, 2, "sgd"),
         ("simulated", 2, 2, "adam"),
         ("simulated_hosts", 3, 3, "sgd"),
     ],
 )
 def test_as_in_one_process(transport: str, size: int, num_branches: int, optimizer: str) -> None:
-    (wanted,) = run_ok(train, num_branches, optimizer, size=1, transport="process_group")
+    (wanted,) = run_ok(train, num_branches, optimizer, size=1, transport="sockets")
     results = run_ok(train, num_branches, optimizer, size=size, transport=transport)
     assert "stem.weight" in wanted["grads"]
     for result in results:
@@ -180,9 +180,9 @@ def test_what_cannot_be_is_refused() -> None:
     for result in run_threads(refused, two, size=3, transport="shared_memory"):
         assert isinstance(result, ConfigError)
         assert "3 ranks cannot be put into groups of 2" in str(result)
-    for result in run_threads(refused, [nn.Sequential(nn.BatchNorm1d(2))], size=1, transport="process_group"):
+    for result in run_threads(refused, [nn.Sequential(nn.BatchNorm1d(2))], size=1, transport="sockets"):
         assert "'0' of branch 0 keeps running statistics" in str(result)
-    for result in run_threads(refused, [], size=1, transport="process_group"):
+    for result in run_threads(refused, [], size=1, transport="sockets"):
         assert "one branch at least" in str(result)
 
 
@@ -193,7 +193,7 @@ def test_what_would_train_wrongly_is_refused() -> None:
         sum(branches(x, x)).sum().backward()  # type: ignore[union-attr]
 
     for which, message in {"batches": "were given different batches", "alone": "tutti.distribute the model"}.items():
-        for rank, error in enumerate(run_threads(work, which, size=2, transport="process_group")):
+        for rank, error in enumerate(run_threads(work, which, size=2, transport="sockets")):
             assert isinstance(error, ConfigError)
             assert str(error).startswith(f"rank {rank}: ")
             assert message in str(error)
@@ -204,7 +204,7 @@ def test_a_wrong_output_is_told_to_all() -> None:
         branches = Branches([nn.Linear(3, 3), nn.LSTM(3, 3)], world.transport)
         branches(torch.ones(2, 3), torch.ones(2, 3))
 
-    for result in run_threads(work, size=2, transport="process_group"):
+    for result in run_threads(work, size=2, transport="sockets"):
         assert isinstance(result, ConfigError)
         assert "branch 1 must make one floating-point tensor" in str(result)
 

@@ -83,7 +83,7 @@ def assert_same_bits(by_rank: list[Any]) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize(("transport", "size"), [("process_group", 3), ("simulated", 5), ("shared_memory", 2)])
+@pytest.mark.parametrize(("transport", "size"), [("sockets", 3), ("simulated", 5), ("shared_memory", 2)])
 def test_all_ranks_end_with_the_same_bits(codec: str, transport: str, size: int) -> None:
     def train(world: World) -> list[Tensor]:
         model, optimizer, job = start(world, ErrorFeedback(CODECS[codec]))
@@ -111,7 +111,7 @@ def test_hosts_with_several_ranks(codec: str, size: int, transport: str) -> None
 
 
 @pytest.mark.parametrize("codec", KINDS)
-@pytest.mark.parametrize("transport", ["process_group", "hosts", "simulated", "simulated_hosts"])
+@pytest.mark.parametrize("transport", ["sockets", "hosts", "simulated", "simulated_hosts"])
 def test_buckets_of_all_kinds_side_by_side(codec: str, transport: str) -> None:
     """Some to be encoded, some of small tensors alone, some of running statistics, all under way at once."""
 
@@ -149,7 +149,7 @@ def test_what_was_sent_and_what_is_left_is_what_there_was(codec: str) -> None:
         return total, job.state_dict()["exchange"]
 
     size = 3
-    results = run_ok(gradients, size=size, transport="process_group")
+    results = run_ok(gradients, size=size, transport="sockets")
     expected = [torch.zeros_like(p) for p in net().parameters()]
     for step in steps:
         model = net()
@@ -171,8 +171,8 @@ def test_small_gradients_are_exact() -> None:
         model, optimizer, _ = start(world, codec)
         return go(world, model, optimizer, range(1))[0]
 
-    compressed = run_ok(train, ErrorFeedback(OneBit()), size=2, transport="process_group")[0]
-    exact = run_ok(train, None, size=2, transport="process_group")[0]
+    compressed = run_ok(train, ErrorFeedback(OneBit()), size=2, transport="sockets")[0]
+    exact = run_ok(train, None, size=2, transport="sockets")[0]
     for one, other in zip(compressed, exact, strict=True):
         assert torch.equal(one, other) == (one.numel() < 100)
 
@@ -192,7 +192,7 @@ def test_without_feedback_too(codec: str) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize(("transport", "size"), [("process_group", 3), ("hosts", 4), ("simulated_hosts", 5)])
+@pytest.mark.parametrize(("transport", "size"), [("sockets", 3), ("hosts", 4), ("simulated_hosts", 5)])
 def test_a_restored_run_goes_on_to_the_bit(codec: str, transport: str, size: int) -> None:
     def train(world: World) -> tuple[list[Tensor], list[Tensor]]:
         model, optimizer, job = start(world, ErrorFeedback(CODECS[codec]))
@@ -319,7 +319,7 @@ def test_what_lies_between_tensors_stays_zero() -> None:
             assert not between.any()
         return True
 
-    assert run_ok(train, size=2, transport="process_group") == [True, True]
+    assert run_ok(train, size=2, transport="sockets") == [True, True]
 
 
 def test_a_gradient_that_nobody_clears_or_touches_is_not_lost() -> None:
@@ -335,7 +335,7 @@ def test_a_gradient_that_nobody_clears_or_touches_is_not_lost() -> None:
         model[0](x).square().mean().backward()  # The other layer keeps its gradient, as on one machine.
         return first, model[1].weight.grad + _owed(job, "1.weight", world)
 
-    for before, after in run_ok(train, size=2, transport="process_group"):
+    for before, after in run_ok(train, size=2, transport="sockets"):
         torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
 
 
@@ -360,7 +360,7 @@ def test_other_dtypes(codec: str, dtype: torch.dtype) -> None:
             optimizer.zero_grad()
         return [p.detach() for p in model.parameters()]
 
-    assert_same_bits(run_ok(train, size=3, transport="process_group"))
+    assert_same_bits(run_ok(train, size=3, transport="sockets"))
 
 
 @pytest.mark.parametrize("codec", KINDS)
@@ -379,7 +379,7 @@ def test_a_parameter_without_a_gradient_has_none_until_something_is_owed(codec: 
             optimizer.zero_grad()
         return has
 
-    for has in run_ok(train, size=2, transport="process_group"):
+    for has in run_ok(train, size=2, transport="sockets"):
         assert has[0] == [True, True, False, False]
         assert has[1] == [True] * 4
         assert has[2] == [True, True, True, False]  # The bias is exact: of it nothing is owed.
@@ -397,7 +397,7 @@ def test_accumulated_gradients_are_encoded_once(codec: str) -> None:
         F.cross_entropy(model(x), y).backward()
         return job.metrics.exchanges
 
-    assert run_ok(train, size=2, transport="process_group") == [1, 1]
+    assert run_ok(train, size=2, transport="sockets") == [1, 1]
 
 
 @every_codec

@@ -38,14 +38,14 @@ class Run:
 
     def __post_init__(self) -> None:
         self.versions: dict[tuple[int, int, int], int] = {}
-        """By piece, worker and clock of an update: the first version that it is in."""
+        """By shard, worker and clock of an update: the first version that it is in."""
         for event in self.applies:
-            piece, version, worker, clock = event.about
-            assert (piece, worker, clock) not in self.versions, f"applied twice: {event.about}"
-            self.versions[piece, worker, clock] = version
+            shard, version, worker, clock = event.about
+            assert (shard, worker, clock) not in self.versions, f"applied twice: {event.about}"
+            self.versions[shard, worker, clock] = version
 
     @property
-    def pieces(self) -> set[int]:
+    def shards(self) -> set[int]:
         return {event.about[0] for event in self.applies}
 
 
@@ -101,7 +101,7 @@ def run(rule: Consistency, steps: list[int], cluster: Cluster, **options: Any) -
 
 def check_all_applied(found: Run) -> None:
     """Every update of every worker is applied, once."""
-    sent = {(piece, w, clock) for piece in found.pieces for w, most in enumerate(found.steps) for clock in range(most)}
+    sent = {(shard, w, clock) for shard in found.shards for w, most in enumerate(found.steps) for clock in range(most)}
     assert found.versions.keys() == sent
 
 
@@ -109,12 +109,12 @@ def check_reads(found: Run, bound: int) -> None:
     """What a worker read in iteration c holds all updates of the iterations before c - bound."""
     for worker, reads in enumerate(found.reads):
         for event in reads:
-            piece, clock, version = event.about
+            shard, clock, version = event.about
             for other, most in enumerate(found.steps):
                 for old in range(min(most, clock - bound)):
-                    there = found.versions[piece, other, old]
+                    there = found.versions[shard, other, old]
                     assert there <= version, (
-                        f"worker {worker} read version {version} of piece {piece} in iteration {clock}, but update "
+                        f"worker {worker} read version {version} of shard {shard} in iteration {clock}, but update "
                         f"{old} of worker {other} is in version {there}"
                     )
 
@@ -127,11 +127,11 @@ def check_distance(found: Run, bound: int) -> None:
             pushed[worker, event.about[0]].append(event.start_s)
     for worker, reads in enumerate(found.reads):
         for event in reads:
-            piece, clock, _ = event.about
+            shard, clock, _ = event.about
             for other, most in enumerate(found.steps):
-                done = sum(time <= event.start_s for time in pushed[other, piece])
+                done = sum(time <= event.start_s for time in pushed[other, shard])
                 assert clock - min(done, clock) <= bound or done == most, (
-                    f"worker {worker} is in iteration {clock} of piece {piece} when worker {other} has done {done}"
+                    f"worker {worker} is in iteration {clock} of shard {shard} when worker {other} has done {done}"
                 )
 
 
@@ -139,16 +139,16 @@ def check_own(found: Run) -> None:
     """What a worker read holds all its own earlier updates."""
     for worker, reads in enumerate(found.reads):
         for event in reads:
-            piece, clock, version = event.about
-            assert all(found.versions[piece, worker, old] <= version for old in range(clock))
+            shard, clock, version = event.about
+            assert all(found.versions[shard, worker, old] <= version for old in range(clock))
 
 
 def check_steps(found: Run, rule: Consistency) -> None:
     """Versions follow each other without gaps, each of as many updates as the rule says."""
-    for piece in found.pieces:
+    for shard in found.shards:
         sizes: dict[int, int] = defaultdict(int)
         for (number, _, clock), version in found.versions.items():
-            if number == piece:
+            if number == shard:
                 sizes[version] += 1
                 assert rule.bound is None or version == clock + 1
         assert sorted(sizes) == list(range(1, len(sizes) + 1))
@@ -203,7 +203,7 @@ def test_every_rule_keeps_its_promise(data: st.DataObject) -> None:
     servers = data.draw(st.sampled_from(["colocated", 1, 2]), "servers")
     overlap = data.draw(st.booleans(), "overlap")
     bucket_bytes = 10_000
-    if rule.bound is None and rule.quorum > 1:  # Several pieces may wait for each other: see the end of this file.
+    if rule.bound is None and rule.quorum > 1:  # Several shards may wait for each other: see the end of this file.
         servers, bucket_bytes = 1, 2**20
     check(run(rule, steps, cluster, servers=servers, overlap=overlap, bucket_bytes=bucket_bytes), rule)
 
@@ -334,7 +334,7 @@ def test_stale_updates_are_scaled_down(factor: Any) -> None:
         results = tutti.simulate(train_plainly, strategy, 10, workers=3, cluster=STRAGGLER).results[:2]
     applies = [event for server in servers for event in server.events if event.kind == APPLY]
     found = Run([10, 10], [reads for reads, _, _ in results], applies, [final for _, final, _ in results])
-    assert len(found.pieces) == 1
+    assert len(found.shards) == 1
     staleness = results[1][2]
     assert max(staleness) >= 3, "worker 1 is a straggler"
     assert sum(staleness.values()) == 10
@@ -345,6 +345,6 @@ def test_stale_updates_are_scaled_down(factor: Any) -> None:
     assert any((one - two).abs().max() > 1e-6 for one, two in zip(found.parameters[0], unscaled, strict=True))
 
 
-def test_soft_sync_of_several_pieces() -> None:
-    """Worker 1 leaves when of one piece only worker 0's update waits for company, of another only worker 2's."""
+def test_soft_sync_of_several_shards() -> None:
+    """Worker 1 leaves when of one shard only worker 0's update waits for a second, of another only worker 2's."""
     check(run(SoftSync(2), [4, 4, 4], STRAGGLER), SoftSync(2))

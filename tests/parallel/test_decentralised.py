@@ -19,12 +19,12 @@ from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job import Job, distribute
 from tutti.simulation.runs.scaling import ScalingCase, scaling
 from tutti.strategies import Gossip, Graph, PeerUpdates, Strategy, parse
-from tutti.strategies.decentralised.graphs import sized
-from tutti.strategies.decentralised.wire import Head, Kind
+from tutti.strategies.decentralised.graphs import topology_for
+from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
 from tutti.transports.base import Operation
 from tutti.world import World
 
-TRANSPORTS = ("simulated", "process_group", "shared_memory", "hosts")
+TRANSPORTS = ("simulated", "sockets", "shared_memory", "hosts")
 everywhere = pytest.mark.parametrize("transport", TRANSPORTS)
 ALL = ("peers", "peers+threshold", "peers:graph=ring,inbox=2", "gossip", "gossip:graph=ring", "gossip:pairs=async")
 LR = 0.05
@@ -94,7 +94,7 @@ def watched(world: World, strategy: Strategy, steps: int) -> tuple[Tensor, Tenso
 
 def by_matrices(strategy: Gossip, size: int, steps: int) -> list[Tensor]:
     """D-PSGD, with push-sum weights, as its papers write it."""
-    graph = sized(strategy.graph, size)
+    graph = topology_for(strategy.graph, size)
     x, w = torch.stack([flat(net())] * size), torch.ones(size, 1, dtype=torch.float64)
     for step in range(steps):
         mixing = torch.tensor(graph.mixing(step).copy())
@@ -117,7 +117,7 @@ def test_gossip_in_step_is_the_recurrence(transport: str, text: str, size: int) 
     close(found[0][1], torch.stack(expected).mean(0))
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize(("size", "text"), [(4, f"gossip:graph={WEB}"), (7, "gossip"), (6, "gossip:graph=torus")])
 def test_larger_and_directed_graphs(transport: str, size: int, text: str) -> None:
     strategy = parse(text)
@@ -141,7 +141,7 @@ def still(world: World, strategy: Strategy, steps: int) -> tuple[Tensor, Tensor]
     return own, flat(model)
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 def test_push_sum_finds_the_true_mean(transport: str) -> None:
     for own, _ in run_ok(still, Gossip(WEB), 150, size=4, transport=transport):
         torch.testing.assert_close(own, flat(net()) + 1.5, rtol=0, atol=1e-9)
@@ -189,7 +189,7 @@ def told(world: World, strategy: PeerUpdates, steps: int) -> tuple[Tensor, Tenso
         assert not torch.equal(flat(model), before)
     exchange: Any = job._exchange
     left = torch.zeros_like(total)
-    ((bucket, state),) = zip(exchange.images.buckets, exchange._packets.states, strict=True)
+    ((bucket, state),) = zip(exchange.context.model.buckets, exchange.algorithm._packets.states, strict=True)
     if state:
         named = dict(zip((slot.name for slot in bucket.slots), bucket.starts, strict=True))
         place = 0
@@ -248,16 +248,16 @@ def test_each_update_comes_once_along_a_graph() -> None:
     def train(world: World) -> list[int]:
         model, optimizer, job = start(world, PeerUpdates(None, "ring"))
         heard: list[tuple[int, int]] = []
-        exchange: Any = job._exchange
-        take = exchange._take
-        exchange._take = lambda head, payload: (heard.append((head.origin, head.number)), take(head, payload))
+        inbox: Any = job._exchange.algorithm._inbox  # type: ignore[attr-defined]
+        accept = inbox.accept
+        inbox.accept = lambda origin, number: (heard.append((origin, number)), accept(origin, number))[1]
         go(job, model, optimizer, range(5))
         job.finish()
         assert len(heard) == len(set(heard)) == 5 * (world.size - 1)
         return [job.world.rank]
 
     run_ok(train, size=5, transport="simulated")
-    run_ok(train, size=5, transport="process_group")
+    run_ok(train, size=5, transport="sockets")
 
 
 @pytest.mark.parametrize("text", ["gossip", "gossip:graph=ring", "gossip:graph=random", "gossip:pairs=async"])
@@ -309,7 +309,7 @@ def mortal(strategy: Strategy, dies_at: dict[int, int], in_meeting: bool) -> Cal
     return train
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize("text", ALL)
 def test_the_rest_go_on_and_agree(transport: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
@@ -341,16 +341,16 @@ def test_deaths_at_any_moment(text: str) -> None:
 
 @pytest.mark.parametrize("text", ALL)
 def test_an_outcome_that_few_heard_is_everybodys(text: str) -> None:
-    """The first of a meeting is lost when it has told one other than the next: that one tells the rest."""
+    """The leader of a round is lost when it has sent the result to one rank only: that one sends it to the rest."""
 
     def train(world: World) -> Tensor | None:
         model, optimizer, job = start(world, parse(text))
         go(job, model, optimizer, range(4))
         if world.rank == 0:
-            company: Any = job._exchange.company  # type: ignore[attr-defined]
-            tell = company.tell
-            company.tell = lambda peer, head, *rest: (
-                None if head.kind == Kind.RESULT and peer != 2 else tell(peer, head, *rest)
+            group: Any = job._exchange.context.group  # type: ignore[attr-defined]
+            send = group.send
+            group.send = lambda peer, header, *rest: (
+                None if header.kind == PeerMessageKind.ROUND_RESULT and peer != 2 else send(peer, header, *rest)
             )
             job._exchange.consensus()
             agreed = flat(model)
@@ -363,7 +363,7 @@ def test_an_outcome_that_few_heard_is_everybodys(text: str) -> None:
     same(run_ok(train, size=4, transport="simulated"))
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 def test_the_graph_is_made_anew_over_those_who_are_left(transport: str) -> None:
     def train(world: World) -> tuple[Any, int] | None:
         model, optimizer, job = start(world, Gossip("ring"))
@@ -372,16 +372,16 @@ def test_the_graph_is_made_anew_over_those_who_are_left(transport: str) -> None:
             world.close()
             return None
         go(job, model, optimizer, range(4, 12))
-        exchange: Any = job._exchange
-        group, size = exchange._group, exchange.topology.size
+        algorithm: Any = job._exchange.algorithm  # type: ignore[attr-defined]
+        members, size = algorithm._members, algorithm.topology.size
         job.finish()
-        return group, size
+        return members, size
 
     found = run_ok(train, size=5, transport=transport)
     assert [each for each in found if each] == [((0, 2, 3, 4), 4)] * 4
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 def test_what_is_told_twice_is_applied_once(transport: str) -> None:
     def train(world: World) -> tuple[Tensor, Tensor]:
         model, optimizer, job = start(world, PeerUpdates(None, "ring"))
@@ -389,8 +389,8 @@ def test_what_is_told_twice_is_applied_once(transport: str) -> None:
         exchange: Any = job._exchange
 
         def again() -> Any:
-            for peer in exchange.company.others:
-                exchange._make_up(peer)
+            for peer in exchange.context.group.others:
+                exchange.algorithm._sent.resend(peer)
             yield from ()
 
         for step in range(5):
@@ -398,7 +398,7 @@ def test_what_is_told_twice_is_applied_once(transport: str) -> None:
             total -= LR * torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
             optimizer.step()
             optimizer.zero_grad()
-            exchange._wait(again())
+            exchange.context.wait(again())
         job.finish()
         return total, flat(model)
 
@@ -450,7 +450,7 @@ def test_a_loss_that_is_not_finite_stops_everybody(transport: str, text: str) ->
 
 @pytest.mark.parametrize("text", ALL)
 def test_alone(text: str) -> None:
-    ((own, agreed),) = run_ok(watched, parse(text), 3, size=1, transport="process_group")
+    ((own, agreed),) = run_ok(watched, parse(text), 3, size=1, transport="sockets")
     expected = flat(net())
     for step in range(3):
         expected = expected + gradient_step(expected, 0, step)
@@ -475,7 +475,7 @@ def test_statistics_counters_and_mixed_dtypes(text: str) -> None:
         job.finish()
         return [each.detach().clone() for each in model.state_dict().values()]
 
-    found = run_ok(train, size=3, transport="process_group")
+    found = run_ok(train, size=3, transport="sockets")
     for each in found:
         assert all(torch.equal(one, two) for one, two in zip(each, found[0], strict=True))
         assert (each[5] > 0).all()
@@ -484,7 +484,7 @@ def test_statistics_counters_and_mixed_dtypes(text: str) -> None:
 
 def test_a_graph_for_another_world() -> None:
     for strategy in (Gossip(WEB), PeerUpdates(None, WEB)):
-        for each in run_threads(start, strategy, size=3, transport="process_group"):
+        for each in run_threads(start, strategy, size=3, transport="sockets"):
             assert isinstance(each, ConfigError)
             assert "a graph of 4 ranks in a world of 3" in str(each)
 
@@ -516,7 +516,8 @@ def test_sizes_alone_can_be_rehearsed(text: str) -> None:
 @pytest.mark.parametrize("text", ["peers", "gossip", "gossip:pairs=async"])
 def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> None:
     """It sent what can be no message: the others go on without it, and it must not train, and save, by itself."""
-    kind = {"peers": Kind.UPDATE, "gossip": Kind.VALUES}.get(text, Kind.ASK)
+    kinds = {"peers": PeerMessageKind.UPDATE, "gossip": PeerMessageKind.VALUES}
+    kind = kinds.get(text, PeerMessageKind.PAIR_REQUEST)
 
     def train(world: World) -> Tensor:
         model, optimizer, job = start(world, parse(text))
@@ -526,15 +527,16 @@ def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> N
             nonsense = torch.zeros(8, dtype=torch.uint8)
 
             def speak() -> Operation:
-                exchange.company.tell_all(Head(kind, 6, world.rank, 6, nonsense.nbytes), nonsense)
+                header = PeerMessageHeader(kind, 6, world.rank, 6, nonsense.nbytes)
+                exchange.context.group.send_to_all(header, nonsense)
                 yield from ()
 
-            exchange._wire.spawn(speak()).wait()
+            exchange._channel.spawn(speak()).wait()
         go(job, model, optimizer, range(5, 10))
         job.finish()
         return flat(model)
 
-    zero, *others = run_threads(train, size=4, transport="process_group")
+    zero, *others = run_threads(train, size=4, transport="sockets")
     assert isinstance(zero, RankLost)
     assert "the others have gone on without this rank" in str(zero)
     same(others)
@@ -543,29 +545,29 @@ def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> N
 @pytest.mark.parametrize("where", ["in finish", "away"])
 @pytest.mark.parametrize("text", ["peers", "gossip", "gossip:graph=ring"])
 def test_what_a_rank_holds_while_others_go_on_is_bounded(text: str, where: str) -> None:
-    def held(exchange: Any) -> int:
-        return sum(len(getattr(exchange, name, ())) for name in ("_heard", "_inbox", "_kept"))
+    def held(algorithm: Any) -> int:
+        return sum(len(getattr(algorithm, name, ())) for name in ("_received", "_inbox", "_sent"))
 
     def train() -> int:
         world = tutti.init()
         model, optimizer, job = start(world, parse(text))
-        exchange: Any = job._exchange
+        algorithm: Any = job._exchange.algorithm  # type: ignore[attr-defined]
         most = 0
         for step in range(5 if world.rank == 1 else 200):
             go(job, model, optimizer, range(step, step + 1))
-            most = max(most, held(exchange))
+            most = max(most, held(algorithm))
         if world.rank == 1 and where == "away":
             with job.away():
                 world.transport.elapse(1.0)
-            most = max(most, held(exchange))
-        counted = exchange.hear
+            most = max(most, held(algorithm))
+        receive = algorithm.receive
 
-        def hear(*args: Any) -> None:
+        def counted(*args: Any) -> None:
             nonlocal most
-            counted(*args)
-            most = max(most, held(exchange))
+            receive(*args)
+            most = max(most, held(algorithm))
 
-        exchange.hear = hear
+        algorithm.receive = counted
         job.finish()
         return most
 
@@ -586,4 +588,4 @@ def test_who_finishes_while_others_meet_ends_with_what_they_have(text: str) -> N
         job.finish()
         return flat(model)
 
-    same(run_ok(train, size=3, transport="process_group"))
+    same(run_ok(train, size=3, transport="sockets"))

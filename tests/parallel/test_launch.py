@@ -164,7 +164,7 @@ def test_results_larger_than_a_pipe(launched: Launched) -> None:
 
 
 def test_transport_argument_decides(launched: Launched) -> None:
-    names = {"process_group": "SocketTransport", "shared_memory": "SharedMemoryTransport"}
+    names = {"sockets": "SocketTransport", "shared_memory": "SharedMemoryTransport"}
     assert launched["transport"] == [names[launched.transport]] * 3
 
 
@@ -281,7 +281,7 @@ def test_launch_inside_a_worker(alone: LaunchedAlone) -> None:
 
 
 def test_unknown_transport(alone: LaunchedAlone) -> None:
-    assert "transport 'pigeon' is not one of auto, process_group, shared_memory" in alone.facts["pigeon"]
+    assert "transport 'pigeon' is not one of auto, sockets, shared_memory" in alone.facts["pigeon"]
 
 
 # --- more workers ---
@@ -347,7 +347,7 @@ def fails_on(rank: int) -> None:
     all_reduce(world)
 
 
-@pytest.mark.parametrize(("rank", "transport"), [(0, "process_group"), (2, "shared_memory")])
+@pytest.mark.parametrize(("rank", "transport"), [(0, "sockets"), (2, "shared_memory")])
 def test_exception(rank: int, transport: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(WorkerFailed) as caught:
         tutti.launch(fails_on, rank, workers=3, transport=transport)

@@ -144,7 +144,7 @@ def _on_mesh(
 
 
 def _assert_as_alone(
-    problem: Problem, mesh: Mesh, strategy: Strategy | None = None, transport: str = "process_group", steps: int = STEPS
+    problem: Problem, mesh: Mesh, strategy: Strategy | None = None, transport: str = "sockets", steps: int = STEPS
 ) -> None:
     wanted = _alone(problem, steps)
     everyone = run_ok(_on_mesh, problem, mesh, strategy or AllReduce(), steps, size=mesh.size, transport=transport)
@@ -170,7 +170,7 @@ def test_every_schedule_is_one_process(schedule: Any) -> None:
     _assert_as_alone(_perceptron(), Mesh(pipe=2, pipeline=Pipeline(schedule=schedule)))
 
 
-@pytest.mark.parametrize("transport", ["process_group", "simulated"])
+@pytest.mark.parametrize("transport", ["sockets", "simulated"])
 def test_large_messages_move_while_ranks_compute(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wires, "AT_ONCE_BYTES", 0)
     _assert_as_alone(_perceptron(), PIPED, transport=transport, steps=5)
@@ -216,7 +216,7 @@ def test_any_strategy_between_those_who_have_the_same(strategy: Strategy, mesh: 
 
 @pytest.mark.parametrize("strategy", [AllReduce(codec=Cast("fp16"), exact_below=0), Gossip()], ids=str)
 def test_inexact_strategies_leave_all_ranks_alike(strategy: Strategy) -> None:
-    everyone = run_ok(_on_mesh, _perceptron(), Mesh(data=2, tensor=2), strategy, 5, size=4, transport="process_group")
+    everyone = run_ok(_on_mesh, _perceptron(), Mesh(data=2, tensor=2), strategy, 5, size=4, transport="sockets")
     wanted = _alone(_perceptron(), 5)
     for _, last, _ in everyone:
         for mine, first, want in zip(last, everyone[0][1], wanted, strict=True):
@@ -227,7 +227,7 @@ def test_inexact_strategies_leave_all_ranks_alike(strategy: Strategy) -> None:
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2), Mesh(tensor=2, pipe=2)], ids=["data", "pipe"])
 def test_clipping_sees_all_gradients(mesh: Mesh) -> None:
     wanted = _alone(_perceptron(), 5, clip=0.1)
-    everyone = run_ok(_on_mesh, _perceptron(), mesh, AllReduce(), 5, 0.1, size=4, transport="process_group")
+    everyone = run_ok(_on_mesh, _perceptron(), mesh, AllReduce(), 5, 0.1, size=4, transport="sockets")
     for got, want in zip(everyone[0][1], wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-7)  # torch adds 1e-6 in another place.
 
@@ -257,8 +257,8 @@ def test_the_optimiser_is_split_too_and_whole_again() -> None:
         steps(3)
         return [parameter.detach() for parameter in model.parameters()]
 
-    (alone,) = run_ok(train, size=1, transport="process_group")
-    for mine in run_ok(train, size=2, transport="process_group"):
+    (alone,) = run_ok(train, size=1, transport="sockets")
+    for mine in run_ok(train, size=2, transport="sockets"):
         for got, want in zip(mine, alone, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
@@ -304,8 +304,8 @@ def test_a_checkpoint_is_saved_by_one_rank_as_ever(mesh: Mesh, strategy: Strateg
         job.finish()
         return [*model.parameters(), *(optimizer.state[it]["exp_avg"] for it in model.parameters())]
 
-    whole = run_ok(train, 6, False, size=mesh.size, transport="process_group")
-    rest = run_ok(train, 3, True, size=mesh.size, transport="process_group")
+    whole = run_ok(train, 6, False, size=mesh.size, transport="sockets")
+    rest = run_ok(train, 3, True, size=mesh.size, transport="sockets")
     for one, other in zip(whole, rest, strict=True):
         for got, want in zip(other, one, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
@@ -324,7 +324,7 @@ def test_a_rank_has_its_part_only() -> None:
         job.finish()
         return held, sum(parameter.numel() for parameter in model.parameters()), [job.world.rank, job.world.size]
 
-    held, whole, places = zip(*run_ok(look, size=4, transport="process_group"), strict=True)
+    held, whole, places = zip(*run_ok(look, size=4, transport="sockets"), strict=True)
     assert set(whole) == {4 * (8 * 8 + 8)}
     assert held == tuple(each // 4 + extra for each, extra in zip(whole, (4, 4, 4, 4), strict=True))
     assert list(places) == [[0, 1]] * 4
@@ -419,7 +419,7 @@ def test_what_does_not_go_with_parts() -> None:
         optimizer = SGD(model.parameters(), lr=0.1)
         distribute(model, optimizer, Auto(), world=world, mesh=PIPED, example=X)
 
-    for error in run_threads(ask, size=2, transport="process_group"):
+    for error in run_threads(ask, size=2, transport="sockets"):
         assert isinstance(error, ConfigError)
         assert "strategy 'auto' needs the whole model on every rank" in str(error)
         assert "sync_batchnorm normalises over all ranks" in str(error)
@@ -427,7 +427,7 @@ def test_what_does_not_go_with_parts() -> None:
 
 @pytest.mark.parametrize(("mesh", "model", "x", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_on_every_rank(mesh: Mesh, model: nn.Module, x: Tensor | None, message: str) -> None:
-    for error in run_threads(_try, mesh, model, x, size=2, transport="process_group"):
+    for error in run_threads(_try, mesh, model, x, size=2, transport="sockets"):
         with pytest.raises(ConfigError, match=message):
             raise error
 
@@ -438,7 +438,7 @@ def test_one_mesh_after_another() -> None:
     def train(world: World) -> list[float]:
         return [_on_mesh(world, problem, Mesh(tensor=2), AllReduce(), 1)[2] for _ in range(2)]
 
-    for first, second in run_ok(train, size=2, transport="process_group"):
+    for first, second in run_ok(train, size=2, transport="sockets"):
         assert first == second
 
 
@@ -448,7 +448,7 @@ def test_axes_of_no_ranks() -> None:
 
 
 def test_ranks_are_told_apart() -> None:
-    assert run_threads(_differ, size=2, transport="process_group") == ["strategy"] * 2
+    assert run_threads(_differ, size=2, transport="sockets") == ["strategy"] * 2
 
 
 def _differ(world: World) -> str:
@@ -459,7 +459,7 @@ def _differ(world: World) -> str:
     return str(error.value).split()[1]
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED], ids=["tensor", "pipe"])
 def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh, transport: str) -> None:
     problem = _perceptron()
@@ -488,7 +488,7 @@ def test_other_batches_on_ranks_that_have_one_replica(mesh: Mesh) -> None:
             x = x.flip(0) if world.rank == world.size - 1 else x
             _ = job.pipeline(F.mse_loss)(x, y) if mesh.pipe > 1 else model(x)
 
-    for rank, error in enumerate(run_threads(train, size=mesh.size, transport="process_group")):
+    for rank, error in enumerate(run_threads(train, size=mesh.size, transport="sockets")):
         assert isinstance(error, ConfigError)
         wanted = rf"rank {rank}: ranks 0 and {mesh.size - 1} split one replica of the model, and were given different"
         assert re.match(wanted, str(error))
@@ -509,7 +509,7 @@ def test_a_job_that_cannot_start_lets_the_model_and_the_world_go() -> None:
         assert "forward" not in vars(model)
         return world, current_world()
 
-    for before, after in run_ok(start, size=2, transport="process_group"):
+    for before, after in run_ok(start, size=2, transport="sockets"):
         assert after is before
 
 
@@ -519,7 +519,7 @@ def test_a_pipeline_needs_a_mesh() -> None:
         with distribute(model, SGD(model.parameters(), lr=0.1), world=world) as job:
             job.pipeline(F.mse_loss)
 
-    (error,) = run_threads(ask, size=1, transport="process_group")
+    (error,) = run_threads(ask, size=1, transport="sockets")
     assert isinstance(error, ConfigError)
     assert "job.pipeline needs a mesh" in str(error)
 
@@ -584,7 +584,7 @@ def _said(world: World, whole: nn.Sequential) -> tuple[bool, bool, Any]:
 
 def test_a_pipeline_counts_what_it_was_told_and_one_rank_leads() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1, bias=False)).double()
-    everyone = run_ok(_said, model, size=4, transport="process_group")
+    everyone = run_ok(_said, model, size=4, transport="sockets")
     assert [leads for leads, _, _ in everyone] == [True, False, False, False]
     assert [leads for _, leads, _ in everyone] == [True, False, False, False]
     hidden = model[0](torch.arange(12, dtype=torch.float64).view(4, 3) / 12).mean(0)
@@ -603,7 +603,7 @@ def test_what_would_let_whole_layers_differ_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(2048))
     compressed = AllReduce(codec=ErrorFeedback(TopK(0.01)))
     for strategy in (compressed, ParameterServer(Async())):
-        for message in run_ok(_refused, strategy, model, size=4, transport="process_group"):
+        for message in run_ok(_refused, strategy, model, size=4, transport="sockets"):
             assert "would let copies of layers that are whole on every rank differ (2)" in message
 
 
@@ -628,7 +628,7 @@ def test_jobs_of_one_thread_after_and_beside_each_other() -> None:
         return found
 
     wanted = _loss(*copy.deepcopy(problem))
-    for found in run_ok(train, size=2, transport="process_group"):
+    for found in run_ok(train, size=2, transport="sockets"):
         assert found == pytest.approx([wanted] * 3, rel=1e-9)
 
 
@@ -693,7 +693,7 @@ REFUSED_OPTIMIZERS: list[tuple[Mesh, Callable[[nn.Module], torch.optim.Optimizer
 def test_optimisers_that_look_at_whole_parameters(
     mesh: Mesh, make: Callable[[nn.Module], torch.optim.Optimizer], message: str
 ) -> None:
-    for error in run_threads(_with_optimizer, mesh, make, size=2, transport="process_group"):
+    for error in run_threads(_with_optimizer, mesh, make, size=2, transport="sockets"):
         with pytest.raises(ConfigError, match=message):
             raise error
 
@@ -757,7 +757,7 @@ def test_operators_on_pieces_are_those_of_one_process() -> None:
                 found.append(_with_gradients(model, x))
         return found
 
-    for rank, everything in enumerate(run_ok(compute, size=2, transport="process_group")):
+    for rank, everything in enumerate(run_ok(compute, size=2, transport="sockets")):
         for name, found, want in zip(OPERATORS, everything, wanted, strict=True):
             for one, other in zip(found, [*want[:3], want[3].tensor_split(2)[rank]], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda it, name=name: f"{name}: {it}")
@@ -781,9 +781,9 @@ def test_what_a_job_has_of_its_own_goes_where_it_fits(compressed: bool) -> None:
             return job.state_dict()
 
     shapes = (None, Mesh(data=2), Mesh(pipe=2, pipeline=Pipeline(cut=[3, 4])))
-    states = [run_ok(state_of, mesh, None, size=2, transport="process_group")[0] for mesh in shapes]
+    states = [run_ok(state_of, mesh, None, size=2, transport="sockets")[0] for mesh in shapes]
     for saved, loaded in product(range(3), range(3)):
-        results = run_threads(state_of, shapes[loaded], states[saved], size=2, transport="process_group")
+        results = run_threads(state_of, shapes[loaded], states[saved], size=2, transport="sockets")
         refused = compressed and saved < 2 and loaded == 2
         for result in results:
             assert isinstance(result, ConfigError) == refused, (saved, loaded, result)

@@ -32,7 +32,7 @@ from tutti.strategies.parameter_server.messages.wire import (
 )
 from tutti.world import World
 
-BY_MESSAGES = ("simulated", "process_group", "hosts")
+BY_MESSAGES = ("simulated", "sockets", "hosts")
 everywhere = pytest.mark.parametrize("transport", BY_MESSAGES)
 
 ROWS = 12
@@ -40,7 +40,7 @@ ROWS = 12
 
 
 def net() -> nn.Sequential:
-    """Large enough that servers get several pieces of it."""
+    """Large enough that servers get several shards of it."""
     generator = torch.Generator().manual_seed(3)
     model = nn.Sequential(nn.Linear(24, 60), nn.Tanh(), nn.Linear(60, 20)).double()
     with torch.no_grad():
@@ -263,7 +263,7 @@ def test_servers_clip_as_one_process_does(transport: str, servers: Any, rule: Co
 @pytest.mark.parametrize("rule", [Async(), SoftSync(1)], ids=str)
 def test_each_update_is_clipped_by_its_own_norm(rule: Consistency) -> None:
     strategy = ParameterServer(rule, servers=2, clip=0.05, bucket_bytes=3000)
-    found = run_ok(trained, strategy, momentum, size=3, transport="process_group")[0]
+    found = run_ok(trained, strategy, momentum, size=3, transport="sockets")[0]
     close(found, alone(momentum, clip=0.05))
 
 
@@ -320,7 +320,7 @@ def resumed(world: World, strategy: ParameterServer, make: Make, parameters: Any
     return copied(model)
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize("make", [momentum, adamw])
 @pytest.mark.parametrize("servers", ["colocated", 2])
 def test_saved_states_are_whole_and_lead_to_the_same(transport: str, make: Make, servers: Any) -> None:
@@ -351,18 +351,18 @@ def test_saved_states_are_whole_and_lead_to_the_same(transport: str, make: Make,
 @pytest.mark.parametrize("make", [momentum, adamw])
 def test_states_are_for_any_number_of_workers_and_servers(make: Make) -> None:
     strategy = ParameterServer(bucket_bytes=10_000)
-    parameters, state, final = run_ok(saved_halfway, strategy, make, size=3, transport="process_group")[0]
+    parameters, state, final = run_ok(saved_halfway, strategy, make, size=3, transport="sockets")[0]
     for workers in (2, 4):
-        found = run_ok(resumed, strategy, make, parameters, state, size=workers, transport="process_group")
+        found = run_ok(resumed, strategy, make, parameters, state, size=workers, transport="sockets")
         close(found[0], final)
     for servers in (1, 2):
         other = replace(strategy, servers=servers)
         with_other = state | {"strategy": str(other)}
-        found = run_ok(resumed, other, make, parameters, with_other, size=2 + servers, transport="process_group")
+        found = run_ok(resumed, other, make, parameters, with_other, size=2 + servers, transport="sockets")
         close(found[0], final)
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize("servers", ["colocated", 1])
 @pytest.mark.parametrize("rule", [BSP(), SSP(0)], ids=str)
 def test_going_back_within_one_job(transport: str, servers: Any, rule: Consistency) -> None:
@@ -388,7 +388,7 @@ def test_going_back_within_one_job(transport: str, servers: Any, rule: Consisten
 
 
 def test_states_of_other_strategies_are_refused() -> None:
-    _, state, _ = run_ok(saved_halfway, ParameterServer(), sgd, size=2, transport="process_group")[0]
+    _, state, _ = run_ok(saved_halfway, ParameterServer(), sgd, size=2, transport="sockets")[0]
     found = run_threads(resumed, AllReduce(), sgd, net().state_dict(), state, size=2, transport="simulated")
     for each in found:
         assert isinstance(each, ConfigError)
@@ -409,7 +409,7 @@ def test_workers_may_take_fewer_steps(transport: str, servers: Any, rule: Consis
         job.finish()
         return job.metrics.steps, copied(model)
 
-    # Of one piece: with several, soft-sync may wait for ever.
+    # Of one shard: with several, soft-sync may wait for ever.
     strategy = ParameterServer(rule, servers=servers, bucket_bytes=2**20)
     if isinstance(rule, SoftSync) and servers == "colocated":
         pytest.skip("several servers' quorums wait for each other")
@@ -432,11 +432,11 @@ def test_whoever_is_left_in_lockstep_goes_on_alone() -> None:
         job.finish()
         return copied(model)
 
-    for found in run_ok(train, size=4, transport="process_group")[:3]:
+    for found in run_ok(train, size=4, transport="sockets")[:3]:
         close(found, alone(momentum, 6))
 
 
-@pytest.mark.parametrize("transport", ["process_group", "hosts"])
+@pytest.mark.parametrize("transport", ["sockets", "hosts"])
 @pytest.mark.parametrize("servers", ["colocated", 1])
 def test_away_and_back(transport: str, servers: Any) -> None:
     left, others_done, back = threading.Event(), threading.Event(), threading.Event()
@@ -598,7 +598,7 @@ def with_a_bad_worker(world: World, strategy: ParameterServer, what: str, droppe
     return copied(model)
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize("what", [*MALFORMED, "garbage head", "short head", "empty"])
 def test_malformed_updates_change_nothing(transport: str, what: str, caplog: pytest.LogCaptureFixture) -> None:
     strategy = ParameterServer(servers=1)
@@ -614,7 +614,7 @@ def test_malformed_updates_change_nothing(transport: str, what: str, caplog: pyt
     assert said.startswith("rank 3: worker 1 left at clock 2, and 2 go on: it was dropped, having sent")
 
 
-@pytest.mark.parametrize("transport", ["simulated", "process_group"])
+@pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize("codec", [ErrorFeedback(OneBit()), ErrorFeedback(TopK(0.1))], ids=str)
 def test_corrupted_packets_change_nothing(transport: str, codec: Codec, caplog: pytest.LogCaptureFixture) -> None:
     strategy = ParameterServer(servers=1, codec=codec)
@@ -713,14 +713,14 @@ def test_all_mistakes_are_said_at_once() -> None:
     ids=str,
 )
 def test_worlds_that_are_too_small(strategy: ParameterServer, says: tuple[str, ...]) -> None:
-    for each in run_threads(start, strategy, size=4, transport="process_group"):
+    for each in run_threads(start, strategy, size=4, transport="sockets"):
         assert isinstance(each, ConfigError), each
         for part in says:
             assert part in str(each)
 
 
 def test_a_dedicated_server_alone() -> None:
-    (each,) = run_threads(start, ParameterServer(servers=1), size=1, transport="process_group")
+    (each,) = run_threads(start, ParameterServer(servers=1), size=1, transport="sockets")
     assert isinstance(each, ConfigError)
     assert "needs a second rank to train" in str(each)
 
@@ -729,7 +729,7 @@ def test_optimisers_that_servers_cannot_run() -> None:
     def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(model.parameters())
 
-    for each in run_threads(start, ParameterServer(), lbfgs, size=2, transport="process_group"):
+    for each in run_threads(start, ParameterServer(), lbfgs, size=2, transport="sockets"):
         assert isinstance(each, ConfigError)
         assert "LBFGS" in str(each)
         assert "Use SGD" in str(each)
@@ -739,7 +739,7 @@ def test_optimisers_that_servers_cannot_run() -> None:
         loss_of(model, whole_batch(0)).backward()
         optimizer.step(lambda: 0.0)
 
-    for each in run_threads(closure, size=2, transport="process_group"):
+    for each in run_threads(closure, size=2, transport="sockets"):
         assert isinstance(each, ConfigError)
         assert "closure" in str(each)
 
@@ -833,7 +833,7 @@ def test_reads_are_logged() -> None:
         job.finish()
         return reads
 
-    for reads in run_ok(train, size=2, transport="process_group"):
+    for reads in run_ok(train, size=2, transport="sockets"):
         assert reads == [(0, 0, 0), (0, 1, 1), (0, 2, 2)]
 
 
@@ -855,7 +855,7 @@ def slowly(world: World, strategy: ParameterServer) -> list[Tensor]:
 def test_training_may_last_longer_than_a_wait(servers: Any) -> None:
     strategy = ParameterServer(Async(), servers=servers)
     size = size_of(strategy, 2)
-    found = run_threads(slowly, strategy, size=size, transport="process_group", timeout=timedelta(seconds=1.5))
+    found = run_threads(slowly, strategy, size=size, transport="sockets", timeout=timedelta(seconds=1.5))
     assert not any(isinstance(each, Exception) for each in found), found
 
 

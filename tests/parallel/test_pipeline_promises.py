@@ -18,7 +18,7 @@ from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import AllReduce
 from tutti.world import World
 
-everywhere = pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+everywhere = pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
 
 
 def _alone(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> list[Tensor]:
@@ -184,7 +184,7 @@ def test_batches_of_other_lengths_are_told_to_all() -> None:
             mine_x = x[: 8 - world.rank]
             job.pipeline(F.mse_loss)(mine_x, mine_x)
 
-    for error in run_threads(train, size=2, transport="process_group"):
+    for error in run_threads(train, size=2, transport="sockets"):
         assert isinstance(error, ConfigError)
         assert "were given different batches" in str(error)
 
@@ -201,7 +201,7 @@ def test_refused_by_name(kind: str) -> None:
             else:
                 job.pipeline(F.mse_loss)(x.repeat(1, 2, 1), x.repeat(1, 2, 1))
 
-    first, second = run_threads(train, size=2, transport="process_group")
+    first, second = run_threads(train, size=2, transport="sockets")
     said, other = (second, first) if kind == "several numbers" else (first, second)
     assert isinstance(said, ConfigError)
     assert isinstance(other, RankLost)
@@ -231,7 +231,7 @@ def test_gradients_are_kept_from_others_if_asked() -> None:
 
     alone = copy.deepcopy(model)
     (2 * F.mse_loss(alone(data), data)).backward()
-    for within, after, found in run_ok(train, size=4, transport="process_group"):
+    for within, after, found in run_ok(train, size=4, transport="sockets"):
         assert (within, after) == (0, 1)
         for got, want in zip(found, alone.parameters(), strict=True):
             assert want.grad is not None

@@ -25,7 +25,7 @@ from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.world import World
 
 STEPS = 4
-TRANSPORTS = ("shared_memory", "process_group", "simulated")
+TRANSPORTS = ("shared_memory", "sockets", "simulated")
 
 _one_at_a_time = Lock()
 _compiler = Lock()
@@ -212,7 +212,7 @@ def test_every_model_learns_the_same(model_name: str, transport: str) -> None:
 @pytest.mark.parametrize("model_name", ["perceptron", "recurrent"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_loop_learns_the_same(loop: str, model_name: str, rule: str) -> None:
-    check(Poseidon(rule), model_name, loop, "process_group")  # type: ignore[arg-type]
+    check(Poseidon(rule), model_name, loop, "sockets")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
@@ -247,14 +247,14 @@ FACTORED = {
 @pytest.mark.parametrize("model_name", FACTORED)
 def test_layers_that_can_be_are_factored(model_name: str) -> None:
     """So the other tests compare something."""
-    for found in run_ok(methods, Poseidon("broadcast"), model_name, size=2, transport="process_group"):
+    for found in run_ok(methods, Poseidon("broadcast"), model_name, size=2, transport="sockets"):
         assert set(found) == FACTORED[model_name]
 
 
 def test_accumulation_stays_factored_and_other_uses_do_not() -> None:
-    kept = run_ok(methods, Poseidon("broadcast"), "perceptron", "accumulating", size=2, transport="process_group")
+    kept = run_ok(methods, Poseidon("broadcast"), "perceptron", "accumulating", size=2, transport="sockets")
     assert all(found == {} for found in kept)  # Since one gradient was thrown away, and not by setting it to None.
-    penalised = run_ok(methods, Poseidon("broadcast"), "perceptron", "penalties", size=2, transport="process_group")
+    penalised = run_ok(methods, Poseidon("broadcast"), "perceptron", "penalties", size=2, transport="sockets")
     assert all("0.weight" not in found for found in penalised)
 
 
@@ -271,8 +271,8 @@ def test_autocast_sends_what_autocast_computes() -> None:
                 optimizer.zero_grad()
             return [p.detach().clone() for p in model.parameters()], job.metrics.bytes_sent
 
-    whole = run_ok(train, AllReduce("ring"), size=2, transport="process_group")
-    factors = run_ok(train, Poseidon("broadcast"), size=2, transport="process_group")
+    whole = run_ok(train, AllReduce("ring"), size=2, transport="sockets")
+    factors = run_ok(train, Poseidon("broadcast"), size=2, transport="sockets")
     for one, other in zip(factors[0][0], whole[0][0], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
 
@@ -293,7 +293,7 @@ def test_bytes_are_those_of_the_formula() -> None:
         return sent[2] - sent[1]
 
     want = 2 * 4 * (200 + 300 + 300 + 100) * 8
-    for sent in run_ok(train, size=3, transport="process_group"):
+    for sent in run_ok(train, size=3, transport="sockets"):
         assert want <= sent < 1.02 * want
 
 
@@ -344,8 +344,8 @@ def test_compiled_models_go_in_full() -> None:
         return [p.detach().clone() for p in model.parameters()]
 
     try:
-        whole = run_ok(train, AllReduce("ring"), size=2, transport="process_group")[0]
-        found = run_ok(train, Poseidon("broadcast"), size=2, transport="process_group")[0]
+        whole = run_ok(train, AllReduce("ring"), size=2, transport="sockets")[0]
+        found = run_ok(train, Poseidon("broadcast"), size=2, transport="sockets")[0]
     finally:
         torch._dynamo.reset()  # What it compiled counts towards a limit of other tests.
     torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
@@ -367,7 +367,7 @@ def test_copies_are_models_of_their_own() -> None:
                 assert all(p.grad is not None for p in copied.parameters())
                 assert all(p.grad is None for p in model.parameters())
 
-    run_ok(train, size=2, transport="process_group")
+    run_ok(train, size=2, transport="sockets")
 
 
 def test_a_loss_that_is_not_finite_stops_everybody() -> None:
@@ -384,7 +384,7 @@ def test_a_loss_that_is_not_finite_stops_everybody() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    for result in run_threads(train, size=3, transport="process_group"):
+    for result in run_threads(train, size=3, transport="sockets"):
         assert isinstance(result, NonFiniteLoss)
         assert "rank 1" in str(result)
 
@@ -451,8 +451,8 @@ def test_ranks_that_use_layers_in_another_order() -> None:
                 torch.stack([model[number](x).square().mean() for number in order]).sum().backward()
             return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    whole = run_ok(train, AllReduce("ring"), size=2, transport="process_group")
-    for found in run_ok(train, Poseidon("broadcast"), size=2, transport="process_group"):
+    whole = run_ok(train, AllReduce("ring"), size=2, transport="sockets")
+    for found in run_ok(train, Poseidon("broadcast"), size=2, transport="sockets"):
         torch.testing.assert_close(found, whole[0], rtol=1e-10, atol=1e-12)
 
 
@@ -472,10 +472,8 @@ def test_gradients_that_are_asked_for_and_hooks_of_weights() -> None:
                 optimizer.zero_grad()
         return [asked, *(p.detach() for p in model.parameters())]
 
-    whole = run_ok(train, AllReduce("ring"), size=2, transport="process_group")
-    for found, wanted in zip(
-        run_ok(train, Poseidon("broadcast"), size=2, transport="process_group"), whole, strict=True
-    ):
+    whole = run_ok(train, AllReduce("ring"), size=2, transport="sockets")
+    for found, wanted in zip(run_ok(train, Poseidon("broadcast"), size=2, transport="sockets"), whole, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -517,7 +515,7 @@ def served(world: World, strategy: Strategy, model_name: str, loop: str) -> tupl
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, sent
 
 
-@pytest.mark.parametrize("transport", ["process_group", "simulated"])
+@pytest.mark.parametrize("transport", ["sockets", "simulated"])
 @pytest.mark.parametrize(
     ("model_name", "loop"),
     [
@@ -551,8 +549,8 @@ def test_servers_get_other_uses_of_a_weight_and_empty_batches(rows: int) -> None
                 optimizer.zero_grad()
         return [p.detach().clone() for p in model.parameters()]
 
-    whole = run_ok(train, ParameterServer(BSP(), bucket_bytes=1), size=2, transport="process_group")
-    for found in run_ok(train, Poseidon(consistency=BSP(), bucket_bytes=1), size=2, transport="process_group"):
+    whole = run_ok(train, ParameterServer(BSP(), bucket_bytes=1), size=2, transport="sockets")
+    for found in run_ok(train, Poseidon(consistency=BSP(), bucket_bytes=1), size=2, transport="sockets"):
         torch.testing.assert_close(found, whole[0], rtol=1e-10, atol=1e-12)
 
 
@@ -596,7 +594,7 @@ def test_what_the_next_forward_pass_needs_first_comes_first() -> None:
 @pytest.mark.parametrize("text", ["poseidon:ssp=2", "poseidon:async", "ps:ssp=1,servers=1,factors=1"])
 def test_stale_servers_from_factors(text: str) -> None:
     """Whatever the order, training goes on, and all end with the same."""
-    found = run_threads(served, parse(text), "wide", "plainly", size=4, transport="process_group")
+    found = run_threads(served, parse(text), "wide", "plainly", size=4, transport="sockets")
     states = [each[0] for each in found if each is not None]
     assert len(states) >= 3
     for state in states:

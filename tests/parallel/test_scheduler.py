@@ -63,7 +63,7 @@ def assert_optimal(coefficients: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "size"),
-    [("process_group", 1), ("process_group", 2), ("shared_memory", 3), ("simulated", 4), ("simulated_hosts", 3)],
+    [("sockets", 1), ("sockets", 2), ("shared_memory", 3), ("simulated", 4), ("simulated_hosts", 3)],
 )
 def test_lasso_is_solved_anywhere(transport: str, size: int) -> None:
     results = run_ok(lasso, Dynamic(), 400, size=size, transport=transport)
@@ -111,7 +111,7 @@ def factorise(world: World, order: Order) -> tuple[Solution, Tensor]:
 
 @pytest.mark.parametrize("order", [RoundRobin(), Dynamic(greedy=True)], ids=repr)
 def test_factors_are_found_as_by_one_rank(order: Order) -> None:
-    ((alone, wanted),) = run_ok(factorise, order, size=1, transport="process_group")
+    ((alone, wanted),) = run_ok(factorise, order, size=1, transport="sockets")
     assert alone.objective < 0.05 * alone.points[0].objective
     rows, columns, values = entries()
     left = wanted[:30]
@@ -206,7 +206,7 @@ def test_a_push_of_another_shape_is_refused() -> None:
         solve(Wide(0), ALONE, rounds=-1)
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory", "simulated"])
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory", "simulated"])
 def test_nobody_waits_for_a_rank_that_failed(transport: str) -> None:
     class Failing(Disagreeing):
         def push(self, blocks: Tensor, mine: Tensor) -> Tensor:

@@ -63,34 +63,34 @@ def train(world: World, strategy: ParameterServer, steps: list[int]) -> dict[str
 def test_all_end_with_the_same_and_nothing_is_lost(rule: Any) -> None:
     steps = [12, 9, 12]  # One is done before the others.
     found = run_ok(train, ParameterServer(rule, bucket_bytes=200), steps, size=3, transport="shared_memory")
-    applied = [(piece, worker, clock) for each in found for piece, _, worker, clock in each["applied"]]
+    applied = [(shard, worker, clock) for each in found for shard, _, worker, clock in each["applied"]]
     assert len(applied) == len(set(applied))
-    pieces = {piece for piece, _, _ in applied}
+    shards = {shard for shard, _, _ in applied}
     for worker, count in enumerate(steps):
-        for piece in pieces:
-            assert sum(key[:2] == (piece, worker) for key in applied) == count
+        for shard in shards:
+            assert sum(key[:2] == (shard, worker) for key in applied) == count
 
 
 @pytest.mark.parametrize("rule", [BSP(), SSP(1), SSP(3)], ids=str)
 def test_no_read_misses_what_it_must_hold(rule: Any) -> None:
     found = run_ok(train, ParameterServer(rule, bucket_bytes=200), [15] * 4, size=4, transport="shared_memory")
-    made = {(piece, w, clock): version for each in found for piece, version, w, clock in each["applied"]}
+    made = {(shard, w, clock): version for each in found for shard, version, w, clock in each["applied"]}
     reads = [read for each in found for read in each["reads"]]
     assert reads
-    for piece, clock, version in reads:
+    for shard, clock, version in reads:
         for worker in range(4):
             for earlier in range(clock - rule.bound):
-                assert made[piece, worker, earlier] < version
+                assert made[shard, worker, earlier] < version
     assert max(max(each["metrics"].strategy["staleness"]) for each in found) <= rule.bound
 
 
 @pytest.mark.parametrize("rule", [SoftSync(2), Async(locks=True), Async()], ids=str)
 def test_reads_hold_all_of_ones_own(rule: Any) -> None:
     found = run_ok(train, ParameterServer(rule, bucket_bytes=200), [15] * 3, size=3, transport="shared_memory")
-    made = {(piece, w, clock): version for each in found for piece, version, w, clock in each["applied"]}
+    made = {(shard, w, clock): version for each in found for shard, version, w, clock in each["applied"]}
     for worker, each in enumerate(found):
-        for piece, clock, version in each["reads"]:
-            assert all(made[piece, worker, earlier] < version for earlier in range(clock))
+        for shard, clock, version in each["reads"]:
+            assert all(made[shard, worker, earlier] < version for earlier in range(clock))
 
 
 def test_hogwild_shares_what_the_optimiser_remembers() -> None:
@@ -142,7 +142,7 @@ def test_consensus_away_and_states(rule: Any) -> None:
 
 @pytest.mark.parametrize("rule", [BSP(), SSP(2), SoftSync(2)], ids=str)
 def test_coming_back_takes_no_step_unclipped(rule: Any) -> None:
-    """Who comes back finds steps that are due, of pieces that are stepped together."""
+    """Who comes back finds steps that are due, of shards that are stepped together."""
 
     def work(world: World) -> float:
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))

@@ -12,7 +12,7 @@ from tutti.errors import ConfigError
 from tutti.job import distribute
 from tutti.replica.buckets import Slot
 from tutti.strategies import AllReduce, parse
-from tutti.strategies.converged import MOST_WINDOWS, Converged
+from tutti.strategies.converged import MAX_WINDOWS, ConvergenceMonitor
 from tutti.transports import SingleRankTransport
 from tutti.transports.base import DEFAULT_TIMEOUT
 from tutti.world import World
@@ -24,7 +24,7 @@ ALONE = SingleRankTransport(DEFAULT_TIMEOUT)
 
 def test_one_that_stopped_is_left_out_for_longer_and_longer() -> None:
     still, moving = Slot("still", torch.ones(4)), Slot("moving", torch.ones(4))
-    converged = Converged([still, moving], 0.01, every=2)
+    converged = ConvergenceMonitor([still, moving], 0.01, every=2)
     out = []
     for step in range(1, 80):
         moving.tensor += 0.1
@@ -32,13 +32,13 @@ def test_one_that_stopped_is_left_out_for_longer_and_longer() -> None:
         out.append(converged.left_out)
     assert set().union(*out) == {"still"}
     # In windows of two steps: one out, one with the others, two out, and so on.
-    wanted = [0, *[1] * 1, 0, *[1] * 2, 0, *[1] * 4, 0, *[1] * MOST_WINDOWS, 0, *[1] * MOST_WINDOWS, 0]
+    wanted = [0, *[1] * 1, 0, *[1] * 2, 0, *[1] * 4, 0, *[1] * MAX_WINDOWS, 0, *[1] * MAX_WINDOWS, 0]
     assert [len(names) for names in out[::2]][: len(wanted)] == wanted
 
 
 def test_one_that_moves_again_is_back_at_once_and_patience_is_short() -> None:
     slot = Slot("it", torch.ones(4))
-    converged = Converged([slot], 0.01, every=1)
+    converged = ConvergenceMonitor([slot], 0.01, every=1)
     moves = [False] * 8 + [True] * 4 + [False] * 3
     out = []
     for moved in moves:
@@ -82,7 +82,7 @@ def train(world: World, strategy: AllReduce) -> dict[str, Any]:
     return {"absent": absent, "sent": sent, "parameters": parameters, "skipped": skipped}
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory", "simulated"])
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory", "simulated"])
 def test_a_layer_that_stands_still_is_left_out_and_comes_back(transport: str) -> None:
     results = run_ok(train, SKIP, size=2, transport=transport)
     exact = run_ok(train, AllReduce("ring"), size=2, transport=transport)[0]
@@ -125,9 +125,9 @@ def resume(world: World, stop: int) -> list[Tensor]:
 
 
 def test_it_goes_on_from_a_checkpoint() -> None:
-    wanted = run_ok(train, SKIP, size=2, transport="process_group")[0]["parameters"][-1]
+    wanted = run_ok(train, SKIP, size=2, transport="sockets")[0]["parameters"][-1]
     for stop in (13, 22):  # In the middle of windows without the first layer, and with it.
-        for parameters in run_ok(resume, stop, size=2, transport="process_group"):
+        for parameters in run_ok(resume, stop, size=2, transport="sockets"):
             assert all(map(torch.equal, parameters, wanted))
 
 
@@ -147,7 +147,7 @@ def test_all_may_be_left_out() -> None:
                 sent.append(job.metrics.bytes_sent - before)
         return sent
 
-    for transport in ("process_group", "shared_memory"):
+    for transport in ("sockets", "shared_memory"):
         sent = run_ok(work, size=2, transport=transport)[0]
         assert sent[EVERY] < 100 < sent[0]
 
@@ -177,6 +177,6 @@ def test_a_state_of_another_model_is_refused() -> None:
             del state["exchange"]["converged"]["before"]["0.bias"]
             job.load_state_dict(state)
 
-    for result in run_threads(work, size=2, transport="process_group"):
+    for result in run_threads(work, size=2, transport="sockets"):
         assert isinstance(result, ConfigError)
         assert "saved for a model with 3 trained parameters; this one has 4" in str(result)

@@ -46,7 +46,7 @@ def test_a_large_message_waits_until_it_is_asked_for() -> None:
         assert torch.equal(got, torch.ones(8 * LARGE))
         return not kept
 
-    assert run_ok(work, size=2, transport="process_group") == [True, True]
+    assert run_ok(work, size=2, transport="sockets") == [True, True]
 
 
 @pytest.mark.parametrize("first_asked", [1, 2, ANY])
@@ -68,7 +68,7 @@ def test_what_is_behind_a_large_message_can_be_had(first_asked: int) -> None:
             found.append(float(got[-1]))
         return found
 
-    assert run_ok(work, size=2, transport="process_group")[1] == [9.0, 3.0, 1.0, 2.0]
+    assert run_ok(work, size=2, transport="sockets")[1] == [9.0, 3.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("numel", [3, LARGE])
@@ -85,7 +85,7 @@ def test_messages_that_nobody_asked_for_yet_arrive_in_order(numel: int) -> None:
             each.wait()
         return [float(tensor[0]) for tensor in tensors]
 
-    assert run_ok(work, size=2, transport="process_group")[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert run_ok(work, size=2, transport="sockets")[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["asked for before", "asked for after"])
@@ -114,7 +114,7 @@ def test_a_message_of_another_length_or_dtype(early: bool, sent: torch.Tensor) -
         link.irecv(after, 0).wait()  # And the conversation goes on.
         assert float(after) == 7.0
 
-    run_ok(work, size=2, transport="process_group")
+    run_ok(work, size=2, transport="sockets")
 
 
 def test_done_says_when_a_message_has_arrived() -> None:
@@ -132,7 +132,7 @@ def test_done_says_when_a_message_has_arrived() -> None:
             assert time.monotonic() < deadline
         return not before and float(got) == 1.0
 
-    assert run_ok(work, size=2, transport="process_group") == [True, True]
+    assert run_ok(work, size=2, transport="sockets") == [True, True]
 
 
 def test_strangers_are_turned_away() -> None:
@@ -151,7 +151,7 @@ def test_strangers_are_turned_away() -> None:
         link.isend(torch.full((1,), 5.0), 0).wait()
         return 5.0
 
-    assert run_ok(work, size=2, transport="process_group") == [5.0, 5.0]
+    assert run_ok(work, size=2, transport="sockets") == [5.0, 5.0]
 
 
 def test_a_rank_that_is_waited_for_and_leaves() -> None:
@@ -169,7 +169,7 @@ def test_a_rank_that_is_waited_for_and_leaves() -> None:
             _listen_in_vain(link) if world.rank == 0 else _send_in_vain(link)
         return time.monotonic() - started
 
-    assert max(run_ok(work, size=3, transport="process_group")) < 8
+    assert max(run_ok(work, size=3, transport="sockets")) < 8
 
 
 def _listen_in_vain(link: SocketTransport) -> None:
@@ -194,7 +194,7 @@ def test_the_loss_of_one_rank_does_not_end_talks_between_others() -> None:
         link.irecv(got, 0, tag=0).wait()
         return float(got)
 
-    assert run_ok(work, size=3, transport="process_group") == [1.0, 1.0, 2.0]
+    assert run_ok(work, size=3, transport="sockets") == [1.0, 1.0, 2.0]
 
 
 def test_steps_after_a_failure_are_not_taken() -> None:
@@ -219,7 +219,7 @@ def test_steps_after_a_failure_are_not_taken() -> None:
             link.start(later())
         return len(taken)
 
-    assert run_ok(work, size=2, transport="process_group") == [1, 1]
+    assert run_ok(work, size=2, transport="sockets") == [1, 1]
 
 
 def test_channels_over_some_ranks() -> None:
@@ -244,7 +244,7 @@ def test_channels_over_some_ranks() -> None:
             link.isend(torch.zeros(1), 0).wait()
         return float(total)
 
-    assert run_ok(work, size=3, transport="process_group") == [2.0, None, 2.0]
+    assert run_ok(work, size=3, transport="sockets") == [2.0, None, 2.0]
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_message_does_not_take_the_receive_with_it() -> None:
@@ -271,7 +271,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_does_not_take_the_receive_w
             link.isend(torch.full((LARGE,), 2.0), 0, tag=3).wait()
         return []  # Rank 1 leaves with most of its message unsent.
 
-    assert run_ok(work, size=3, transport="process_group")[0] == [2.0, 2.0, 2.0]
+    assert run_ok(work, size=3, transport="sockets")[0] == [2.0, 2.0, 2.0]
 
 
 def test_what_a_rank_sent_before_it_left_arrives() -> None:
@@ -294,7 +294,7 @@ def test_what_a_rank_sent_before_it_left_arrives() -> None:
             link.irecv(torch.zeros(1), 0, tag=3).wait()
         return float(got.sum())
 
-    assert run_ok(work, size=2, transport="process_group") == [1.0, 100_000.0]
+    assert run_ok(work, size=2, transport="sockets") == [1.0, 100_000.0]
 
 
 def test_a_receive_from_anyone_ends_when_everyone_is_gone() -> None:
@@ -305,7 +305,7 @@ def test_a_receive_from_anyone_ends_when_everyone_is_gone() -> None:
                 messages(world).irecv(torch.zeros(1), ANY).wait()
         return time.monotonic() - started
 
-    assert max(run_ok(work, size=3, transport="process_group")) < 8
+    assert max(run_ok(work, size=3, transport="sockets")) < 8
 
 
 WAITS = {
@@ -334,7 +334,7 @@ def test_closing_ends_a_wait_in_another_thread(wait: Callable[[SocketTransport],
         world.transport.isend(torch.zeros(1), 1).wait()
         return time.monotonic() - started
 
-    assert run_ok(work, size=2, transport="process_group")[0] < 5
+    assert run_ok(work, size=2, transport="sockets")[0] < 5
 
 
 def test_closing_a_world_of_several_hosts_reaches_its_channels() -> None:
@@ -368,7 +368,7 @@ def test_work_that_can_only_fail_is_done() -> None:
         with pytest.raises(RankLost, match="rank 1 is gone"):
             receiving.wait()
 
-    run_ok(work, size=2, transport="process_group")
+    run_ok(work, size=2, transport="sockets")
 
 
 def test_a_host_that_nothing_answers_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,5 +386,5 @@ def test_a_host_that_nothing_answers_from(monkeypatch: pytest.MonkeyPatch) -> No
 
     over = threading.Event()
     monkeypatch.setattr("tutti.transports.sockets.connector.socket.create_connection", unanswered)
-    results = run_threads(work, size=2, transport="process_group", timeout=timedelta(seconds=1))
+    results = run_threads(work, size=2, transport="sockets", timeout=timedelta(seconds=1))
     assert results == [None, None]

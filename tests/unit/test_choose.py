@@ -225,7 +225,7 @@ def test_one_worker() -> None:
     found = plan(TINY, 1, SLOW)
     assert not found.distribute
     assert found.best.step_s == found.alone.step_s
-    assert found.reason == "One worker has nobody to talk to."
+    assert found.reason == "One worker exchanges nothing."
 
 
 def test_refused() -> None:
@@ -240,3 +240,18 @@ def test_a_plan_as_json() -> None:
         found["predictions"][0]
     )
     assert found["alone"]["workers"] == 1
+
+
+def test_scaling_says_where_doubling_stops_paying_and_why() -> None:
+    found = plan(lab_perceptron(0.02), 8, Cluster(link=Link("1gbit", "50us")))
+    assert [row.workers for row in found.scaling.rows] == [1, 2, 4, 8]
+    assert found.scaling.rows[-1].samples_per_s == found.best.samples_per_s
+    for row in found.scaling.rows:
+        assert row.speed_up == pytest.approx(row.samples_per_s / found.alone.samples_per_s)
+        assert row.efficiency == pytest.approx(row.speed_up / row.workers)
+    assert found.stops_paying_at == 2
+    assert found.scaling.reason.startswith("More than 2 workers do not pay: ")
+    assert "does not count as worthwhile." in found.scaling.reason
+    odd = plan(lab_perceptron(0.02), 3, Cluster(link=Link("100gbit", "1us")))
+    assert [row.workers for row in odd.scaling.rows][:4] == [1, 2, 3, 4]
+    assert odd.scaling.reason.startswith("Every doubling pays up to 1024 workers")

@@ -31,6 +31,6 @@ def _ahead(world: World, apart: bool) -> list[float]:
 
 
 def test_each_host_has_a_clock_of_its_own() -> None:
-    everyone = run_ok(_ahead, True, size=3, transport="process_group")
+    everyone = run_ok(_ahead, True, size=3, transport="sockets")
     assert everyone[0] == everyone[1] == everyone[2] == pytest.approx([0.0, 3600.0, 7200.0], abs=0.5)
-    assert run_ok(_ahead, False, size=2, transport="process_group") == [[0.0, 0.0]] * 2
+    assert run_ok(_ahead, False, size=2, transport="sockets") == [[0.0, 0.0]] * 2

@@ -123,7 +123,8 @@ def test_others_are_about_what_the_simulator_says(
     assert found.step_s == pytest.approx(dry_run(found.strategy, profile, workers, cluster), rel=within)
 
 
-COMPRESSED = {  # `tutti bench worth`, docs/benchmarks.md: rate, milliseconds without exchange, milliseconds a step.
+# `tutti bench compression` in docs/benchmarks.md: rate, milliseconds without exchange, milliseconds per step.
+COMPRESSED = {
     ("94.5mbit", 19.1): {
         "native": 982.1,
         "fp16": 511.9,
@@ -273,7 +274,7 @@ def test_bytes_are_those_of_the_algorithm() -> None:
         found = price(parse(strategy), lab_perceptron(0.02), 4, EVEN)
         assert found.bytes_per_step == pytest.approx(wanted * num_bytes, rel=1e-3), strategy
     compressed = price(parse("onebit"), lab_perceptron(0.02), 4, EVEN)
-    assert compressed.bytes_per_step == pytest.approx(366 * 1024, rel=0.02)  # As `tutti bench worth` has counted.
+    assert compressed.bytes_per_step == pytest.approx(366 * 1024, rel=0.02)  # As `tutti bench compression` has counted.
 
 
 def test_one_worker_pays_nothing() -> None:

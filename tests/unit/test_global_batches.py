@@ -4,8 +4,8 @@ from itertools import chain
 
 import pytest
 
+from tutti.data import GlobalBatches
 from tutti.errors import ConfigError
-from tutti.recipes.training import GlobalBatches
 
 
 def batches(num_samples: int, batch_size: int, num_parts: int) -> list[list[list[int]]]:

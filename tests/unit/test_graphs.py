@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
 from tutti.strategies import Gossip, Graph, PeerUpdates, parse
-from tutti.strategies.decentralised.graphs import NAMED, ring, sized, torus
+from tutti.strategies.decentralised.graphs import NAMED, ring, topology_for, torus
 
 
 @given(st.sampled_from(sorted(NAMED)), st.integers(1, 40), st.integers(0, 99))
@@ -89,7 +89,7 @@ def test_parts_are_listed() -> None:
         (lambda: Graph(3, ((0, 3),)), ("0 to 2", "(0, 3)")),
         (lambda: Graph(3, ((1, 1),)), ("two different ranks", "(1, 1)")),
         (lambda: Graph(0, ()), ("1 or more", "got 0")),
-        (lambda: sized(Graph(2, ((0, 1),)), 4), ("a graph of 2 ranks", "world of 4", "ring, torus")),
+        (lambda: topology_for(Graph(2, ((0, 1),)), 4), ("a graph of 2 ranks", "world of 4", "ring, torus")),
         (lambda: Gossip("circle"), ("got 'circle'", "ring, torus, exponential, random", "Graph(...)")),
         (lambda: Gossip(pairs="both"), ("got 'both'", "'sync' or 'async'")),  # type: ignore[arg-type]
         (lambda: Gossip(Graph(2, ((0, 1), (1, 0)), directed=True), "async"), ("not directed",)),

@@ -16,11 +16,11 @@ from tutti.launch import init
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline.order import order
 from tutti.plan import price
-from tutti.plan.mesh import MeshPrediction, Parts, plan_meshes, price_mesh
-from tutti.plan.mesh.axes import place_along
+from tutti.plan.mesh import MeshPrediction, ModelParts, plan_meshes, price_mesh
+from tutti.plan.mesh.axis_placement import placement_along
 from tutti.plan.mesh.choose import meshes
 from tutti.plan.mesh.dry_run import TracedCollective
-from tutti.plan.mesh.play import Clockwork, StageTime
+from tutti.plan.mesh.pipeline_simulation import PipelineSimulation, StageTime
 from tutti.plan.profile import profile as profile_model
 from tutti.recipes.models import mlp
 from tutti.simulation import operator_clock
@@ -37,27 +37,27 @@ def model() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def parts() -> Parts:
+def parts() -> ModelParts:
     """Timed by operations."""
 
-    def tried() -> Parts:
+    def tried() -> ModelParts:
         transport = init().transport
-        found = Parts(model(), X, transport.now)
+        found = ModelParts(model(), X, transport.now)
         with operator_clock.counting(transport):
             for mesh in meshes(4):
                 found.stages(mesh.tensor, mesh.pipe)
         return found
 
-    found: Parts = simulate(tried, workers=1).results[0]
+    found: ModelParts = simulate(tried, workers=1).results[0]
     return found
 
 
-def priced(parts: Parts, mesh: Mesh, cluster: Cluster, samples: int = 256) -> MeshPrediction:
+def priced(parts: ModelParts, mesh: Mesh, cluster: Cluster, samples: int = 256) -> MeshPrediction:
     return price_mesh(mesh, parts, perceptron(*SIZES, computing_s=0.06), cluster, samples)
 
 
 def test_a_simulation_of_every_mesh_takes_as_long() -> None:
-    case = bench.compare("digits", "100mbit", 4, bench.try_out("digits", [4]), lambda _: None)
+    case = bench.compare("digits", "100mbit", 4, bench.profile_parts("digits", [4]), lambda _: None)
     assert len(case.rows) == 6
     middle, worst = bench.error_summary(case.rows)
     assert middle < 0.10, case.as_dict()
@@ -65,7 +65,7 @@ def test_a_simulation_of_every_mesh_takes_as_long() -> None:
     assert case.times < 1.1
 
 
-def test_replicas_alone_cost_what_their_strategy_does(parts: Parts) -> None:
+def test_replicas_alone_cost_what_their_strategy_does(parts: ModelParts) -> None:
     cluster = Cluster(link=Link("1gbit", "50us"))
     found = priced(parts, Mesh(data=4), cluster)
     whole = price(AllReduce(), perceptron(*SIZES, computing_s=0.06), 4, cluster)
@@ -76,21 +76,21 @@ def test_replicas_alone_cost_what_their_strategy_does(parts: Parts) -> None:
 @pytest.mark.parametrize(("microbatches", "pipe"), [(4, 2), (16, 2), (4, 4)])
 def test_a_pipeline_of_even_stages_waits_as_theory_says(microbatches: int, pipe: int) -> None:
     stages = [StageTime(1.0, 2.0, ((), ()), [0.0], 0.0)] * pipe
-    found = Clockwork(order("1f1b", pipe, 1, microbatches), stages, Link("1tbit", 0.0)).seconds()
+    found = PipelineSimulation(order("1f1b", pipe, 1, microbatches), stages, Link("1tbit", 0.0)).seconds()
     assert 1 - 3 * microbatches / found == pytest.approx((pipe - 1) / (microbatches + pipe - 1), rel=1e-6)
 
 
 def test_what_stages_give_each_other_queues_at_their_network_card() -> None:
     stages = [StageTime(1.0, 1.0, ((), ()), [1e6], 0.0)] * 2
-    found = Clockwork(order("gpipe", 2, 1, 4), stages, Link("1mbit", 0.0)).seconds()
+    found = PipelineSimulation(order("gpipe", 2, 1, 4), stages, Link("1mbit", 0.0)).seconds()
     assert found == pytest.approx(1 + 4 * 8 + 1 + 1 + 4 * 8 + 1), "one after the other there, and back"
 
 
-def test_layers_in_pairs_talk_once_forward_and_once_back(parts: Parts) -> None:
+def test_layers_in_pairs_talk_once_forward_and_once_back(parts: ModelParts) -> None:
     (part,) = parts.stages(2, 1)
     once = TracedCollective("all_reduce", 4 * 64 * 512)
-    assert part.trial.forward == (once, once)
-    assert part.trial.backward == (once,), "nobody wants the gradient of what the first layer takes"
+    assert part.profile.forward == (once, once)
+    assert part.profile.backward == (once,), "nobody wants the gradient of what the first layer takes"
     found = priced(parts, Mesh(tensor=2), Cluster(link=Link("1gbit", "50us")), samples=64)
     assert found.computing_s == pytest.approx(0.03)
     assert found.tensor_s == pytest.approx(3 * 2 * (50e-6 + 4 * 64 * 512 / 2 * 8e-9))
@@ -99,10 +99,10 @@ def test_layers_in_pairs_talk_once_forward_and_once_back(parts: Parts) -> None:
 def test_rows_that_leave_a_host_share_its_link() -> None:
     cluster = Cluster(link=Link("8gbit", "50us"), ranks_per_host=2)
     mesh = Mesh(tensor=2, data=4)
-    assert place_along("tensor", mesh, cluster).link == cluster.within
-    assert place_along("data", mesh, cluster).link == Link("4gbit", "50us")
-    assert place_along("data", mesh, cluster).num_hosts == 4
-    alone = place_along("data", Mesh(data=8), cluster)
+    assert placement_along("tensor", mesh, cluster).link == cluster.within
+    assert placement_along("data", mesh, cluster).link == Link("4gbit", "50us")
+    assert placement_along("data", mesh, cluster).num_hosts == 4
+    alone = placement_along("data", Mesh(data=8), cluster)
     assert (alone.link, alone.num_hosts, alone.num_ranks) == (Link("8gbit", "50us"), 4, 8)
 
 
@@ -110,7 +110,7 @@ MESHES = [Mesh(data=2, tensor=2), Mesh(data=2, pipe=2), Mesh(tensor=2, pipe=2)]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.data}-{mesh.tensor}-{mesh.pipe}")
-def test_memory_is_what_ranks_hold(mesh: Mesh, parts: Parts) -> None:
+def test_memory_is_what_ranks_hold(mesh: Mesh, parts: ModelParts) -> None:
     def train() -> int:
         init()
         trained = model()
@@ -132,7 +132,7 @@ def test_memory_is_what_ranks_hold(mesh: Mesh, parts: Parts) -> None:
     assert found.memory_bytes > found.lasting_bytes
 
 
-def test_activations_are_kept_as_the_schedule_keeps_them(parts: Parts) -> None:
+def test_activations_are_kept_as_the_schedule_keeps_them(parts: ModelParts) -> None:
     whole = priced(parts, Mesh(), FREE, samples=6400).memory_bytes
     early, late = (
         priced(parts, Mesh(pipe=4, pipeline=Pipeline(schedule=it, microbatches=64)), FREE, samples=6400).memory_bytes
@@ -148,14 +148,14 @@ def test_all_meshes_of_so_many() -> None:
     assert all(data * tensor * pipe == 8 for data, tensor, pipe in shapes)
 
 
-def test_replicas_where_they_fit_and_are_fastest(parts: Parts) -> None:
+def test_replicas_where_they_fit_and_are_fastest(parts: ModelParts) -> None:
     found = plan_meshes(parts, perceptron(*SIZES, computing_s=1.0), 4, Cluster(link=Link("1gbit", "50us")))
     assert found.best is not None
     assert found.best.mesh == Mesh(data=4)
     assert found.reason.startswith("Do not split the model")
 
 
-def test_a_model_too_large_for_a_worker_is_split(parts: Parts) -> None:
+def test_a_model_too_large_for_a_worker_is_split(parts: ModelParts) -> None:
     profile = perceptron(*SIZES, computing_s=1.0)
     limit = round(0.9 * profile.peak_bytes)
     found = plan_meshes(parts, profile, 4, Cluster(link=Link("1gbit", "50us")), memory_bytes=limit)
@@ -166,14 +166,14 @@ def test_a_model_too_large_for_a_worker_is_split(parts: Parts) -> None:
     assert {each["fits"] for each in found.as_dict()["meshes"]} == {True, False}
 
 
-def test_nothing_fits(parts: Parts) -> None:
+def test_nothing_fits(parts: ModelParts) -> None:
     found = plan_meshes(parts, perceptron(*SIZES, computing_s=1.0), 4, FREE, memory_bytes=1000)
     assert found.best is None
     assert found.reason.startswith("Do not train this on 4 workers of 1000 B")
 
 
-def test_what_cannot_be_is_said(parts: Parts) -> None:
-    small = Parts(mlp(784, 16, 10), torch.zeros(64, 784))
+def test_what_cannot_be_is_said(parts: ModelParts) -> None:
+    small = ModelParts(mlp(784, 16, 10), torch.zeros(64, 784))
     profile = perceptron(784, 16, 10, computing_s=0.01)
     found = plan_meshes(small, profile, 8, FREE)
     assert "8 stages need as many layers or more, and the model has 3" in found.refused["pipe=8"]

@@ -304,7 +304,7 @@ def _two_epochs(world: World, name: str) -> tuple[int, list[list[list[int]]], li
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_own_sampler_agrees_over_ranks(name: str, size: int) -> None:
-    results = run_ok(_two_epochs, name, size=size, transport="process_group")
+    results = run_ok(_two_epochs, name, size=size, transport="sockets")
     for epoch in (0, 1):
         batches = [seen[epoch] for _, seen, _ in results]
         assert len({len(of_rank) for of_rank in batches}) == 1, "all ranks take as many steps"
@@ -319,13 +319,13 @@ def test_own_sampler_agrees_over_ranks(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_length_with_own_sampler_is_the_number_of_batches(name: str) -> None:
-    for length, seen, _ in run_ok(_two_epochs, name, size=2, transport="process_group"):
+    for length, seen, _ in run_ok(_two_epochs, name, size=2, transport="sockets"):
         assert length == len(seen[0])
 
 
 def test_fewer_batches_of_own_sampler_than_ranks() -> None:
     """Two batches of four samples are enough for three ranks: the pool is split."""
-    results = run_ok(_few_batches, size=3, transport="process_group")
+    results = run_ok(_few_batches, size=3, transport="sockets")
     assert sorted(flat(flat(results))) == list(range(8))
     assert [len(of_rank) for of_rank in results] == [1, 1, 1]
 
@@ -587,7 +587,7 @@ def _evaluate_after_training(world: World) -> list[int]:
 
 
 def test_no_echo_in_evaluation_of_a_distributed_model() -> None:
-    results = run_ok(_evaluate_after_training, size=2, transport="process_group")
+    results = run_ok(_evaluate_after_training, size=2, transport="sockets")
     assert sorted(flat(results)) == list(range(14))
 
 

@@ -22,47 +22,51 @@ __all__ = ["GroupConnection", "TuttiGroup", "group_over"]
 
 @dataclass(frozen=True)
 class GroupConnection:
-    """What a group is made of: how its ranks were joined."""
+    """The connection between the ranks of a new group."""
 
     transport: Transport
-    me: int
+    """Joins the ranks of the group."""
+    world_rank: int
     """This rank's number in the whole world."""
     leave: Callable[[], None]
-    """Tells the others that this rank will answer no more."""
+    """Announces to the others that this rank will answer no more."""
 
 
-def group_over(opened: GroupConnection) -> TuttiGroup:
-    """A group of the ranks that a transport joins, which is closed with it, or at once if that fails. Collective."""
-    transport = opened.transport
+def group_over(connection: GroupConnection) -> TuttiGroup:
+    """Make a group over a connection, which is closed with the group, or at once if making it fails. Collective."""
+    transport = connection.transport
     try:
         if hosts_are_shared(transport) and not isinstance(transport, HostsTransport):
             transport = HostsTransport(transport)
-        collectives, messages = _conversations(transport)
+        collectives, messages = _collectives_and_messages(transport)
     except BaseException:
-        opened.leave()
+        connection.leave()
         transport.close()
         raise
-    lane: OperationQueue = (
-        RealTimeQueue(messages, opened.me) if transport.cluster is None else VirtualTimeQueue(transport, messages)
+    queue: OperationQueue = (
+        RealTimeQueue(messages, connection.world_rank)
+        if transport.cluster is None
+        else VirtualTimeQueue(transport, messages)
     )
 
     def close() -> None:
-        opened.leave()
+        connection.leave()
+        # Both transports are interrupted first: the queue's threads may wait in either.
         messages.interrupt()
         transport.interrupt()
-        lane.close()
+        queue.close()
         messages.close()
         transport.close()
 
-    return TuttiGroup(collectives, lane, messages, opened.me, close)
+    return TuttiGroup(collectives, queue, messages, connection.world_rank, close)
 
 
-def _conversations(transport: Transport) -> tuple[Collectives, Transport]:
-    """What does collectives, and what carries messages beside them. Collective."""
+def _collectives_and_messages(transport: Transport) -> tuple[Collectives, Transport]:
+    """Make the best collectives for a transport, and open a channel for messages beside them. Collective."""
     if isinstance(transport, HostsTransport):
         return TwoLevelCollectives(transport), transport.inner.channel("messages")
     if isinstance(transport, SharesMemory) and isinstance(transport, SharesAll):
-        from tutti.backend.shared_memory_collectives import SharedMemoryCollectives  # Costs a compiler's import.
+        from tutti.backend.shared_memory_collectives import SharedMemoryCollectives  # It imports a compiler: slow.
 
         return SharedMemoryCollectives(transport), transport.inner.channel("messages")  # type: ignore[arg-type]
     return MessageCollectives(transport), transport.channel("messages")

@@ -1,4 +1,8 @@
-"""What a group can do together, over whatever joins its ranks."""
+"""The collectives of a process group: their interface, and reduction in Gloo's order.
+
+Every implementation reduces in the order in which Gloo would, block by block. So results are the same bits whatever
+joins the ranks, and the same as Gloo's.
+"""
 
 from abc import ABC, abstractmethod
 
@@ -8,74 +12,74 @@ from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
 from tutti.transports.base import Operation
 
-Run = tuple[int, int, int]
-"""A block in Gloo's order, and from where to where it goes: in this rank's part of a reduction."""
+BlockRange = tuple[int, int, int]
+"""A block of Gloo's order, and the start and stop of the elements of a tensor that lie in it."""
 
 
 class Collectives(ABC):
-    """Every method returns steps that every rank takes. Tensors are flat, in host memory, and all of one dtype."""
+    """Collectives as operations that every rank runs. Tensors are flat, on the CPU, and of one dtype on all ranks."""
 
     @abstractmethod
     def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
-        """In place."""
+        """Reduce `flat` over ranks, in place."""
 
     @abstractmethod
     def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
-        """In place on `root`; elsewhere `flat` may be spoilt."""
+        """Reduce `flat` over ranks, in place on `root`; on other ranks it is undefined afterwards."""
 
     @abstractmethod
-    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
-        """Reduce `flat`, and leave this rank's part of the result, which is as long as every other, in `mine`."""
+    def reduce_scatter(self, output: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
+        """Reduce `flat` over ranks and leave this rank's part of the result in `output`. All parts are equally long."""
 
     @abstractmethod
-    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
-        """Reduce each of `parts` by itself, and leave the result of this rank's in `mine`."""
+    def reduce_parts(self, output: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
+        """Reduce each of `parts` by itself, one for each rank, and leave the result of this rank's in `output`."""
 
     @abstractmethod
-    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
-        """Give every rank what each has."""
+    def all_gather(self, outputs: list[Tensor], flat: Tensor) -> Operation:
+        """Copy every rank's `flat` to `outputs`, by rank, on every rank."""
 
     @abstractmethod
     def broadcast(self, flat: Tensor, root: int) -> Operation:
-        """Give every rank what `root` has."""
+        """Overwrite `flat` on every rank with that of `root`."""
 
     @abstractmethod
-    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Operation:
-        """Give `root`, which alone has `everyones`, what each rank has."""
+    def gather(self, outputs: list[Tensor] | None, flat: Tensor, root: int) -> Operation:
+        """Copy every rank's `flat` to `outputs` on `root`; `outputs` is None on other ranks."""
 
     @abstractmethod
-    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
-        """Give every rank its part of what `root`, which alone has `parts`, has."""
+    def scatter(self, output: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
+        """Copy one of `parts` on `root` to `output` of each rank; `parts` is None on other ranks."""
 
     @abstractmethod
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
-        """Give every rank its part of what each has. Parts may be of any lengths, as long as both sides know them."""
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation:
+        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j. Lengths may differ, as long as both sides know them."""
 
     @abstractmethod
     def barrier(self) -> Operation:
-        """Wait for everyone."""
+        """Wait until every rank has come here."""
 
 
-def whole_runs(flat: Tensor, size: int) -> list[Run]:
-    """All of `flat`, reduced by so many ranks."""
-    cut = gloo_order.blocks(flat.numel(), flat.itemsize, size)
-    return [(block, part.start, part.stop) for block, part in enumerate(cut) if part.start < part.stop]
+def whole_ranges(flat: Tensor, size: int) -> list[BlockRange]:
+    """The ranges of Gloo's blocks in the reduction of `flat` over `size` ranks."""
+    blocks = gloo_order.blocks(flat.numel(), flat.itemsize, size)
+    return [(block, part.start, part.stop) for block, part in enumerate(blocks) if part.start < part.stop]
 
 
-def own_runs(flat: Tensor, numel: int, rank: int, size: int) -> list[Run]:
-    """Part `rank`, of `numel` elements, of the reduction of `flat`; counted from the start of that part."""
-    cut, start = gloo_order.blocks(flat.numel(), flat.itemsize, size), rank * numel
-    return [
-        (block, first - start, last - start)
-        for block, first, last in gloo_order.split_by_block(cut, start, start + numel)
-    ]
+def part_ranges(flat: Tensor, numel: int, rank: int, size: int) -> list[BlockRange]:
+    """The ranges in part `rank`, of `numel` elements, of the reduction of `flat`, counted from the part's start."""
+    blocks, start = gloo_order.blocks(flat.numel(), flat.itemsize, size), rank * numel
+    runs = gloo_order.split_by_block(blocks, start, start + numel)
+    return [(block, first - start, last - start) for block, first, last in runs]
 
 
-def fold(out: Tensor, everyones: list[Tensor], operator: ReduceOperator, runs: list[Run]) -> None:
-    """Combine what all ranks have, in Gloo's order."""
-    for block, start, stop in runs:
-        first, *others = gloo_order.reduction_order(block, len(everyones))
-        result = everyones[first][start:stop].clone()
+def reduce_in_gloo_order(
+    output: Tensor, inputs: list[Tensor], operator: ReduceOperator, ranges: list[BlockRange]
+) -> None:
+    """Reduce `inputs`, one per rank, into `output`, each block in the order in which Gloo's ring would."""
+    for block, start, stop in ranges:
+        first, *others = gloo_order.reduction_order(block, len(inputs))
+        result = inputs[first][start:stop].clone()
         for rank in others:
-            operator.make(everyones[rank][start:stop], result, result)
-        out[start:stop].copy_(result)
+            operator.apply(inputs[rank][start:stop], result, result)
+        output[start:stop].copy_(result)

@@ -1,7 +1,12 @@
-"""A process group of torch.distributed over a Tutti transport."""
+"""A process group of torch.distributed over a Tutti transport.
+
+Each method checks its arguments, makes flat CPU tensors of them, and submits an operation to the `OperationQueue`,
+which runs collectives in the order of the calls. The work it returns is completed when the results are in the
+caller's tensors.
+"""
 
 # mypy: disable-error-code="override, assignment"
-# Torch's stubs name the arguments of methods of one meaning differently, and differently again in its next version.
+# Torch's stubs name the arguments of equivalent methods differently, and change them between versions.
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,28 +18,42 @@ from torch import Tensor
 
 from tutti.backend.collectives import Collectives
 from tutti.backend.operation_queue import OperationQueue
-from tutti.backend.operators import ReduceOperator, operator
-from tutti.backend.tensors import Flats
-from tutti.backend.validate import Check
+from tutti.backend.operators import ReduceOperator, reduce_operator
+from tutti.backend.tensors import FlatTensors
+from tutti.backend.validate import ArgumentCheck
 from tutti.backend.work import BackendWork, CoalescedWork
 from tutti.transports.base import ANY, Operation, Transport, Work
 
 
 class TuttiGroup(dist.ProcessGroup):
-    """All that torch.distributed asks of a group. What all its ranks do together happens in the order asked."""
+    """Torch's `ProcessGroup` interface. All ranks call the same collectives in the same order."""
 
     def __init__(
-        self, collectives: Collectives, lane: OperationQueue, messages: Transport, me: int, close: Callable[[], None]
+        self,
+        collectives: Collectives,
+        queue: OperationQueue,
+        messages: Transport,
+        world_rank: int,
+        close: Callable[[], None],
     ) -> None:
-        """Serve the ranks that `messages` joins; `me` is this one's number in the whole world, for error messages."""
+        """Make a group of the ranks that `messages` joins.
+
+        Args:
+            collectives: makes the operations of collectives.
+            queue: runs all operations.
+            messages: carries `send` and `recv`.
+            world_rank: this rank's number in the whole world, for error messages.
+            close: called once by `shutdown`.
+        """
         super().__init__(messages.rank, messages.size)  # type: ignore[call-arg]
-        self._collectives, self._lane, self._messages, self._me = collectives, lane, messages, me
-        self._check = Check(me, messages.size)
+        self._collectives, self._queue, self._messages = collectives, queue, messages
+        self._world_rank = world_rank
+        self._check = ArgumentCheck(world_rank, messages.size)
         self._close: Callable[[], None] | None = close
         self._name = self._description = "undefined"
         self._coalesced: list[BackendWork] | None = None
 
-    # Who it is
+    # Identity
 
     @property
     def group_name(self) -> str:
@@ -68,7 +87,7 @@ class TuttiGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def shutdown(self) -> None:
-        """Leave: peers that still wait for this rank here are told. Idempotent."""
+        """Close the group. Peers that still wait for this rank in it fail. Idempotent."""
         if self._close is not None:
             close, self._close = self._close, None
             close()
@@ -77,42 +96,45 @@ class TuttiGroup(dist.ProcessGroup):
 
     # Reductions
 
-    def allreduce(self, tensors: Any, opts: Any = None, **given: Any) -> BackendWork:
+    def allreduce(self, tensors: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.AllreduceOptions()
-        (tensor,) = self._check.only(tensors, "all_reduce")
-        flats, found = self._reducible(tensor, opts)
+        (tensor,) = self._check.single(tensors, "all_reduce")
+        flats, op = self._reducible(tensor, opts)
         (flat,) = flats.inout(tensor)
-        return self._ask(flats, self._reduced(self._collectives.all_reduce(flat, found), flat, found, tensor), opts)
+        return self._submit_collective(
+            flats, self._reduced(self._collectives.all_reduce(flat, op), flat, op, tensor), opts
+        )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        flats, found = self._reducible(tensors[0], opts)
+        flats, op = self._reducible(tensors[0], opts)
         parts = flats.inout(*tensors)
-        return self._ask(flats, self._all_reduce_joined(parts, found, tensors[0]), opts)
+        return self._submit_collective(flats, self._all_reduce_concatenated(parts, op, tensors[0]), opts)
 
-    def _all_reduce_joined(self, parts: list[Tensor], found: ReduceOperator, like: Tensor) -> Operation:
-        """One reduction of all tensors together, as Gloo makes it."""
+    def _all_reduce_concatenated(self, parts: list[Tensor], op: ReduceOperator, like: Tensor) -> Operation:
+        """Reduce all tensors together, as Gloo does."""
         joined = torch.cat(parts)
-        yield from self._reduced(self._collectives.all_reduce(joined, found), joined, found, like)
+        yield from self._reduced(self._collectives.all_reduce(joined, op), joined, op, like)
         for part, result in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
             part.copy_(result)
 
-    def reduce(self, tensors: Any, opts: Any = None, **given: Any) -> BackendWork:
+    def reduce(self, tensors: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.ReduceOptions()
-        (tensor,) = self._check.only(tensors, "reduce")
-        flats, found = self._reducible(tensor, opts)
+        (tensor,) = self._check.single(tensors, "reduce")
+        flats, op = self._reducible(tensor, opts)
         (flat,) = flats.inout(tensor)
-        steps = self._collectives.reduce(flat, found, opts.rootRank)
-        return self._ask(flats, self._reduced(steps, flat, found, tensor), opts)
+        operation = self._collectives.reduce(flat, op, opts.rootRank)
+        return self._submit_collective(flats, self._reduced(operation, flat, op, tensor), opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> BackendWork:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.ReduceScatterOptions()
-        (output,), (tensors,) = self._check.only(outputs, "reduce_scatter"), self._check.only(inputs, "reduce_scatter")
-        flats, found = self._reducible(output, opts)
-        parts = flats.inputs(*self._check.one_each(tensors, "reduce_scatter"))
-        (mine,) = flats.outputs(output)
-        steps = self._collectives.reduce_parts(mine, parts, found)
-        return self._ask(flats, self._reduced(steps, mine, found, output), opts)
+        (output,) = self._check.single(outputs, "reduce_scatter")
+        (tensors,) = self._check.single(inputs, "reduce_scatter")
+        flats, op = self._reducible(output, opts)
+        parts = flats.inputs(*self._check.one_per_rank(tensors, "reduce_scatter"))
+        (result,) = flats.outputs(output)
+        operation = self._collectives.reduce_parts(result, parts, op)
+        return self._submit_collective(flats, self._reduced(operation, result, op, output), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> BackendWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -121,84 +143,85 @@ class TuttiGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> BackendWork:
         opts = opts or c10d.ReduceScatterOptions()
-        flats, found = self._reducible(outputs[0], opts)
-        steps = []
+        flats, op = self._reducible(outputs[0], opts)
+        operations = []
         for output, whole in zip(outputs, inputs, strict=True):
-            self._check.sizes("reduce_scatter_tensor", whole, output)
-            (flat,), (mine,) = flats.inputs(whole), flats.outputs(output)
-            made = self._collectives.reduce_scatter(mine, flat, found)
-            steps.append(self._reduced(made, mine, found, output))
-        return self._ask(flats, _one_by_one(steps), opts)
+            self._check.whole_and_part("reduce_scatter_tensor", whole, output)
+            (flat,), (result,) = flats.inputs(whole), flats.outputs(output)
+            operation = self._collectives.reduce_scatter(result, flat, op)
+            operations.append(self._reduced(operation, result, op, output))
+        return self._submit_collective(flats, _in_sequence(operations), opts)
 
-    def _reduced(self, steps: Operation, result: Tensor, found: ReduceOperator, tensor: Tensor) -> Operation:
-        yield from steps
-        found.conclude(result, self.size(), tensor.dtype)
+    def _reduced(self, operation: Operation, result: Tensor, op: ReduceOperator, tensor: Tensor) -> Operation:
+        """Run a reduction of tensors like `tensor`, and turn `result` into what the operator returns."""
+        yield from operation
+        op.finish(result, self.size(), tensor.dtype)
 
     # Copies
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> BackendWork:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.AllgatherOptions()
-        (everyones,), (tensor,) = self._check.only(outputs, "all_gather"), self._check.only(inputs, "all_gather")
-        flats = Flats(self._me)
-        (mine,) = flats.inputs(tensor)
-        gathered = flats.outputs(*self._check.one_each(everyones, "all_gather", like=tensor))
-        return self._ask(flats, self._collectives.all_gather(gathered, mine), opts)
+        (tensors,), (tensor,) = self._check.single(outputs, "all_gather"), self._check.single(inputs, "all_gather")
+        flats = FlatTensors(self._world_rank)
+        (flat_input,) = flats.inputs(tensor)
+        gathered = flats.outputs(*self._check.one_per_rank(tensors, "all_gather", like=tensor))
+        return self._submit_collective(flats, self._collectives.all_gather(gathered, flat_input), opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
         opts = opts or c10d.AllgatherOptions()
-        flats, steps = Flats(self._me), []
+        flats, operations = FlatTensors(self._world_rank), []
         for number, tensor in enumerate(inputs):
-            (mine,) = flats.inputs(tensor)
-            everyones = self._check.one_each([each[number] for each in outputs], "all_gather", like=tensor)
-            steps.append(self._collectives.all_gather(flats.outputs(*everyones), mine))
-        return self._ask(flats, _one_by_one(steps), opts)
+            (flat_input,) = flats.inputs(tensor)
+            gathered = self._check.one_per_rank([per_rank[number] for per_rank in outputs], "all_gather", like=tensor)
+            operations.append(self._collectives.all_gather(flats.outputs(*gathered), flat_input))
+        return self._submit_collective(flats, _in_sequence(operations), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> BackendWork:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
         opts = opts or c10d.AllgatherOptions()
-        flats, steps = Flats(self._me), []
+        flats, operations = FlatTensors(self._world_rank), []
         for whole, tensor in zip(outputs, inputs, strict=True):
-            self._check.sizes("all_gather_into_tensor", whole, tensor)
-            (mine,), (flat,) = flats.inputs(tensor), flats.outputs(whole)
-            parts = list(flat.split(mine.numel())) if mine.numel() else [flat] * self.size()
-            steps.append(self._collectives.all_gather(parts, mine))
-        return self._ask(flats, _one_by_one(steps), opts)
+            self._check.whole_and_part("all_gather_into_tensor", whole, tensor)
+            (flat_input,), (flat,) = flats.inputs(tensor), flats.outputs(whole)
+            parts = list(flat.split(flat_input.numel())) if flat_input.numel() else [flat] * self.size()
+            operations.append(self._collectives.all_gather(parts, flat_input))
+        return self._submit_collective(flats, _in_sequence(operations), opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> BackendWork:
+    def broadcast(self, tensors: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.BroadcastOptions()
-        (tensor,) = self._check.only(tensors, "broadcast")
-        flats = Flats(self._me)
+        (tensor,) = self._check.single(tensors, "broadcast")
+        flats = FlatTensors(self._world_rank)
         (flat,) = flats.inout(tensor)
-        return self._ask(flats, self._collectives.broadcast(flat, opts.rootRank), opts)
+        return self._submit_collective(flats, self._collectives.broadcast(flat, opts.rootRank), opts)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> BackendWork:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.GatherOptions()
-        (tensor,) = self._check.only(inputs, "gather")
-        flats, everyones = Flats(self._me), None
-        (mine,) = flats.inputs(tensor)
+        (tensor,) = self._check.single(inputs, "gather")
+        flats, gathered = FlatTensors(self._world_rank), None
+        (flat_input,) = flats.inputs(tensor)
         if self.rank() == opts.rootRank:
-            (tensors,) = self._check.only(outputs, "gather")
-            everyones = flats.outputs(*self._check.one_each(tensors, "gather", like=tensor))
-        return self._ask(flats, self._collectives.gather(everyones, mine, opts.rootRank), opts)
+            (tensors,) = self._check.single(outputs, "gather")
+            gathered = flats.outputs(*self._check.one_per_rank(tensors, "gather", like=tensor))
+        return self._submit_collective(flats, self._collectives.gather(gathered, flat_input, opts.rootRank), opts)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> BackendWork:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.ScatterOptions()
-        (tensor,) = self._check.only(outputs, "scatter")
-        flats, parts = Flats(self._me), None
+        (tensor,) = self._check.single(outputs, "scatter")
+        flats, parts = FlatTensors(self._world_rank), None
         if self.rank() == opts.rootRank:
-            (tensors,) = self._check.only(inputs, "scatter")
-            parts = flats.inputs(*self._check.one_each(tensors, "scatter", like=tensor))
-        (mine,) = flats.outputs(tensor)
-        return self._ask(flats, self._collectives.scatter(mine, parts, opts.rootRank), opts)
+            (tensors,) = self._check.single(inputs, "scatter")
+            parts = flats.inputs(*self._check.one_per_rank(tensors, "scatter", like=tensor))
+        (result,) = flats.outputs(tensor)
+        return self._submit_collective(flats, self._collectives.scatter(result, parts, opts.rootRank), opts)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, **given: Any) -> BackendWork:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.AllToAllOptions()
-        flats = Flats(self._me)
-        sent = flats.inputs(*self._check.one_each(inputs, "all_to_all"))
-        received = flats.outputs(*self._check.one_each(outputs, "all_to_all"))
-        return self._ask(flats, self._collectives.all_to_all(received, sent), opts)
+        flats = FlatTensors(self._world_rank)
+        sent = flats.inputs(*self._check.one_per_rank(inputs, "all_to_all"))
+        received = flats.outputs(*self._check.one_per_rank(outputs, "all_to_all"))
+        return self._submit_collective(flats, self._collectives.all_to_all(received, sent), opts)
 
     def all_to_all_single(
         self,
@@ -207,47 +230,49 @@ class TuttiGroup(dist.ProcessGroup):
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
         opts: Any = None,
-        **given: Any,
+        **_: Any,
     ) -> BackendWork:
         opts = opts or c10d.AllToAllOptions()
-        flats = Flats(self._me)
-        (whole,), (room,) = flats.inputs(input), flats.outputs(output)
+        flats = FlatTensors(self._world_rank)
+        (whole,), (target,) = flats.inputs(input), flats.outputs(output)
         sent = self._check.split(whole, input, input_splits, "input")
-        received = self._check.split(room, output, output_splits, "output")
-        return self._ask(flats, self._collectives.all_to_all(received, sent), opts)
+        received = self._check.split(target, output, output_splits, "output")
+        return self._submit_collective(flats, self._collectives.all_to_all(received, sent), opts)
 
-    def barrier(self, opts: Any = None, **given: Any) -> BackendWork:
-        return self._ask(Flats(self._me), self._collectives.barrier(), opts or c10d.BarrierOptions())
+    def barrier(self, opts: Any = None, **_: Any) -> BackendWork:
+        return self._submit_collective(
+            FlatTensors(self._world_rank), self._collectives.barrier(), opts or c10d.BarrierOptions()
+        )
 
     # Messages
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> BackendWork:
-        (tensor,) = self._check.only(tensors, "send")
-        flats = Flats(self._me)
+        (tensor,) = self._check.single(tensors, "send")
+        flats = FlatTensors(self._world_rank)
         (flat,) = flats.inputs(tensor)
 
         def steps() -> Operation:
             yield self._messages.isend(flat, dst, tag)
 
-        return self._tell(flats, steps())
+        return self._submit_message(flats, steps())
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> BackendWork:
-        (tensor,) = self._check.only(tensors, "recv")
-        flats = Flats(self._me)
+        (tensor,) = self._check.single(tensors, "recv")
+        flats = FlatTensors(self._world_rank)
         (flat,) = flats.outputs(tensor)
-        operation = BackendWork(self._me, [tensor])
+        operation = BackendWork(self._world_rank, [tensor])
 
         def steps() -> Operation:
             receiving: Work = self._messages.irecv(flat, src, tag)
             yield receiving
             operation.source = receiving.source if src == ANY else src
 
-        return self._tell(flats, steps(), operation)
+        return self._submit_message(flats, steps(), operation)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> BackendWork:
         return self.recv(tensors, ANY, tag)
 
-    # Other names of the same, in versions of torch from 2.9 on
+    # Other names of the same methods, in versions of torch from 2.9 on
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -255,36 +280,40 @@ class TuttiGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # Several at once
+    # Coalescing
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> CoalescedWork:
-        operations, self._coalesced = self._coalesced or [], None
-        return CoalescedWork(operations)
+        works, self._coalesced = self._coalesced or [], None
+        return CoalescedWork(works)
 
-    # What they have in common
+    # Submitting
 
-    def _ask(self, flats: Flats, steps: Operation, opts: Any) -> BackendWork:
-        operation = BackendWork(self._me, flats.filled)
-        self._lane.collective(operation, flats.landed(steps), here=not getattr(opts, "asyncOp", True))
-        return self._noted(operation)
+    def _submit_collective(self, flats: FlatTensors, operation: Operation, opts: Any) -> BackendWork:
+        work = BackendWork(self._world_rank, flats.written)
+        # Torch waits right after the call unless it is asynchronous: then the caller's thread can run the collective.
+        blocking = not getattr(opts, "asyncOp", True)
+        self._queue.submit_collective(work, flats.with_copy_back(operation), blocking)
+        return self._note_coalesced(work)
 
-    def _tell(self, flats: Flats, steps: Operation, operation: BackendWork | None = None) -> BackendWork:
-        operation = operation or BackendWork(self._me, flats.filled)
-        self._lane.message(operation, flats.landed(steps))
-        return self._noted(operation)
+    def _submit_message(self, flats: FlatTensors, operation: Operation, work: BackendWork | None = None) -> BackendWork:
+        work = work or BackendWork(self._world_rank, flats.written)
+        self._queue.submit_message(work, flats.with_copy_back(operation))
+        return self._note_coalesced(work)
 
-    def _noted(self, operation: BackendWork) -> BackendWork:
+    def _note_coalesced(self, work: BackendWork) -> BackendWork:
         if self._coalesced is not None:
-            self._coalesced.append(operation)
-        return operation
+            self._coalesced.append(work)
+        return work
 
-    def _reducible(self, tensor: Tensor, opts: Any) -> tuple[Flats, ReduceOperator]:
-        return Flats(self._me), operator(opts.reduceOp, tensor.dtype, self._me)
+    def _reducible(self, tensor: Tensor, opts: Any) -> tuple[FlatTensors, ReduceOperator]:
+        """Start the tensors of a reduction, and find its operator."""
+        return FlatTensors(self._world_rank), reduce_operator(opts.reduceOp, tensor.dtype, self._world_rank)
 
 
-def _one_by_one(steps: list[Operation]) -> Operation:
-    for each in steps:
-        yield from each
+def _in_sequence(operations: list[Operation]) -> Operation:
+    """Run operations one after the other, as one."""
+    for operation in operations:
+        yield from operation

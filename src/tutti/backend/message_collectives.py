@@ -1,11 +1,15 @@
-"""Collective operations made of messages: over sockets, MPI and in virtual time."""
+"""Collectives made of messages: over sockets, MPI and in virtual time.
+
+Small tensors take the fewest messages, because latency dominates. Large ones go round a ring, in which every link is in
+use all the time.
+"""
 
 from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
-from tutti.backend.collectives import Collectives, fold, own_runs, whole_runs
+from tutti.backend.collectives import Collectives, part_ranges, reduce_in_gloo_order, whole_ranges
 from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
 from tutti.collectives.doubling import recursive_doubling
@@ -13,140 +17,145 @@ from tutti.collectives.ring import pass_blocks_around, split_into_chunks
 from tutti.collectives.tree import broadcast
 from tutti.transports.base import Operation, Transport, Work
 
-STRAIGHT_BYTES = 32 * 2**10
-"""What may come to a rank from all others at once: more would overrun the buffers of its link."""
+DIRECT_BYTES = 32 * 2**10
+"""Bytes that may come to a rank from all others at once. More would overrun the buffers of its link."""
 
 
 class MessageCollectives(Collectives):
-    """Small things take as few messages as can be; large ones go round a ring, whose links are all in use."""
+    """Collectives over `isend` and `irecv` of any transport."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._rank, self._size = transport.rank, transport.size
 
     def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
-        if not self._straight(flat):
-            return gloo_order.ring(flat, self._transport, operator.combine)
+        if not self._is_direct(flat):
+            return gloo_order.ring(flat, self._transport, operator.accumulate)
         return self._all_reduce_small(flat, operator)
 
     def _all_reduce_small(self, flat: Tensor, operator: ReduceOperator) -> Operation:
-        everyones = yield from self._gather_quickly(flat)
-        fold(flat, everyones, operator, whole_runs(flat, self._size))
+        inputs = yield from self._gather_bruck(flat)
+        reduce_in_gloo_order(flat, inputs, operator, whole_ranges(flat, self._size))
 
-    def _gather_quickly(self, mine: Tensor) -> Generator[Work, None, list[Tensor]]:
-        """What every rank has, in as few messages as can be: each time twice as much (Bruck 1997)."""
-        size, numel, rank = self._size, mine.numel(), self._rank
-        room = mine.new_empty(size * numel)
-        room[:numel] = mine
-        have = 1
-        while have < size:
-            more = min(have, size - have)
-            coming = self._transport.irecv(room[have * numel : (have + more) * numel], (rank + have) % size)
-            yield self._transport.isend(room[: more * numel], (rank - have) % size)
-            yield coming
-            have += more
-        return [room[(other - rank) % size * numel :][:numel] for other in range(size)]
+    def _gather_bruck(self, flat: Tensor) -> Generator[Work, None, list[Tensor]]:
+        """Gather every rank's tensor in about log2(size) messages, each twice as long as the last (Bruck 1997)."""
+        size, numel, rank = self._size, flat.numel(), self._rank
+        gathered = flat.new_empty(size * numel)
+        gathered[:numel] = flat
+        num_gathered = 1
+        while num_gathered < size:
+            num_new = min(num_gathered, size - num_gathered)
+            new = gathered[num_gathered * numel : (num_gathered + num_new) * numel]
+            receiving = self._transport.irecv(new, (rank + num_gathered) % size)
+            yield self._transport.isend(gathered[: num_new * numel], (rank - num_gathered) % size)
+            yield receiving
+            num_gathered += num_new
+        return [gathered[(other - rank) % size * numel :][:numel] for other in range(size)]
 
     def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
-        yield from gloo_order.ring(flat, self._transport, operator.combine, scattered=True)
+        yield from gloo_order.ring(flat, self._transport, operator.accumulate, scattered=True)
         parts = [flat[part] for part in gloo_order.blocks(flat.numel(), flat.itemsize, self._size)]
         yield from self.gather(parts if self._rank == root else None, parts[self._rank], root)
 
-    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
-        if self._straight(mine):
-            everyones = [torch.empty_like(mine) for _ in range(self._size)]
-            yield from self._exchange(everyones, _parts(flat, mine.numel(), self._size))
-            fold(mine, everyones, operator, own_runs(flat, mine.numel(), self._rank, self._size))
+    def reduce_scatter(self, output: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
+        if self._is_direct(output):
+            inputs = [torch.empty_like(output) for _ in range(self._size)]
+            yield from self._exchange(inputs, _parts(flat, output.numel(), self._size))
+            reduce_in_gloo_order(output, inputs, operator, part_ranges(flat, output.numel(), self._rank, self._size))
             return
         flat = flat.clone()
-        yield from gloo_order.ring(flat, self._transport, operator.combine, scattered=True)
-        yield from self._shift(mine, flat)
+        yield from gloo_order.ring(flat, self._transport, operator.accumulate, scattered=True)
+        yield from self._shift_to_parts(output, flat)
 
-    def _shift(self, mine: Tensor, flat: Tensor) -> Operation:
-        """Gloo's blocks are a little longer than what each rank is to have: hand on what is another's."""
-        blocks, numel, rank = gloo_order.blocks(flat.numel(), flat.itemsize, self._size), mine.numel(), self._rank
+    def _shift_to_parts(self, output: Tensor, flat: Tensor) -> Operation:
+        """Move results from Gloo's blocks to equal parts.
+
+        Blocks are rounded up, so a block holds some elements of the parts of other ranks, which are sent to them.
+        """
+        blocks, numel, rank = gloo_order.blocks(flat.numel(), flat.itemsize, self._size), output.numel(), self._rank
         works = []
         for other in range(self._size):
             for _, start, stop in gloo_order.split_by_block([blocks[other]], rank * numel, (rank + 1) * numel):
-                place = mine[start - rank * numel : stop - rank * numel]
+                target = output[start - rank * numel : stop - rank * numel]
                 if other == rank:
-                    place.copy_(flat[start:stop])
+                    target.copy_(flat[start:stop])
                 else:
-                    works.append(self._transport.irecv(place, other))
+                    works.append(self._transport.irecv(target, other))
             if other != rank:
                 for _, start, stop in gloo_order.split_by_block([blocks[rank]], other * numel, (other + 1) * numel):
                     works.append(self._transport.isend(flat[start:stop], other))
         yield from works
 
-    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
-        if self._straight(mine):
-            everyones = [torch.empty_like(mine) for _ in range(self._size)]
-            yield from self._exchange(everyones, parts)
-            fold(mine, everyones, operator, whole_runs(mine, self._size))
+    def reduce_parts(self, output: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
+        if self._is_direct(output):
+            inputs = [torch.empty_like(output) for _ in range(self._size)]
+            yield from self._exchange(inputs, parts)
+            reduce_in_gloo_order(output, inputs, operator, whole_ranges(output, self._size))
             return
         for root, part in enumerate(parts):
             flat = part.clone()
             yield from self.reduce(flat, operator, root)
             if root == self._rank:
-                mine.copy_(flat)
+                output.copy_(flat)
 
-    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
-        if self._straight(mine):
-            for room, data in zip(everyones, (yield from self._gather_quickly(mine)), strict=True):
-                room.copy_(data)
+    def all_gather(self, outputs: list[Tensor], flat: Tensor) -> Operation:
+        if self._is_direct(flat):
+            for output, data in zip(outputs, (yield from self._gather_bruck(flat)), strict=True):
+                output.copy_(data)
             return
-        everyones[self._rank].copy_(mine)
-        chunks = [split_into_chunks(each, mine.nbytes) for each in everyones]
+        outputs[self._rank].copy_(flat)
+        chunks = [split_into_chunks(output, flat.nbytes) for output in outputs]
         yield from pass_blocks_around(chunks, self._transport, self._rank, 0, self._size - 1)
 
     def broadcast(self, flat: Tensor, root: int) -> Operation:
         return broadcast(flat, gloo_order.renumbered_from(self._transport, root))
 
-    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Operation:
-        if everyones is None:
-            yield self._transport.isend(mine, root)
+    def gather(self, outputs: list[Tensor] | None, flat: Tensor, root: int) -> Operation:
+        if outputs is None:
+            yield self._transport.isend(flat, root)
             return
-        receiving = [self._transport.irecv(everyones[rank], rank) for rank in self._others()]
-        if everyones[root] is not mine:
-            everyones[root].copy_(mine)
+        receiving = [self._transport.irecv(outputs[rank], rank) for rank in self._others()]
+        if outputs[root] is not flat:
+            outputs[root].copy_(flat)
         yield from receiving
 
-    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
+    def scatter(self, output: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
         if parts is None:
-            yield self._transport.irecv(mine, root)
+            yield self._transport.irecv(output, root)
             return
         sending = [self._transport.isend(parts[rank], rank) for rank in self._others()]
-        mine.copy_(parts[root])
+        output.copy_(parts[root])
         yield from sending
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
-        """In every round each rank sends to one and receives from one: no link carries two messages at a time."""
-        received[self._rank].copy_(sent[self._rank])
-        for step in range(1, self._size):
-            to, from_ = (self._rank + step) % self._size, (self._rank - step) % self._size
-            receiving = self._transport.irecv(received[from_], from_)
-            yield self._transport.isend(sent[to], to)
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation:
+        """Exchange in rounds. In each, a rank sends to one rank and receives from one: no link carries two messages."""
+        outputs[self._rank].copy_(inputs[self._rank])
+        for distance in range(1, self._size):
+            dst, src = (self._rank + distance) % self._size, (self._rank - distance) % self._size
+            receiving = self._transport.irecv(outputs[src], src)
+            yield self._transport.isend(inputs[dst], dst)
             yield receiving
 
     def barrier(self) -> Operation:
         return recursive_doubling(torch.zeros(1, dtype=torch.uint8), self._transport)
 
-    def _straight(self, mine: Tensor) -> bool:
-        """Whether what each rank sends to each is best sent at once."""
-        return (self._size - 1) * mine.nbytes <= STRAIGHT_BYTES
+    def _is_direct(self, flat: Tensor) -> bool:
+        """Whether `flat` is small enough for every rank to send it to every other at once."""
+        return (self._size - 1) * flat.nbytes <= DIRECT_BYTES
 
-    def _exchange(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
-        """Everything to everyone at once."""
-        receiving = [self._transport.irecv(received[rank], rank) for rank in self._others()]
-        sending = [self._transport.isend(sent[rank], rank) for rank in self._others()]
-        received[self._rank].copy_(sent[self._rank])
+    def _exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation:
+        """Send to and receive from all ranks at once."""
+        receiving = [self._transport.irecv(outputs[rank], rank) for rank in self._others()]
+        sending = [self._transport.isend(inputs[rank], rank) for rank in self._others()]
+        outputs[self._rank].copy_(inputs[self._rank])
         yield from receiving
         yield from sending
 
     def _others(self) -> list[int]:
-        """All other ranks, the next one first: so that not all send to one at a time."""
-        return [(self._rank + step) % self._size for step in range(1, self._size)]
+        """All other ranks, the next one first, so that not all ranks send to the same one at a time."""
+        return [(self._rank + distance) % self._size for distance in range(1, self._size)]
 
 
 def _parts(flat: Tensor, numel: int, size: int) -> list[Tensor]:
+    """Cut `flat` into parts of `numel` elements, one for each rank."""
     return [flat[rank * numel : (rank + 1) * numel] for rank in range(size)]

@@ -1,4 +1,32 @@
-"""Who takes the steps of a group's operations: collectives one after the other, messages beside each other."""
+"""The operation queue of a process group: collectives run one after the other, messages concurrently.
+
+How it works
+------------
+Collectives of a group run in the order in which they were called, because their messages are matched by order. `_busy`
+says that a thread runs a collective, or is about to; it changes under `_lock`. A new collective
+
+- runs in the calling thread, if the caller blocks anyway and nothing is running: no thread switch;
+- otherwise joins `_queue`. If nothing is running, a thread of the pool is asked to run the queue.
+
+The thread that runs collectives takes the next from the queue until it is empty (`_next_queued`), and then gives
+`_busy` up. If it ran a caller's own collective and others were queued meanwhile, it hands them to the pool and
+returns.
+
+After a failure the group is out of step with its peers. So `_failure` is kept, and every later collective ends with it
+without being run. An exception that is no `Exception` (a signal's KeyboardInterrupt) cuts a collective short in the
+middle and counts as a failure too; in the main thread it is raised.
+
+Messages are spawned on a channel of their own. The thread that waits for one drives the channel's event loop, or the
+loop's own thread does. Their operations have no deadline; the wait has one (`timeout_s`), and for a future, which
+no thread may be waiting for, `_expire_later` spawns an operation that fails it in time.
+
+Completing a work may run callbacks of the user's futures, which may start collectives and wait for them. No thread does
+that while it has other work to do: the event loop gives callbacks to the pool, and a thread that runs collectives first
+hands the rest of the queue to another thread.
+
+Closing: the transport is interrupted before, so every running operation fails. Then `close` sets `_failure`, joins the
+pool, and completes the messages whose operations were never begun.
+"""
 
 import threading
 import time
@@ -20,115 +48,114 @@ from tutti.transports.event_loop import DrivableWork
 
 
 class OperationQueue(ABC):
-    """Takes steps, and tells their operation when they are over."""
+    """Runs the operations of a group, and completes the work of each when it is over."""
 
     @abstractmethod
-    def collective(self, operation: BackendWork, steps: Operation, here: bool) -> None:
-        """Take `steps` after those of the collectives before; `here`: the caller waits anyway."""
+    def submit_collective(self, work: BackendWork, operation: Operation, blocking: bool) -> None:
+        """Run `operation` after the collectives before it; `blocking`: the caller waits for it anyway."""
 
     @abstractmethod
-    def message(self, operation: BackendWork, steps: Operation) -> None:
-        """Take `steps` of a message beside everything else."""
+    def submit_message(self, work: BackendWork, operation: Operation) -> None:
+        """Run the `operation` of a message concurrently with everything else."""
 
     @abstractmethod
     def close(self) -> None:
-        """Take no more; what is under way fails. The transport has been interrupted before. Idempotent."""
+        """Run no more operations; those in progress fail. The transport has been interrupted before. Idempotent."""
 
 
 class RealTimeQueue(OperationQueue):
-    """Collectives that the caller waits for are done by the caller, others by a thread that is made when it is needed.
+    """The operation queue of a group in real time."""
 
-    Messages are moved by who waits for one, or by the thread of their own transport. None of these calls what somebody
-    wants called then while there is more for it to do: that may ask for more, and wait for it.
-    """
-
-    def __init__(self, messages: Transport, me: int) -> None:
-        self._send = (
+    def __init__(self, messages: Transport, world_rank: int) -> None:
+        """Send messages over `messages`, which nothing else uses; `world_rank` is for error messages."""
+        self._spawn = (
             messages.spawn_inline if isinstance(messages, SpawnsInline) else partial(messages.spawn, deadline=False)
         )
-        self._me, self._patience_s = me, messages.timeout.total_seconds()
-        self._hands = ThreadPool(f"rank {me}, collectives")
+        self._world_rank, self._timeout_s = world_rank, messages.timeout.total_seconds()
+        self._pool = ThreadPool(f"rank {world_rank}, collectives")
         self._lock = threading.Lock()
         self._queue: deque[tuple[BackendWork, Operation]] = deque()
-        self._busy = False  # Whether somebody takes steps of collectives, or is about to.
+        self._busy = False  # Whether a thread runs collectives, or is about to.
         self._failure: Exception | None = None
-        self._underway: WeakSet[BackendWork] = WeakSet()  # Of messages.
+        self._messages: WeakSet[BackendWork] = WeakSet()  # Messages in progress.
 
-    def collective(self, operation: BackendWork, steps: Operation, here: bool) -> None:
+    def submit_collective(self, work: BackendWork, operation: Operation, blocking: bool) -> None:
+        # Decided under the lock: of two callers that find the queue free, one would otherwise overtake the other.
         with self._lock:
             failure, free = self._failure, not self._busy
             if failure is None:
                 self._busy = True
-                if not (here and free):
-                    self._queue.append((operation, steps))
+                if not (blocking and free):
+                    self._queue.append((work, operation))
         if failure is not None:
-            operation.conclude(failure)
-        elif here and free:
-            self._take_here(operation, steps)
+            work.complete(failure)
+        elif blocking and free:
+            self._run_here(work, operation)
         elif free:
-            self._have_taken()
+            self._run_queue_elsewhere()
 
-    def message(self, operation: BackendWork, steps: Operation) -> None:
-        operation.patience_s, operation.expected = self._patience_s, self._limit  # Its steps have no deadline.
-        work = self._send(self._told(operation, steps))
-        if isinstance(work, DrivableWork):
-            operation.drive = work.drive
-        self._underway.add(operation)
+    def submit_message(self, work: BackendWork, operation: Operation) -> None:
+        work.timeout_s, work.on_future = self._timeout_s, self._expire_later  # The operation itself has no deadline.
+        spawned = self._spawn(self._completing(work, operation))
+        if isinstance(spawned, DrivableWork):
+            work.drive = spawned.drive
+        self._messages.add(work)
 
     def close(self) -> None:
         with self._lock:
-            self._failure = ConfigError(f"rank {self._me}: this process group was destroyed.")
-        self._hands.close()
-        for operation in list(self._underway):  # Steps that were never begun tell nobody.
-            self._over(operation, self._closed())
+            self._failure = ConfigError(f"rank {self._world_rank}: this process group was destroyed.")
+        self._pool.close()
+        for work in list(self._messages):  # Closing a generator that was never begun runs nothing inside it.
+            self._complete(work, self._destroyed_error())
 
-    def _take_here(self, operation: BackendWork, steps: Operation) -> None:
+    def _run_here(self, work: BackendWork, operation: Operation) -> None:
         try:
-            error = self._take(steps)
-        finally:
-            if self._more():
-                self._have_taken()
-        operation.conclude(error)  # Nobody else knows of it yet.
+            error = self._run(operation)
+        finally:  # Also after KeyboardInterrupt: others may wait for what was queued meanwhile.
+            if self._next_queued():
+                self._run_queue_elsewhere()
+        work.complete(error)  # No future can have been taken: the caller does not have the work yet.
 
-    def _take_all(self) -> None:
-        """Take the steps of what is queued, in order."""
-        while self._more():
-            operation, steps = self._queue.popleft()
+    def _run_queue(self) -> None:
+        """Run the queued collectives, in order."""
+        while self._next_queued():
+            work, operation = self._queue.popleft()
             try:
-                error = self._take(steps)
-            except BaseException as failure:  # It ends here: this is nobody's main thread.
-                error = self._failure or _cut_short(self._me, failure)
-            tell = operation.conclude(error)
-            del operation, steps  # They hold tensors.
-            if tell is not None:
-                handed_on = not self._more() or self._hands.do(self._take_all)
-                tell()
-                if handed_on:
+                error = self._run(operation)
+            except BaseException as failure:  # It ends here: this is a thread of the pool.
+                error = self._failure or _cut_short_error(self._world_rank, failure)
+            set_future = work.complete(error)
+            del work, operation  # They hold tensors.
+            if set_future is not None:
+                # The callbacks may wait for a collective that is queued: another thread must be able to run it.
+                handed_over = not self._next_queued() or self._pool.submit(self._run_queue)
+                set_future()
+                if handed_over:
                     return
 
-    def _have_taken(self) -> None:
-        """Have what is queued taken by somebody else, if there is anybody."""
-        self._hands.compute_as_here()
-        if not self._hands.do(self._take_all):
-            self._take_all()
+    def _run_queue_elsewhere(self) -> None:
+        """Let a thread of the pool run the queue, or run it here if there is none."""
+        self._pool.copy_num_threads()
+        if not self._pool.submit(self._run_queue):
+            self._run_queue()
 
-    def _more(self) -> bool:
-        """Whether more is queued, for who takes steps; if not, it does so no longer."""
+    def _next_queued(self) -> bool:
+        """Whether another collective is queued for the thread that runs them; if not, it gives `_busy` up."""
         with self._lock:
             self._busy = bool(self._queue)
             return self._busy
 
-    def _take(self, steps: Operation) -> Exception | None:
-        """Take all of them, unless something before them failed; what went wrong."""
-        if self._failure is not None:  # Of what came before: this would be out of step.
+    def _run(self, operation: Operation) -> Exception | None:
+        """Run a collective, unless one before it failed; return what went wrong."""
+        if self._failure is not None:  # Its messages would match those of another collective.
             return self._failure
         try:
             with torch.no_grad():
-                run_operation(steps)
+                run_operation(operation)
         except Exception as error:
             return self._fail(error)
-        except BaseException as error:  # A signal's, in the main thread.
-            self._fail(_cut_short(self._me, error))
+        except BaseException as error:  # Raised by a signal handler, in the main thread.
+            self._fail(_cut_short_error(self._world_rank, error))
             raise
         return None
 
@@ -137,55 +164,56 @@ class RealTimeQueue(OperationQueue):
             self._failure = self._failure or error
         return error
 
-    def _told(self, operation: BackendWork, steps: Operation) -> Operation:
-        """The same steps of a message, and then their operation is over."""
+    def _completing(self, work: BackendWork, operation: Operation) -> Operation:
+        """Run the operation of a message, and then complete its work."""
         try:
-            yield from steps
+            yield from operation
         except GeneratorExit:
-            self._over(operation, self._closed())
+            self._complete(work, self._destroyed_error())
             raise
         except Exception as error:
-            self._over(operation, error)
+            self._complete(work, error)
             raise
-        self._over(operation)
+        self._complete(work)
 
-    def _limit(self, operation: BackendWork) -> None:
-        """Somebody took a future of a message, and may wait for it, where nobody counts the time."""
-        self._hands.compute_as_here()
-        self._send(self._given_up(operation, time.monotonic() + self._patience_s))
+    def _expire_later(self, work: BackendWork) -> None:
+        """Fail the future of a message when its time is over: no waiting thread may be there to count it."""
+        self._pool.copy_num_threads()
+        self._spawn(self._expiring(work, time.monotonic() + self._timeout_s))
 
-    def _given_up(self, operation: BackendWork, deadline_s: float) -> Operation:
+    def _expiring(self, work: BackendWork, deadline_s: float) -> Operation:
         try:
-            yield _Until(operation, deadline_s)
+            yield _CompleteOrLate(work, deadline_s)
         finally:
-            self._tell(operation.expire())
+            self._call_elsewhere(work.expire())
 
-    def _over(self, operation: BackendWork, error: Exception | None = None) -> None:
-        self._tell(operation.conclude(error))
+    def _complete(self, work: BackendWork, error: Exception | None = None) -> None:
+        self._call_elsewhere(work.complete(error))
 
-    def _tell(self, tell: Callable[[], None] | None) -> None:
-        if tell is not None and not self._hands.do(tell):
-            tell()
+    def _call_elsewhere(self, set_future: Callable[[], None] | None) -> None:
+        """Set a future in a thread of the pool: its callbacks may block, and this thread moves the messages."""
+        if set_future is not None and not self._pool.submit(set_future):
+            set_future()
 
-    def _closed(self) -> RankLost:
-        return RankLost(f"rank {self._me}: this process group was destroyed with a message still under way.")
+    def _destroyed_error(self) -> RankLost:
+        return RankLost(f"rank {self._world_rank}: this process group was destroyed with a message still under way.")
 
 
-class _Until(Work):
-    """Done when an operation is over, or at a time, as long as somebody looks now and then."""
+class _CompleteOrLate(Work):
+    """Done when a work is over, or at a time. The event loop looks at it at least every `WATCH_SECONDS`."""
 
-    def __init__(self, operation: BackendWork, deadline_s: float) -> None:
-        self._operation, self._deadline_s = operation, deadline_s
+    def __init__(self, work: BackendWork, deadline_s: float) -> None:
+        self._work, self._deadline_s = work, deadline_s
 
     def done(self) -> bool:
-        return self._operation.is_completed() or time.monotonic() > self._deadline_s
+        return self._work.is_completed() or time.monotonic() > self._deadline_s
 
     def wait(self) -> None:
-        assert self.done(), "only steps beside others wait for a time"
+        assert self.done(), "only a spawned operation waits for a time"
 
 
-def _cut_short(me: int, error: BaseException) -> TuttiError:
+def _cut_short_error(world_rank: int, error: BaseException) -> TuttiError:
     return TuttiError(
-        f"rank {me}: a collective was cut short here by {error!r}, and this process group is out of step with the "
-        "others: destroy it, and make another."
+        f"rank {world_rank}: a collective was cut short here by {error!r}, and this process group is out of step with "
+        "the others: destroy it, and make another."
     )

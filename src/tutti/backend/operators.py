@@ -1,4 +1,4 @@
-"""Reduce operators and the dtypes they take: those of Gloo, to the bit."""
+"""Reduce operators and the dtypes they take: the same as Gloo's, bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,58 +16,61 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 @dataclass(frozen=True)
 class ReduceOperator:
-    """One way to combine two tensors."""
+    """A way to reduce tensors, two at a time."""
 
     name: str
-    make: Callable[[Tensor, Tensor, Tensor], object]
-    """Takes what a rank has, what came from another, and where to put what becomes of them: it may be one of them."""
+    """Its name in `torch.distributed.ReduceOp`."""
+    apply: Callable[[Tensor, Tensor, Tensor], object]
+    """Called with a rank's own tensor, the one received, and the output, which may be one of the two."""
     dtypes: tuple[torch.dtype, ...]
+    """The dtypes it takes."""
     averages: bool = False
+    """Whether the result is divided by the number of ranks."""
 
-    def combine(self, mine: Tensor, theirs: Tensor) -> None:
-        """Leave the result in the first, which a rank has; the second came from another."""
-        self.make(mine, theirs, mine)
+    def accumulate(self, tensor: Tensor, received: Tensor) -> None:
+        """Reduce `received` into `tensor`."""
+        self.apply(tensor, received, tensor)
 
-    def conclude(self, flat: Tensor, size: int, dtype: torch.dtype) -> None:
-        """Make of what `size` ranks' tensors were combined to, which are of `dtype`, what was asked for."""
+    def finish(self, flat: Tensor, size: int, dtype: torch.dtype) -> None:
+        """Turn the reduction of `size` tensors of `dtype` into the result, in place."""
         if self.averages:
             result = torch.view_as_complex(flat.view(-1, 2)) if dtype.is_complex else flat
             result.div_(size)
 
 
-def _add(mine: Tensor, theirs: Tensor, out: Tensor) -> None:
-    torch.add(mine, theirs, out=out)
+def _add(own: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.add(own, received, out=out)
 
 
-def _multiply(mine: Tensor, theirs: Tensor, out: Tensor) -> None:
-    torch.mul(mine, theirs, out=out)
+def _multiply(own: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.mul(own, received, out=out)
 
 
-def _minimum(mine: Tensor, theirs: Tensor, out: Tensor) -> None:
-    torch.where(theirs < mine, theirs, mine, out=out)  # Not torch.minimum, which lets NaN win.
+def _minimum(own: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.where(received < own, received, own, out=out)  # Not torch.minimum, which returns NaN if either is.
 
 
-def _maximum(mine: Tensor, theirs: Tensor, out: Tensor) -> None:
-    torch.where(mine < theirs, theirs, mine, out=out)
+def _maximum(own: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.where(own < received, received, own, out=out)
 
 
-def _and(mine: Tensor, theirs: Tensor, out: Tensor) -> None:
-    torch.bitwise_and(mine, theirs, out=out)
+def _and(own: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.bitwise_and(own, received, out=out)
 
 
-def _or(mine: Tensor, theirs: Tensor, out: Tensor) -> None:
-    torch.bitwise_or(mine, theirs, out=out)
+def _or(own: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.bitwise_or(own, received, out=out)
 
 
-def _xor(mine: Tensor, theirs: Tensor, out: Tensor) -> None:
-    torch.bitwise_xor(mine, theirs, out=out)
+def _xor(own: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.bitwise_xor(own, received, out=out)
 
 
 _NUMBERS = (*_FLOATS, *_INTEGERS)
 
-OPERATORS = {
-    each.name: each
-    for each in (
+REDUCE_OPERATORS = {
+    operator.name: operator
+    for operator in (
         ReduceOperator("SUM", _add, (*_NUMBERS, *_COMPLEX)),
         ReduceOperator("AVG", _add, (*_FLOATS, *_COMPLEX), averages=True),
         ReduceOperator("PRODUCT", _multiply, _NUMBERS),
@@ -78,21 +81,22 @@ OPERATORS = {
         ReduceOperator("BXOR", _xor, _INTEGERS),
     )
 }
+"""The operators by torch's names."""
 
 
-def operator(op: Any, dtype: torch.dtype, rank: int) -> ReduceOperator:
-    """The operator that torch calls `op`, for tensors of `dtype`."""
+def reduce_operator(op: Any, dtype: torch.dtype, world_rank: int) -> ReduceOperator:
+    """Return the operator for torch's `op`, or raise `ConfigError` if it is unknown or does not take `dtype`."""
     name = getattr(op, "op", op).name
-    if name not in OPERATORS:
+    if name not in REDUCE_OPERATORS:
         raise ConfigError(
-            f"rank {rank}: backend 'tutti' has no ReduceOp.{name}; neither has Gloo, which raises RuntimeError. "
-            f"It has {', '.join(OPERATORS)}."
+            f"rank {world_rank}: backend 'tutti' has no ReduceOp.{name}; neither has Gloo, which raises RuntimeError. "
+            f"It has {', '.join(REDUCE_OPERATORS)}."
         )
-    found = OPERATORS[name]
-    if dtype not in found.dtypes:
-        takes = ", ".join(str(each).removeprefix("torch.") for each in found.dtypes)
+    operator = REDUCE_OPERATORS[name]
+    if dtype not in operator.dtypes:
+        takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in operator.dtypes)
         raise ConfigError(
-            f"rank {rank}: ReduceOp.{name} does not take {dtype} tensors in backend 'tutti'; Gloo refuses them too. "
-            f"It takes {takes}: convert first."
+            f"rank {world_rank}: ReduceOp.{name} does not take {dtype} tensors in backend 'tutti'; Gloo refuses them "
+            f"too. It takes {takes}: convert first."
         )
-    return found
+    return operator

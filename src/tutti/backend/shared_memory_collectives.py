@@ -1,4 +1,18 @@
-"""Collective operations between ranks of one host, in memory that all of them see."""
+"""Collectives between ranks of one host, in shared memory.
+
+How it works
+------------
+A tensor goes through `SharedMemoryRounds` in pieces that fit into a rank's buffer. In each round every rank copies its
+piece into its own buffer, publishes it, and reads what it needs from the buffers of the others. The module `rounds`
+explains the synchronisation.
+
+A small all-reduce is computed completely by every rank: one synchronisation. In a large one of more than two ranks,
+each rank reduces its share of the piece into its own buffer and publishes that too: two synchronisations, less to
+compute.
+
+Reductions read the buffers in Gloo's order, so the results are Gloo's bits. `all_to_all` goes through messages: its
+parts may have any lengths, which the ranks do not know of each other.
+"""
 
 from collections.abc import Iterator
 
@@ -6,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.backend.collectives import Collectives, Run, own_runs, whole_runs
+from tutti.backend.collectives import BlockRange, Collectives, part_ranges, whole_ranges
 from tutti.backend.message_collectives import MessageCollectives
 from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
@@ -16,9 +30,10 @@ from tutti.transports.shared_memory.reduction import KERNELS, Kernel
 from tutti.transports.shared_memory.rounds import SharedMemoryRounds
 from tutti.transports.shared_memory.transport import SharedMemoryTransport
 
-_ROOM_BYTES = 4 * 2**20
-_SHARED_BYTES = 64 * 2**10
-"""From here on ranks share the work of a sum; below, each makes all of it, which saves a meeting."""
+_BUFFER_BYTES = 4 * 2**20
+"""Bytes of each rank that go through one round."""
+_SHARED_WORK_BYTES = 64 * 2**10
+"""Above this size ranks share the work of an all-reduce. Below, each does all of it, which saves a synchronisation."""
 
 _NAMES = (
     "all-reduce", "reduce", "reduce-scatter", "reduce-scatter of parts", "all-gather", "broadcast", "gather", "scatter",
@@ -27,93 +42,99 @@ _NAMES = (
 
 
 class SharedMemoryCollectives(Collectives):
-    """Every rank copies what it has to where all can read it, and what it needs from there."""
+    """Collectives over the shared buffers of one channel."""
 
     def __init__(self, transport: SharedMemoryTransport) -> None:
-        """Open the memory. Collective."""
-        self._rounds = SharedMemoryRounds(transport, _ROOM_BYTES, _NAMES)
+        """Allocate the shared buffers. Collective."""
+        self._rounds = SharedMemoryRounds(transport, _BUFFER_BYTES, _NAMES)
         self._by_message = MessageCollectives(transport.inner)
         self._rank, self._size = transport.rank, transport.size
         self._ones = np.ones(self._size)
         self._orders = [np.array(gloo_order.reduction_order(block, self._size)) for block in range(self._size)]
 
     def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
-        if self._size > 2 and flat.nbytes > _SHARED_BYTES:
-            return self._all_reduce_shared(flat, operator)
-        return self._reduce_whole("all-reduce", flat, operator, here=True)
+        if self._size > 2 and flat.nbytes > _SHARED_WORK_BYTES:
+            return self._all_reduce_shared_work(flat, operator)
+        return self._reduce_whole("all-reduce", flat, operator, wanted=True)
 
-    def _all_reduce_shared(self, flat: Tensor, operator: ReduceOperator) -> Operation:
+    def _all_reduce_shared_work(self, flat: Tensor, operator: ReduceOperator) -> Operation:
+        """Reduce one share of each piece on each rank, and copy the other shares."""
         rounds, rank = self._rounds, self._rank
-        cut = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
+        blocks = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
         for start, piece in self._pieces(flat):
             yield rounds.await_writable()
             buffers = rounds.buffers(flat.dtype)
             buffers[rank][: len(piece)].copy_(piece)
             yield rounds.publish_input("all-reduce", flat.numel(), flat.dtype)
             shares = even_parts(len(piece), self._size)
-            mine = shares[rank]
-            self._fold(buffers[rank], 0, operator, _runs(cut, start + mine.start, start + mine.stop, start))
+            own = shares[rank]
+            self._reduce_buffers(
+                buffers[rank], 0, operator, _ranges(blocks, start + own.start, start + own.stop, start)
+            )
             yield rounds.publish_result()
             for buffer, share in zip(buffers, shares, strict=True):
                 piece[share].copy_(buffer[share])
             rounds.finish()
 
     def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
-        return self._reduce_whole("reduce", flat, operator, here=self._rank == root)
+        return self._reduce_whole("reduce", flat, operator, wanted=self._rank == root)
 
-    def _reduce_whole(self, name: str, flat: Tensor, operator: ReduceOperator, here: bool) -> Operation:
+    def _reduce_whole(self, name: str, flat: Tensor, operator: ReduceOperator, wanted: bool) -> Operation:
+        """Reduce all of `flat` on each rank on which it is `wanted`."""
         rounds = self._rounds
-        cut = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
+        blocks = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
         for start, piece in self._pieces(flat):
             yield rounds.await_writable()
             rounds.buffers(flat.dtype)[self._rank][: len(piece)].copy_(piece)
             yield rounds.publish_input(name, flat.numel(), flat.dtype)
-            if here:
-                self._fold(piece, 0, operator, _runs(cut, start, start + len(piece), start))
+            if wanted:
+                self._reduce_buffers(piece, 0, operator, _ranges(blocks, start, start + len(piece), start))
             rounds.finish()
 
-    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
-        numel = mine.numel()
+    def reduce_scatter(self, output: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
+        numel = output.numel()
         parts = [flat[rank * numel : (rank + 1) * numel] for rank in range(self._size)]
-        return self._reduce_own("reduce-scatter", mine, parts, operator, own_runs(flat, numel, self._rank, self._size))
+        return self._reduce_part(
+            "reduce-scatter", output, parts, operator, part_ranges(flat, numel, self._rank, self._size)
+        )
 
-    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
-        return self._reduce_own("reduce-scatter of parts", mine, parts, operator, whole_runs(mine, self._size))
+    def reduce_parts(self, output: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
+        return self._reduce_part("reduce-scatter of parts", output, parts, operator, whole_ranges(output, self._size))
 
-    def _reduce_own(
-        self, name: str, mine: Tensor, parts: list[Tensor], operator: ReduceOperator, runs: list[Run]
+    def _reduce_part(
+        self, name: str, output: Tensor, parts: list[Tensor], operator: ReduceOperator, ranges: list[BlockRange]
     ) -> Operation:
-        rounds, width = self._rounds, self._rounds.buffer_bytes // mine.itemsize // self._size
-        for start, piece in self._pieces(mine, width):
+        rounds, width = self._rounds, self._rounds.buffer_bytes // output.itemsize // self._size
+        for start, piece in self._pieces(output, width):
             yield rounds.await_writable()
-            buffer = rounds.buffers(mine.dtype)[self._rank]
+            buffer = rounds.buffers(output.dtype)[self._rank]
             for rank, part in enumerate(parts):
                 buffer[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
-            yield rounds.publish_input(name, mine.numel(), mine.dtype)
-            at = self._rank * width
-            here = [
-                (block, max(first, start) - start + at, min(last, start + len(piece)) - start + at)
-                for block, first, last in runs
+            yield rounds.publish_input(name, output.numel(), output.dtype)
+            offset = self._rank * width
+            local_ranges = [
+                (block, max(first, start) - start + offset, min(last, start + len(piece)) - start + offset)
+                for block, first, last in ranges
                 if first < start + len(piece) and last > start
             ]
-            self._fold(piece, at, operator, here)
+            self._reduce_buffers(piece, offset, operator, local_ranges)
             rounds.finish()
 
-    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
-        return self._gather("all-gather", everyones, mine)
+    def all_gather(self, outputs: list[Tensor], flat: Tensor) -> Operation:
+        return self._gather("all-gather", outputs, flat)
 
-    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Operation:
-        return self._gather("gather", everyones, mine)
+    def gather(self, outputs: list[Tensor] | None, flat: Tensor, root: int) -> Operation:
+        return self._gather("gather", outputs, flat)
 
-    def _gather(self, name: str, everyones: list[Tensor] | None, mine: Tensor) -> Operation:
+    def _gather(self, name: str, outputs: list[Tensor] | None, flat: Tensor) -> Operation:
         rounds = self._rounds
-        for start, piece in self._pieces(mine):
+        for start, piece in self._pieces(flat):
             yield rounds.await_writable()
-            buffers = rounds.buffers(mine.dtype)
+            buffers = rounds.buffers(flat.dtype)
             buffers[self._rank][: len(piece)].copy_(piece)
-            yield rounds.publish_input(name, mine.numel(), mine.dtype)
-            for buffer, out in zip(buffers, everyones or [], strict=False):
-                out[start : start + len(piece)].copy_(buffer[: len(piece)])
+            yield rounds.publish_input(name, flat.numel(), flat.dtype)
+            for buffer, output in zip(buffers, outputs or [], strict=False):
+                output[start : start + len(piece)].copy_(buffer[: len(piece)])
             rounds.finish()
 
     def broadcast(self, flat: Tensor, root: int) -> Operation:
@@ -128,19 +149,19 @@ class SharedMemoryCollectives(Collectives):
                 piece.copy_(buffer[: len(piece)])
             rounds.finish()
 
-    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
-        rounds, width = self._rounds, self._rounds.buffer_bytes // mine.itemsize // self._size
-        for start, piece in self._pieces(mine, width):
+    def scatter(self, output: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
+        rounds, width = self._rounds, self._rounds.buffer_bytes // output.itemsize // self._size
+        for start, piece in self._pieces(output, width):
             yield rounds.await_writable()
-            buffer = rounds.buffers(mine.dtype)[root]
+            buffer = rounds.buffers(output.dtype)[root]
             for rank, part in enumerate(parts or []):
                 buffer[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
-            yield rounds.publish_input("scatter", mine.numel(), mine.dtype)
+            yield rounds.publish_input("scatter", output.numel(), output.dtype)
             piece.copy_(buffer[self._rank * width :][: len(piece)])
             rounds.finish()
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
-        return self._by_message.all_to_all(received, sent)
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation:
+        return self._by_message.all_to_all(outputs, inputs)
 
     def barrier(self) -> Operation:
         yield self._rounds.await_writable()
@@ -148,7 +169,10 @@ class SharedMemoryCollectives(Collectives):
         self._rounds.finish()
 
     def _pieces(self, flat: Tensor, width: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """What fits into a round, at most `width` elements, one after the other; an empty one if there is nothing."""
+        """Cut `flat` into pieces of at most `width` elements that fit into a round, with their starts.
+
+        An empty tensor gives one empty piece: its ranks synchronise all the same.
+        """
         width = width or self._rounds.buffer_bytes // flat.itemsize
         if flat.numel() <= width:
             yield 0, flat
@@ -156,29 +180,31 @@ class SharedMemoryCollectives(Collectives):
         for start in range(0, flat.numel(), width):
             yield start, flat[start : start + width]
 
-    def _fold(self, out: Tensor, at: int, operator: ReduceOperator, runs: list[Run]) -> None:
-        """Combine what all have in their buffers, in Gloo's order; `out` begins at element `at` of the buffers."""
-        kernel = KERNELS.get(out.dtype) if operator.name in ("SUM", "AVG") else None
+    def _reduce_buffers(self, output: Tensor, offset: int, operator: ReduceOperator, ranges: list[BlockRange]) -> None:
+        """Reduce all ranks' buffers into `output`, which begins at element `offset` of them, in Gloo's order."""
+        kernel = KERNELS.get(output.dtype) if operator.name in ("SUM", "AVG") else None
         if kernel is not None:
-            self._add(kernel, out, at, runs)
+            self._sum_buffers(kernel, output, offset, ranges)
             return
-        buffers = self._rounds.buffers(out.dtype)
-        for block, start, stop in runs:
+        buffers = self._rounds.buffers(output.dtype)
+        for block, start, stop in ranges:
             first, *others = self._orders[block].tolist()
             result = buffers[first][start:stop].clone()
             for rank in others:
-                operator.make(buffers[rank][start:stop], result, result)
-            out[start - at : stop - at].copy_(result)
+                operator.apply(buffers[rank][start:stop], result, result)
+            output[start - offset : stop - offset].copy_(result)
 
-    def _add(self, kernel: Kernel, out: Tensor, at: int, runs: list[Run]) -> None:
-        target = np.array([out.data_ptr() - at * out.itemsize])
+    def _sum_buffers(self, kernel: Kernel, output: Tensor, offset: int, ranges: list[BlockRange]) -> None:
+        """As `_reduce_buffers`, by a compiled kernel. It takes one order of sources per call."""
+        # The kernel uses one index for sources and target: the target address is moved back by the offset.
+        target = np.array([output.data_ptr() - offset * output.itemsize])
         addresses = self._rounds.addresses[self._rounds.number % 2]
-        for block, start, stop in runs:
+        for block, start, stop in ranges:
             kernel(addresses[self._orders[block]], target, start, stop, self._ones, 1.0)
 
 
-def _runs(cut: list[slice], start: int, stop: int, origin: int) -> list[Run]:
-    """Runs of one block each between two elements of a tensor, counted from `origin`."""
+def _ranges(blocks: list[slice], start: int, stop: int, origin: int) -> list[BlockRange]:
+    """The ranges of Gloo's blocks between two elements of a tensor, counted from `origin`."""
     return [
-        (block, first - origin, last - origin) for block, first, last in gloo_order.split_by_block(cut, start, stop)
+        (block, first - origin, last - origin) for block, first, last in gloo_order.split_by_block(blocks, start, stop)
     ]

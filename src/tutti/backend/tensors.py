@@ -1,4 +1,4 @@
-"""Any tensor as a flat one in host memory, and back."""
+"""The tensors of one operation as flat CPU tensors, with results copied back where needed."""
 
 import torch
 from torch import Tensor
@@ -7,58 +7,59 @@ from tutti.errors import ConfigError
 from tutti.transports.base import Operation
 
 
-class Flats:
-    """The tensors of one operation.
+class FlatTensors:
+    """Flat CPU views, or copies, of the tensors of one operation.
 
-    As with Gloo, what is written to them goes unnoticed by autograd.
+    As with Gloo, autograd does not notice what is written to them.
     """
 
-    def __init__(self, me: int) -> None:
-        """Of this rank, by its number in the whole world."""
-        self._me = me
-        self.filled: list[Tensor] = []
-        """Those that the operation writes to."""
-        self._homes: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, world_rank: int) -> None:
+        """Collect tensors of `world_rank`, which error messages name."""
+        self._world_rank = world_rank
+        self.written: list[Tensor] = []
+        """The caller's tensors that the operation writes to."""
+        self._copy_back: list[tuple[Tensor, Tensor]] = []
 
     def inputs(self, *tensors: Tensor) -> list[Tensor]:
-        """Tensors that are read."""
+        """Flatten tensors that are only read."""
         return [self._flat(tensor, read=True, written=False) for tensor in tensors]
 
     def outputs(self, *tensors: Tensor) -> list[Tensor]:
-        """Tensors that are written to, all of them."""
-        self.filled += tensors
+        """Flatten tensors that are written completely, and not read."""
+        self.written += tensors
         return [self._flat(tensor, read=False, written=True) for tensor in tensors]
 
     def inout(self, *tensors: Tensor) -> list[Tensor]:
-        self.filled += tensors
+        """Flatten tensors that are read and written."""
+        self.written += tensors
         return [self._flat(tensor, read=True, written=True) for tensor in tensors]
 
-    def landed(self, steps: Operation) -> Operation:
-        """Take `steps`, and put what they left elsewhere where it belongs."""
-        if not self._homes:
-            return steps
-        return self._landed(steps)
+    def with_copy_back(self, operation: Operation) -> Operation:
+        """Run `operation`, then copy results from flat copies to the caller's tensors."""
+        if not self._copy_back:
+            return operation
+        return self._with_copy_back(operation)
 
-    def _landed(self, steps: Operation) -> Operation:
-        yield from steps
-        for home, flat in self._homes:
-            home.copy_(flat.view(home.shape))
+    def _with_copy_back(self, operation: Operation) -> Operation:
+        yield from operation
+        for tensor, flat in self._copy_back:
+            tensor.copy_(flat.view(tensor.shape))
 
     def _flat(self, tensor: Tensor, read: bool, written: bool) -> Tensor:
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"rank {self._me}: backend 'tutti' takes dense tensors, got one of layout {tensor.layout}; call "
-                "to_dense()."
+                f"rank {self._world_rank}: backend 'tutti' takes dense tensors, got one of layout {tensor.layout}; "
+                "call to_dense()."
             )
         data = tensor.data
         if data.is_complex():
             data = torch.view_as_real(data)
         if data.dtype is torch.bool:
-            data = data.view(torch.uint8)  # Gloo adds them as such.
+            data = data.view(torch.uint8)  # Gloo adds booleans as bytes.
         if data.is_contiguous() and data.device.type == "cpu":
             return data.view(-1)
-        room = torch.empty(0 if read else data.numel(), dtype=data.dtype, device="cpu")
-        flat = data.cpu().contiguous().view(-1) if read else room
+        empty = torch.empty(0 if read else data.numel(), dtype=data.dtype, device="cpu")
+        flat = data.cpu().contiguous().view(-1) if read else empty
         if written:
-            self._homes.append((data, flat))
+            self._copy_back.append((data, flat))
         return flat

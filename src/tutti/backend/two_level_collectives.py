@@ -1,9 +1,19 @@
-"""Collective operations between hosts on which ranks share memory: what only copies crosses the network once a host."""
+"""Collectives between hosts with several ranks each: copied data crosses the network once per host.
+
+How it works
+------------
+Reductions go round a ring of all ranks, as their order of summing is Gloo's. Copies use both levels: a tensor is
+gathered or spread in the shared memory of a host, and only the first rank of each host exchanges it with the other
+hosts.
+
+Ranks of one host wait for their leader in one channel while the leader waits for other hosts in another. So a rank that
+fails aborts both (`_aborting`); otherwise peers in the other channel would wait for it until their timeout.
+"""
 
 import torch
 from torch import Tensor
 
-from tutti.backend.collectives import Collectives, fold, whole_runs
+from tutti.backend.collectives import Collectives, reduce_in_gloo_order, whole_ranges
 from tutti.backend.message_collectives import MessageCollectives
 from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
@@ -14,84 +24,84 @@ from tutti.transports.capabilities import SharesAll
 
 
 class TwoLevelCollectives(MessageCollectives):
-    """Sums go round a ring of all ranks, whose order is Gloo's; results are handed out host by host."""
+    """Collectives over a `HostsTransport`. Those that are not overridden use messages between all ranks."""
 
     def __init__(self, transport: HostsTransport) -> None:
-        """Open the memory of this host. Collective."""
+        """Allocate the shared buffers of this host. Collective."""
         super().__init__(transport.inner)
         self._within, self._across = transport.within, transport.across
-        self._in_memory: Collectives = MessageCollectives(self._within)
+        self._local: Collectives = MessageCollectives(self._within)
         if isinstance(self._within, SharesAll):
-            from tutti.backend.shared_memory_collectives import SharedMemoryCollectives  # Costs a compiler's import.
+            from tutti.backend.shared_memory_collectives import SharedMemoryCollectives  # It imports a compiler: slow.
 
-            self._in_memory = SharedMemoryCollectives(self._within)  # type: ignore[arg-type]
+            self._local = SharedMemoryCollectives(self._within)  # type: ignore[arg-type]
         names = sorted(set(transport.hosts), key=transport.hosts.index)
         self._hosts = [[rank for rank, host in enumerate(transport.hosts) if host == name] for name in names]
-        """The ranks of each, the first of which leads; in the order of those."""
-        self._here = names.index(transport.hosts[transport.rank])
+        """The ranks of each host, in the order of their first ranks, which are the leaders."""
+        self._host = names.index(transport.hosts[transport.rank])
 
     def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
-        return self._told(self._all_reduce(flat, operator))
+        return self._aborting(self._all_reduce(flat, operator))
 
-    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
-        return self._told(self._all_gather(everyones, mine))
+    def all_gather(self, outputs: list[Tensor], flat: Tensor) -> Operation:
+        return self._aborting(self._all_gather(outputs, flat))
 
     def broadcast(self, flat: Tensor, root: int) -> Operation:
-        return self._told(self._broadcast(flat, root))
+        return self._aborting(self._broadcast(flat, root))
 
     def barrier(self) -> Operation:
-        return self._told(self._barrier())
+        return self._aborting(self._barrier())
 
     def _all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
-        if self._straight(flat):
-            everyones = [torch.empty_like(flat) for _ in range(self._size)]
-            yield from self._all_gather(everyones, flat)
-            fold(flat, everyones, operator, whole_runs(flat, self._size))
+        if self._is_direct(flat):
+            inputs = [torch.empty_like(flat) for _ in range(self._size)]
+            yield from self._all_gather(inputs, flat)
+            reduce_in_gloo_order(flat, inputs, operator, whole_ranges(flat, self._size))
             return
-        yield from gloo_order.ring(flat, self._transport, operator.combine, scattered=True)
+        yield from gloo_order.ring(flat, self._transport, operator.accumulate, scattered=True)
         blocks = [flat[part] for part in gloo_order.blocks(flat.numel(), flat.itemsize, self._size)]
         yield from self._all_gather(blocks, blocks[self._rank])
 
-    def _all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
-        """What ranks have may differ in length, as long as all know it."""
-        width = max(each.numel() for each in everyones)
-        room = mine.new_empty((self._size, width))  # Ranks of a host side by side.
-        places = {rank: place for place, rank in enumerate(rank for host in self._hosts for rank in host)}
-        padded = room[places[self._rank]]
-        padded[: mine.numel()] = mine
-        here = self._hosts[self._here]
-        yield from self._in_memory.all_gather([room[places[rank]] for rank in here], padded.clone())
-        first, last = places[here[0]], places[here[-1]] + 1
+    def _all_gather(self, outputs: list[Tensor], flat: Tensor) -> Operation:
+        """As `all_gather`, but tensors may differ in length, as long as all ranks know the lengths."""
+        width = max(output.numel() for output in outputs)
+        rows = flat.new_empty((self._size, width))  # One row per rank, those of a host next to each other.
+        row_of = {rank: row for row, rank in enumerate(rank for host in self._hosts for rank in host)}
+        padded = rows[row_of[self._rank]]
+        padded[: flat.numel()] = flat
+        local_ranks = self._hosts[self._host]
+        yield from self._local.all_gather([rows[row_of[rank]] for rank in local_ranks], padded.clone())
+        first, last = row_of[local_ranks[0]], row_of[local_ranks[-1]] + 1
         if self._across is not None:
-            rows = [room[places[host[0]] : places[host[-1]] + 1].view(-1) for host in self._hosts]
-            longest = max(row.nbytes for row in rows)
-            chunks = [split_into_chunks(row, longest) for row in rows]
-            yield from pass_blocks_around(chunks, self._across, self._here, 0, len(rows) - 1)
-        for others in (room[:first], room[last:]):
+            per_host = [rows[row_of[host[0]] : row_of[host[-1]] + 1].view(-1) for host in self._hosts]
+            longest = max(part.nbytes for part in per_host)
+            chunks = [split_into_chunks(part, longest) for part in per_host]
+            yield from pass_blocks_around(chunks, self._across, self._host, 0, len(per_host) - 1)
+        for others in (rows[:first], rows[last:]):
             if len(others):
-                yield from self._in_memory.broadcast(others.view(-1), 0)
-        for rank, each in enumerate(everyones):
-            each.copy_(room[places[rank]][: each.numel()])
+                yield from self._local.broadcast(others.view(-1), 0)
+        for rank, output in enumerate(outputs):
+            output.copy_(rows[row_of[rank]][: output.numel()])
 
     def _broadcast(self, flat: Tensor, root: int) -> Operation:
-        source = next(number for number, host in enumerate(self._hosts) if root in host)
-        if self._here == source:
-            yield from self._in_memory.broadcast(flat, self._hosts[source].index(root))
+        source_host = next(number for number, host in enumerate(self._hosts) if root in host)
+        if self._host == source_host:
+            yield from self._local.broadcast(flat, self._hosts[source_host].index(root))
         if self._across is not None:
-            yield from MessageCollectives(self._across).broadcast(flat, source)
-        if self._here != source:
-            yield from self._in_memory.broadcast(flat, 0)
+            yield from MessageCollectives(self._across).broadcast(flat, source_host)
+        if self._host != source_host:
+            yield from self._local.broadcast(flat, 0)
 
     def _barrier(self) -> Operation:
-        yield from self._in_memory.barrier()
+        yield from self._local.barrier()
         if self._across is not None:
             yield from MessageCollectives(self._across).barrier()
-        yield from self._in_memory.barrier()
+        yield from self._local.barrier()
 
-    def _told(self, steps: Operation) -> Operation:
-        """Steps for which others wait in other conversations too: all are told if this rank cannot go on."""
+    def _aborting(self, operation: Operation) -> Operation:
+        """Run `operation`; if it fails, abort both channels, as ranks wait for this one in either."""
         try:
-            yield from steps
+            yield from operation
         except Exception:
             if isinstance(self._within, SharesAll):
                 self._within.abort()

@@ -1,4 +1,4 @@
-"""What a group is given: refused, with words, if it cannot be."""
+"""Checks of the arguments of a process group's methods."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,61 +10,62 @@ from tutti.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Check:
-    """For one rank of a group."""
+class ArgumentCheck:
+    """Checks arguments for one rank of a group; each check raises `ConfigError`."""
 
-    me: int
-    """Its number in the whole world."""
+    world_rank: int
+    """This rank's number in the whole world, which errors name."""
     size: int
-    """Of the group."""
+    """Number of ranks in the group."""
 
-    def only(self, given: Any, what: str) -> list[Any]:
-        """The one tensor, or list of them, for the one device that a rank has."""
-        if isinstance(given, Tensor):
-            return [given]
-        if len(given) != 1:
+    def single(self, argument: Any, what: str) -> list[Any]:
+        """Return the one tensor, or list of tensors, for the one device that a rank has, in a list."""
+        if isinstance(argument, Tensor):
+            return [argument]
+        if len(argument) != 1:
             raise ConfigError(
-                f"rank {self.me}: {what} in backend 'tutti' takes one tensor a rank, or one list, as Gloo does; got "
-                f"{len(given)}."
+                f"rank {self.world_rank}: {what} in backend 'tutti' takes one tensor a rank, or one list, as Gloo "
+                f"does; got {len(argument)}."
             )
-        return list(given)
+        return list(argument)
 
-    def one_each(self, tensors: Sequence[Tensor], what: str, like: Tensor | None = None) -> Sequence[Tensor]:
-        """A tensor for each rank; each like another one, if that is given."""
+    def one_per_rank(self, tensors: Sequence[Tensor], what: str, like: Tensor | None = None) -> Sequence[Tensor]:
+        """Check that there is a tensor for each rank, each of the length and dtype of `like` if that is given."""
         if len(tensors) != self.size:
             raise ConfigError(
-                f"rank {self.me}: {what} needs a tensor for each of {self.size} ranks, got {len(tensors)}."
+                f"rank {self.world_rank}: {what} needs a tensor for each of {self.size} ranks, got {len(tensors)}."
             )
         for rank, tensor in enumerate(tensors):
             if like is not None and (tensor.numel() != like.numel() or tensor.dtype != like.dtype):
                 raise ConfigError(
-                    f"rank {self.me}: {what} needs tensors of one length and dtype, {like.numel()} × {like.dtype}; "
-                    f"that for rank {rank} is {tensor.numel()} × {tensor.dtype}."
+                    f"rank {self.world_rank}: {what} needs tensors of one length and dtype, {like.numel()} × "
+                    f"{like.dtype}; that for rank {rank} is {tensor.numel()} × {tensor.dtype}."
                 )
         return tensors
 
-    def sizes(self, what: str, whole: Tensor, part: Tensor) -> None:
-        """A tensor for all ranks, and one for each."""
+    def whole_and_part(self, what: str, whole: Tensor, part: Tensor) -> None:
+        """Check that `whole` has one `part` for each rank."""
         if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype:
             raise ConfigError(
-                f"rank {self.me}: {what} on {self.size} ranks needs the large tensor to be {self.size} times the small "
-                f"one, of the same dtype, got {whole.numel()} × {whole.dtype} and {part.numel()} × {part.dtype}."
+                f"rank {self.world_rank}: {what} on {self.size} ranks needs the large tensor to be {self.size} times "
+                f"the small one, of the same dtype, got {whole.numel()} × {whole.dtype} and {part.numel()} × "
+                f"{part.dtype}."
             )
 
     def split(self, flat: Tensor, tensor: Tensor, sizes: Sequence[int] | None, which: str) -> list[Tensor]:
-        """A part of `flat` for each rank, of so many rows of `tensor`, or all alike."""
-        rows = tensor.shape[0] if tensor.dim() else 1
+        """Split `flat` into a part for each rank, of `sizes` rows of `tensor`, or of equal size without `sizes`."""
+        num_rows = tensor.shape[0] if tensor.dim() else 1
         if not sizes:
-            if rows % self.size:
+            if num_rows % self.size:
                 raise ConfigError(
-                    f"rank {self.me}: all_to_all_single cannot split {rows} rows of its {which} among {self.size} "
-                    f"ranks evenly; give {which}_split_sizes."
+                    f"rank {self.world_rank}: all_to_all_single cannot split {num_rows} rows of its {which} among "
+                    f"{self.size} ranks evenly; give {which}_split_sizes."
                 )
-            sizes = [rows // self.size] * self.size
-        if len(sizes) != self.size or sum(sizes) != rows:
+            sizes = [num_rows // self.size] * self.size
+        if len(sizes) != self.size or sum(sizes) != num_rows:
             raise ConfigError(
-                f"rank {self.me}: {which}_split_sizes must be {self.size} numbers that add up to {rows}, got "
-                f"{list(sizes)}."
+                f"rank {self.world_rank}: {which}_split_sizes must be {self.size} numbers that add up to {num_rows}, "
+                f"got {list(sizes)}."
             )
-        width = flat.numel() // rows if rows else 0
+        width = flat.numel() // num_rows if num_rows else 0
         return list(flat.split([width * number for number in sizes]))

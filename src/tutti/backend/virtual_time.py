@@ -1,4 +1,4 @@
-"""Operations of a group in virtual time: the transport takes their steps, whoever waits for them ends them."""
+"""The operation queue of a simulated process group, in virtual time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,44 +11,49 @@ from tutti.transports.base import Operation, Transport, Work
 
 
 class VirtualTimeQueue(OperationQueue):
-    """Simulated ranks share one processor: nothing but a wait in virtual time lets the others run."""
+    """Runs operations on the simulator's transports; the thread that waits for a work completes it.
+
+    Simulated ranks take turns on one processor. Only a wait in virtual time lets the others run, so no other thread
+    could complete the work.
+    """
 
     def __init__(self, collectives: Transport, messages: Transport) -> None:
+        """Run collectives on one transport and messages on another."""
         self._collectives, self._messages = collectives, messages
 
-    def collective(self, operation: BackendWork, steps: Operation, here: bool) -> None:
-        self._follow(operation, lambda: self._collectives.start(steps))
-        if here:
-            operation.finish()
+    def submit_collective(self, work: BackendWork, operation: Operation, blocking: bool) -> None:
+        self._follow(work, lambda: self._collectives.start(operation))
+        if blocking:
+            work.finish()
 
-    def message(self, operation: BackendWork, steps: Operation) -> None:
-        self._follow(operation, lambda: self._messages.spawn(steps))
+    def submit_message(self, work: BackendWork, operation: Operation) -> None:
+        self._follow(work, lambda: self._messages.spawn(operation))
 
     def close(self) -> None:
         return None
 
-    def _follow(self, operation: BackendWork, start: Callable[[], Work]) -> None:
-        work = start()
-        operation.follow(work.done, partial(_finish, operation, work))
-        operation.expected = _expect
+    def _follow(self, work: BackendWork, start: Callable[[], Work]) -> None:
+        started = start()
+        work.poll_with(started.done, partial(_finish, work, started))
+        work.on_future = _finish_before_future
 
 
-def _finish(operation: BackendWork, work: Work) -> None:
+def _finish(work: BackendWork, started: Work) -> None:
     failure = None
     try:
-        work.wait()
+        started.wait()
     except Exception as error:
         failure = error
-    if (tell := operation.conclude(failure)) is not None:
-        tell()
+    if (set_future := work.complete(failure)) is not None:
+        set_future()
 
 
-def _expect(operation: BackendWork) -> None:
-    """Somebody waits for a future, where virtual time does not pass: end the operation before that.
+def _finish_before_future(work: BackendWork) -> None:
+    """Complete a work whose future was taken, before its user waits: virtual time does not pass in such a wait.
 
-    DDP takes futures during backward and waits for them after it.
+    DDP takes futures during backward and waits for them at its end. A callback that is queued here runs before that.
     """
     try:
-        Variable._execution_engine.queue_callback(operation.finish)
+        Variable._execution_engine.queue_callback(work.finish)
     except RuntimeError:  # There is no backward pass.
-        operation.finish()
+        work.finish()

@@ -1,4 +1,23 @@
-"""What a group hands back for something under way."""
+"""The work objects that a Tutti process group returns: torch's `dist.Work`, with a future on demand.
+
+How it works
+------------
+A `BackendWork` is completed once, by `complete`, from any thread; a second call does nothing. The lock makes the two
+races safe that are possible: `complete` against `get_future` (exactly one of them sets the future), and `complete`
+against `expire` (a future that has failed with a timeout is not set again).
+
+A thread that waits acquires `_gate`, which is held from the start and released by `complete`; it passes it on to the
+next. A lock is woken faster than a `threading.Event`.
+
+Setting a future runs the callbacks of its users, which may start other operations and wait for them. So `complete` does
+not set it, but returns a function that does. Its caller decides in which thread that is safe.
+
+Three ways to complete a work:
+
+- Collectives: the thread of the operation queue, or the caller, completes it.
+- Messages: the waiting caller may drive the transport's event loop itself (`drive`), which saves two thread switches.
+- Virtual time: no other thread runs meanwhile, so the waiting caller completes it (`poll_with`, `finish`).
+"""
 
 import threading
 import time
@@ -14,84 +33,89 @@ from torch.futures import Future
 
 from tutti.errors import DeadlineExceeded
 
-_NONE = timedelta(0)
+_NO_TIMEOUT = timedelta(0)
 
 
 class BackendWork(dist.Work):
-    """Something a group was asked to do. Whoever does it says when it is over."""
+    """A collective or a message of a process group that is in progress."""
 
-    def __init__(self, rank: int, outputs: list[Tensor]) -> None:
+    def __init__(self, world_rank: int, outputs: list[Tensor]) -> None:
+        """Make work of `world_rank` (for error messages) that writes `outputs`."""
         super().__init__()
-        self._rank, self._outputs = rank, outputs
+        self._world_rank, self._outputs = world_rank, outputs
         self._over = False
-        self._gate = threading.Lock()  # Whoever waits comes through it when this is over: quicker than an Event.
+        self._gate = threading.Lock()  # Held until the work is over.
         self._gate.acquire()
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._future: Future[list[Tensor]] | None = None
-        self._expired = False  # Whether that was told to wait no longer.
+        self._expired = False  # Whether the future was already set to a timeout.
         self.source = -1
-        """Of a message that was received."""
-        self.patience_s = -1.0
-        """How long to wait where no deadline is given; negative: for ever, as whoever does it has one."""
+        """The rank from which a received message came."""
+        self.timeout_s = -1.0
+        """How long `wait` waits if it is given no timeout; negative: without limit, as the operation has deadlines."""
         self.drive: Callable[[float], None] | None = None
-        """Lets who waits do, for so many seconds at most, what somebody else would do otherwise."""
-        self.expected: Callable[[BackendWork], None] | None = None
-        """Called when somebody takes a future before it is over."""
+        """Lets the waiting thread move the messages itself, for so many seconds at most."""
+        self.on_future: Callable[[BackendWork], None] | None = None
+        """Called when a future is taken before the work is over."""
         self._done: Callable[[], bool] | None = None
         self._finish: Callable[[], None] | None = None
 
-    def follow(self, done: Callable[[], bool], finish: Callable[[], None]) -> None:
-        """Say how to see whether it can be ended, and how to end it, where nobody else does: in virtual time."""
+    def poll_with(self, done: Callable[[], bool], finish: Callable[[], None]) -> None:
+        """Let the waiting thread complete this work: `done` says whether `finish`, which does, would return at once."""
         self._done, self._finish = done, finish
 
     def finish(self) -> None:
-        """See to it that it is over, if that is for whoever waits to do."""
+        """Complete this work, if that is the task of the waiting thread."""
         if not self._over and self._finish is not None:
             self._finish()
 
-    def conclude(self, error: Exception | None = None) -> Callable[[], None] | None:
-        """It is over, for the first time it is said. From any thread.
+    def complete(self, error: Exception | None = None) -> Callable[[], None] | None:
+        """Mark this work as over, with `error` if it failed. Only the first call counts. From any thread.
 
-        Returns what is left to do, if anything: to tell who took a future. That calls whatever they want called.
+        Returns a function that sets the future, if one was taken. It runs the callbacks of the future's users.
         """
         with self._lock:
             if self._over:
                 return None
             self._error, self._over = error, True
             self._gate.release()
-            if self._future is None or self._expired:  # One that is taken from now on is told there.
+            if self._future is None or self._expired:  # A future that is taken from now on is set by `get_future`.
                 return None
-            return partial(self._tell, self._future)
+            return partial(self._set_future, self._future)
 
     def expire(self) -> Callable[[], None] | None:
-        """Whoever took a future has waited for long enough. As `conclude`; but the operation itself goes on."""
+        """Fail the future with a timeout; the work itself continues. Returns what `complete` returns."""
         with self._lock:
             if self._over or self._future is None:
                 return None
             self._expired = True
-            return partial(_fail, self._future, self._overdue(self.patience_s))
+            return partial(_fail_future, self._future, self._timeout_error(self.timeout_s))
 
-    def wait(self, timeout: timedelta = _NONE) -> bool:
-        """Return when it is over; raise what went wrong, or `DeadlineExceeded` after `timeout`, or the group's own."""
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return when the work is over.
+
+        Raises its error, or `DeadlineExceeded` after `timeout`; without one, after `timeout_s`.
+        """
         self.finish()
-        seconds = timeout.total_seconds() if timeout > _NONE else self.patience_s
+        seconds = timeout.total_seconds() if timeout > _NO_TIMEOUT else self.timeout_s
         left_s = seconds
         if not self._over and self.drive is not None:
             started_s = time.monotonic()
             self.drive(seconds)
+            # Another thread may drive already: then the rest of the time is spent at the gate.
             left_s = max(0.0, started_s + seconds - time.monotonic())
-        if not self._over and not self._pass(left_s):
-            raise self._overdue(seconds)
+        if not self._over and not self._pass_gate(left_s):
+            raise self._timeout_error(seconds)
         if self._error is not None:
             raise self._error
         return True
 
-    def _pass(self, seconds: float) -> bool:
-        """Wait until it is over, for ever if `seconds` are negative; whether it is."""
+    def _pass_gate(self, seconds: float) -> bool:
+        """Wait until the work is over, without limit if `seconds` is negative; return whether it is."""
         if not self._gate.acquire(timeout=seconds):
             return False
-        self._gate.release()  # For the next.
+        self._gate.release()  # For the next thread that waits.
         return True
 
     def is_completed(self) -> bool:
@@ -118,7 +142,7 @@ class BackendWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future of the tensors that this fills."""
+        """A future of the tensors that this work writes."""
         with self._lock:
             future, over = self._future, self._over
             if future is None:
@@ -127,28 +151,29 @@ class BackendWork(dist.Work):
             else:
                 new = False
         if new and over:
-            self._tell(future)
-        elif new and self.expected is not None:
-            self.expected(self)
+            self._set_future(future)
+        elif new and self.on_future is not None:
+            self.on_future(self)
         return future
 
-    def _overdue(self, seconds: float) -> DeadlineExceeded:
+    def _timeout_error(self, seconds: float) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"rank {self._rank}: waited {seconds:g} s for an operation of torch.distributed. It goes on: wait "
+            f"rank {self._world_rank}: waited {seconds:g} s for an operation of torch.distributed. It goes on: wait "
             "again, or give more: the timeout of wait, init_process_group or new_group."
         )
 
-    def _tell(self, future: Future[list[Tensor]]) -> None:
+    def _set_future(self, future: Future[list[Tensor]]) -> None:
         if self._error is None:
             future.set_result(self._outputs)
         else:
-            _fail(future, self._error)
+            _fail_future(future, self._error)
 
 
-def _fail(future: Any, error: Exception) -> None:
-    """Have those who wait for `future` raise a copy of `error` each.
+def _fail_future(future: Any, error: Exception) -> None:
+    """Let each caller that waits for `future` raise its own copy of `error`.
 
-    A traceback has frames, which may well have the future, and torch keeps an error where no cycle is ever found.
+    A traceback holds frames, and those may hold the future. Torch keeps the error where Python finds no cycle, so the
+    original would never be freed.
     """
 
     def fail(kept: Exception) -> None:
@@ -159,14 +184,14 @@ def _fail(future: Any, error: Exception) -> None:
 
 
 class CoalescedWork(dist.Work):
-    """Several operations as one."""
+    """Several works as one, as torch's coalescing manager returns them."""
 
-    def __init__(self, operations: list[BackendWork]) -> None:
+    def __init__(self, works: list[BackendWork]) -> None:
         super().__init__()
-        self._operations = operations
+        self._works = works
 
-    def wait(self, timeout: timedelta = _NONE) -> bool:
-        return all(operation.wait(timeout) for operation in self._operations)
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return all(work.wait(timeout) for work in self._works)
 
     def is_completed(self) -> bool:
-        return all(operation.is_completed() for operation in self._operations)
+        return all(work.is_completed() for work in self._works)

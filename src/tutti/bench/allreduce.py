@@ -22,10 +22,10 @@ MAX_PER_ROUND = 300
 
 def measure(rounds: int) -> list[dict[str, Any]]:
     """Time every size on this rank and its peers; the rows, on every rank."""
-    world, link = init(), SupervisorPipe()
+    world, supervisor = init(), SupervisorPipe()
     rows = []
     for number, num_bytes in enumerate(SIZES):
-        link.progress(done=number, total=len(SIZES), size=num_bytes)
+        supervisor.progress(done=number, total=len(SIZES), size=num_bytes)
         rows.append(_measure_size(num_bytes, world, rounds))
     return rows
 

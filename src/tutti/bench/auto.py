@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tutti.bench.interleaved import Candidates, InterleavedTimer
-from tutti.bench.step import ddp, make_benchmark_model, solo, stepper, torch_group
+from tutti.bench.models import make_benchmark_model
+from tutti.bench.training_steps import ddp_step, make_step, solo_step, torch_group
 from tutti.collectives import all_gather_json
 from tutti.job import distribute
 from tutti.launch import init
@@ -43,20 +44,20 @@ class AutoReport:
 
 def measure(model: str, rounds: int) -> AutoReport:
     """Train until Auto has settled, and then time its steps and others' in turns, on this rank and its peers."""
-    world, link = init(), SupervisorPipe()
+    world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     case = make_benchmark_model(model, world.size)
     chooses, plain = copy.deepcopy(case.model), copy.deepcopy(case.model)
-    ways: Candidates = {"solo": solo(case)}
-    ways["native"], optimizer = stepper(plain, case)
-    ways["auto"], other = stepper(chooses, case)
+    ways: Candidates = {"solo": solo_step(case)}
+    ways["native"], optimizer = make_step(plain, case)
+    ways["auto"], other = make_step(chooses, case)
     now = world.transport.now
     with torch_group(world), distribute(plain, optimizer, AllReduce(), world=world):
-        ways["DDP"] = ddp(case)
+        ways["DDP"] = ddp_step(case)
         for _ in range(3):
             for name in ("solo", "native", "DDP"):
                 ways[name]()
-        link.progress(doing="auto plans")
+        supervisor.progress(doing="auto plans")
         with distribute(chooses, other, Auto(), world=world) as job:
             start_s, steps = now(), 0
             while steps < MOST_STEPS and not _settled(job.metrics.strategy.get("planned")):
@@ -64,7 +65,7 @@ def measure(model: str, rounds: int) -> AutoReport:
                 steps += 1
             spent_s = max(all_gather_json(now() - start_s, world.transport))
             turns = InterleavedTimer(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
-            seconds = turns.medians(ways, world.transport, lambda text: link.progress(doing=text))
+            seconds = turns.medians(ways, world.transport, lambda text: supervisor.progress(doing=text))
             planned = job.metrics.strategy.get("planned")
     return AutoReport(
         model, world.size, seconds, planned.chosen if planned else "", steps, spent_s - steps * seconds["auto"]

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tutti.bench.interleaved import Candidates, InterleavedTimer
-from tutti.bench.step import BenchmarkModel, make_benchmark_model, stepper, torch_group
+from tutti.bench.models import BenchmarkModel, make_benchmark_model
+from tutti.bench.training_steps import make_step, torch_group
 from tutti.launch import init
 from tutti.launch.supervisor_pipe import SupervisorPipe
 
@@ -34,32 +35,34 @@ class BackendBenchmark:
     round_s: float = 0.1
 
 
-def measure(request: BackendBenchmark) -> list[dict[str, Any]]:
+def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
     """Time steps and single operations on both backends, on this rank and its peers; the rows, on every rank."""
-    world, link = init(), SupervisorPipe()
+    world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     rows = []
     with torch_group(world):
         groups = {"gloo": dist.group.WORLD, "tutti": dist.new_group(backend="tutti")}
         jobs: list[tuple[str, str, Callable[[Any], Callable[[], Any]]]] = []
-        for model in request.models:
+        for model in benchmark.models:
             case = make_benchmark_model(model, world.size)
             jobs += [(way, model, partial(_stepper, case, way)) for way in WAYS]
-        for size in request.sizes:
+        for size in benchmark.sizes:
             jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
         for name, subject, make in jobs:
-            link.progress(doing=f"{name} {subject}")
+            supervisor.progress(doing=f"{name} {subject}")
             ways: Candidates = {backend: make(groups[backend]) for backend in BACKENDS}
             for way in ways.values():
                 for _ in range(_WARM_UP):
                     way()
-            times = InterleavedTimer(request.rounds, request.round_s, 200, total_s=60.0).medians(ways, world.transport)
-            rows.append({"way": name, "subject": subject, "workers": world.size, "seconds": times})
+            times = InterleavedTimer(benchmark.rounds, benchmark.round_s, 200, total_s=60.0).medians(
+                ways, world.transport
+            )
+            rows.append({"operation": name, "subject": subject, "workers": world.size, "seconds": times})
     return rows
 
 
 def _stepper(case: BenchmarkModel, way: str, group: Any) -> Callable[[], None]:
-    return stepper(WAYS[way](copy.deepcopy(case.model), group), case)[0]
+    return make_step(WAYS[way](copy.deepcopy(case.model), group), case)[0]
 
 
 def _ddp(model: nn.Module, group: Any) -> nn.Module:

@@ -11,15 +11,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from tutti.bench.interleaved import Candidates, InterleavedTimer
-from tutti.bench.step import BenchmarkModel, ddp, make_benchmark_model, solo, stepper, torch_group
+from tutti.bench.models import BenchmarkModel, make_benchmark_model
+from tutti.bench.training_steps import ddp_step, make_step, solo_step, torch_group, tutti_step
 from tutti.codecs import CODECS, Chain, ErrorFeedback, Quantize, TopK, print_codec
-from tutti.job import Job, distribute
+from tutti.job import Job
 from tutti.launch import init
 from tutti.launch.supervisor_pipe import SupervisorPipe
-from tutti.strategies import parse
-from tutti.world import World
 
-DEFAULTS = (*CODECS, "quantize:4", "topk:0.001", print_codec(ErrorFeedback(Chain(TopK(), Quantize(8)))))
+DEFAULT_CODECS = (*CODECS, "quantize:4", "topk:0.001", print_codec(ErrorFeedback(Chain(TopK(), Quantize(8)))))
 
 WARM_UP = 4
 
@@ -51,7 +50,7 @@ class CompressionReport:
     def codecs(self) -> list[str]:
         return [way for way in self.bytes_sent if way not in (*EXACT, self.exact)]
 
-    def verdict(self) -> str:
+    def recommendation(self) -> str:
         """Which to use, or none, and why: the one that says most among those that are about as fast as the fastest."""
         exact = min((way for way in self.seconds if way in (*EXACT, self.exact)), key=self.seconds.__getitem__)
         fastest = min(self.codecs, key=self.seconds.__getitem__)
@@ -69,22 +68,22 @@ class CompressionReport:
 
 def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int) -> dict[str, Any]:
     """Time a step of every way, on this rank and its peers; the fields of `CompressionReport`, on every rank."""
-    world, link = init(), SupervisorPipe()
+    world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     case = make_benchmark_model(model, world.size)
-    link.progress(doing="warming up")
+    supervisor.progress(doing="warming up")
     with torch_group(world):
-        ways: Candidates = {"solo": solo(case), "ddp": ddp(case)}
+        ways: Candidates = {"solo": solo_step(case), "ddp": ddp_step(case)}
         if peers:
             ways |= {"ddp fp16": _hooked(case, None, fp16_compress_hook), "ddp powersgd": _power_sgd(case)}
         jobs: dict[str, Job] = {}
         for text in [*dict.fromkeys(("native", exact)), *codecs]:
-            ways[text], jobs[text] = _tutti(case, text, world)
+            ways[text], jobs[text] = tutti_step(case, world, text)
         for way in ways.values():
             for _ in range(WARM_UP):
                 way()
         seconds = InterleavedTimer(rounds, round_s=0.3, most_repeats=20, total_s=240.0).medians(
-            ways, world.transport, lambda text: link.progress(doing=f"{text} of {len(ways)} ways")
+            ways, world.transport, lambda text: supervisor.progress(doing=f"{text} of {len(ways)} ways")
         )
     sent = {text: job.metrics.bytes_sent / job.metrics.steps for text, job in jobs.items()}
     for job in jobs.values():
@@ -99,16 +98,10 @@ def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int)
     }
 
 
-def _tutti(case: BenchmarkModel, text: str, world: World) -> tuple[Callable[[], None], Job]:
-    model = copy.deepcopy(case.model)
-    step, optimizer = stepper(model, case)
-    return step, distribute(model, optimizer, parse(text), world=world)
-
-
 def _hooked(case: BenchmarkModel, state: Any, hook: Callable[..., Any], **options: Any) -> Callable[[], None]:
     model = DistributedDataParallel(copy.deepcopy(case.model), gradient_as_bucket_view=True, **options)
     model.register_comm_hook(state, hook)
-    return stepper(model, case)[0]
+    return make_step(model, case)[0]
 
 
 def _power_sgd(case: BenchmarkModel) -> Callable[[], None]:

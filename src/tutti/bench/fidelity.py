@@ -53,18 +53,18 @@ def in_lab(pairs: list[tuple[str, str]], steps: int) -> dict[str, Any]:
     return found
 
 
-Chosen = dict[tuple[str, int], list[tuple[str, str]]]
+JobsByLab = dict[tuple[str, int], list[tuple[str, str]]]
 """For a rate and a number of ranks per host: pairs of model and strategy."""
 
 
-def chosen(models: list[str], strategies: list[str], rates: list[str]) -> Chosen:
+def jobs_by_lab(models: list[str], strategies: list[str], rates: list[str]) -> JobsByLab:
     """All combinations, sorted by the lab that they need."""
     for model in models:
         recipe(model)
     for strategy in strategies:
         if strategy not in STRATEGIES:
             raise UnknownName("strategy", strategy, STRATEGIES)
-    found: Chosen = {}
+    found: JobsByLab = {}
     for rate in rates:
         LabSpec.parse(f"rate={rate}")
         for model in models:
@@ -73,7 +73,7 @@ def chosen(models: list[str], strategies: list[str], rates: list[str]) -> Chosen
     return found
 
 
-def compare(cases: Chosen, steps: int, say: Callable[[str], None]) -> list[SimulationCheck]:
+def compare(cases: JobsByLab, steps: int, say: Callable[[str], None]) -> list[SimulationCheck]:
     """Run and simulate everything."""
     rows = []
     for (rate, ranks), pairs in cases.items():

@@ -16,9 +16,9 @@ from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab
 from tutti.parallel import Mesh
 from tutti.plan import Profile
-from tutti.plan.auto.watch import TransportClock
-from tutti.plan.mesh import MeshPlan, MeshPrediction, Parts, plan_meshes
-from tutti.plan.mesh.choose import in_words, meshes
+from tutti.plan.auto.step_recorder import TransportClock
+from tutti.plan.mesh import MeshPlan, MeshPrediction, ModelParts, plan_meshes
+from tutti.plan.mesh.choose import describe_mesh, meshes
 from tutti.plan.profile import profile as profile_model
 from tutti.plan.profile.clock import Clock
 from tutti.recipes import Recipe, recipe
@@ -77,26 +77,29 @@ class MeshComparison:
         return self.chosen.taken_s / self.fastest.taken_s
 
     def as_dict(self) -> dict[str, Any]:
-        named = {"chosen": in_words(self.chosen.prediction.mesh), "fastest": in_words(self.fastest.prediction.mesh)}
+        named = {
+            "chosen": describe_mesh(self.chosen.prediction.mesh),
+            "fastest": describe_mesh(self.fastest.prediction.mesh),
+        }
         return {"rows": [row.as_dict() for row in self.rows], **named, "times": self.times}
 
 
-def try_out(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
+def profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelParts]:
     """What the planner goes by, in virtual time: a step of a model, and all that ranks of meshes would do of it."""
-    return simulate(_tried, model, numbers, workers=1, cluster=Cluster(compute=_COMPUTE)).results[0]
+    return simulate(_profile_parts, model, numbers, workers=1, cluster=Cluster(compute=_COMPUTE)).results[0]
 
 
-def _tried(model: str, numbers: Iterable[int]) -> tuple[Profile, Parts]:
+def _profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelParts]:
     transport = init().transport
     with operator_clock.counting(transport):
         return _measured(recipe(model), numbers, TransportClock(transport))
 
 
-def _measured(found: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, Parts]:
+def _measured(found: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, ModelParts]:
     torch.manual_seed(0)
     model, batch = found.model(), found.example(SAMPLES)
     profile = profile_model(model, batch, loss=found.loss, optimizer=_optimizer(model), clock=clock, repeats=5)
-    parts = Parts(model, batch[0]) if clock is None else Parts(model, batch[0], clock.now)
+    parts = ModelParts(model, batch[0]) if clock is None else ModelParts(model, batch[0], clock.now)
     for mesh in (mesh for number in numbers for mesh in meshes(number)):
         with suppress(ConfigError):  # The planner says so too.
             parts.stages(mesh.tensor, mesh.pipe)
@@ -104,7 +107,7 @@ def _measured(found: Recipe, numbers: Iterable[int], clock: Clock | None = None)
 
 
 def compare(
-    model: str, rate: str, workers: int, tried: tuple[Profile, Parts], say: Callable[[str], Any]
+    model: str, rate: str, workers: int, tried: tuple[Profile, ModelParts], say: Callable[[str], Any]
 ) -> MeshComparison:
     """Price every mesh of so many workers, and simulate each."""
     profile, parts = tried
@@ -112,7 +115,7 @@ def compare(
     plan = plan_meshes(parts, profile, workers, cluster, total_samples=SAMPLES)
     rows = []
     for each in plan.predictions:
-        say(f"{model}, {rate}, {in_words(each.mesh)}")
+        say(f"{model}, {rate}, {describe_mesh(each.mesh)}")
         ends = simulate(train, model, each.mesh, workers=workers, cluster=cluster).results
         first, second = (max(of_ranks) for of_ranks in zip(*ends, strict=True))
         rows.append(MeshCheck(model, rate, each, second - first))

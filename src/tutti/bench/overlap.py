@@ -25,7 +25,7 @@ class OverlapReport:
     """Without exchange."""
     with_s: float
     without_s: float
-    could_s: float
+    possible_s: float
     """What overlap could save: by formula, from the link, the moments at which gradients are ready, and the step."""
 
     @property
@@ -35,15 +35,15 @@ class OverlapReport:
     @property
     def share(self) -> float:
         """Of what could be hidden, what is."""
-        return self.hidden_s / self.could_s if self.could_s else 1.0
+        return self.hidden_s / self.possible_s if self.possible_s else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "hidden_s": self.hidden_s, "share": self.share}
 
 
-def in_lab(request: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
+def in_lab(benchmark: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
     """What the formula needs, and the seconds of a step, on this rank and its peers."""
-    return measure_planner_inputs(request.model, init().transport), strategies.measure(request)["seconds"]
+    return measure_planner_inputs(benchmark.model, init().transport), strategies.measure(benchmark)["seconds"]
 
 
 def measure_overlap(model: str, hosts: Lab, rounds: int) -> OverlapReport:
@@ -54,4 +54,4 @@ def measure_overlap(model: str, hosts: Lab, rounds: int) -> OverlapReport:
     cluster = Cluster(link=Link(*found.link))
     quick_s, slow_s = (price(parse(way), profile, len(everyones), cluster).step_s for way in WAYS)
     with_s, without_s = (seconds[way] for way in WAYS)
-    return OverlapReport(model, seconds["solo"], with_s, without_s, could_s=max(0.0, slow_s - quick_s))
+    return OverlapReport(model, seconds["solo"], with_s, without_s, possible_s=max(0.0, slow_s - quick_s))

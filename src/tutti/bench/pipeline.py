@@ -28,7 +28,7 @@ SOLO = "one process"
 
 @dataclass(frozen=True)
 class PipelineBenchmark:
-    """What to measure: an MLP of equal layers, each process on one core; or layers that take `steady_s` a sample."""
+    """What to measure: an MLP of equal layers, each process on one core; or layers that take `layer_s` a sample."""
 
     schedules: Sequence[ScheduleName]
     microbatches: int
@@ -36,36 +36,36 @@ class PipelineBenchmark:
     width: int = 256
     depth: int = 32
     batch: int = 4096
-    steady_s: float | None = None
+    layer_s: float | None = None
 
 
-def measure(request: PipelineBenchmark) -> dict[str, Any]:
+def measure(benchmark: PipelineBenchmark) -> dict[str, Any]:
     """Time all schedules on this rank and its peers; the result on every rank."""
-    world, link = init(), SupervisorPipe()
+    world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = mlp(*[request.width] * (request.depth + 1))
-    if request.steady_s is not None:
-        model = nn.Sequential(*(_Steady(request.steady_s) for _ in range(request.depth)))
-    batch = torch.randn(request.batch, request.width), torch.randn(request.batch, request.width)
+    model = mlp(*[benchmark.width] * (benchmark.depth + 1))
+    if benchmark.layer_s is not None:
+        model = nn.Sequential(*(_FixedTimeLayer(benchmark.layer_s) for _ in range(benchmark.depth)))
+    batch = torch.randn(benchmark.batch, benchmark.width), torch.randn(benchmark.batch, benchmark.width)
     ways: dict[str, Callable[[], Any]] = {SOLO: _solo(model, batch, world)}
     lines: dict[str, tuple[Job, PipelineStep]] = {}
-    for schedule in request.schedules:
-        link.progress(doing=f"cutting the model for {schedule}")
-        settings = Pipeline(schedule=schedule, microbatches=request.microbatches)
+    for schedule in benchmark.schedules:
+        supervisor.progress(doing=f"cutting the model for {schedule}")
+        settings = Pipeline(schedule=schedule, microbatches=benchmark.microbatches)
         ways[schedule], job, pipeline = _pipelined(model, batch, world, settings)
         lines[schedule] = job, pipeline
-    rounds = InterleavedTimer(request.rounds, round_s=0.5, most_repeats=4, total_s=90)
-    seconds = rounds.medians(ways, world.transport, lambda text: link.progress(doing=text))
+    rounds = InterleavedTimer(benchmark.rounds, round_s=0.5, most_repeats=4, total_s=90)
+    seconds = rounds.medians(ways, world.transport, lambda text: supervisor.progress(doing=text))
     rows = []
     for name, (job, pipeline) in lines.items():
-        link.progress(doing=f"waiting in {name}")
-        rows.append({"schedule": name, "seconds": seconds[name], **_bubbles(ways[name], pipeline, request.rounds)})
+        supervisor.progress(doing=f"waiting in {name}")
+        rows.append({"schedule": name, "seconds": seconds[name], **_bubbles(ways[name], pipeline, benchmark.rounds)})
         job.finish()
-    return {"workers": world.size, "microbatches": request.microbatches, "solo_s": seconds[SOLO], "rows": rows}
+    return {"workers": world.size, "microbatches": benchmark.microbatches, "solo_s": seconds[SOLO], "rows": rows}
 
 
-class _Steady(nn.Module):
+class _FixedTimeLayer(nn.Module):
     """A layer that takes so many seconds a sample forward, by the clock, and twice as many backward."""
 
     def __init__(self, sample_s: float) -> None:
@@ -152,6 +152,6 @@ def _typical(seen: list[Timeline]) -> Callable[[Any], float]:
     return lambda action: statistics.median(found[action.kind, action.stage])
 
 
-def timeline_of(spans: Sequence[dict[str, Any]], result: dict[str, Any]) -> Timeline:
+def timeline_from(spans: Sequence[dict[str, Any]], result: dict[str, Any]) -> Timeline:
     """From what `measure` returned."""
     return Timeline(result["workers"], result["microbatches"], tuple(Span(**each) for each in spans))

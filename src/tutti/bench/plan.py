@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tutti.bench import strategies
+from tutti.bench.models import check_model_names
 from tutti.bench.planner_accuracy import PredictionCheck
 from tutti.bench.planner_inputs import PlannerInputs, measure_planner_inputs, profile_with_overhead, reference_jobs
-from tutti.bench.step import CASES
 from tutti.bench.strategies import StrategyBenchmark
 from tutti.cluster import Cluster, Link
-from tutti.errors import ConfigError, NotPriced, UnknownName
+from tutti.errors import ConfigError, NotPriced
 from tutti.launch import init, launch
 from tutti.launch.lab.lab import Lab, LabSpec
 from tutti.launch.supervisor_pipe import SupervisorPipe
@@ -66,9 +66,7 @@ class PlanComparison:
 
 def check(models: list[str], rates: list[str], ways: list[str]) -> None:
     """Refuse what cannot be measured, before anything is."""
-    for model in models:
-        if model not in CASES:
-            raise UnknownName("model", model, CASES)
+    check_model_names(models)
     for rate in rates:
         if len(set(LabSpec.parse(f"hosts={HOSTS},rate={rate}").rates)) > 1:
             raise ConfigError(
@@ -81,20 +79,20 @@ def check(models: list[str], rates: list[str], ways: list[str]) -> None:
         strategy.check_size(HOSTS + strategy.num_dedicated_servers)
 
 
-def in_lab(request: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
+def in_lab(benchmark: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
     """What predictions need, and the seconds of every way, measured on this rank and its peers."""
     reporter = SupervisorPipe()
     reporter.progress(doing="measuring links and a step")
-    found = measure_planner_inputs(request.model, init().transport)
-    return found, strategies.measure(request)["seconds"]
+    found = measure_planner_inputs(benchmark.model, init().transport)
+    return found, strategies.measure(benchmark)["seconds"]
 
 
 def compare(model: str, rate: str, ways: list[str], rounds: int, say: Callable[[str], None]) -> PlanComparison:
     """Measure every way in a lab of such links, and predict each from the same lab."""
     jobs = reference_jobs(model, HOSTS)
     beside = [way for way in ways if not parse(way).num_dedicated_servers]
-    request = StrategyBenchmark(model, tuple(dict.fromkeys((*beside, *jobs))), rounds)
-    everyones = _launched(in_lab, request, rate, HOSTS, say)
+    benchmark = StrategyBenchmark(model, tuple(dict.fromkeys((*beside, *jobs))), rounds)
+    everyones = _launched(in_lab, benchmark, rate, HOSTS, say)
     seconds = dict(everyones[0][1])
     for way in ways:
         if num_dedicated_servers := parse(way).num_dedicated_servers:
@@ -110,15 +108,15 @@ def compare(model: str, rate: str, ways: list[str], rounds: int, say: Callable[[
 
 def _launched(
     function: Callable[[StrategyBenchmark], Any],
-    request: StrategyBenchmark,
+    benchmark: StrategyBenchmark,
     rate: str,
     hosts: int,
     say: Callable[[str], None],
 ) -> list[Any]:
     def show(rank: int, values: dict[str, Any]) -> None:
         if rank == 0 and "doing" in values:
-            say(f"{request.model}, {hosts} hosts at {rate}: {values['doing']}")
+            say(f"{benchmark.model}, {hosts} hosts at {rate}: {values['doing']}")
 
-    say(f"{request.model}, {hosts} hosts at {rate}: starting")
+    say(f"{benchmark.model}, {hosts} hosts at {rate}: starting")
     with Lab(LabSpec.parse(f"hosts={hosts},rate={rate}")) as lab:
-        return launch(function, request, lab=lab, watch=show)
+        return launch(function, benchmark, lab=lab, watch=show)

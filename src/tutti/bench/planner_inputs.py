@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.bench.step import BenchmarkModel, make_benchmark_model, solo
+from tutti.bench.models import BenchmarkModel, make_benchmark_model
+from tutti.bench.training_steps import solo_step
 from tutti.cluster import Cluster, Link
 from tutti.collectives import all_gather_json, recursive_doubling, ring, run
 from tutti.cost import bucket_loads
@@ -138,7 +139,7 @@ def _burst_s(call: Callable[[], Any], transport: Transport) -> float:
 
 def _crowding(case: BenchmarkModel, link: Link, transport: Transport) -> float:
     """Rings behind steps that exchange nothing: what both take together beyond the longer of them, of the shorter."""
-    step = solo(case)
+    step = solo_step(case)
     step()
     step_s = _burst_s(step, transport)
     tensor = torch.zeros(_LONG_BYTES // 4)

@@ -1,4 +1,12 @@
-"""The command line: one module per command."""
+"""The command line: one module per command, one folder per command group.
+
+How commands are loaded. Importing torch takes seconds, and `--help` must not. Therefore every module that defines a
+command is light: at the top it imports only typer, rich and the parts of Tutti that do not import torch
+(`tutti.errors`, `tutti.cluster`, the names in `tutti.recipes` and `tutti.bench.models`, `tutti.report.plots`). The
+command function imports the rest when it runs, either directly or by importing the module that does the work, such as
+`tutti.cli.plan.planning`. Types of the rest are imported under `TYPE_CHECKING` and quoted. The tests in
+tests/commands/test_help_is_quick.py fail if the help of a command imports torch.
+"""
 
 import signal
 import sys
@@ -20,7 +28,7 @@ app = typer.Typer(
 app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run.run)
 app.command("train")(train.train)
 app.command("profile")(profile.profile)
-app.command("plan")(plan.planned)
+app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(simulate.app, name="simulate")
@@ -29,28 +37,29 @@ app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:
-    """Run a command; errors become one message and an exit status."""
+    """Run a command. An error becomes one message and an exit status: 2, or that of the worker that failed."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     errors = Console(stderr=True, soft_wrap=True)
     try:
         app()
     except WorkerFailed as error:
-        print(f"error: {_whole(error)}", file=sys.stderr)
+        print(f"error: {_with_notes(error)}", file=sys.stderr)
         sys.exit(error.status)
     except TuttiError as error:
-        errors.print(f"[bold red]error:[/] {_plain(_whole(error))}", highlight=False)
+        errors.print(f"[bold red]error:[/] {_escape(_with_notes(error))}", highlight=False)
         sys.exit(2)
     except _Stopped as stopped:
         print("; ".join(["stopped", *_notes(stopped)]), file=sys.stderr)
         sys.exit(130)
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
+    """Keep rich from reading square brackets as markup."""
     return text.replace("[", r"\[")
 
 
-def _whole(error: TuttiError) -> str:
+def _with_notes(error: TuttiError) -> str:
     return "\n".join([str(error), *_notes(error)])
 
 
@@ -59,7 +68,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 class _Stopped(BaseException):
-    """Ctrl-C or SIGTERM: unwinds everything, so that workers are stopped and reaped."""
+    """Ctrl-C or SIGTERM. It unwinds every context, so that workers are stopped and reaped."""
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

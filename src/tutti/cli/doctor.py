@@ -1,55 +1,53 @@
-"""`tutti doctor`: what this machine has, and what it lacks."""
+"""`tutti doctor`: a report on this machine: libraries, backends, cores, shared memory and links."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
 import socket
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cli.place import check_one_place, described, lab_if_any
+from tutti.cli.lab_option import check_workers_or_lab, describe_hosts, launch_arguments, open_lab
+from tutti.cli.options import JsonFile
 from tutti.cluster import format_rate, format_time
-from tutti.collectives import LinkMeasurement
 from tutti.errors import ConfigError
-from tutti.job import measure_link
-from tutti.launch import init, launch
-from tutti.launch.lab.lab import missing
-from tutti.launch.mpirun import available as mpi_available
+
+if TYPE_CHECKING:
+    from tutti.collectives import LinkMeasurement
 
 
 class Finding(NamedTuple):
-    """One line of the report. `ok` is None where it is neither good nor bad."""
+    """One line of the report."""
 
     what: str
+    """What was examined."""
     ok: bool | None
+    """Whether it is as it should be; None where it is neither good nor bad."""
     detail: str
 
 
 def doctor(
-    network: Annotated[bool, typer.Option("--network", help="Measure links between workers instead.")] = False,
+    network: Annotated[bool, typer.Option("--network", help="Measure the links between workers instead.")] = False,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-n", min=2, help="With --network: processes here; 2 by default."),
+        typer.Option("--workers", "-n", min=2, help="With --network: number of processes on this machine. Default: 2."),
     ] = None,
     lab: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="With --network: on hosts such as hosts=4,rate=100mbit.")
+        str | None, typer.Option(metavar="SPEC", help="With --network: emulated hosts, such as hosts=4,rate=100mbit.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Show what Tutti finds on this machine: torch, backends, cores, shared memory, network, the lab."""
+    """Report on this machine: libraries, backends, GPUs, cores, shared memory, network and the lab."""
     check_writable(json_file)
     if not network and (workers is not None or lab is not None):
         raise ConfigError("--workers and --lab say where to measure links: give --network too.")
     if network:
-        check_one_place(workers, lab)
+        check_workers_or_lab(workers, lab)
         write_json(json_file, _measure(workers or 2, lab))
         return
     findings = examine()
@@ -62,30 +60,35 @@ def doctor(
 
 
 def _measure(workers: int, spec: str | None) -> list[dict[str, Any]]:
-    """Ping-pong between workers, on this machine or in a lab, as a table."""
+    """Time ping-pong messages between all pairs of workers, print a table and return it for `--json`."""
+    from tutti.launch import launch
+
     console = Console()
-    with lab_if_any(spec) as lab:
-        where = described(workers, lab)
-        with console.status(f"measuring, {where}"):
-            measured = launch(measure_own_link, workers=workers if lab is None else None, lab=lab)[0]
-    table = Table(title=f"links between ranks, {where}")
+    with open_lab(spec) as lab:
+        where = describe_hosts(workers, lab)
+        with console.status(f"measuring links, {where}"):
+            measured = launch(measure_links_here, **launch_arguments(workers, lab))[0]
+    table = Table(title=f"Links between ranks, {where}")
     for heading in ("ranks", "latency", "rate", "residual"):
         table.add_column(heading, justify="right")
     for (one, two), fit in measured.fits.items():
         numbers = (format_time(fit.link.latency_s), format_rate(fit.link.bits_per_s), f"{fit.residual:.0%}")
         table.add_row(f"{one} – {two}", *numbers)
     console.print(table)
-    console.print(f"cost formulas go by the slowest: {measured.link}")
+    console.print(f"cost formulas use the slowest link: {measured.link}")
     return [{"ranks": list(pair), **fit.as_dict()} for pair, fit in measured.fits.items()]
 
 
-def measure_own_link() -> LinkMeasurement:
-    """What each worker of `tutti doctor --network` runs."""
+def measure_links_here() -> "LinkMeasurement":
+    """Measure the links between all ranks; every worker of `tutti doctor --network` runs this."""
+    from tutti.job import measure_link
+    from tutti.launch import init
+
     return measure_link(world=init())
 
 
 def examine() -> list[Finding]:
-    """Everything `tutti doctor` reports."""
+    """All findings that `tutti doctor` reports."""
     return [*_software(), *_backends(), *_machine(), *_network(), _lab()]
 
 
@@ -100,6 +103,8 @@ def _software() -> list[Finding]:
 
 
 def _version(name: str) -> str | None:
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -107,12 +112,22 @@ def _version(name: str) -> str | None:
 
 
 def _backends() -> list[Finding]:
+    # torch takes seconds to import, so it is imported only where it is reported on.
+    import torch
+    import torch.distributed as dist
+
+    from tutti.launch.mpirun import available as mpi_available
+
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     mpi = mpi_available()
     return [
-        Finding("Gloo", dist.is_gloo_available(), "sums of tensors that are not in shared memory"),
+        Finding("Gloo", dist.is_gloo_available(), "torch.distributed on CPU tensors"),
         Finding("NCCL", dist.is_nccl_available() or None, "GPU tensors" if gpus else "not needed: no GPU here"),
-        Finding("Open MPI", mpi or None, "mpi4py and mpirun found" if mpi else "pip install 'tutti[mpi]' to have it"),
+        Finding(
+            "Open MPI",
+            mpi or None,
+            "mpi4py and mpirun found" if mpi else "not installed; pip install 'tutti[mpi]' installs it",
+        ),
         Finding("GPUs", bool(gpus) or None, ", ".join(gpus) or "none"),
     ]
 
@@ -122,9 +137,13 @@ def _machine() -> list[Finding]:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = [Finding("cores", None, f"{cores} usable, {memory_gib:.0f} GiB of memory")]
     shares = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
-    detail = "anonymous memory: not limited by /dev/shm" if shares else "needs Linux: ranks of a host will use sockets"
+    detail = (
+        "anonymous memory, not limited by the size of /dev/shm"
+        if shares
+        else "not available: needs Linux; ranks of one host use sockets instead"
+    )
     if Path("/dev/shm").is_dir():
-        detail += f" ({shutil.disk_usage('/dev/shm').total / 2**20:,.0f} MiB there, for DataLoader workers)"
+        detail += f" ({shutil.disk_usage('/dev/shm').total / 2**20:,.0f} MiB, which DataLoader workers use)"
     return [*found, Finding("shared memory", shares, detail)]
 
 
@@ -133,15 +152,17 @@ def _network() -> list[Finding]:
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
-        address = "no address: other hosts cannot find this one by name"
+        address = "unknown: other hosts cannot resolve this name"
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     return [
         Finding("network interfaces", None, ", ".join(names) + (f"; GLOO_SOCKET_IFNAME={chosen}" if chosen else "")),
-        Finding("host name", None, f"{socket.gethostname()} is {address}"),
+        Finding("host name", None, f"{socket.gethostname()} has address {address}"),
     ]
 
 
 def _lab() -> Finding:
-    """Whether hosts can be made on this machine from network namespaces."""
+    """Whether emulated hosts can be made on this machine from network namespaces."""
+    from tutti.launch.lab.lab import missing
+
     lacking = missing()
     return Finding("lab", lacking is None, lacking or "network namespaces can be made here")

@@ -1,4 +1,4 @@
-"""The `--json FILE` of every command that measures."""
+"""The file of a command's `--json` option."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from tutti.errors import ConfigError
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work whose result it should hold."""
+    """Refuse a file that cannot be written, before anything is measured."""
     if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
         raise ConfigError(f"--json: {path} cannot be written. Its folder must exist and allow it.")
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write `value`, if a file was asked for."""
+    """Write `value` to the file, if one was given."""
     if path is not None:
         path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`tutti lab`: hosts on this machine, for any command."""
+"""`tutti lab`: emulated hosts on this machine, made from network namespaces with shaped links."""
 
 import json
 import shutil
@@ -10,37 +10,40 @@ from rich.table import Table
 
 from tutti.cluster import format_rate
 from tutti.errors import ConfigError
-from tutti.launch.lab import namespaces, ownership
-from tutti.launch.lab.lab import lab as make_lab
-from tutti.launch.local import run_command
 
 app = typer.Typer(
-    help="Real hosts on one Linux machine: network namespaces with links as slow as you say. Needs root and iproute2.",
+    help="Emulate several hosts on one Linux machine: network namespaces with shaped links. Needs root and iproute2.",
     no_args_is_help=True,
 )
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="CMD", help="Any command with its arguments, after --.")],
-    hosts: Annotated[int, typer.Option(help="How many, from 1 to 250.")] = 2,
+    command: Annotated[
+        list[str], typer.Argument(metavar="CMD", help="Command to run on every host, with its arguments, after --.")
+    ],
+    hosts: Annotated[int, typer.Option(help="Number of hosts, from 1 to 250.")] = 2,
     rate: Annotated[
-        str, typer.Option(help="Of every host's link, such as 100mbit; or one for each, such as 1gbit/100mbit.")
+        str,
+        typer.Option(help="Rate of each host's link, such as 100mbit; or one rate per host, such as 1gbit/100mbit."),
     ] = "1gbit",
     latency: Annotated[
-        str | None, typer.Option(help="One way between hosts, such as 1ms; needs a kernel with netem.")
+        str | None, typer.Option(help="One-way latency between hosts, such as 1ms. Needs a kernel with netem.")
     ] = None,
-    ranks_per_host: Annotated[int, typer.Option(help="How often the command runs on each host.")] = 1,
-    name: Annotated[str | None, typer.Option(help="The lab's, as `tutti lab list` shows it.")] = None,
+    ranks_per_host: Annotated[int, typer.Option(help="Number of processes on each host.")] = 1,
+    name: Annotated[str | None, typer.Option(help="Name of the lab, which `tutti lab list` shows.")] = None,
 ) -> None:
-    """Make hosts, run CMD on every one of them, and remove them.
+    """Make hosts, run a command on each of them, and remove them.
 
-    As in: tutti lab run --hosts 4 --rate 100mbit -- python script.py
+    Example: tutti lab run --hosts 4 --rate 100mbit -- python script.py
 
-    CMD gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so that tutti.init() finds the
-    others, and so does torch.distributed.init_process_group(). Its output is prefixed by rank. The exit status is that
-    of the first that failed.
+    The command gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so that tutti.init() and
+    torch.distributed.init_process_group() connect the ranks. Every line of output is prefixed by its rank. The exit
+    status is that of the first process that failed.
     """
+    from tutti.launch.lab.lab import lab as make_lab
+    from tutti.launch.local import run_command
+
     if shutil.which(command[0]) is None:
         raise ConfigError(f"there is no command '{command[0]}' to run on the hosts.")
     with make_lab(hosts, rate.split("/"), latency=latency, ranks_per_host=ranks_per_host, name=name) as lab:
@@ -49,7 +52,9 @@ def run(
 
 @app.command("list")
 def list_labs() -> None:
-    """Show the labs on this machine, who owns them, and their hosts' rates."""
+    """List the labs on this machine, their owners and the rates of their hosts' links."""
+    from tutti.launch.lab import ownership
+
     _check_possible()
     labs = ownership.found()
     if not labs:
@@ -67,7 +72,9 @@ def list_labs() -> None:
 
 @app.command("clear")
 def clear() -> None:
-    """Remove what labs of dead processes left behind, and nothing else. Every new lab does so too."""
+    """Remove the labs of processes that have ended. Every new lab does so too."""
+    from tutti.launch.lab import ownership
+
     _check_possible()
     cleared = ownership.clear()
     for claim in cleared:
@@ -77,17 +84,21 @@ def clear() -> None:
 
 
 def _check_possible() -> None:
+    from tutti.launch.lab import namespaces
+
     if (lacking := namespaces.missing()) is not None:
         raise ConfigError(lacking)
 
 
 def _rates(hosts: list[str]) -> str:
-    """The rates of hosts' links, as the kernel has them; one if all are equal."""
+    """The rates of hosts' links, read from the kernel; a single rate if all are equal."""
     rates = [_rate(host) for host in hosts]
     return "/".join(rates if len(set(rates)) > 1 else rates[:1])
 
 
 def _rate(host: str) -> str:
+    from tutti.launch.lab import namespaces
+
     answer = namespaces.query("tc", "-netns", host, "-json", "qdisc", "show", "dev", "eth0")
     for discipline in json.loads(answer or "[]"):
         if discipline["kind"] == "tbf":

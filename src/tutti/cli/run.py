@@ -6,41 +6,53 @@ from typing import Annotated
 
 import typer
 
-from tutti.cli.place import lab_if_any
+from tutti.cli.lab_option import open_lab
+from tutti.cli.options import LabText
 from tutti.cluster import parse_duration
 from tutti.errors import ConfigError
-from tutti.launch.local import run_script
-from tutti.strategies import parse
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A Python script that calls tutti.init() and tutti.distribute().")],
-    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
-    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Processes; one per core by default.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="How replicas stay together, whatever the script says.")] = None,
+    script: Annotated[str, typer.Argument(help="Python script that calls tutti.init() and tutti.distribute().")],
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", help="Number of processes. Default: one per core.")
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Synchronisation strategy, which overrides the script's own.")
+    ] = None,
     timeout: Annotated[
         str | None,
         typer.Option(metavar="DURATION", help="Time to wait for a rank before giving up: seconds, or 40s, 5m, 1h."),
     ] = None,
-    lab: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="Run on hosts made for it, such as hosts=4,rate=100mbit,ranks=1.")
-    ] = None,
+    lab: LabText = None,
 ) -> None:
-    """Run SCRIPT in several processes on this machine, or on hosts of a lab (see `tutti lab`).
+    """Run a script in several processes on this machine, or on the emulated hosts of a lab (see `tutti lab`).
 
-    Options come before the script; what comes after it is the script's.
+    Options of `tutti run` come before the script. Everything after the script is passed to the script.
+
+    Example: tutti run --workers 4 train.py --lr 0.1
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script '{script}' in {Path.cwd()}.")
+    from tutti.launch.local import run_script
+
     environment = {}
     if strategy is not None:
-        parsed = parse(strategy)
-        if workers is not None and workers > 1:
-            parsed.check_size(workers)
-        environment["TUTTI_STRATEGY"] = str(parsed)
+        environment["TUTTI_STRATEGY"] = _checked_strategy(strategy, workers)
     if timeout is not None:
         environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout, "--timeout").total_seconds())
     if workers is None and lab is None:
         workers = len(os.sched_getaffinity(0))
-    with lab_if_any(lab) as hosts:
+    with open_lab(lab) as hosts:
         run_script([script, *(args or [])], workers, environment, hosts)
+
+
+def _checked_strategy(text: str, workers: int | None) -> str:
+    """The canonical spelling of a strategy, which must be possible with so many workers."""
+    from tutti.strategies import parse
+
+    parsed = parse(text)
+    if workers is not None and workers > 1:
+        parsed.check_size(workers)
+    return str(parsed)

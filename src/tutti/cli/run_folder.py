@@ -8,9 +8,9 @@ from pathlib import Path
 from tutti.errors import ConfigError
 
 
-def new_folder(name: str | None, otherwise: str) -> Path:
-    """Make a folder of that name, or one called after the time."""
-    name = name or f"{otherwise}-{time.strftime('%Y%m%d-%H%M%S')}"
+def new_folder(name: str | None, prefix: str) -> Path:
+    """Make the folder runs/`name`; without a name, one of `prefix` and the time."""
+    name = name or f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"
     if Path(name).name != name:
         raise ConfigError(f"--name is the name of a folder under runs/, not a path; got '{name}'.")
     folder = Path("runs") / name
@@ -21,10 +21,10 @@ def new_folder(name: str | None, otherwise: str) -> Path:
 
 
 @contextmanager
-def kept(folder: Path) -> Iterator[None]:
-    """What ends a run before its end says where its record is."""
+def note_folder_on_error(folder: Path) -> Iterator[None]:
+    """Add a note to any exception that says where the partial record of the run is."""
     try:
         yield
     except BaseException as error:
-        error.add_note(f"what there is of the run is in {folder}")
+        error.add_note(f"the partial record of the run is in {folder}")
         raise

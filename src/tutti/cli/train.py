@@ -1,64 +1,74 @@
-"""`tutti train`: a recipe, with progress and a record of the run."""
+"""`tutti train`: a recipe on several workers, with progress and a record of the run."""
 
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tutti.cli.board import board, in_bytes, loss_and_accuracy, strategy_rows
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cli.recipe_task import (
+from tutti.cli.options import (
     DataFolder,
     Epochs,
     JsonFile,
     LrScale,
-    Options,
-    RecipeName,
+    RecipeOptions,
+    RecipeText,
     RunName,
     Seed,
     StrategyText,
-    checked,
-    judge,
-    outcome_of,
-    parse_options,
-    summarise,
+    parse_recipe_options,
 )
-from tutti.cli.run_folder import kept, new_folder
+from tutti.cli.progress import format_bytes, format_loss, strategy_rows, training_progress
+from tutti.cli.run_folder import new_folder, note_folder_on_error
 from tutti.errors import ConfigError, TuttiError
-from tutti.launch import launch
-from tutti.plan.reason import has_codec
-from tutti.recipes.training import TrainingConfig, TrainingResult
-from tutti.recipes.training import train as train_worker
-from tutti.strategies import parse
+
+if TYPE_CHECKING:
+    from tutti.recipes.training import TrainingConfig, TrainingResult
 
 CHECK_TOLERANCE = 1e-10
-"""Largest relative difference between parameters of runs in float64 that counts as a match."""
+"""Largest relative difference between parameters of runs in float64 that counts as equal."""
 
 
 def train(
-    recipe_name: RecipeName,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Processes to start.")] = 2,
+    recipe: RecipeText,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="Number of training workers. Dedicated servers are added on top.")
+    ] = 2,
     strategy: StrategyText = "native",
     data: DataFolder = None,
     epochs: Epochs = None,
-    option: Options = None,
+    option: RecipeOptions = None,
     seed: Seed = 0,
     lr_scale: LrScale = 1.0,
     name: RunName = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Train with one worker too, and compare (in float64).")
+        bool, typer.Option("--check", help="Also train with one worker, in float64, and compare the parameters.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train RECIPE with several workers and record the run under runs/."""
-    asked = TrainingConfig(
-        recipe=recipe_name,
-        options=parse_options(option),
+    """Train a recipe on several workers of this machine, and record the run under runs/.
+
+    Example: tutti train digits --workers 2 --strategy ring --check
+
+    To train a model of your own, write a function that returns a tutti.recipes.Recipe (model, data, optimiser, loss
+    and target accuracy), and name it: tutti train my_recipes:tiny, with a function tiny() in my_recipes.py.
+    """
+    from tutti.launch.start import warm_up
+
+    warm_up()  # Before the next imports, which take as long as those of the fork server beside them.
+    from tutti.cli.training_run import check_target, prepare, summarise
+    from tutti.plan.reason import has_codec
+    from tutti.recipes.training import TrainingConfig
+    from tutti.strategies import parse
+
+    requested = TrainingConfig(
+        recipe=recipe,
+        options=parse_recipe_options(option),
         strategy=strategy,
         data=str(data) if data else None,
         epochs=epochs,
@@ -66,50 +76,53 @@ def train(
         lr_scale=lr_scale,
         double=check,
     )
-    made, task = checked(asked, workers)
+    made, config = prepare(requested, workers)
     if check and has_codec(parse(strategy)):
         raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
     check_writable(json_file)
     folder = new_folder(name, f"{made.name}-{workers}x")
     console = Console()
-    with kept(folder):
-        outcome = _run(task, workers, folder / "metrics.jsonl", console)
-        summary = summarise(task, made, workers, outcome)
+    with note_folder_on_error(folder):
+        result = _run(config, workers, folder / "metrics.jsonl", console)
+        summary = summarise(config, made, workers, result)
         console.print(_table(summary))
         if check:
-            summary["check"] = _compare(task, workers, outcome, console)
+            summary["check"] = _compare_with_one_worker(config, workers, result, console)
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     write_json(json_file, summary)
     console.print(f"recorded in {folder}")
-    judge(summary, made)
+    check_target(summary, made)
 
 
-def _run(task: TrainingConfig, workers: int, record: Path, console: Console) -> TrainingResult:
-    console.print(f"{task.recipe}, {workers} {'workers' if workers > 1 else 'worker'}, {task.strategy}")
-    with board(record, console, _numbers) as shown:
-        serving = parse(task.strategy).num_dedicated_servers if workers > 1 else 0
-        results: list[TrainingResult | None] = launch(train_worker, task, workers=workers + serving, watch=shown.show)
-    return outcome_of(results)
+def _run(config: "TrainingConfig", workers: int, record: Path, console: Console) -> "TrainingResult":
+    from tutti.cli.training_run import num_ranks, result_with_accuracy
+    from tutti.launch import launch
+    from tutti.recipes.training import train as train_rank
+
+    console.print(f"{config.recipe}, {workers} {'workers' if workers > 1 else 'worker'}, {config.strategy}")
+    with training_progress(record, console, _format_numbers) as progress:
+        results = launch(train_rank, config, workers=num_ranks(config, workers), watch=progress.report)
+    return result_with_accuracy(results)
 
 
-def _numbers(latest: dict[str, Any]) -> str:
+def _format_numbers(latest: dict[str, Any]) -> str:
     return (
-        f"{loss_and_accuracy(latest)} {latest['samples_per_s']:.0f} samples/s "
-        f"{in_bytes(latest['bytes_sent'])} sent {latest['waiting_share']:.0%} waiting"
+        f"{format_loss(latest)} {latest['samples_per_s']:.0f} samples/s "
+        f"{format_bytes(latest['bytes_sent'])} sent {latest['waiting_share']:.0%} waiting"
         + (f" {latest['staleness']:.1f} stale" if "staleness" in latest else "")
     )
 
 
 def _table(summary: dict[str, Any]) -> Table:
     table = Table(show_header=False)
-    rate = summary["samples"] / summary["seconds"]
+    samples_per_s = summary["samples"] / summary["seconds"]
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
-        ("last loss, of one worker's part", f"{summary['loss']:.4f}"),
+        ("last loss of one worker", f"{summary['loss']:.4f}"),
         ("steps", f"{summary['steps']:,}"),
         ("time", f"{summary['seconds']:.1f} s"),
-        ("samples/s", f"{rate:,.0f}"),
-        ("bytes sent per worker", in_bytes(summary["bytes_sent"])),
+        ("samples/s", f"{samples_per_s:,.0f}"),
+        ("bytes sent per worker", format_bytes(summary["bytes_sent"])),
         ("waiting for other workers", f"{summary['waiting_share']:.1%}"),
         *strategy_rows(summary["strategy_metrics"]),
     ):
@@ -117,11 +130,13 @@ def _table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _compare(task: TrainingConfig, workers: int, outcome: TrainingResult, console: Console) -> dict[str, float]:
-    """Train the same with one worker and say how far apart the parameters ended."""
-    alone = _run(replace(task, strategy="native"), 1, Path(os.devnull), console)
+def _compare_with_one_worker(
+    config: "TrainingConfig", workers: int, result: "TrainingResult", console: Console
+) -> dict[str, float]:
+    """Train the same with one worker, and raise if the parameters differ by more than rounding."""
+    alone = _run(replace(config, strategy="native"), 1, Path(os.devnull), console)
     scale = alone.parameters.abs().max()
-    difference = float((outcome.parameters - alone.parameters).abs().max() / scale)
+    difference = float((result.parameters - alone.parameters).abs().max() / scale)
     if not difference <= CHECK_TOLERANCE:
         raise TuttiError(
             f"{workers} workers did not match one: parameters differ by {difference:.1e} of the largest, "
@@ -129,7 +144,7 @@ def _compare(task: TrainingConfig, workers: int, outcome: TrainingResult, consol
         )
     who = "1 worker" if workers == 1 else f"{workers} workers"
     console.print(
-        f"[bold green]{who} matched one[/]: after {outcome.steps} steps the parameters differ by "
-        f"{difference:.1e} (float64, relative), test accuracy {outcome.accuracy:.2%} and {alone.accuracy:.2%}."
+        f"[bold green]{who} matched one[/]: after {result.steps} steps the parameters differ by "
+        f"{difference:.1e} (float64, relative), test accuracy {result.accuracy:.2%} and {alone.accuracy:.2%}."
     )
     return {"difference": difference, "alone_accuracy": alone.accuracy, "alone_seconds": alone.seconds}

@@ -1,4 +1,9 @@
-"""Ways to say a tensor in fewer bytes, and to sum what was said."""
+"""Codecs: compress a tensor to a packet of bytes, and decode it again.
+
+A codec is a frozen record. What it remembers between calls is a state that is passed in and handed back.
+`ErrorFeedback` wraps any codec, and adds what was lost in one call to the next. Sums of packets over ranks are in
+`tutti.collectives.compressed`.
+"""
 
 from tutti.codecs.base import Codec, CodecSpeed, LinearCodec, Packet, State
 from tutti.codecs.cast import Cast

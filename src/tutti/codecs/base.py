@@ -1,4 +1,12 @@
-"""What a codec is: a tensor to a packet and back, with what it remembers handed in and out."""
+"""`Codec`, the interface of all codecs: a tensor to a packet and back, with explicit state.
+
+What every codec promises, on every device:
+
+- A packet decodes to the same bits everywhere, so ranks that decode the same packets agree.
+- With a residual, what is decoded and the new residual add up to the tensor and the old residual, to rounding.
+- NaN and infinity are sent, so that a `GradScaler` sees them on every rank. The residual stays as it was where they
+  are.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
@@ -13,10 +21,10 @@ from tutti.errors import ConfigError
 CPU = torch.device("cpu")
 
 Packet = Tensor
-"""Bytes, in the layout of `tutti.codecs.packet`, on the device of what they encode."""
+"""A tensor of bytes in the layout of `tutti.codecs.packet`, on the device of the tensor that it encodes."""
 
 State = dict[str, Any]
-"""What a codec remembers from one call to the next, by name. The call that takes it uses it up and hands one back."""
+"""What a codec remembers from one call to the next, by name. A call may change the state that it is given."""
 
 
 class CodecSpeed(NamedTuple):
@@ -29,28 +37,34 @@ class CodecSpeed(NamedTuple):
 
 
 class Codec(ABC):
-    """A way to say a tensor in fewer bytes: frozen, comparable, printed as at the command line (`print_codec`)."""
+    """Compresses tensors to packets. Codecs are frozen, equal by value, and printed as at the command line."""
 
     name: ClassVar[str]
-    """At the command line."""
+    """The codec's name, as at the command line."""
     linear: ClassVar[bool] = False
-    """Whether what several ranks send may be summed before it is decoded; then it has `rounds` (`LinearCodec`)."""
+    """Whether packets of several ranks may be summed before they are decoded. The codec is then a `LinearCodec`."""
     sparse: ClassVar[bool] = False
-    """Whether it sends some values and says nothing of the others, in as many bytes as that takes."""
+    """Whether packets hold some values with their indices, so that their length depends on the values."""
 
     speed: ClassVar[CodecSpeed] = CodecSpeed(1e9, 5e9)
-    """With error feedback, as `tutti bench codecs` measures it (docs/benchmarks.md). The planner predicts encoding and
-    decoding times from it. The default is a cautious guess for a codec that has not been measured."""
+    """Speed with error feedback, from which the planner predicts the time of encoding and decoding.
+
+    The default is a cautious guess for a codec that has not been measured.
+    """
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether it works inside `ErrorFeedback` only."""
+        """Whether the codec works only inside `ErrorFeedback`."""
         return False
 
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
-        """The state before the first call, for tensors of `numel` elements; what is drawn depends on the seed.
+        """Return the state before the first call, for tensors of `numel` elements.
 
-        Tensors in it have an element for each of those, flat, in float32.
+        Every tensor in it is flat, in float32, with `numel` elements.
+
+        Args:
+            seed: seed of the codec's random numbers, if it draws any.
+            device: device of the tensors that will be encoded.
         """
         return {}
 
@@ -58,41 +72,45 @@ class Codec(ABC):
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
-        """Say `tensor`, which stays as it is.
+        """Return a packet that encodes `tensor`, and the state for the next call. `tensor` stays as it is.
 
         Args:
-            state: from `start`, or from the call before.
-            residual: what earlier calls left out, flat, in float32. It is added to `tensor` first, and what this call
-                leaves out is in it afterwards. Where NaN or infinity is sent, it stays as it was.
-            groups: which values share a scale, where a codec has scales; the rows of `tensor` by default.
+            state: from `start`, or from the previous call.
+            residual: what earlier calls lost, flat, in float32. It is added to `tensor` first, and holds what this call
+                loses afterwards. Where NaN or infinity is sent, it stays as it was.
+            groups: which values share a scale, for codecs that have scales; the rows of `tensor` by default.
         """
 
     @abstractmethod
     def decode(
         self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
     ) -> None:
-        """Overwrite `out` with what `packet` says, times `scale`, or add that.
+        """Overwrite `out` with the decoded packet times `scale`, or add that to it.
 
-        Raises `PacketError`, and leaves `out` alone, if the packet is not one that this codec makes for such a tensor.
+        Args:
+            groups: those that the packet was encoded with.
+
+        Raises:
+            PacketError: the packet is not one that this codec makes for such a tensor. `out` is unchanged.
         """
 
     @abstractmethod
     def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
-        """Bytes of a packet for so many elements with these groups; an estimate where it depends on the elements."""
+        """Return the length of a packet for `numel` elements with these groups; an estimate for sparse codecs."""
 
     @abstractmethod
     def __str__(self) -> str: ...
 
 
 def flat_float32(tensor: Tensor, what: str) -> Tensor:
-    """The elements of `tensor` as codecs work on them; its own memory if that is possible."""
+    """Return the elements of `tensor` as a flat float32 tensor, without a copy if that is possible."""
     if not tensor.is_floating_point():
         raise ConfigError(f"{what} encodes floating-point tensors, got {tensor.dtype}. Convert it first.")
     return tensor.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 def flat_view(out: Tensor) -> Tensor:
-    """`out` as one dimension of float32, to decode into: its own memory, or new memory if that is impossible."""
+    """Return a flat float32 tensor to decode into: the memory of `out` if possible, otherwise a copy of it."""
     flat = out.detach()
     if flat.dtype == torch.float32 and flat.is_contiguous():
         return flat.view(-1)
@@ -100,38 +118,39 @@ def flat_view(out: Tensor) -> Tensor:
 
 
 def copy_back(flat: Tensor, out: Tensor) -> None:
-    """Let `out` hold what was decoded into `flat_view` of it."""
+    """Copy what was decoded into `flat_view(out)` to `out`, if it is not the same memory."""
     if flat.data_ptr() != out.data_ptr():
         out.detach().copy_(flat.view(out.shape))
 
 
 def groups_or_rows(tensor: Tensor, groups: ScaleGroups | None) -> ScaleGroups:
-    """`groups`, or the rows of `tensor`."""
+    """Return `groups`, or by default the rows of `tensor`."""
     if groups is None:
         return ScaleGroups.from_shape(tuple(tensor.shape))
     if groups.numel != tensor.numel():
-        raise ConfigError(f"groups of a tensor of {groups.numel} elements were given with one of {tensor.numel()}.")
+        raise ConfigError(f"scale groups for {groups.numel} elements were given with a tensor of {tensor.numel()}.")
     return groups
 
 
 TensorLayout = tuple[tuple[int, tuple[int, ...]], ...]
-"""Tensors that lie in a flat one: where each begins, and its shape."""
+"""Where tensors lie in a flat one: the first element and the shape of each."""
 
 SumRounds = Generator[Tensor, None, State]
-"""Tensors to be summed over ranks, in place, each before the next is asked for; then the state to go on with.
+"""A generator of tensors that its user sums over ranks, in place, before it asks for the next. It returns the new
+state.
 
-All of them may be divided by a number before they are handed back, and the result is then divided by it, once.
+The user may divide every one of them by the same number. The result is then divided by that number, once.
 """
 
 
 @runtime_checkable
 class LinearCodec(Protocol):
-    """A codec whose sums over ranks need no decoding between."""
+    """A codec whose packets are summed over ranks without decoding: by all-reduces of short tensors."""
 
     def rounds(self, values: Tensor, layout: TensorLayout, state: State, residual: Tensor | None = None) -> SumRounds:
-        """Replace flat `values` by about their sum over ranks, in rounds of small sums; float32, as the rounds are."""
+        """Replace flat float32 `values` by their approximate sum over ranks, in rounds of short float32 sums."""
         ...
 
     def round_sizes(self, layout: TensorLayout) -> list[int]:
-        """How many numbers each round sums."""
+        """Return how many float32 numbers each round sums."""
         ...

@@ -1,4 +1,4 @@
-"""Fewer bits for every value, as floating-point numbers of another kind."""
+"""`Cast`: every value as a shorter floating-point number (fp16, bf16, or fp8 with scales)."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,6 +13,7 @@ from tutti.codecs.scale_groups import ScaleGroups
 from tutti.errors import ConfigError
 
 _KIND = 3
+"""Number of this codec in packets."""
 
 Number = Literal["fp16", "bf16", "fp8"]
 _NAMES: tuple[Number, ...] = get_args(Number)
@@ -21,11 +22,11 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Every value as a shorter floating-point number; what is finite stays finite.
+    """Rounds every value to a shorter floating-point number. Finite values stay finite: large ones are clipped.
 
     Args:
-        to: "fp16" (11 bits of precision, up to 65,504), "bf16" (8 bits, float32's range), or "fp8" (4 bits, e4m3,
-            scaled so that the largest of each run just fits).
+        to: "fp16" (11 bits of precision, up to 65,504), "bf16" (8 bits of precision, float32's range), or "fp8" (e4m3,
+            4 bits of precision, scaled so that the largest value of each group becomes 448, the largest of e4m3).
     """
 
     to: Number = "fp16"
@@ -60,10 +61,11 @@ class Cast(Codec):
         count = len(scaled) if scaled is not None else 0
         header, payload = read(packet, _KIND, out.numel())
         expect("number format", header.parameter, _NAMES.index(self.to))
-        expect("groups", header.count, count)
+        expect("scale groups", header.count, count)
         expect("payload bytes", payload.numel(), self._payload_bytes(out.numel(), scaled))
         flat = flat_view(out)
         if scaled is None:
+            # A view as 16-bit numbers needs an even address, which a packet within a message may not have.
             aligned = payload.clone() if payload.storage_offset() % 2 else payload
             numbers = aligned.view(_DTYPES[self.to])
             if add:
@@ -84,6 +86,7 @@ class Cast(Codec):
         return HEADER.size + self._payload_bytes(numel, scaled if self.to == "fp8" else None)
 
     def _payload_bytes(self, numel: int, scaled: ScaleGroups | None) -> int:
+        """Return the bytes of a payload: two per value, or with fp8 one, and a scale for each group."""
         return 2 * numel if scaled is None else 4 * len(scaled) + scaled.num_bytes(8)
 
     def __str__(self) -> str:

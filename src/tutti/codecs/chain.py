@@ -1,4 +1,4 @@
-"""One codec after another: the largest values, and those in few bits."""
+"""`Chain`: one codec selects values, another compresses them."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ from tutti.errors import ConfigError
 
 @dataclass(frozen=True)
 class Chain(Codec):
-    """`first` selects values, `second` says them: `Chain(TopK(0.01), Quantize(8))`.
+    """Selects values with `first` and compresses them with `second`: `Chain(TopK(0.01), Quantize(8))`.
 
-    What `second` leaves out of the selected values stays in the residual, as what `first` leaves out does.
+    The error of `second` on the selected values stays in the residual, beside the values that `first` left out.
     """
 
     first: TopK
@@ -31,7 +31,7 @@ class Chain(Codec):
         dense = isinstance(self.second, Codec) and not (self.second.sparse or self.second.linear)
         if not isinstance(self.first, TopK) or not dense or isinstance(self.second, ErrorFeedback):
             raise ConfigError(
-                "Chain joins one that selects values and one that says values in fewer bits, such as "
+                "Chain joins one that selects values and one that compresses values, such as "
                 f"Chain(TopK(), Quantize()); got Chain({self.first!r}, {self.second!r})."
             )
 
@@ -46,24 +46,25 @@ class Chain(Codec):
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
-        indices, found, state = self.first.select(tensor, state, residual)
-        rest = torch.zeros_like(found) if residual is not None else None
-        own = {key.removeprefix("second."): value for key, value in state.items() if key.startswith("second.")}
-        inner, own = self.second.encode(found, own, residual=rest)
-        if residual is not None and rest is not None:
-            finite = found.isfinite()
-            if not bool(finite.all()):  # None of it can be used: all stays to be said.
-                rest = found
-            residual.scatter_(0, indices[finite].long(), rest[finite])
-        return pack(indices, inner, tensor.numel()), {**state, **{f"second.{k}": v for k, v in own.items()}}
+        indices, chosen, state = self.first.select(tensor, state, residual)
+        error = torch.zeros_like(chosen) if residual is not None else None
+        # States of both codecs share one dict; those of the second have a prefix.
+        inner_state = {key.removeprefix("second."): value for key, value in state.items() if key.startswith("second.")}
+        inner, inner_state = self.second.encode(chosen, inner_state, residual=error)
+        if residual is not None and error is not None:
+            finite = chosen.isfinite()
+            if not bool(finite.all()):  # The receiver can use none of it, so all of it stays owed.
+                error = chosen
+            residual.scatter_(0, indices[finite].long(), error[finite])
+        return pack(indices, inner, tensor.numel()), {**state, **{f"second.{k}": v for k, v in inner_state.items()}}
 
     def decode(
         self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
     ) -> None:
         indices, inner = unpack(packet, out.numel())
-        found = torch.empty(len(indices), dtype=torch.float32, device=out.device)
-        self.second.decode(inner, found, scale=scale)
-        put(indices, found, out, add)
+        values = torch.empty(len(indices), dtype=torch.float32, device=out.device)
+        self.second.decode(inner, values, scale=scale)
+        put(indices, values, out, add)
 
     def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
         count = round(self.first.density * numel)

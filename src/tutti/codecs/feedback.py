@@ -1,4 +1,4 @@
-"""Error feedback: what was left out now is said later."""
+"""`ErrorFeedback`: what a codec loses in one call is added to the next (Seide et al. 2014)."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,12 @@ from tutti.errors import ConfigError
 
 @dataclass(frozen=True)
 class ErrorFeedback(Codec):
-    """Add what `inner` left out last time to what it is given now (Seide et al. 2014)."""
+    """Adds what `inner` lost in earlier calls to the tensor of this one (Seide et al. 2014).
+
+    Nothing is lost for good: over any number of calls, decoded packets and the residual add up to the tensors, to
+    rounding. The residual is in the state, under "residual". Codecs subtract what they send in the same pass that
+    encodes it.
+    """
 
     inner: Codec
     name = "feedback"
@@ -44,15 +49,15 @@ class ErrorFeedback(Codec):
     ) -> tuple[Packet, State]:
         if residual is not None:
             raise ConfigError("ErrorFeedback keeps its own residual, in its state.")
-        kept = state.get("residual")
-        if kept is None or kept.numel() != tensor.numel():
-            of = "none" if kept is None else f"one for {kept.numel()}"
+        memory = state.get("residual")
+        if memory is None or memory.numel() != tensor.numel():
+            got = "none" if memory is None else f"one for {memory.numel()}"
             raise ConfigError(
-                f"a tensor of {tensor.numel()} elements needs a state for as many, got {of}: make it by "
-                f"start({tensor.numel()}), and hand in what the call before handed back."
+                f"a tensor of {tensor.numel()} elements needs a state for as many, got {got}: make it by "
+                f"start({tensor.numel()}), and pass in what the previous call returned."
             )
-        packet, inner = self.inner.encode(tensor, state, residual=kept, groups=groups)
-        return packet, {**inner, "residual": kept}
+        packet, inner = self.inner.encode(tensor, state, residual=memory, groups=groups)
+        return packet, {**inner, "residual": memory}
 
     def decode(
         self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
@@ -65,9 +70,9 @@ class ErrorFeedback(Codec):
     def rounds(self, values: Tensor, layout: TensorLayout, state: State, residual: Tensor | None = None) -> SumRounds:
         assert isinstance(self.inner, LinearCodec)
         assert residual is None
-        kept = state["residual"]
-        inner = yield from self.inner.rounds(values, layout, state, kept)
-        return {**inner, "residual": kept}
+        memory = state["residual"]
+        inner = yield from self.inner.rounds(values, layout, state, memory)
+        return {**inner, "residual": memory}
 
     def round_sizes(self, layout: TensorLayout) -> list[int]:
         assert isinstance(self.inner, LinearCodec)

@@ -1,7 +1,8 @@
-"""The indices of a few values among many, in few bits: gaps between them, encoded by exponential Golomb.
+"""Compact encoding of the indices in sparse packets: exponential-Golomb codes of the gaps between them.
 
-Large values keep together, in some rows and columns, so that most gaps are short and some are long: this code has room
-for both. Others were tried: see docs/codecs.md.
+Indices are in ascending order. Each is stored as its gap: the number of elements between it and the index before it.
+Large values cluster in some rows and columns, so most gaps are short and a few are long, which this code suits: a gap g
+takes about 2 log₂(g / 2^order) + order bits. The order is chosen for each packet. docs/codecs.md compares other codes.
 """
 
 import math
@@ -14,17 +15,23 @@ from tutti.codecs.packet import as_array
 from tutti.errors import ConfigError, PacketError
 
 HIGHEST_ORDER = 32
+"""Highest order that a packet may have. Higher ones are refused as malformed."""
+
 _SAMPLE = 256
+"""Gaps from which the order is chosen."""
 
 
 def check_room(numel: int) -> None:
-    """TensorLayout are counted in 31 bits."""
+    """Raise `ConfigError` if a tensor is too long for indices in 31 bits, the int32 of kernels."""
     if numel >= 2**31:
-        raise ConfigError(f"a tensor of {numel:,} elements is too long to say indices in; 2,147,483,647 can be.")
+        raise ConfigError(
+            f"a tensor of {numel:,} elements is too long for a sparse codec (up to 2,147,483,647). Use a dense "
+            "codec such as onebit, or smaller buckets."
+        )
 
 
 def order_for(symbols: np.ndarray) -> int:
-    """The order of the code that says these numbers in the fewest bits, judged by some of them."""
+    """Return the order whose code takes the fewest bits for these numbers, judged by a sample of them."""
     sample = symbols[:: max(1, len(symbols) // _SAMPLE)]
     if not len(sample):
         return 0
@@ -34,14 +41,14 @@ def order_for(symbols: np.ndarray) -> int:
 
 
 def index_bytes(numel: int, density: float) -> int:
-    """About how many bytes the indices of a share of `numel` elements take, if they are anywhere."""
+    """Estimate the bytes of the indices of `density` of `numel` elements that are spread evenly."""
     count = max(1, round(density * numel))
     return math.ceil(count * (math.log2(max(2.0, numel / count)) + 1.9) / 8)
 
 
 def encode_symbols(symbols: np.ndarray, order: int) -> np.ndarray:
-    """Bytes that say these numbers, in the code of this order."""
-    from tutti.codecs.kernels.sparse_loops import golomb_encode  # Costs a compiler's import.
+    """Return the code of this order for these numbers, as bytes."""
+    from tutti.codecs.kernels.sparse_loops import golomb_encode  # Imported here, because it imports the compiler.
 
     longest = 2 * int(symbols.max(initial=0) + (1 << order)).bit_length()
     out = np.empty(len(symbols) * longest // 8 + 8, np.uint8)
@@ -49,11 +56,15 @@ def encode_symbols(symbols: np.ndarray, order: int) -> np.ndarray:
 
 
 def decode_symbols(data: Tensor, count: int, order: int, most: int) -> np.ndarray:
-    """The `count` numbers that all of `data` says, none above `most`. Raises `PacketError`."""
+    """Decode `count` numbers from all of `data`.
+
+    Raises:
+        PacketError: `data` holds fewer or more numbers, or one above `most`.
+    """
     from tutti.codecs.kernels.sparse_loops import golomb_decode
 
-    if order > HIGHEST_ORDER or count > 8 * data.numel():  # Every symbol takes a bit or more.
-        raise PacketError(f"a packet that says {count} indices in {data.numel()} bytes, in a code of order {order}")
+    if order > HIGHEST_ORDER or count > 8 * data.numel():  # Every number takes a bit or more.
+        raise PacketError(f"a packet with {count} indices in {data.numel()} bytes, in a code of order {order}")
     symbols = np.empty(count, np.int64)
     if not golomb_decode(as_array(data.cpu().contiguous()), order, most, symbols):
         raise PacketError(f"a packet whose {data.numel()} bytes are not {count} indices")
@@ -61,12 +72,12 @@ def decode_symbols(data: Tensor, count: int, order: int, most: int) -> np.ndarra
 
 
 def gaps(indices: np.ndarray) -> np.ndarray:
-    """How many elements lie before each place and after the one before it."""
+    """Return how many elements lie between each index and the one before it."""
     return np.diff(indices.astype(np.int64), prepend=-1) - 1
 
 
 def from_gaps(steps: np.ndarray, numel: int) -> Tensor:
-    """The indices that these gaps say. Raises `PacketError` if one is beyond `numel`."""
+    """Return the indices that have these gaps. Raises `PacketError` if one is `numel` or more."""
     if len(steps) > numel or float(steps.sum()) + len(steps) > numel:
-        raise PacketError(f"a packet that says a place beyond {numel} elements")
+        raise PacketError(f"a packet with an index beyond {numel} elements")
     return torch.from_numpy(np.cumsum(steps + 1) - 1)

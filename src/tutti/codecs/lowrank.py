@@ -1,4 +1,14 @@
-"""A matrix as the product of two thin ones."""
+"""`LowRank`: each matrix as a product of two thin ones (PowerSGD, Vogels et al. 2019).
+
+One step for a gradient M of m rows and n columns, with rank r and the factor Q (r × n) of the step before:
+
+1. Every rank computes P = M Qᵀ (m × r). P is summed over ranks, and its columns are made orthonormal.
+2. Every rank computes Q = Pᵀ M (r × n). Q is summed over ranks.
+3. The decoded gradient is P Q. Q starts the next step, so that over steps it follows the leading singular vectors.
+
+Both products are linear in M, so sums over ranks need no decoding. All ranks compute the basis from the same sum with
+the same order of operations (`kernels.orthogonal`), and get the same bits.
+"""
 
 import math
 from collections.abc import Iterator
@@ -25,30 +35,35 @@ from tutti.codecs.scale_groups import ScaleGroups
 from tutti.errors import ConfigError
 
 _KIND = 7
+"""Number of this codec in packets."""
 
 
 class _MatrixBlock(NamedTuple):
-    """A tensor in the flat one: a matrix to be approximated, or, of rank 0, something sent as it is."""
+    """One parameter in the flat tensor, as a matrix. One of rank 0 is sent uncompressed."""
 
     start: int
+    """First element in the flat tensor."""
     rows: int
     columns: int
     rank: int
+    """Columns of P and rows of Q."""
 
     @property
     def stop(self) -> int:
+        """Element after the last one in the flat tensor."""
         return self.start + self.rows * self.columns
 
-    def of(self, flat: Tensor) -> Tensor:
+    def matrix_in(self, flat: Tensor) -> Tensor:
+        """Return the view of the flat tensor that is this matrix."""
         return flat[self.start : self.stop].view(self.rows, self.columns)
 
 
 @dataclass(frozen=True)
 class LowRank(Codec):
-    """Each matrix M as P Q, few columns and few rows: a step of power iteration from the last Q (Vogels et al. 2019).
+    """Approximates each matrix by P Q of low rank: one step of power iteration per call, from the last Q.
 
-    P = M Qᵀ is summed over ranks and made orthogonal, Q = Pᵀ M is summed: any number of ranks and buckets. Tensors
-    with one dimension, and matrices so small that it would not pay, are sent as they are.
+    Tensors of one dimension are sent uncompressed, and so are matrices that are less than twice as large as their
+    factors.
 
     Args:
         rank: columns of P and rows of Q.
@@ -75,7 +90,7 @@ class LowRank(Codec):
             except StopIteration as end:
                 state = end.value
                 break
-        if len(sent) > 1:  # What was made of the first factor, not the factor itself.
+        if len(sent) > 1:  # A receiver needs the basis that was made of the first factor.
             part = next(self._parts(((0, tuple(tensor.shape)),)))
             sent[0] = orthogonalize(sent[0].view(part.rows, part.rank)).view(-1)
         numbers = torch.cat(sent)
@@ -96,9 +111,9 @@ class LowRank(Codec):
         if len(sizes) == 2:
             part = next(self._parts(((0, tuple(out.shape)),)))
             p, q = numbers.split(sizes)
-            said = torch.empty(part.rows, part.columns, dtype=torch.float32, device=out.device)
-            multiply(p.view(part.rows, part.rank), q.view(part.rank, part.columns), said)
-            numbers = said.view(-1)
+            matrix = torch.empty(part.rows, part.columns, dtype=torch.float32, device=out.device)
+            multiply(p.view(part.rows, part.rank), q.view(part.rank, part.columns), matrix)
+            numbers = matrix.view(-1)
         flat = flat_view(out)
         if add:
             flat.add_(numbers, alpha=scale)
@@ -109,51 +124,56 @@ class LowRank(Codec):
     def rounds(self, values: Tensor, layout: TensorLayout, state: State, residual: Tensor | None = None) -> SumRounds:
         wanted = values if residual is None else values + residual
         parts = list(self._parts(layout))
-        thin, plain = [part for part in parts if part.rank], [part for part in parts if not part.rank]
-        old = [self._factor(part, state, values.device) for part in thin]
-        sizes = [part.rows * part.rank for part in thin] + [part.stop - part.start for part in plain]
+        compressed, plain = [part for part in parts if part.rank], [part for part in parts if not part.rank]
+        old = [self._factor(part, state, values.device) for part in compressed]
+        sizes = [part.rows * part.rank for part in compressed] + [part.stop - part.start for part in plain]
         first = torch.empty(sum(sizes), dtype=torch.float32, device=values.device)
         pieces = first.split(sizes)
-        for part, q, piece in zip(thin, old, pieces, strict=False):
-            torch.mm(part.of(wanted), q.T, out=piece.view(part.rows, part.rank))
-        for part, piece in zip(plain, pieces[len(thin) :], strict=True):
+        for part, q, piece in zip(compressed, old, pieces, strict=False):
+            torch.mm(part.matrix_in(wanted), q.T, out=piece.view(part.rows, part.rank))
+        for part, piece in zip(plain, pieces[len(compressed) :], strict=True):
             piece.copy_(wanted[part.start : part.stop])
         yield first
-        for part, piece in zip(plain, pieces[len(thin) :], strict=True):
+        for part, piece in zip(plain, pieces[len(compressed) :], strict=True):
             values[part.start : part.stop] = piece
             if residual is not None:
                 residual[part.start : part.stop] = 0.0
-        if not thin:
+        if not compressed:
             return state
-        ps = [orthogonalize(piece.view(part.rows, part.rank)) for part, piece in zip(thin, pieces, strict=False)]
-        second = torch.cat([(p.T @ part.of(wanted)).view(-1) for part, p in zip(thin, ps, strict=True)])
-        own = second.clone()
+        ps = [orthogonalize(piece.view(part.rows, part.rank)) for part, piece in zip(compressed, pieces, strict=False)]
+        second = torch.cat([(p.T @ part.matrix_in(wanted)).view(-1) for part, p in zip(compressed, ps, strict=True)])
+        local = second.clone()  # This rank's own share: P times it is what this rank has sent.
         yield second
-        shares = [part.columns * part.rank for part in thin]
+        shares = [part.columns * part.rank for part in compressed]
         news = {}
-        for part, p, q, mine, before in zip(thin, ps, second.split(shares), own.split(shares), old, strict=True):
-            new, told = q.view(part.rank, part.columns), mine.view(part.rank, part.columns)
-            if residual is not None and bool(torch.isfinite(told).all()):
-                torch.addmm(part.of(wanted), p, told, alpha=-1, out=part.of(residual))
-            multiply(p, new, part.of(values))
-            # Over a power of two, which changes no bit of what is said: else its products could overflow for ever.
+        for part, p, q, local_q, before in zip(
+            compressed, ps, second.split(shares), local.split(shares), old, strict=True
+        ):
+            new, sent = q.view(part.rank, part.columns), local_q.view(part.rank, part.columns)
+            if residual is not None and bool(torch.isfinite(sent).all()):
+                torch.addmm(part.matrix_in(wanted), p, sent, alpha=-1, out=part.matrix_in(residual))
+            multiply(p, new, part.matrix_in(values))
+            # Rows of Q are divided by a power of two, their largest magnitude rounded down. P is orthonormal whatever
+            # the scale of Q, and without this an overflow in one step would stay in all later ones. The bits of the
+            # exponent alone (mask 0x7F800000) are that power of two.
             power = (new.abs().amax(1, keepdim=True).view(torch.int32) & 0x7F800000).view(torch.float32)
-            alive = torch.isfinite(new).all(1, keepdim=True) & (power > 0)
-            news[f"q@{part.start}"] = torch.where(alive, new / power, before)
+            usable = torch.isfinite(new).all(1, keepdim=True) & (power > 0)
+            news[f"q@{part.start}"] = torch.where(usable, new / power, before)
         return {**state, **news}
 
     def round_sizes(self, layout: TensorLayout) -> list[int]:
         parts = list(self._parts(layout))
         plain = sum(part.stop - part.start for part in parts if not part.rank)
-        thin = [part for part in parts if part.rank]
-        sizes = [plain + sum(part.rows * part.rank for part in thin)]
-        return [*sizes, sum(part.columns * part.rank for part in thin)] if thin else sizes
+        compressed = [part for part in parts if part.rank]
+        sizes = [plain + sum(part.rows * part.rank for part in compressed)]
+        return [*sizes, sum(part.columns * part.rank for part in compressed)] if compressed else sizes
 
     def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
-        """As if it were square."""
+        """Return the length of a packet for a square matrix of so many elements."""
         return HEADER.size + 4 * self.round_sizes(((0, (math.isqrt(numel), math.isqrt(numel))),))[0] * 2
 
     def _parts(self, layout: TensorLayout) -> Iterator[_MatrixBlock]:
+        """Yield every tensor of the layout as a matrix, with the first dimension as rows."""
         for start, shape in layout:
             numel = math.prod(shape)
             rows = shape[0] if len(shape) > 1 else 1
@@ -163,9 +183,9 @@ class LowRank(Codec):
             yield _MatrixBlock(start, rows, columns, rank) if pays else _MatrixBlock(start, 1, numel, 0)
 
     def _factor(self, part: _MatrixBlock, state: State, device: torch.device) -> Tensor:
-        """The last Q, or the first: drawn from where the matrix lies and its shape, so alike on all ranks."""
-        if (kept := state.get(f"q@{part.start}")) is not None:
-            return kept.to(device)
+        """Return the last Q, or at first a random one, drawn from the matrix's position and width."""
+        if (last := state.get(f"q@{part.start}")) is not None:
+            return last.to(device)
         generator = torch.Generator(device="cpu").manual_seed(part.start * 31 + part.columns)
         shape = part.rank, part.columns
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)

@@ -1,4 +1,4 @@
-"""One bit for every value: which side of zero it is on."""
+"""`OneBit`: one bit per value, the side of zero that it is on (Seide et al. 2014)."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,15 @@ from tutti.codecs.packet import HEADER, Header, expect, floats, new_packet, read
 from tutti.codecs.scale_groups import ScaleGroups
 
 _KIND = 1
+"""Number of this codec in packets."""
 
 
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """Values above zero become their mean, the others theirs, one pair of means for every run (Seide et al. 2014).
+    """Replaces values above zero by their mean and the others by theirs, with a pair of means for every group.
 
-    A run is a row of a weight as torch has it: a column as the paper writes it.
+    A group is a row of a weight as torch has it, which is a column in Seide et al. 2014. Means rather than a fixed
+    magnitude make the error as small as one bit allows. Use it with `ErrorFeedback`.
     """
 
     name = "onebit"
@@ -39,7 +41,7 @@ class OneBit(Codec):
         groups = groups_or_rows(out, groups)
         header, payload = read(packet, _KIND, out.numel())
         count, table = len(groups), groups.table(1, out.device)
-        expect("groups", header.count, count)
+        expect("scale groups", header.count, count)
         expect("parameter", header.parameter, 0)
         expect("payload bytes", payload.numel(), 8 * count + table.num_bytes)
         flat = flat_view(out)

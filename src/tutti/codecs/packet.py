@@ -1,14 +1,28 @@
-"""The layout of packets: a header of 32 bytes, little-endian, and a payload that the codec knows.
+"""The layout of packets: a header of 32 bytes, little-endian, and a payload that depends on the codec.
 
-| bytes | what |
+| bytes | content |
 | --- | --- |
-| 0-1 | `Tt` |
+| 0-1 | the letters `Tt` |
 | 2 | version of this layout |
-| 3 | kind: which codec made it |
-| 4-7 | how many groups have a scale, or how many values are sent |
+| 3 | kind: the number of the codec that made it |
+| 4-7 | number of scale groups, or of values that are sent |
 | 8-15 | elements of the tensor |
 | 16-23 | bytes of the packet, header included |
-| 24-31 | a parameter of the codec's: bits, seed, or the length of a code |
+| 24-31 | a parameter of the codec: bits, step, or the order of a Golomb code |
+
+Payloads, by kind:
+
+| kind | codec | payload |
+| --- | --- | --- |
+| 1 | 1-bit | low and high mean of every group as float32, then one bit per value |
+| 2 | quantised | largest magnitude of every group as float32, then 8, 4 or 2 bits per value |
+| 3 | cast | 2 bytes per value; for fp8 a float32 per group, then 1 byte per value |
+| 4 | threshold | the threshold, the number of values that are not finite with them, then gaps and signs |
+| 5 | top-k, chain | bytes of the values, the values (or the second codec's packet), padding to 8, then gaps |
+| 6 | random k | the values as float32; their indices follow from the step in the header |
+| 7 | low rank | the factors as float32 |
+
+A decoder checks all of it before it writes anything, because packets come from other processes.
 """
 
 from dataclasses import dataclass
@@ -28,16 +42,20 @@ _MAGIC = b"Tt"
 
 @dataclass(frozen=True)
 class Header:
-    """What a packet says of itself."""
+    """The fields of a header that differ between packets."""
 
     kind: int
+    """Number of the codec."""
     count: int
+    """Number of scale groups, or of values that are sent."""
     numel: int
+    """Elements of the tensor."""
     parameter: int = 0
+    """A number with a meaning of the codec's own."""
 
 
 def new_packet(header: Header, payload_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for a packet, its header filled in; the packet, and its payload to be filled."""
+    """Return a new packet with its header filled in, and a view of its payload to be filled in."""
     packet = torch.empty(HEADER.size + payload_bytes, dtype=torch.uint8, device=device)
     packet[: HEADER.size] = _header(header, packet.numel(), device)
     return packet, packet[HEADER.size :]
@@ -45,13 +63,14 @@ def new_packet(header: Header, payload_bytes: int, device: torch.device) -> tupl
 
 @lru_cache(maxsize=1024)
 def _header(header: Header, num_bytes: int, device: torch.device) -> Tensor:
+    """Return the bytes of a header. They are cached on the device, because buckets repeat every step."""
     fields = (header.kind, header.count, header.numel, num_bytes, header.parameter)
     data = HEADER.pack(_MAGIC, VERSION, *fields)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
 def read(packet: Tensor, kind: int, numel: int) -> tuple[Header, Tensor]:
-    """The header and the payload of a packet of this kind for so many elements. Raises `PacketError`."""
+    """Return the header and the payload of a packet of this kind for so many elements. Raises `PacketError`."""
     if packet.dtype != torch.uint8 or packet.dim() != 1:
         raise PacketError(f"a packet is one dimension of bytes, got {packet.dtype} {tuple(packet.shape)}")
     if packet.numel() < HEADER.size:
@@ -59,7 +78,7 @@ def read(packet: Tensor, kind: int, numel: int) -> tuple[Header, Tensor]:
     head = packet[: HEADER.size].cpu().numpy().tobytes()
     magic, version, got_kind, count, got_numel, num_bytes, parameter = HEADER.unpack(head)
     if magic != _MAGIC:
-        raise PacketError(f"this is no packet: it begins with {magic!r}, wanted {_MAGIC!r}")
+        raise PacketError(f"not a packet: it begins with {magic!r}, wanted {_MAGIC!r}")
     if version != VERSION:
         raise PacketError(f"a packet of version {version}, wanted {VERSION}: run the same Tutti on every rank")
     if got_kind != kind:
@@ -67,23 +86,23 @@ def read(packet: Tensor, kind: int, numel: int) -> tuple[Header, Tensor]:
     if got_numel != numel:
         raise PacketError(f"a packet of {got_numel} elements, wanted {numel}")
     if num_bytes != packet.numel():
-        raise PacketError(f"a packet says that it has {num_bytes} bytes, and has {packet.numel()}")
+        raise PacketError(f"a packet whose header gives {num_bytes} bytes, and that has {packet.numel()}")
     return Header(kind, count, numel, parameter), packet.contiguous()[HEADER.size :]
 
 
 def expect(what: str, got: int, wanted: int) -> None:
-    """Raise `PacketError` if a packet says `got` where it must say `wanted`."""
+    """Raise `PacketError` if a field of a packet is `got` where it must be `wanted`."""
     if got != wanted:
         raise PacketError(f"a packet with {what} {got}, wanted {wanted}")
 
 
 def floats(payload: Tensor, count: int, scale: float = 1.0) -> Tensor:
-    """The first `count` float32 of a payload, times `scale`; in place where that is 1 and memory allows it."""
+    """Return the first `count` float32 of a payload, times `scale`; a view of it if `scale` is 1 and it is aligned."""
     part = payload[: 4 * count]
     numbers = part.clone().view(torch.float32) if part.storage_offset() % 4 else part.view(torch.float32)
     return numbers if scale == 1 else numbers * scale
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """The memory of a CPU tensor, for kernels."""
+    """Return the memory of a CPU tensor as an array, for compiled kernels."""
     return tensor.numpy()

@@ -1,6 +1,6 @@
 """The grammar of codecs at the command line: `name`, `name:number`, `name:number,key=number`.
 
-A codec named there has error feedback, unless it says `feedback=0`; two with a plus between them are a chain.
+A codec has error feedback unless its last option is `feedback=0`. Two codecs with a plus between them are a chain.
 """
 
 import inspect
@@ -47,11 +47,11 @@ CHAIN_SEPARATOR = re.compile(r"\+(?!\d)")
 
 
 def parse_codec(text: str) -> Codec:
-    """The codec that `text` names; `print_codec` gives the text back."""
-    own, said, number = text.partition("feedback=")
-    if said and (number not in ("0", "1") or own[-1:] not in (",", ":")):
+    """Return the codec that `text` names; `print_codec` gives the text back."""
+    body, has_feedback, number = text.partition("feedback=")
+    if has_feedback and (number not in ("0", "1") or body[-1:] not in (",", ":")):
         raise ConfigError(f"codec '{text}': feedback=0 or feedback=1 comes last, after a comma or the first colon.")
-    parts = CHAIN_SEPARATOR.split(own[:-1] if said else own)
+    parts = CHAIN_SEPARATOR.split(body[:-1] if has_feedback else body)
     codecs = [_one(part) for part in parts]
     if len(codecs) > 2:
         raise ConfigError(f"codec '{text}' has {len(codecs)} parts; a chain has two, such as topk:0.01+quantize:8.")
@@ -75,20 +75,21 @@ def print_codec(codec: Codec, more: Sequence[str] = ()) -> str:
 
 
 def _one(part: str) -> Codec:
+    """Parse one codec with its options, by the parameters that its class takes."""
     name, colon, rest = part.partition(":")
     make = CODECS.find(name)
     takes = list(inspect.signature(make).parameters)
     has = f"it has {', '.join(takes)}" if takes else "it has none"
-    given: dict[str, float] = {}
+    arguments: dict[str, float] = {}
     for number, option in enumerate(rest.split(",") if colon else []):
         first, equals, second = option.partition("=")
         key = first if equals else (takes[number] if number < len(takes) else "")
-        if key in given:
-            raise ConfigError(f"codec '{part}' says its {key} twice.")
+        if key in arguments:
+            raise ConfigError(f"codec '{part}' gives its {key} twice.")
         if key not in takes:
             raise ConfigError(f"codec '{part}': '{option}' is none of {name}'s options: {has}.")
-        given[key] = _number(second if equals else first, part)
-    return checked(make(**given), Codec, CODECS, name)  # type: ignore[type-abstract]
+        arguments[key] = _number(second if equals else first, part)
+    return checked(make(**arguments), Codec, CODECS, name)  # type: ignore[type-abstract]
 
 
 def _number(text: str, part: str) -> float:

@@ -1,4 +1,4 @@
-"""A few bits for every value, rounded at random so that nothing is lost on average."""
+"""`Quantize`: a few bits per value, by stochastic rounding (QSGD, Alistarh et al. 2017; TernGrad, Wen et al. 2017)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,19 +13,21 @@ from tutti.codecs.scale_groups import ScaleGroups
 from tutti.errors import ConfigError
 
 _KIND = 2
+"""Number of this codec in packets."""
 _BITS = (8, 4, 2)
 
 
 @dataclass(frozen=True)
 class Quantize(Codec):
-    """Every value as one of 2^bits - 1 evenly spaced ones, up to the largest of its block (Alistarh et al. 2017).
+    """Rounds every value to one of 2^bits - 1 evenly spaced levels between ± the largest magnitude of its block.
 
-    It is rounded up or down at random, so that what is expected is the value itself; under `ErrorFeedback`, which
-    repairs what is wrong on average, to the nearest.
+    Rounding is stochastic: up or down with probabilities that make the expected result the value itself (Alistarh et
+    al. 2017). With a residual it is to the nearest level, because error feedback repairs a bias, and noise as coarse as
+    two bits could make the residual grow without bound.
 
     Args:
-        bits: 8, 4 or 2 for every value; with 2 they are -1, 0 and 1 times the largest (Wen et al. 2017).
-        block: values that share a scale.
+        bits: 8, 4 or 2 per value. With 2 the levels are -1, 0 and 1 times the largest (Wen et al. 2017).
+        block: largest number of values that share a scale.
     """
 
     bits: Literal[8, 4, 2] = 8
@@ -54,6 +56,7 @@ class Quantize(Codec):
             Header(_KIND, count, values.numel(), self.bits), 4 * count + table.num_bytes, values.device
         )
         scales, codes = payload[: 4 * count].view(torch.float32), payload[4 * count :]
+        # Odd multipliers of 32 bits spread seeds and steps, so that streams of neighbouring ones do not overlap.
         seed = (state["seed"] * 0x85EBCA6B + state["step"] * 0xC2B2AE35) % 2**32
         kernels.for_device(values.device).quantize_encode(values, residual, table, self.bits, seed, scales, codes)
         return packet, {**state, "step": state["step"] + 1}

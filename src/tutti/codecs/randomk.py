@@ -1,4 +1,4 @@
-"""A few values, chosen at random, the same ones on every rank."""
+"""`RandomK`: a random subset of values, the same on every rank (Stich, Cordonnier & Jaggi 2018)."""
 
 import math
 from dataclasses import dataclass
@@ -15,14 +15,15 @@ from tutti.codecs.topk import put
 from tutti.errors import ConfigError
 
 _KIND = 6
+"""Number of this codec in packets."""
 
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """One value out of every stretch of 1/density, at random (Stich, Cordonnier & Jaggi 2018).
+    """Sends one random value out of every 1/density consecutive ones.
 
     All ranks choose the same indices, so packets can be summed without decoding, and no index is sent.
-    Nothing is scaled up: without feedback, what arrives is the smaller by the density.
+    Values are not scaled up, so without error feedback the decoded tensor is smaller than the original by the density.
 
     Args:
         density: the share of values to send.
@@ -38,17 +39,17 @@ class RandomK(Codec):
             raise ConfigError(f"RandomK: density must be above 0 and at most 1, got {self.density!r}.")
 
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
-        return {"step": 0}  # Whatever the seed: ranks must choose alike.
+        return {"step": 0}  # The seed is ignored, because all ranks must choose the same indices.
 
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
         values = flat_float32(tensor, "RandomK")
         chosen = self._choose(state["step"], values)
-        found = _take(values, residual, chosen)
+        picked = _take(values, residual, chosen)
         header = Header(_KIND, len(chosen), values.numel(), state["step"])
         packet, payload = new_packet(header, 4 * len(chosen), values.device)
-        payload.view(torch.float32).copy_(found)
+        payload.view(torch.float32).copy_(picked)
         return packet, {"step": state["step"] + 1}
 
     def decode(
@@ -62,9 +63,9 @@ class RandomK(Codec):
 
     def rounds(self, values: Tensor, layout: TensorLayout, state: State, residual: Tensor | None = None) -> SumRounds:
         chosen = self._choose(state["step"], values)
-        found = _take(values, residual, chosen)
-        yield found
-        put(chosen, found, values, add=False)
+        picked = _take(values, residual, chosen)
+        yield picked
+        put(chosen, picked, values, add=False)
         return {**state, "step": state["step"] + 1}
 
     def round_sizes(self, layout: TensorLayout) -> list[int]:
@@ -77,6 +78,7 @@ class RandomK(Codec):
         return math.ceil(self.density * numel)
 
     def _choose(self, step: int, like: Tensor) -> Tensor:
+        """Return the indices of a step, in order. They depend on the step and the length alone."""
         count = self._count(like.numel())
         seed = step * 0xC2B2AE35 % 2**32
         return kernels.for_device(like.device).draw(like.numel(), count, seed, like.device)
@@ -86,14 +88,18 @@ class RandomK(Codec):
 
 
 def _take(values: Tensor, residual: Tensor | None, chosen: Tensor) -> Tensor:
-    """The chosen values, taken out of the residual; what is not finite takes the place of what was chosen beside it."""
+    """Return the values at the chosen indices, and remove them from the residual.
+
+    A value that is not finite replaces the chosen one of its stretch, so that every rank sees it.
+    """
     wanted = values if residual is None else values + residual
-    found = wanted[chosen]
-    odd = (~wanted.isfinite()).nonzero().flatten() if not bool(torch.isfinite(wanted.sum())) else None
+    picked = wanted[chosen]
+    # One sum tells whether all values are finite, in less time than a test of each.
+    not_finite = (~wanted.isfinite()).nonzero().flatten() if not bool(torch.isfinite(wanted.sum())) else None
     if residual is not None:
-        residual.copy_(wanted if odd is None else torch.where(wanted.isfinite(), wanted, residual))
-        residual.index_fill_(0, chosen if odd is None else chosen[found.isfinite()], 0.0)
-    if odd is not None:
+        residual.copy_(wanted if not_finite is None else torch.where(wanted.isfinite(), wanted, residual))
+        residual.index_fill_(0, chosen if not_finite is None else chosen[picked.isfinite()], 0.0)
+    if not_finite is not None:
         stretches = edges(values.numel(), len(chosen), values.device)
-        found[torch.searchsorted(stretches, odd, right=True) - 1] = wanted[odd]
-    return found
+        picked[torch.searchsorted(stretches, not_finite, right=True) - 1] = wanted[not_finite]
+    return picked

@@ -1,4 +1,9 @@
-"""ScaleGroups: stretches of a flat tensor whose values share a scale."""
+"""Scale groups: contiguous stretches of a flat tensor whose values share a scale.
+
+Codecs with scales (1-bit, quantised, fp8) store one scale per group. A group is a row of a weight, since values that
+lead to one unit are of similar size: short rows are joined and long ones cut. Groups do not cross from one parameter
+into the next.
+"""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -9,28 +14,32 @@ import torch
 from torch import Tensor
 
 MIN_GROUP_NUMEL, MAX_GROUP_NUMEL = 256, 4096
-"""Rows are joined up to the one, so that scales stay few, and cut at the other, so that a run stays in the cache."""
+"""Rows are joined up to the first, so that scales stay few, and cut at the second, so that a group fits the cache."""
 
 
 class GroupTable(NamedTuple):
-    """ScaleGroups as kernels read them: from where to where, and where in the payload the codes of each begin."""
+    """Scale groups as kernels read them, for codes of a fixed number of bits."""
 
     starts: Tensor
+    """First element of every group."""
     stops: Tensor
+    """Element after the last of every group."""
     offsets: Tensor
+    """Byte of the payload at which the codes of every group begin, and the number of bytes as one more entry."""
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """The same three in the CPU's memory."""
+    """The same three as NumPy arrays."""
     num_bytes: int
+    """Bytes of all codes."""
     longest: int
-    """Elements of the longest run."""
+    """Elements of the longest group."""
     aligned: bool
-    """Whether every run begins and ends at a multiple of 16."""
+    """Whether every group begins and ends at a multiple of 16, which lets CUDA kernels load several values at once."""
 
 
 class ScaleGroups:
-    """Stretches of a flat tensor of `numel` elements, in order and apart; what lies between them is nobody's.
+    """Groups of a flat tensor of `numel` elements, in order and disjoint. Elements between groups are padding.
 
-    A row of a matrix as torch has it, what leads to one unit, is a *column* to Seide et al. 2014, who write z = Wᵀv.
+    A row of a weight as torch has it is a *column* in Seide et al. 2014, who write z = Wᵀv.
     """
 
     def __init__(self, starts: np.ndarray, stops: np.ndarray, numel: int) -> None:
@@ -48,12 +57,12 @@ class ScaleGroups:
 
     @classmethod
     def from_shape(cls, shape: tuple[int, ...]) -> "ScaleGroups":
-        """The rows of a tensor of this shape that lies in memory row by row."""
+        """Return the rows of a contiguous tensor of this shape."""
         return _row_groups(shape)
 
     @classmethod
     def from_layout(cls, layout: Iterable[tuple[int, tuple[int, ...]]], numel: int) -> "ScaleGroups":
-        """The rows of tensors that lie in a flat tensor in this layout."""
+        """Return the rows of all tensors that lie in a flat tensor in this layout."""
         parts = [(start, _row_groups(shape)) for start, shape in layout]
         starts = [start + part.starts for start, part in parts]
         stops = [start + part.stops for start, part in parts]
@@ -61,7 +70,7 @@ class ScaleGroups:
         return cls(np.concatenate([none, *starts]), np.concatenate([none, *stops]), numel)
 
     def blocks(self, size: int) -> "ScaleGroups":
-        """The same, in stretches of `size` at most."""
+        """Return these groups cut into groups of at most `size` elements."""
         if size not in self._blocks:
             pieces = [np.arange(a, b, size) for a, b in zip(self.starts, self.stops, strict=True)]
             starts = np.concatenate([np.empty(0, np.int64), *pieces])
@@ -70,7 +79,7 @@ class ScaleGroups:
         return self._blocks[size]
 
     def cut(self, num_parts: int) -> list[tuple[slice, "ScaleGroups"]]:
-        """The flat tensor in parts of about equal length, each of whole groups."""
+        """Cut the flat tensor into slices of about equal length that split no group, each with its own groups."""
         goals = np.arange(1, num_parts) * self.numel / num_parts
         firsts = [0, *np.searchsorted(self.starts, goals), len(self)]
         edges = [0, *(int(self.starts[i]) if i < len(self) else self.numel for i in firsts[1:-1]), self.numel]
@@ -87,28 +96,30 @@ class ScaleGroups:
         ]
 
     def table(self, bits: int, device: torch.device) -> GroupTable:
-        """For codes of so many bits, which begin on a byte with every run."""
+        """Return the table for codes of so many bits. The codes of every group begin on a byte. Tables are cached."""
         key = (bits, device)
         if key not in self._tables:
             sizes = ((self.stops - self.starts) * bits + 7) // 8
             offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
             arrays = self.starts, self.stops, offsets
-            starts, stops, layout = (torch.from_numpy(each).to(device) for each in arrays)
+            starts, stops, begins = (torch.from_numpy(each).to(device) for each in arrays)
             longest = int((self.stops - self.starts).max(initial=0))
             aligned = not ((self.starts | self.stops) & 15).any()
-            self._tables[key] = GroupTable(starts, stops, layout, arrays, int(offsets[-1]), longest, aligned)
+            self._tables[key] = GroupTable(starts, stops, begins, arrays, int(offsets[-1]), longest, aligned)
         return self._tables[key]
 
     def num_bytes(self, bits: int) -> int:
-        """Of all codes of so many bits."""
+        """Return the bytes of all codes of so many bits."""
         return int((((self.stops - self.starts) * bits + 7) // 8).sum())
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Return itself: groups are immutable, and their tables are large."""
         return self
 
 
 @lru_cache(maxsize=1024)
 def _row_groups(shape: tuple[int, ...]) -> ScaleGroups:
+    """Make the groups of a contiguous tensor: its rows, joined to 256 elements or cut at 4,096."""
     numel = int(np.prod(shape, dtype=np.int64))
     row = numel // shape[0] if len(shape) > 1 and shape[0] else numel
     if row and row < MIN_GROUP_NUMEL:

@@ -1,4 +1,8 @@
-"""Which values are the largest: from a sample, without sorting all of them."""
+"""Selection of the largest values: by a threshold from a sample, without sorting all of them.
+
+A sample gives a threshold that slightly too many values reach. One pass picks those, and only they are partitioned
+exactly.
+"""
 
 import math
 
@@ -9,13 +13,19 @@ from tutti.codecs import kernels
 from tutti.codecs.indices import check_room
 
 _SAMPLE = 2**15
-"""Values to look at: with a hundredth of them wanted, it is right within a few percent."""
+"""Values in the sample. If a hundredth of them is wanted, the threshold's rank is right within a few percent."""
 
 
 def about_largest(values: Tensor, residual: Tensor | None, density: float, spare: float = 0.0) -> float:
-    """A magnitude that about this share of the values reaches; more of them by `spare` deviations of the sample."""
+    """Estimate the magnitude that `density` of the values reach, from a sample.
+
+    Args:
+        residual: added to `values`, if there is one.
+        spare: standard deviations of the sample's count by which the threshold is lower than that, so that enough
+            values reach it.
+    """
     stride = max(1, values.numel() // _SAMPLE)
-    stride += stride > 1 and stride % 2 == 0  # An even stride would look at the same few columns of every matrix.
+    stride += stride > 1 and stride % 2 == 0  # An even stride would sample few columns of a matrix.
     sample = values[::stride] if residual is None else values[::stride] + residual[::stride]
     sample = sample.abs()
     sample = sample[sample.isfinite()]
@@ -27,33 +37,35 @@ def about_largest(values: Tensor, residual: Tensor | None, density: float, spare
 
 
 def largest(values: Tensor, residual: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """The indices, in order, and the values of the `count` largest magnitudes; fewer if the others are zero.
+    """Return the indices, in order, and the values of the `count` largest magnitudes; fewer if the others are zero.
 
-    Values are added to the residual first, if there is one. What is not finite counts as largest, and leaves the
-    residual as it was.
+    Values are added to the residual first, if there is one. Values that are not finite count as the largest, and leave
+    the residual as it was.
     """
     check_room(values.numel())
     pick = kernels.for_device(values.device).pick
-    limit = about_largest(values, residual, count / max(1, values.numel()), spare=4.0)
-    indices, found = pick(values, residual, limit)
-    if len(indices) < count and limit > 0:  # The sample was not like the rest.
+    threshold = about_largest(values, residual, count / max(1, values.numel()), spare=4.0)
+    indices, picked = pick(values, residual, threshold)
+    if len(indices) < count and threshold > 0:  # The sample was not representative: pick all that are not zero.
+        # The first pass has already added the values to the residual, except where they are not finite.
         source = values if residual is None else residual.clone()
-        source[indices.long()] = found
-        indices, found = pick(source, None, 0.0)
+        source[indices.long()] = picked
+        indices, picked = pick(source, None, 0.0)
     if len(indices) <= count:
-        return indices, found
-    magnitude = found.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        return indices, picked
+    magnitude = picked.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     least = _least_of_largest(magnitude, count)
     chosen = magnitude >= least
+    # Ties at the smallest magnitude are resolved by index, so that the result depends on the values alone.
     if (surplus := int(chosen.sum()) - count) > 0:
         ties = (magnitude == least).nonzero().flatten()
         chosen[ties[-surplus:]] = False
     kept = chosen.nonzero().flatten()
-    return indices.index_select(0, kept), found.index_select(0, kept)
+    return indices.index_select(0, kept), picked.index_select(0, kept)
 
 
 def _least_of_largest(magnitudes: Tensor, count: int) -> float:
-    """The smallest of the `count` largest."""
+    """Return the smallest of the `count` largest magnitudes."""
     if magnitudes.device.type != "cpu":
         return float(magnitudes.topk(count, sorted=False).values.min())
-    return float(np.partition(magnitudes.numpy(), -count)[-count])  # In less time than torch's.
+    return float(np.partition(magnitudes.numpy(), -count)[-count])  # Faster than torch.topk on a CPU.

@@ -1,4 +1,4 @@
-"""Only values beyond a threshold, and of them only the sign."""
+"""`Threshold`: the indices and signs of values beyond ±τ (Strom 2015)."""
 
 import math
 from dataclasses import dataclass
@@ -15,20 +15,23 @@ from tutti.codecs.selection import about_largest
 from tutti.errors import ConfigError, PacketError
 
 _KIND = 4
+"""Number of this codec in packets."""
+
 _LARGEST = torch.finfo(torch.float32).max
 _FIXED = 8
-"""Bytes of a payload before the symbols: the threshold, and how many values are not finite."""
+"""Bytes at the start of a payload: the threshold as float32, and the number of values that are not finite as int32."""
 
 
 @dataclass(frozen=True)
 class Threshold(Codec):
-    """Values beyond ±τ are sent as ±τ, with their indices, and nothing is said of the others (Strom 2015).
+    """Sends values beyond ±τ as ±τ, with their indices. The others count as zero (Strom 2015).
 
-    What is not finite is sent as it is.
+    Values that are not finite are sent as they are. With error feedback a value of several τ is sent over several
+    steps.
 
     Args:
-        tau: the threshold; by default it is chosen anew each time so that about `density` of the values are beyond it.
-        density: the share of values to send.
+        tau: the threshold. By default it is chosen in every call so that about `density` of the values are beyond it.
+        density: the share of values to send, if `tau` is not given.
     """
 
     tau: float | None = None
@@ -54,12 +57,12 @@ class Threshold(Codec):
         values = flat_float32(tensor, "Threshold")
         check_room(values.numel())
         tau = self.tau or about_largest(values, residual, self.density) or _mean_magnitude(values, residual)
-        indices, found = kernels.for_device(values.device).pick(values, residual, tau)
-        finite = found.isfinite()
+        indices, picked = kernels.for_device(values.device).pick(values, residual, tau)
+        finite = picked.isfinite()
         if residual is not None:
-            sent, said = indices[finite].long(), found[finite]
-            residual.scatter_(0, sent, said - tau * torch.sign(said))
-        return _packet(indices, found, finite, tau, values), state
+            sent, values_sent = indices[finite].long(), picked[finite]
+            residual.scatter_(0, sent, values_sent - tau * torch.sign(values_sent))
+        return _packet(indices, picked, finite, tau, values), state
 
     def decode(
         self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
@@ -70,27 +73,28 @@ class Threshold(Codec):
         tau = floats(payload, 1, scale)
         if not bool((tau >= 0) & (tau < math.inf)):
             raise PacketError(f"a packet with a threshold of {float(tau)}")
-        num_odd = int(payload[4:8].cpu().clone().view(torch.int32))
-        fixed = _FIXED + 8 * num_odd
-        if num_odd < 0 or payload.numel() < fixed:
-            raise PacketError(f"a packet that says {num_odd} values in {payload.numel()} bytes")
-        odd_indices = payload[_FIXED : _FIXED + 4 * num_odd].cpu().clone().view(torch.int32).long()
-        odd = payload[_FIXED + 4 * num_odd : fixed].clone().view(torch.float32)
-        if ((odd_indices < 0) | (odd_indices >= out.numel())).any():
-            raise PacketError(f"a packet that says a place beyond {out.numel()} elements")
-        if (odd_indices.diff() <= 0).any():
-            raise PacketError("a packet that says indices in no order")
+        num_not_finite = int(payload[4:8].cpu().clone().view(torch.int32))
+        fixed = _FIXED + 8 * num_not_finite
+        if num_not_finite < 0 or payload.numel() < fixed:
+            raise PacketError(f"a packet with {num_not_finite} values that are not finite in {payload.numel()} bytes")
+        special_indices = payload[_FIXED : _FIXED + 4 * num_not_finite].cpu().clone().view(torch.int32).long()
+        special = payload[_FIXED + 4 * num_not_finite : fixed].clone().view(torch.float32)
+        if ((special_indices < 0) | (special_indices >= out.numel())).any():
+            raise PacketError(f"a packet with an index beyond {out.numel()} elements")
+        if (special_indices.diff() <= 0).any():
+            raise PacketError("a packet whose indices are not in ascending order")
+        # A symbol is twice the gap, plus 1 for a negative sign.
         symbols = decode_symbols(payload[fixed:], header.count, header.parameter, 2 * out.numel() + 1)
         indices = from_gaps(symbols >> 1, out.numel()).to(out.device)
-        said = tau * torch.from_numpy(1 - 2 * (symbols & 1)).to(out.device)
+        decoded = tau * torch.from_numpy(1 - 2 * (symbols & 1)).to(out.device)
         flat = flat_view(out)
         if add:
-            flat.index_add_(0, indices, said)
+            flat.index_add_(0, indices, decoded)
         else:
             flat.zero_()
-            flat.scatter_(0, indices, said)
-        if num_odd:
-            flat[odd_indices.to(out.device)] += odd
+            flat.scatter_(0, indices, decoded)
+        if num_not_finite:
+            flat[special_indices.to(out.device)] += special
         copy_back(flat, out)
 
     def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
@@ -103,28 +107,32 @@ class Threshold(Codec):
 
 
 def _mean_magnitude(values: Tensor, residual: Tensor | None) -> float:
-    """Of those that are not zero, where they are fewer than would be sent; 0 if there are none."""
+    """Return the mean magnitude of finite values that are not zero, or 0.
+
+    It is the threshold where fewer values than the density asks for are not zero, so that the sampled one is 0.
+    """
     wanted = values if residual is None else values + residual
     some = wanted[(wanted != 0) & wanted.isfinite()].abs()
     return min(float(some.double().mean()), _LARGEST) if some.numel() else 0.0
 
 
-def _packet(indices: Tensor, found: Tensor, finite: Tensor, tau: float, values: Tensor) -> Packet:
-    rare = (~finite).nonzero().flatten()
-    odd_indices, odd = indices[rare].to(torch.int32), found[rare]
-    if len(rare):
-        indices, found = indices[finite], found[finite]
-    sent, negative = indices.cpu().numpy(), (found < 0).cpu().numpy()
+def _packet(indices: Tensor, picked: Tensor, finite: Tensor, tau: float, values: Tensor) -> Packet:
+    """Return the packet: τ, the values that are not finite with their indices, and a Golomb code of gaps and signs."""
+    not_finite = (~finite).nonzero().flatten()
+    special_indices, special = indices[not_finite].to(torch.int32), picked[not_finite]
+    if len(not_finite):
+        indices, picked = indices[finite], picked[finite]
+    sent, negative = indices.cpu().numpy(), (picked < 0).cpu().numpy()
     symbols = 2 * gaps(sent) + negative
     order = order_for(symbols)
     encoded = torch.from_numpy(encode_symbols(symbols, order))
-    fixed = _FIXED + 8 * len(odd)
+    fixed = _FIXED + 8 * len(special)
     packet, payload = new_packet(
         Header(_KIND, len(symbols), values.numel(), order), fixed + encoded.numel(), values.device
     )
     payload[:4].view(torch.float32).fill_(tau)
-    payload[4:8].view(torch.int32).fill_(len(odd))
-    payload[_FIXED : _FIXED + 4 * len(odd)].view(torch.int32).copy_(odd_indices)
-    payload[_FIXED + 4 * len(odd) : fixed].view(torch.float32).copy_(odd)
+    payload[4:8].view(torch.int32).fill_(len(special))
+    payload[_FIXED : _FIXED + 4 * len(special)].view(torch.int32).copy_(special_indices)
+    payload[_FIXED + 4 * len(special) : fixed].view(torch.float32).copy_(special)
     payload[fixed:].copy_(encoded)
     return packet

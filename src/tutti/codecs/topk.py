@@ -1,4 +1,4 @@
-"""Only the largest values."""
+"""`TopK`: only the largest values with their indices (Deep Gradient Compression, Lin et al. 2018)."""
 
 import math
 from dataclasses import dataclass
@@ -14,18 +14,22 @@ from tutti.codecs.selection import largest
 from tutti.errors import ConfigError, PacketError
 
 _KIND = 5
+"""Number of this codec in packets, and of chains that begin with it."""
+
 _WARM_DENSITY = 0.25
+"""Density in the first step of a warm-up, as in the paper."""
 
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The values of largest magnitude as they are, with their indices; nothing is said of the others (Lin et al. 2018).
+    """Sends the values of largest magnitude, unchanged, with their indices. The others count as zero.
 
     Args:
         density: the share of values to send.
-        warmup_steps: at first a quarter is sent, then less and less until after so many steps it is `density`.
-        momentum: add up velocities instead of gradients, and forget that of what is sent: the momentum correction and
-            masking of Lin et al. 2018, for an optimiser that has no momentum of its own. Needs `ErrorFeedback`.
+        warmup_steps: steps in which the density falls exponentially from a quarter to `density`.
+        momentum: accumulate velocities instead of gradients, and reset the velocity of values that are sent. These are
+            the momentum correction and the momentum factor masking of Lin et al. 2018, for an optimiser that has no
+            momentum of its own. It needs `ErrorFeedback`.
     """
 
     density: float = 0.01
@@ -55,40 +59,42 @@ class TopK(Codec):
         return {**state, "velocity": torch.zeros(numel, dtype=torch.float32, device=device)} if self.momentum else state
 
     def select(self, tensor: Tensor, state: State, residual: Tensor | None) -> tuple[Tensor, Tensor, State]:
-        """The indices and values to send, taken out of the residual, and the state to go on with."""
+        """Return the indices and values to send, and the new state. What is sent is removed from the residual."""
         values = flat_float32(tensor, "TopK")
         if self.momentum:
             if residual is None:
-                raise ConfigError("TopK: momentum needs somewhere to add up: use ErrorFeedback(TopK(momentum=...)).")
+                raise ConfigError("TopK: momentum accumulates in a residual: use ErrorFeedback(TopK(momentum=...)).")
             values = self.momentum * state["velocity"] + values
             state["velocity"].copy_(torch.where(values.isfinite(), values, state["velocity"]))
         count = math.ceil(self._density_at(state.get("step", 0)) * values.numel())
-        indices, found = largest(values, residual, count)
+        indices, chosen = largest(values, residual, count)
         if residual is not None:
-            sent = indices[found.isfinite()].long()
-            for kept in (residual, *([state["velocity"]] if self.momentum else [])):
-                kept.index_fill_(0, sent, 0.0)
-        return indices, found, {**state, "step": state["step"] + 1} if self.warmup_steps else state
+            sent = indices[chosen.isfinite()].long()
+            for memory in (residual, *([state["velocity"]] if self.momentum else [])):
+                memory.index_fill_(0, sent, 0.0)
+        return indices, chosen, {**state, "step": state["step"] + 1} if self.warmup_steps else state
 
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
-        indices, found, state = self.select(tensor, state, residual)
-        said = found.view(torch.uint8) if len(found) else found.to(torch.uint8)  # Nothing at all has no strides.
-        return pack(indices, said, tensor.numel()), state
+        indices, chosen, state = self.select(tensor, state, residual)
+        # torch cannot view an empty tensor as another dtype.
+        data = chosen.view(torch.uint8) if len(chosen) else chosen.to(torch.uint8)
+        return pack(indices, data, tensor.numel()), state
 
     def decode(
         self, packet: Packet, out: Tensor, *, groups: ScaleGroups | None = None, add: bool = False, scale: float = 1.0
     ) -> None:
-        indices, rest = unpack(packet, out.numel())
-        if rest.numel() != 4 * len(indices):
-            raise PacketError(f"a packet of {len(indices)} indices with {rest.numel()} bytes of values")
-        put(indices, floats(rest, len(indices), scale), out, add)
+        indices, data = unpack(packet, out.numel())
+        if data.numel() != 4 * len(indices):
+            raise PacketError(f"a packet of {len(indices)} indices with {data.numel()} bytes of values")
+        put(indices, floats(data, len(indices), scale), out, add)
 
     def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
         return HEADER.size + 8 + 4 * math.ceil(self.density * numel) + index_bytes(numel, self.density)
 
     def _density_at(self, step: int) -> float:
+        """Return the density of a step: a geometric interpolation during warm-up, and `density` after it."""
         if step >= self.warmup_steps:
             return self.density
         share = step / self.warmup_steps
@@ -107,39 +113,46 @@ class TopK(Codec):
 
 
 def pack(indices: Tensor, values: Tensor, numel: int) -> Packet:
-    """A packet of indices and of bytes that say what is there."""
+    """Return a packet of indices and of `values`, the bytes that encode the values at those indices.
+
+    Payload: 8 bytes for the length of `values`, `values`, padding to a multiple of 8, and the Golomb code of the gaps.
+    """
     steps = gaps(indices.cpu().numpy())
     order = order_for(steps)
     encoded = torch.from_numpy(encode_symbols(steps, order))
-    room = -(-values.numel() // 8) * 8  # The indices follow, aligned.
-    packet, payload = new_packet(Header(_KIND, len(indices), numel, order), 8 + room + encoded.numel(), values.device)
+    padded_bytes = -(-values.numel() // 8) * 8
+    packet, payload = new_packet(
+        Header(_KIND, len(indices), numel, order), 8 + padded_bytes + encoded.numel(), values.device
+    )
     payload[:8].view(torch.int64).fill_(values.numel())
     payload[8 : 8 + values.numel()] = values
-    payload[8 + values.numel() : 8 + room] = 0
-    payload[8 + room :] = encoded.to(values.device)
+    payload[8 + values.numel() : 8 + padded_bytes] = 0
+    payload[8 + padded_bytes :] = encoded.to(values.device)
     return packet
 
 
 def unpack(packet: Packet, numel: int) -> tuple[Tensor, Tensor]:
-    """The indices, and the bytes that say what is there. Raises `PacketError`."""
+    """Return the indices of a packet, and the bytes that encode its values. Raises `PacketError`."""
     header, payload = read(packet, _KIND, numel)
     if payload.numel() < 8:
         raise PacketError(f"a packet with {payload.numel()} bytes of payload, wanted 8 or more")
     num_bytes = int(payload[:8].cpu().clone().view(torch.int64))
-    room = -(-num_bytes // 8) * 8
-    if num_bytes < 0 or 8 + room > payload.numel():
-        raise PacketError(f"a packet that says {num_bytes} bytes of values, and has {payload.numel() - 8}")
-    steps = decode_symbols(payload[8 + room :], header.count, header.parameter, numel)
+    padded_bytes = -(-num_bytes // 8) * 8
+    if num_bytes < 0 or 8 + padded_bytes > payload.numel():
+        raise PacketError(
+            f"a packet whose payload gives {num_bytes} bytes of values, and that has {payload.numel() - 8}"
+        )
+    steps = decode_symbols(payload[8 + padded_bytes :], header.count, header.parameter, numel)
     return from_gaps(steps, numel), payload[8 : 8 + num_bytes]
 
 
-def put(indices: Tensor, found: Tensor, out: Tensor, add: bool) -> None:
-    """Overwrite `out` with these values at these indices and zeros elsewhere, or add them."""
+def put(indices: Tensor, values: Tensor, out: Tensor, add: bool) -> None:
+    """Overwrite `out` with `values` at `indices` and zeros elsewhere, or add them to it."""
     flat = flat_view(out)
     indices = indices.to(flat.device)
     if add:
-        flat.index_add_(0, indices, found)
+        flat.index_add_(0, indices, values)
     else:
         flat.zero_()
-        flat.scatter_(0, indices, found)
+        flat.scatter_(0, indices, values)
     copy_back(flat, out)

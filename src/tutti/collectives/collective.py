@@ -42,10 +42,10 @@ def compare(tensor: Tensor, transport: Transport, what: str) -> None:
     Args:
         what: name of the call. Ranks exchange a checksum of it.
     """
-    mine = [tensor.numel(), DTYPES.index(tensor.dtype), zlib.crc32(what.encode())]
+    local = [tensor.numel(), DTYPES.index(tensor.dtype), zlib.crc32(what.encode())]
     # Each rank fills its own row of zeros, so that a sum gathers all rows.
-    rows = torch.zeros(transport.size, len(mine), dtype=torch.int64, device="cpu")
-    rows[transport.rank] = torch.tensor(mine, device="cpu")
+    rows = torch.zeros(transport.size, len(local), dtype=torch.int64, device="cpu")
+    rows[transport.rank] = torch.tensor(local, device="cpu")
     run(recursive_doubling(rows.view(-1), transport))
     if (rows == rows[0]).all():
         return

@@ -1,6 +1,6 @@
 """Building blocks of collectives: flat views, equal parts, exchanges, and folding to a power of two.
 
-A collective is a generator (`Operation`) that yields each piece of work it waits for. Whoever runs it decides how to
+A collective is a generator (`Operation`) that yields each piece of work it waits for. Its caller decides how to
 wait: `run` blocks, `Transport.start` continues in the background, and the simulator switches to another rank.
 """
 

@@ -160,7 +160,7 @@ class ShardedLoader:
         if _is_plain(self._source, RandomSampler):
             return self._batched(_shuffled(num_samples, self._seed, self._epoch))
         assert self._source.batch_sampler is not None
-        if getattr(self._source.batch_sampler, "alike", False):
+        if getattr(self._source.batch_sampler, "same_on_every_rank", False):
             return list(self._source.batch_sampler)
         # A sampler of the user's own may draw from any generator: rank 0's draw holds for all.
         drawn = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None

@@ -38,7 +38,7 @@ _SIOCGIFADDR = 0x8915
 _ELSEWHERE = "192.0.2.1"
 """An address of no host (RFC 5737), to ask by which way this one would send."""
 
-KINDS = ("auto", "process_group", "shared_memory", "mpi")
+KINDS = ("auto", "sockets", "shared_memory", "mpi")
 """Transports by name; "mpi:" takes an all-reduce algorithm of Open MPI's as well, as in "mpi:ring"."""
 
 

@@ -1,4 +1,4 @@
-"""Choose how to train: every strategy priced, the best one, and why; or none of them."""
+"""`plan`: predict every strategy, choose the best one, and say why; or advise against distributing."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,21 +13,21 @@ from tutti.cost.scaled_profile import slowed
 from tutti.errors import ConfigError, NoLink
 from tutti.plan.candidates import candidates
 from tutti.plan.prediction import Prediction, Simulator, price
-from tutti.plan.reason import has_codec, in_words, sums_with_and_without
-from tutti.plan.scaling import Profiles, each_has, pays_up_to, priced
+from tutti.plan.reason import describe_plan, fastest_all_reduces, has_codec
+from tutti.plan.scaling import Profiles, Scaling, predict_scaling, priced, worker_profile
 from tutti.strategies import AllReduce
 
 GAIN = 1.1
-"""What is lossy must be faster than what is exact by this to be chosen, and a codec than none."""
+"""A lossy strategy must be this many times as fast as the fastest exact one to be chosen; a codec, as no codec."""
 
 TIE = 1.02
-"""Exact ones that differ by less are taken for equal: all-reduce comes before servers, and "native" first of all."""
+"""Exact strategies within this factor of the fastest count as equally fast: `Strategy.preference` decides."""
 
 NEAR = 1.05
-"""What takes no longer than this times the fastest is about as fast: of those, the one nearest to exact is chosen."""
+"""Lossy strategies within this factor of the fastest count as equally fast: `Strategy.preference` decides."""
 
-_MOST_SIMULATED = 6
-"""Of the exact, and of the lossy: the best by formula are simulated, until the best is one that was."""
+_MAX_SIMULATED = 6
+"""How many exact strategies, and how many lossy ones, are simulated at most, the fastest by formula first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +35,51 @@ class Plan:
     """How to train, and why."""
 
     workers: int
+    """Number of training workers, as asked for."""
     alone: Prediction
-    """Of one worker, the quickest there is."""
+    """One worker, the fastest of the cluster."""
     predictions: tuple[Prediction, ...]
-    """The one to use, and the others by samples a second."""
+    """The strategy to use, then the others, fastest first."""
     distribute: bool
-    """Whether the best is faster than one worker alone."""
+    """Whether the chosen strategy trains more samples per second than one worker alone."""
     compress: bool | None
-    """Whether a codec is worth what it costs: to the strategy chosen, or to all-reduce; None if none was asked for."""
-    stops_paying_at: int | None
-    """Workers, doubled from one, beyond which adding more does not pay; None if it pays up to `most_workers`."""
-    most_workers: int
+    """Whether a codec is worthwhile, in the chosen strategy or in all-reduce; None if lossy ones were not allowed."""
+    scaling: Scaling
+    """Predicted throughput by number of workers, and where adding workers stops paying."""
     reason: str
+    """The decisions, in sentences."""
     not_priced: dict[str, str] = field(default_factory=dict)
     """Strategies that could not be compared, and why."""
 
     @property
     def best(self) -> Prediction:
+        """The strategy to use."""
         return self.predictions[0]
 
+    @property
+    def stops_paying_at(self) -> int | None:
+        """The number of workers beyond which adding more does not pay; None if it pays up to `most_workers`."""
+        return self.scaling.stops_paying_at
+
+    @property
+    def most_workers(self) -> int:
+        """The largest number of workers that was tested for whether it pays."""
+        return self.scaling.most_workers
+
     def as_dict(self) -> dict[str, Any]:
-        own = {key: value for key, value in vars(self).items() if key not in ("alone", "predictions")}
-        return {**own, "alone": self.alone.as_dict(), "predictions": [each.as_dict() for each in self.predictions]}
+        """Return everything as JSON types."""
+        return {
+            "workers": self.workers,
+            "distribute": self.distribute,
+            "compress": self.compress,
+            "stops_paying_at": self.stops_paying_at,
+            "most_workers": self.most_workers,
+            "scaling": [row._asdict() for row in self.scaling.rows],
+            "reason": self.reason,
+            "not_priced": self.not_priced,
+            "alone": self.alone.as_dict(),
+            "predictions": [prediction.as_dict() for prediction in self.predictions],
+        }
 
 
 def plan(
@@ -68,90 +91,88 @@ def plan(
     global_batch: int | None = None,
     simulator: Simulator | None = None,
 ) -> Plan:
-    """Price what can be used by so many workers on a cluster, and choose.
+    """Predict every strategy that `workers` workers can use on a cluster, and choose one.
 
     Args:
-        profile: of one worker of speed 1; or a function that gives it for so many workers, where they hold each other
-            up, as those that share cores do.
-        allow_lossy: also consider what does not do exactly what one worker would: codecs, stale and rare exchanges.
-        global_batch: samples of all workers together, however many they are; by default each has the profile's.
-        simulator: asked where formulas do not hold, about the few that are best by formula.
+        profile: the step of one worker of speed 1; or a function from the number of workers to it, where workers slow
+            each other down because they share cores.
+        allow_lossy: also consider strategies that change the result (compression, staleness, local steps).
+        global_batch: samples per step of all workers together; by default each worker has the profile's batch.
+        simulator: asked about the few fastest strategies, where formulas do not hold.
+
+    Raises `NoLink` if the cluster's hosts are not joined as any strategy needs.
     """
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     cluster = restricted_to(cluster, workers)
     cluster.place(workers)
-    own = each_has(profile, workers, global_batch)
-    offered = candidates(own, workers, cluster)
-    found = (
-        priced(group, own, workers, cluster, global_batch)
-        for group in (offered.exact, offered.lossy if allow_lossy else [])
-    )
-    exacts, lossies = (_looked_at(group, own, cluster, simulator) for group in found)
-    if not exacts and not lossies:
+    worker = worker_profile(profile, workers, global_batch)
+    offered = candidates(worker, workers, cluster)
+    groups = (offered.exact, offered.lossy if allow_lossy else [])
+    predicted = (priced(group, worker, workers, cluster, global_batch) for group in groups)
+    exact, lossy = (_simulate_fastest(group, worker, cluster, simulator) for group in predicted)
+    if not exact and not lossy:
         raise NoLink(f"hosts of the cluster '{cluster.name}' are not joined as any strategy needs: give them links.")
-    chosen = choose(exacts, lossies)
-    rest = sorted((each for each in (*exacts, *lossies) if each is not chosen), key=_step_s)
-    alone = price(
-        AllReduce(), slowed(each_has(profile, 1, global_batch), least_slowness(cluster, workers)), 1, Cluster()
-    )
-    last, most = pays_up_to(profile, cluster, allow_lossy, global_batch, alone)
+    chosen = choose(exact, lossy)
+    others = sorted((other for other in (*exact, *lossy) if other is not chosen), key=_step_s)
+    single = slowed(worker_profile(profile, 1, global_batch), least_slowness(cluster, workers))
+    alone = price(AllReduce(), single, 1, Cluster())
     made = Plan(
         workers=workers,
         alone=alone,
-        predictions=(chosen, *rest),
+        predictions=(chosen, *others),
         distribute=chosen.samples_per_s > alone.samples_per_s,
-        compress=_compress([chosen, *rest]) if allow_lossy else None,
-        stops_paying_at=last,
-        most_workers=most,
+        compress=_compress([chosen, *others]) if allow_lossy else None,
+        scaling=predict_scaling(profile, cluster, allow_lossy, global_batch, chosen, alone),
         not_priced=offered.not_priced,
         reason="",
     )
-    return replace(made, reason=in_words(made))
+    return replace(made, reason=describe_plan(made))
 
 
-def choose(exacts: Sequence[Prediction], lossies: Sequence[Prediction]) -> Prediction:
-    """An exact one, unless lossy ones are clearly faster: of the fastest of those, the nearest to exact."""
-    quickest_s = min((each.step_s for each in exacts), default=inf)
-    best = min((each for each in exacts if each.step_s <= TIE * quickest_s), key=_preference, default=None)
-    better = [each for each in lossies if best is None or each.step_s * GAIN <= best.step_s]
-    if best is not None and not better:
+def choose(exact: Sequence[Prediction], lossy: Sequence[Prediction]) -> Prediction:
+    """Choose an exact strategy, unless lossy ones are `GAIN` times as fast; then the preferred one of the fastest.
+
+    There must be a prediction in one of the two.
+    """
+    fastest_s = min((prediction.step_s for prediction in exact), default=inf)
+    tied = [prediction for prediction in exact if prediction.step_s <= TIE * fastest_s]
+    best = min(tied, key=lambda prediction: prediction.strategy.preference, default=None)
+    faster = [prediction for prediction in lossy if best is None or prediction.step_s * GAIN <= best.step_s]
+    if best is not None and not faster:
         return best
-    fastest_s = min(each.step_s for each in better)
-    near = [each for each in better if each.step_s <= NEAR * fastest_s]
-    return min(near, key=lambda each: (each.strategy.preference, -each.bytes_per_step))
-
-
-def _preference(prediction: Prediction) -> int:
-    return prediction.strategy.preference
+    fastest_s = min(prediction.step_s for prediction in faster)
+    near = [prediction for prediction in faster if prediction.step_s <= NEAR * fastest_s]
+    # Within a family, the one that sends most is the one that compresses least.
+    return min(near, key=lambda prediction: (prediction.strategy.preference, -prediction.bytes_per_step))
 
 
 def _step_s(prediction: Prediction) -> float:
     return prediction.step_s
 
 
-def _looked_at(
-    found: list[Prediction], profile: Profile, cluster: Cluster, simulator: Simulator | None
+def _simulate_fastest(
+    predictions: list[Prediction], profile: Profile, cluster: Cluster, simulator: Simulator | None
 ) -> list[Prediction]:
-    """The same, with the best of them simulated where formulas do not hold."""
-    asked = 0
-    while simulator is not None and found and asked < _MOST_SIMULATED:
-        first = min(found, key=_step_s)
-        if first.simulated:
+    """Simulate the fastest prediction until the fastest is a simulated one, where formulas do not hold."""
+    num_simulated = 0
+    while simulator is not None and predictions and num_simulated < _MAX_SIMULATED:
+        fastest = min(predictions, key=_step_s)
+        if fastest.simulated:
             break
-        place = found.index(first)
-        del found[place]
-        with suppress(NoLink):  # It would talk between hosts that are not joined: there it cannot be used.
-            again = price(first.strategy, profile, first.workers, cluster, simulator)
-            found.insert(place, replace(again, total_samples=first.total_samples))
-            asked += 1
-            if not found[place].simulated:  # A formula holds for it, and so for all.
+        index = predictions.index(fastest)
+        del predictions[index]
+        with suppress(NoLink):  # It would send between hosts that are not joined, so it cannot be used.
+            simulated = price(fastest.strategy, profile, fastest.workers, cluster, simulator)
+            predictions.insert(index, replace(simulated, total_samples=fastest.total_samples))
+            num_simulated += 1
+            if not simulated.simulated:  # The formula holds for this placement, and so for all strategies.
                 break
-    return found
+    return predictions
 
 
-def _compress(found: Sequence[Prediction]) -> bool:
-    """Whether a codec makes all-reduce clearly faster, or is part of the first of these."""
-    compressed, plain = sums_with_and_without(found)
+def _compress(predictions: Sequence[Prediction]) -> bool:
+    """Whether a codec makes all-reduce `GAIN` times as fast, or is part of the chosen strategy, the first."""
+    compressed, plain = fastest_all_reduces(predictions)
     gains = compressed is not None and (plain is None or compressed.step_s * GAIN <= plain.step_s)
-    return has_codec(found[0].strategy) or gains
+    return has_codec(predictions[0].strategy) or gains

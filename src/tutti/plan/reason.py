@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""A plan's decisions in sentences."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,64 +11,71 @@ if TYPE_CHECKING:
     from tutti.plan.choose import Plan
 
 
-def in_words(plan: "Plan") -> str:
-    """What to do, and why: one sentence for each question that a plan answers."""
-    return " ".join([_use(plan), *_exactness(plan), *_codecs(plan)])
+def describe_plan(plan: "Plan") -> str:
+    """Return what to do and why: a sentence for each question that a plan answers."""
+    return " ".join([_strategy(plan), *_exactness(plan), *_codecs(plan)])
 
 
 def has_codec(strategy: Strategy) -> bool:
+    """Whether the strategy compresses what it sends."""
     return getattr(strategy, "codec", None) is not None
 
 
-def sums_with_and_without(found: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
-    """The fastest all-reduce with a codec, and the fastest without, if there are any."""
-    sums = [each for each in found if isinstance(each.strategy, AllReduce)]
-    compressed, plain = ([each for each in sums if has_codec(each.strategy) is wanted] for wanted in (True, False))
+def fastest_all_reduces(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
+    """Return the fastest all-reduce with a codec, and the fastest without, if there are any."""
+    sums = [prediction for prediction in predictions if isinstance(prediction.strategy, AllReduce)]
+    compressed = [prediction for prediction in sums if has_codec(prediction.strategy)]
+    plain = [prediction for prediction in sums if not has_codec(prediction.strategy)]
     return _fastest(compressed) if compressed else None, _fastest(plain) if plain else None
 
 
-def _use(plan: "Plan") -> str:
+def _strategy(plan: "Plan") -> str:
+    """Say which strategy to use, or to use none."""
     best, alone = plan.best, plan.alone
     if plan.workers == 1:
-        return "One worker has nobody to talk to."
-    times = best.samples_per_s / alone.samples_per_s if alone.samples_per_s else 0.0
-    spent = f"of {format_time(best.step_s)} a step, {format_time(best.exposed_s)} are communication"
+        return "One worker exchanges nothing."
+    speed_up = best.samples_per_s / alone.samples_per_s if alone.samples_per_s else 0.0
+    step = f"A step takes {format_time(best.step_s)}, of which {format_time(best.exposed_s)} is exposed communication"
     if not plan.distribute:
         return (
-            f"Do not distribute: even {best.strategy} would train {times:.2g} times as many samples a "
-            f"second with {plan.workers} workers as one does alone; {spent}."
+            f"Do not distribute: {plan.workers} workers with {best.strategy}, the best strategy, would train "
+            f"{speed_up:.2g} times the samples per second of one worker. {step}."
         )
     return (
-        f"Use {best.strategy}: {plan.workers} workers train {times:.3g} times as many samples a second as one; {spent} "
-        f"and {best.efficiency:.0%} computing."
+        f"Use {best.strategy}: {plan.workers} workers train {speed_up:.3g} times the samples per second of one worker, "
+        f"an efficiency of {speed_up / plan.workers:.0%}. {step}."
     )
 
 
 def _exactness(plan: "Plan") -> list[str]:
-    """What is exact beside what is not."""
-    exacts = [each for each in plan.predictions if each.exact]
-    others = [each for each in plan.predictions if not each.exact]
-    if not exacts or not others:
+    """Compare the fastest exact strategy with the fastest lossy one."""
+    exact = [prediction for prediction in plan.predictions if prediction.exact]
+    lossy = [prediction for prediction in plan.predictions if not prediction.exact]
+    if not exact or not lossy:
         return []
-    best, fastest = _fastest(exacts), _fastest(others)
+    fastest_exact, fastest_lossy = _fastest(exact), _fastest(lossy)
     if not plan.best.exact:
-        gain = best.step_s / plan.best.step_s
+        gain = fastest_exact.step_s / plan.best.step_s
         return [
-            f"It is not exact, and {gain:.2g} times as fast as {best.strategy}, which is; accuracy is not predicted."
+            f"It is lossy, and {gain:.2g} times as fast as {fastest_exact.strategy}, the fastest exact strategy; "
+            "accuracy is not predicted."
         ]
-    share = fastest.step_s / best.step_s
-    return [f"It is exact; {fastest.strategy}, the fastest that is not, would take {share:.0%} of its time."]
+    share = fastest_lossy.step_s / fastest_exact.step_s
+    return [f"It is exact; {fastest_lossy.strategy}, the fastest lossy strategy, would take {share:.0%} of its time."]
 
 
 def _codecs(plan: "Plan") -> list[str]:
+    """Say that compression is not worthwhile, where that was a question."""
     if plan.compress is not False:
         return []
-    compressed, plain = sums_with_and_without(plan.predictions)
+    compressed, plain = fastest_all_reduces(plan.predictions)
     if compressed is None or plain is None:
         return []
-    share = f"takes {compressed.step_s / plain.step_s:.0%} of the time of {plain.strategy}"
-    return [f"Do not compress: the fastest codec, {compressed.strategy}, {share}."]
+    share = compressed.step_s / plain.step_s
+    return [
+        f"Do not compress: {compressed.strategy}, the fastest codec, takes {share:.0%} of the time of {plain.strategy}."
+    ]
 
 
-def _fastest(found: list[Prediction]) -> Prediction:
-    return min(found, key=lambda each: each.step_s)
+def _fastest(predictions: list[Prediction]) -> Prediction:
+    return min(predictions, key=lambda prediction: prediction.step_s)

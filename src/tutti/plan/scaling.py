@@ -1,8 +1,9 @@
-"""How many workers pay: each number of them with the best strategy for it, by formula."""
+"""Throughput by number of workers: each with the fastest strategy for it, by formula, and where more stop paying."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from tutti.cluster import Cluster
 from tutti.cost import Profile
@@ -14,17 +15,18 @@ from tutti.plan.prediction import Prediction, price
 from tutti.strategies import Strategy
 
 Profiles = Callable[[int], Profile]
-"""Of one of so many workers."""
+"""Returns the profile of one worker, given the number of workers."""
 
 LEAST_EFFICIENCY, LEAST_GAIN = 0.5, 1.1
-"""With less of its time left for computing, or less gained by twice as many, adding workers does not pay."""
+"""Doubling the workers pays if at least this share of a step is computation, and if it trains at least this many times
+as many samples per second."""
 
 MOST_WORKERS = 1024
-"""More are not asked after."""
+"""The largest number of workers that is predicted."""
 
 
 def share_of(global_batch: int, workers: int) -> int:
-    """Samples of each worker; of the one that has most, if they cannot be divided evenly."""
+    """Return the samples of each worker; of the one that has most, if they cannot be divided evenly."""
     if global_batch < workers:
         raise ConfigError(
             f"a global batch of {global_batch} samples leaves some of {workers} workers without any. Use more "
@@ -33,25 +35,29 @@ def share_of(global_batch: int, workers: int) -> int:
     return -(-global_batch // workers)
 
 
-def each_has(profile: Profile | Profiles, workers: int, global_batch: int | None) -> Profile:
-    """The step of one of so many workers, who divide a global batch if there is one."""
-    own = profile if isinstance(profile, Profile) else profile(workers)
-    return own if global_batch is None else with_batch(own, share_of(global_batch, workers))
+def worker_profile(profile: Profile | Profiles, workers: int, global_batch: int | None) -> Profile:
+    """Return the profile of one of `workers` workers, which divide the global batch if there is one."""
+    worker = profile if isinstance(profile, Profile) else profile(workers)
+    return worker if global_batch is None else with_batch(worker, share_of(global_batch, workers))
 
 
 def sharing_cores(single: Profile, whole: Profile, num_cores: int) -> Profiles:
-    """Profiles of workers on one machine: `single` was measured with one thread, `whole` with as many as cores.
+    """Return the profiles of workers that share one machine.
 
-    Each has an equal part of the cores as threads; where there are fewer cores than workers, these take turns. One that
-    is alone has whichever was quicker.
+    Each worker has an equal part of the cores as threads. If there are fewer cores than workers, they take turns. A
+    single worker has whichever of the two profiles is faster.
+
+    Args:
+        single: measured with one thread.
+        whole: measured with as many threads as cores.
     """
-    gained = min(1.0, (whole.forward_s + whole.backward_s) / (single.forward_s + single.backward_s))
+    fraction = min(1.0, (whole.forward_s + whole.backward_s) / (single.forward_s + single.backward_s))
 
     def profile(workers: int) -> Profile:
         if workers == 1:
-            return whole if gained < 1 else single
+            return whole if fraction < 1 else single
         threads = num_cores // workers
-        return slowed(single, max(gained, 1 / threads) if threads else workers / num_cores)
+        return slowed(single, max(fraction, 1 / threads) if threads else workers / num_cores)
 
     return profile
 
@@ -63,39 +69,128 @@ def priced(
 
     Strategies that so many ranks cannot use, or whose servers find no slot on the cluster, are left out.
     """
-    found = []
+    predictions = []
     for strategy in strategies:
         with suppress(ConfigError):
             strategy.check_size(workers + strategy.num_dedicated_servers)
-            found.append(price(strategy, profile, workers, cluster))
-    return found if total_samples is None else [replace(each, total_samples=total_samples) for each in found]
+            predictions.append(price(strategy, profile, workers, cluster))
+    if total_samples is None:
+        return predictions
+    return [replace(prediction, total_samples=total_samples) for prediction in predictions]
 
 
-def pays_up_to(
-    profile: Profile | Profiles, cluster: Cluster, allow_lossy: bool, global_batch: int | None, alone: Prediction
-) -> tuple[int | None, int]:
-    """The number of workers, doubled from one, after which twice as many do not pay; and up to how many was asked.
+class ScalingRow(NamedTuple):
+    """The predicted throughput of one number of workers, with its fastest strategy."""
 
-    They do not pay if less than half of their time is left for computing, or if hardly more samples a second are
-    trained. The first is None where they pay as far as was asked.
+    workers: int
+    strategy: str
+    samples_per_s: float
+    """Samples per second of all workers."""
+    speed_up: float
+    """Samples per second, relative to one worker alone."""
+    efficiency: float
+    """Speed-up divided by the number of workers."""
+
+
+class Scaling(NamedTuple):
+    """How throughput grows with the number of workers, and where adding workers stops paying."""
+
+    rows: tuple[ScalingRow, ...]
+    """One worker, then 2, 4, 8, ... up to the number asked for, or to the first that does not pay if that is more."""
+    stops_paying_at: int | None
+    """The last number of workers that pays; None if all that were predicted do."""
+    most_workers: int
+    """The first number that does not pay; if all do, the largest that was predicted."""
+    reason: str
+    """Why the threshold is where it is, in a sentence."""
+
+
+def scaling_row(prediction: Prediction, alone: Prediction) -> ScalingRow:
+    """Return the row of a prediction, relative to one worker alone."""
+    workers, samples_per_s = prediction.workers, prediction.samples_per_s
+    speed_up = samples_per_s / alone.samples_per_s if alone.samples_per_s else 0.0
+    name = "one worker" if workers == 1 else str(prediction.strategy)
+    return ScalingRow(workers, name, samples_per_s, speed_up, speed_up / workers)
+
+
+def predict_scaling(
+    profile: Profile | Profiles,
+    cluster: Cluster,
+    allow_lossy: bool,
+    global_batch: int | None,
+    best: Prediction,
+    alone: Prediction,
+) -> Scaling:
+    """Predict 2, 4, 8, ... workers, each with the fastest strategy for it, and find where doubling stops paying.
+
+    Doubling does not pay if less than half of a step would be computation (`LEAST_EFFICIENCY`), or if it gains less
+    than 10 % samples per second (`LEAST_GAIN`).
+
+    Args:
+        best: the prediction that was chosen for the number of workers asked for; it stands in the table.
+        alone: the prediction of one worker.
     """
-    before, rate = 1, alone.samples_per_s
+    rows, before = {1: scaling_row(alone, alone)}, alone
+    stops_at, most, reason = None, 1, ""
     for workers in _doubled(cluster, global_batch):
-        own = each_has(profile, workers, global_batch)
-        few = restricted_to(cluster, workers)
-        offered = candidates(own, workers, few)
-        found = priced([*offered.exact, *(offered.lossy if allow_lossy else [])], own, workers, few, global_batch)
-        best = min(found, key=lambda each: each.step_s, default=None)
-        if best is None:  # They are not joined.
-            return before, workers
-        if best.efficiency < LEAST_EFFICIENCY or best.samples_per_s < LEAST_GAIN * rate:
-            return before, workers
-        before, rate = workers, best.samples_per_s
-    return None, before
+        if stops_at is not None and workers > best.workers:
+            break
+        fastest = _fastest(profile, workers, cluster, allow_lossy, global_batch)
+        if fastest is not None:
+            rows[workers] = scaling_row(fastest, alone)
+        if stops_at is None:
+            most, reason = workers, _refusal(before, fastest, workers)
+            stops_at = before.workers if reason else None
+        if fastest is None:
+            break
+        before = fastest
+    if best.workers > 1:
+        rows[best.workers] = scaling_row(best, alone)
+    return Scaling(tuple(rows[workers] for workers in sorted(rows)), stops_at, most, reason or _all_pay(most))
+
+
+def _fastest(
+    profile: Profile | Profiles, workers: int, cluster: Cluster, allow_lossy: bool, global_batch: int | None
+) -> Prediction | None:
+    """Return the fastest strategy for a number of workers, by formula; None if no strategy can be used."""
+    worker, hosts = worker_profile(profile, workers, global_batch), restricted_to(cluster, workers)
+    offered = candidates(worker, workers, hosts)
+    strategies = [*offered.exact, *(offered.lossy if allow_lossy else [])]
+    predictions = priced(strategies, worker, workers, hosts, global_batch)
+    return min(predictions, key=lambda prediction: prediction.step_s, default=None)
+
+
+def _refusal(before: Prediction, fastest: Prediction | None, workers: int) -> str:
+    """Say why doubling the workers to `workers` does not pay; nothing if it does."""
+    beyond = f"More than {before.workers} {'worker does' if before.workers == 1 else 'workers do'} not pay: "
+    if fastest is None:
+        return f"{beyond}hosts of the cluster are not joined as any strategy needs."
+    gain = fastest.samples_per_s / before.samples_per_s - 1 if before.samples_per_s else 0.0
+    if gain < LEAST_GAIN - 1:
+        change = f"gains {gain:.0%}" if gain >= 0 else f"loses {-gain:.0%}"
+        return (
+            f"{beyond}doubling from {before.workers} to {workers} {change} samples per second, and less than "
+            f"{LEAST_GAIN - 1:.0%} does not count as worthwhile."
+        )
+    if fastest.efficiency < LEAST_EFFICIENCY:
+        return (
+            f"{beyond}with {workers} workers, {fastest.efficiency:.0%} of a step would be computation, and less than "
+            f"{LEAST_EFFICIENCY:.0%} does not count as worthwhile."
+        )
+    return ""
+
+
+def _all_pay(most: int) -> str:
+    if most == 1:
+        return "More than one worker was not predicted: the cluster has no room for two."
+    return (
+        f"Every doubling pays up to {most} workers, the most that were predicted: it gains at least "
+        f"{LEAST_GAIN - 1:.0%} samples per second, and at least {LEAST_EFFICIENCY:.0%} of a step is computation."
+    )
 
 
 def _doubled(cluster: Cluster, global_batch: int | None) -> Iterator[int]:
-    """2, 4, 8, ... while the cluster has places and the batch has samples for all."""
+    """Yield 2, 4, 8, ... while the cluster has slots, and the global batch has samples, for all."""
     workers = 2
     while workers <= min(MOST_WORKERS, global_batch or MOST_WORKERS):
         try:

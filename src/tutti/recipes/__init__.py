@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutti.errors import ConfigError
 from tutti.plugins import Registry, checked, load
+from tutti.recipes.factory import call_factory, describe
 
 if TYPE_CHECKING:
     from tutti.recipes.base import Recipe, accuracy, cross_entropy
@@ -53,6 +54,8 @@ RECIPES: Registry["Callable[..., Recipe]"] = Registry(
 )
 """Functions that make a recipe, by name. Packages add theirs by entry points of the group `tutti.recipes`."""
 
+_FACTORY_RETURNS = "A factory to train returns a tutti.recipes.Recipe."
+
 _MODULES = {
     "base": ("Recipe", "accuracy", "cross_entropy"),
     "data": ("ArrayDataset", "MapDataset", "Splits", "collate"),
@@ -70,9 +73,18 @@ def __getattr__(name: str) -> Any:
 
 
 def recipe(name: str, **options: Any) -> "Recipe":
-    """Make the recipe listed as `name` with its own `options`: `recipe("mnist-mlp", second_hidden=800)`."""
+    """Make the recipe listed as `name` with its own `options`: `recipe("mnist-mlp", second_hidden=800)`.
+
+    A name with a colon is a user's function that returns a `Recipe`: `recipe("my_recipes:tiny", width=64)` calls
+    `tiny(width=64)` of `my_recipes.py`, in the working directory or installed.
+    """
     from tutti.recipes.base import Recipe
 
+    if ":" in name:
+        returned = call_factory(name, options, _FACTORY_RETURNS)
+        if not isinstance(returned, Recipe):
+            raise ConfigError(f"{name} returned {describe(returned)}. {_FACTORY_RETURNS}")
+        return returned
     make = RECIPES.find(name)
     known = inspect.signature(make).parameters
     if unknown := sorted(options.keys() - known.keys()):

@@ -4,9 +4,10 @@
 seconds.
 """
 
-import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from tutti.plugins import load
 
 T = TypeVar("T")
 
@@ -25,9 +26,3 @@ class LazyRegistry(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._locations)
-
-
-def load(location: str) -> Any:
-    """Import the object that "module:attribute" names."""
-    module, _, attribute = location.partition(":")
-    return getattr(importlib.import_module(module), attribute)

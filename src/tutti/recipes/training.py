@@ -1,31 +1,31 @@
-"""Train a recipe: what every worker of `tutti train` runs."""
+"""The training loop of `tutti train`: a recipe on this rank, with the public API that a user's script has.
 
-from collections.abc import Iterable, Iterator
+Every rank runs `train`. It calls `init`, `distribute` and `shard` as any script does. `GlobalBatches` make the steps
+of N workers see the samples that the steps of one worker see, so that N workers give the result of one.
+"""
+
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from tutti.collectives import native
-from tutti.data.shard import ShardedLoader, shard
-from tutti.errors import ConfigError
+from tutti.data import GlobalBatches, shard
 from tutti.job import Job, distribute
 from tutti.launch import init
-from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
-from tutti.strategies import parse
+from tutti.recipes.progress_reports import ProgressReports
 from tutti.world import World
 
-_REPORTS = 500
-"""About so many in a run, however fast it is: enough for a curve."""
-
-_REPORT_SECONDS = 2.0
-"""A slow run reports this often too, unless its seconds are only simulated."""
+_TEST_BATCH_SIZE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,118 +33,89 @@ class TrainingConfig:
     """What to train and how; the same on every worker."""
 
     recipe: str
+    """A recipe's name, or "module:function" of a function that returns a `Recipe`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The recipe's own."""
+    """Options of the recipe."""
     strategy: str = "native"
     data: str | None = None
+    """Folder that contains the datasets."""
     epochs: int | None = None
+    """Passes over the training data. Default: the recipe's."""
     batch_size: int | None = None
-    """Over all workers together; the recipe's own if None."""
+    """Samples per step over all workers. Default: the recipe's."""
     until: float | None = None
-    """Test accuracy after which to stop, at the end of an epoch, where all ranks know it."""
+    """Test accuracy at which training stops, at the end of an epoch. Synchronous strategies only."""
     seed: int = 0
+    """Seed of the initial parameters and of the shuffling."""
     lr_scale: float = 1.0
-    """Times the recipe's learning rate: updates that come late need a lower one."""
+    """Factor on the recipe's learning rate. Stale updates need a lower rate."""
     double: bool = False
-    """Whether to compute in float64, where runs on different numbers of workers can be compared closely."""
+    """Whether to train in float64, in which runs on different numbers of workers can be compared closely."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run went, on one rank. Only the leader knows the accuracy, unless the strategy is synchronous."""
+    """The result of a run on one rank."""
 
     loss: float
+    """Loss of this rank's last step."""
     accuracy: float
+    """Test accuracy. Under a strategy that is not synchronous it is NaN on every rank but the leader."""
     target: float
+    """Test accuracy that the recipe should reach."""
     steps: int
     samples: int
+    """Samples that all ranks trained on."""
     seconds: float
     bytes_sent: int
+    """Bytes that this rank sent."""
     waiting_share: float
+    """Part of the time that this rank waited for others."""
     strategy_metrics: dict[str, Any]
-    """What the strategy itself reports: `job.metrics.strategy`."""
+    """The metrics of the strategy, `job.metrics.strategy`."""
     parameters: Tensor
+    """All parameters of the trained model, flattened."""
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields but the parameters."""
         return {name: value for name, value in asdict(self).items() if name != "parameters"}
 
 
-class GlobalBatches(Sampler[list[int]]):
-    """Shuffled batches of the same samples however many workers there are, each cut into one part per worker.
-
-    The last takes what would be left after it, so that none is smaller than `batch_size`, and up to so many workers
-    have a part of each.
-    """
-
-    alike = True
-    """Drawn the same by every rank, without asking the others."""
-
-    def __init__(self, num_samples: int, batch_size: int, num_parts: int, seed: int) -> None:
-        self.num_samples = num_samples
-        self.num_parts = num_parts
-        self._cuts = list(range(batch_size, num_samples - batch_size + 1, batch_size))
-        self._generator = torch.Generator().manual_seed(seed)
-        if num_parts > (smallest := min(batch_size, num_samples)):
-            raise ConfigError(
-                f"a batch of {smallest} samples cannot be cut for {num_parts} workers: each needs at least one. "
-                f"Use {smallest} workers or fewer."
-            )
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self.num_samples, generator=self._generator)
-        for batch in order.tensor_split(self._cuts):
-            yield from (part.tolist() for part in batch.tensor_split(self.num_parts))
-
-    def __len__(self) -> int:
-        return (len(self._cuts) + 1) * self.num_parts
-
-
-def train(task: TrainingConfig) -> TrainingResult:
-    """Train on this rank, together with the others, reporting as it goes."""
+def train(config: TrainingConfig) -> TrainingResult:
+    """Train a recipe on this rank, together with all other ranks, and report progress to the launcher. Collective."""
     world = init()
-    made = recipe(task.recipe, **task.options)
-    torch.manual_seed(task.seed)
-    model = made.model().double() if task.double else made.model()
-    optimizer = made.optimizer(model)
-    for group in optimizer.param_groups:
-        group["lr"] *= task.lr_scale
-    splits = made.data(Path(task.data) if task.data else None)
-    epochs = task.epochs or made.epochs
-    strategy = parse(task.strategy)
-    with distribute(model, optimizer, strategy, world=world) as job:
-        world = job.world
-        batches = GlobalBatches(len(splits.train), task.batch_size or made.batch_size, world.size, task.seed)
-        loader = ShardedLoader(DataLoader(splits.train, batch_sampler=batches, collate_fn=collate), 0, world)
-        progress = _Progress(job, world, epochs, len(loader), len(splits.train))
-        for epoch in range(epochs):
-            for x, y in loader:
-                loss = made.loss(model(x.double() if task.double and x.is_floating_point() else x), y)
+    made = recipe(config.recipe, **config.options)
+    torch.manual_seed(config.seed)
+    model, optimizer = _model_and_optimizer(made, config)
+    splits = made.data(Path(config.data) if config.data else None)
+    num_samples, epochs = len(splits.train), config.epochs or made.epochs
+    evaluation = _Evaluation(made, model, splits.test, config.double)
+    with distribute(model, optimizer, config.strategy, world=world) as job:
+        sampler = GlobalBatches(num_samples, config.batch_size or made.batch_size, job.world.size, config.seed)
+        batches = shard(DataLoader(splits.train, batch_sampler=sampler, collate_fn=collate), world=job.world)
+        reports = ProgressReports(job, epochs, len(sampler) // sampler.num_parts, num_samples)
+        for epoch in range(1, epochs + 1):
+            for x, y in batches:
+                loss = made.loss(model(_in_precision(x, config.double)), y)
                 job.watch(loss)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                progress.step(loss)
-            if strategy.synchronous:
-                with job.consensus():
-                    accuracy = evaluate(made, model, shard(_whole(splits.test), world=world), world, task.double)
-                progress.epoch(loss, accuracy)
-                if task.until is not None and accuracy >= task.until:
-                    break
-            elif job.is_leader and epoch + 1 < epochs:
-                # The other ranks train on meanwhile, unless every step needs all ranks.
-                with nullcontext() if strategy.needs_all_ranks else job.away():
-                    progress.epoch(loss, evaluate(made, model, _whole(splits.test), None, task.double))
-        metrics, is_leader = job.metrics, job.is_leader
-    if not strategy.synchronous:  # When all have finished, all have the same.
-        accuracy = evaluate(made, model, _whole(splits.test), None, task.double) if is_leader else float("nan")
-        if is_leader:
-            progress.epoch(loss, accuracy)
+                reports.step(loss)
+            accuracy = _evaluate_epoch(evaluation, job, reports, loss, last=epoch == epochs)
+            if config.until is not None and accuracy >= config.until:
+                break
+        metrics, synchronous, is_leader = job.metrics, job.strategy.synchronous, job.is_leader
+    if not synchronous and is_leader:
+        # Leaving the job brought the parameters of all ranks together: only now are they the final ones.
+        accuracy = evaluation.accuracy()
+        reports.evaluation(loss, accuracy)
     return TrainingResult(
         loss=float(loss.detach()),
         accuracy=accuracy,
         target=made.target,
         steps=metrics.steps,
-        samples=(epoch + 1) * len(splits.train),
+        samples=epoch * num_samples,
         seconds=metrics.seconds,
         bytes_sent=metrics.bytes_sent,
         waiting_share=metrics.waiting_share,
@@ -153,68 +124,59 @@ def train(task: TrainingConfig) -> TrainingResult:
     )
 
 
-def evaluate(made: Recipe, model: nn.Module, batches: Iterable[Any], world: World | None, double: bool) -> float:
-    """Test accuracy of the model as it is: over what is given here, and what is given to the others of a world."""
-    right = torch.zeros(2, dtype=torch.float64)
-    with torch.no_grad():
-        model.eval()
-        for x, y in batches:
-            scores = model(x.double() if double and x.is_floating_point() else x)
-            right += torch.tensor([float(made.accuracy(scores, y)) * len(y), len(y)])
-        model.train()
-    if world is not None:
-        native(right, world.transport)
-    return float(right[0] / right[1])
+def _model_and_optimizer(made: Recipe, config: TrainingConfig) -> tuple[nn.Module, Optimizer]:
+    model = made.model().double() if config.double else made.model()
+    optimizer = made.optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"] *= config.lr_scale
+    return model, optimizer
 
 
-def _whole(test: MapDataset) -> DataLoader[Any]:
-    return DataLoader(test, batch_size=256, collate_fn=collate)
+def _in_precision(inputs: Tensor, double: bool) -> Tensor:
+    """The inputs in float64 if the model is; token numbers stay integers."""
+    return inputs.double() if double and inputs.is_floating_point() else inputs
 
 
-class _Progress:
-    """Tells whoever watches how far the first rank is: every so many steps, and by time where time is real.
+def _evaluate_epoch(
+    evaluation: "_Evaluation", job: Job, reports: ProgressReports, loss: Tensor, *, last: bool
+) -> float:
+    """Measure and report the test accuracy at the end of an epoch; NaN where this rank does not know it.
 
-    In a simulation all ranks tell: it costs nothing there, and one part of a small batch says little.
+    Under a synchronous strategy all ranks measure it together, on the parameters that they agree on. Otherwise the
+    leader does so alone, and the others train on meanwhile, unless every step needs all ranks. After the last epoch
+    `train` measures it, once the job has finished.
     """
+    if job.strategy.synchronous:
+        with job.consensus():
+            accuracy = evaluation.accuracy(job.world)
+        reports.evaluation(loss, accuracy)
+        return accuracy
+    if job.is_leader and not last:
+        with nullcontext() if job.strategy.needs_all_ranks else job.away():
+            reports.evaluation(loss, evaluation.accuracy())
+    return nan
 
-    def __init__(self, job: Job, world: World, epochs: int, steps: int, samples: int) -> None:
-        """`steps` and `samples` are of one epoch."""
-        self._job, self._steps, self._samples = job, steps, samples
-        self._total_steps = epochs * steps
-        simulated = world.transport.cluster is not None
-        self._simulated = simulated
-        self._link = SupervisorPipe()
-        self._every = -(-self._total_steps // _REPORTS)
-        self._patience_s = float("inf") if simulated else _REPORT_SECONDS
-        self._now = world.transport.now
-        self._last_s = self._now()
-        self._zero_s = 0.0 if simulated else self._last_s - job.metrics.seconds
 
-    def step(self, loss: Tensor) -> None:
-        first_or_due = self._job.steps % self._every == 1 % self._every
-        due = first_or_due or self._now() - self._last_s > self._patience_s
-        if due and (self._simulated or self._job.is_leader):
-            self._send("step", loss=float(loss.detach()))
+@dataclass(frozen=True)
+class _Evaluation:
+    """The test data of a recipe, and the model to evaluate on it."""
 
-    def epoch(self, loss: Tensor, accuracy: float) -> None:
-        if self._job.is_leader:
-            self._send("epoch", loss=float(loss.detach()), accuracy=accuracy)
+    made: Recipe
+    model: nn.Module
+    test: MapDataset
+    double: bool
 
-    def _send(self, kind: str, **values: float) -> None:
-        metrics = self._job.metrics
-        self._last_s = self._now()
-        epoch = metrics.steps / self._steps
-        old = metrics.strategy.get("staleness")
-        stale = {"staleness": round(sum(k * n for k, n in old.items()) / sum(old.values()), 3)} if old else {}
-        self._link.progress(
-            kind=kind,
-            epoch=round(epoch, 4),
-            step=metrics.steps,
-            total_steps=self._total_steps,
-            seconds=float(f"{self._last_s - self._zero_s:.6g}"),
-            samples_per_s=round(epoch * self._samples / metrics.seconds, 1),
-            bytes_sent=metrics.bytes_sent,
-            waiting_share=round(metrics.waiting_share, 4),
-            **stale,
-            **values,
-        )
+    def accuracy(self, world: World | None = None) -> float:
+        """The test accuracy of the model as it is. With a world, each rank evaluates a part. Collective then."""
+        loader = DataLoader(self.test, batch_size=_TEST_BATCH_SIZE, collate_fn=collate)
+        batches: Iterable[Any] = loader if world is None else shard(loader, world=world)
+        right_and_total = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            self.model.eval()
+            for x, y in batches:
+                scores = self.model(_in_precision(x, self.double))
+                right_and_total += torch.tensor([float(self.made.accuracy(scores, y)) * len(y), len(y)])
+            self.model.train()
+        if world is not None:
+            native(right_and_total, world.transport)
+        return float(right_and_total[0] / right_and_total[1])

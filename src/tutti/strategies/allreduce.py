@@ -1,4 +1,17 @@
-"""All-reduce of gradients, bucket by bucket, while backward still runs."""
+"""`AllReduce`: the mean of all gradients in every step, exact or compressed, bucket by bucket while backward runs.
+
+How it works:
+
+- Gradients lie in buckets, in the order in which backward fills them. A full bucket is started at once, so that its
+  all-reduce overlaps with the rest of backward.
+- A rank's gradient counts in proportion to its samples. Ranks therefore share their weights first (`Mean.begin`).
+  Buckets that fill before all weights are known wait in `_waiting`.
+- `_under_way` holds the started buckets in order. `backward_done` starts what is left (`release`), then waits for all
+  of them in that order (`complete`). All ranks start buckets in the same order, which the matching of messages relies
+  on.
+- A rank whose loss is not finite sends the weight NaN. Every rank then gets `WeightRefused` in the same step, and
+  raises `NonFiniteLoss` with the ranks that had it. A lost rank ends waits by the transport's error, which names it.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +27,7 @@ from tutti.replica import Bucket, Replica
 from tutti.strategies.allreduce_cost import communication_cost
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.compressed_means import CompressedMean
-from tutti.strategies.converged import Converged
+from tutti.strategies.converged import ConvergenceMonitor
 from tutti.strategies.means import CollectiveMean, Mean, NativeSumMean, TransportMean
 from tutti.transports import Averages, HostsTransport, SharesMemory, Transport, Work
 from tutti.transports.base import CompletedWork
@@ -25,37 +38,43 @@ Algorithm = Literal[
 ]
 
 NAMES: tuple[Algorithm, ...] = get_args(Algorithm)
+"""Names of all-reduce algorithms, as `AllReduce` takes them."""
 
 _CANDIDATES: tuple[Algorithm, ...] = ("native", "ring", "butterfly", "tree", "recursive_doubling")
-"""For the planner. Not "hierarchical", which "native" is where it can be, nor "cheapest", which compares the others
-itself."""
+"""Algorithms that the planner compares.
+
+"hierarchical" is what "native" does where ranks share hosts, and "cheapest" compares the others itself.
+"""
 
 _LARGE_BUCKET_BYTES = 64 * 2**20
-"""For the planner, beside the default: fewer buckets wait for fewer latencies."""
+"""Bucket size that the planner compares with the default: fewer buckets wait for fewer latencies."""
 
 _CANDIDATE_CODECS: tuple[Codec, ...] = tuple(
     ErrorFeedback(codec)
     for codec in (Cast("bf16"), Cast("fp8"), Quantize(4), OneBit(), TopK(0.01), TopK(0.001), LowRank())
 )
+"""Codecs that the planner compares."""
+
 OPTIONS = ("bucket_bytes", "exact_below", "skip_converged", "check_every")
 """Options of `AllReduce` that its text may have, beside an algorithm or a codec."""
 
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Every step, every rank gets the mean of all gradients, weighted by samples (Li et al. 2020).
+    """In every step, every rank gets the mean of all gradients, weighted by samples (Li et al. 2020).
 
     Args:
-        algorithm: how the sum travels. "native" is the transport's own way, "cheapest" measures the link and takes the
-            cheapest for each bucket, and the others are those of `tutti.collectives`.
-        bucket_bytes: gradients that travel together. More start sooner if it is smaller, and each
-            costs less if it is larger.
-        codec: how gradients are said in fewer bytes, such as `ErrorFeedback(OneBit())`; None says them exactly.
-        exact_below: with a codec, gradients of fewer elements (biases, norms) are exact all the same.
-        skip_converged: leave out parameters that moved by less than this share of their length in a window of
-            `check_every` steps: for a window, then longer, looking again in between whether they move. Meanwhile they
-            have no gradient, and the optimiser leaves them and what it keeps of them alone. None leaves out nothing.
-        check_every: steps in such a window.
+        algorithm: the all-reduce algorithm for exact gradients. "native" is the transport's own, "cheapest" measures
+            the link and takes the cheapest one for each bucket, and the others are those of `tutti.collectives`. It
+            cannot be given with a codec, because compressed gradients are summed as the codec requires.
+        bucket_bytes: bytes of gradients that travel together. Smaller buckets start sooner; larger ones wait for fewer
+            latencies.
+        codec: compresses gradients, such as `ErrorFeedback(OneBit())`. None sends them exactly.
+        exact_below: with a codec, gradients of fewer elements (biases, norms) are sent exactly.
+        skip_converged: skip parameters that moved by less than this share of their norm in a window of `check_every`
+            steps: for one window, then for longer, with checks in between whether they move. Meanwhile they have no
+            gradient, and the optimiser leaves them and its state for them alone. None skips nothing.
+        check_every: steps in a window of `skip_converged`.
     """
 
     preference = 0
@@ -77,7 +96,7 @@ class AllReduce(Strategy):
         if self.codec is not None and not isinstance(self.codec, Codec):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
-            mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+            mistakes.append(f"{self.codec!r} accumulates what it has not sent: wrap it in ErrorFeedback(...)")
         elif self.codec is not None and self.algorithm != "native":
             mistakes.append(
                 f"algorithm '{self.algorithm}' would change nothing beside a codec, because compressed gradients are "
@@ -88,7 +107,7 @@ class AllReduce(Strategy):
         if self.skip_converged is not None and not 0 < self.skip_converged < 1:
             mistakes.append(f"skip_converged must be above 0 and below 1, or None, got {self.skip_converged}")
         if self.skip_converged is not None and self.codec is not None:
-            mistakes.append("skip_converged goes with exact gradients: a codec would still owe what it has left out")
+            mistakes.append("skip_converged goes with exact gradients: a codec would still owe what it has not sent")
         if self.check_every < 1:
             mistakes.append(f"check_every must be 1 or more, got {self.check_every}")
         if mistakes:
@@ -127,29 +146,30 @@ class AllReduce(Strategy):
 
 
 class AllReduceExchange(Exchange):
-    """Starts a bucket's reduction as soon as the bucket is full, and waits for all at the end of backward."""
+    """Starts a bucket's all-reduce when the bucket is full, and waits for all of them at the end of backward."""
 
     def __init__(self, replica: Replica, transport: Transport, strategy: AllReduce) -> None:
         super().__init__(replica, transport)
         alone = transport.size == 1
         codec = None if alone else strategy.codec
         if codec is not None and isinstance(transport, SharesMemory) and not isinstance(transport, HostsTransport):
-            transport = transport.inner  # What is encoded travels in messages.
+            transport = transport.inner  # Packets travel in messages.
         self._mean = _mean_over(replica, transport, strategy, codec)
-        self._owed: dict[str, Any] = {}  # Alone: what ranks before it had left out, kept for those that come.
+        # A single rank sends nothing. It keeps residuals from a checkpoint of several ranks for a later one.
+        self._unused_state: dict[str, Any] = {}
         self._weights_known: Work = CompletedWork()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []
-        self._converged: Converged | None = None
-        self._num_elements = [0, 0]  # Of gradients so far: those left out, and all.
+        self._converged: ConvergenceMonitor | None = None
+        self._num_elements = [0, 0]  # Gradient elements so far: skipped, and all.
         if not alone:
             replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
         if not alone and strategy.skip_converged is not None and not replica.sizes_only:
-            self._converged = Converged(replica.slots, strategy.skip_converged, strategy.check_every)
+            self._converged = ConvergenceMonitor(replica.slots, strategy.skip_converged, strategy.check_every)
 
     def backward_started(self, weight: float) -> None:
         self._sent_before = self.transport.bytes_sent
-        if self.replica.buckets:  # None are left if all parameters have converged.
+        if self.replica.buckets:  # There are none if all parameters are skipped.
             self._weights_known = self._mean.begin(weight)
 
     def bucket_ready(self, bucket: Bucket) -> None:
@@ -165,13 +185,13 @@ class AllReduceExchange(Exchange):
         self.events.record(Event(EXCHANGE, start_s, self.transport.now(), num_bytes))
 
     def release(self) -> None:
-        """Start what was not started yet."""
+        """Start the buckets that have not been started, and let all of them run to their end."""
         self._weights_known.wait()
         self._start_waiting()
         self._mean.flush()
 
     def complete(self) -> None:
-        """Wait for all buckets."""
+        """Wait for all buckets, and finish their means."""
         for bucket, work in self._under_way:
             try:
                 work.wait()
@@ -193,14 +213,14 @@ class AllReduceExchange(Exchange):
         """With `skip_converged`, `skipped` is the share of all gradient elements that was not exchanged."""
         if self._converged is None:
             return {}
-        left_out, everything = self._num_elements
-        return {"skipped": left_out / everything if everything else 0.0}
+        skipped, total = self._num_elements
+        return {"skipped": skipped / total if total else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
         if self._converged is not None:
             order = [slot.name for slot in self.replica.slots] if self.replica.arranged else None
             return {"order": order, "converged": self._converged.state_dict()}
-        return self._mean.state_dict() if isinstance(self._mean, CompressedMean) else self._owed
+        return self._mean.state_dict() if isinstance(self._mean, CompressedMean) else self._unused_state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._converged is not None and state:
@@ -211,9 +231,10 @@ class AllReduceExchange(Exchange):
         elif isinstance(self._mean, CompressedMean) and state:
             self._mean.load_state_dict(state)
         else:
-            self._owed = state
+            self._unused_state = state
 
     def _start_waiting(self) -> None:
+        """Start the all-reduce of every bucket that waited for the weights."""
         while self._waiting:
             bucket = self._waiting.popleft()
             try:
@@ -222,14 +243,16 @@ class AllReduceExchange(Exchange):
                 raise self.stopped(refusal) from None
 
     def stopped(self, refusal: WeightRefused) -> NonFiniteLoss:
+        """Return the error that says on which ranks, and in which step, the loss was not finite."""
         return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
 
 
 def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, codec: Codec | None) -> Mean:
+    """Return the means of gradients for this strategy, transport and device."""
     algorithm = strategy.algorithm
     if codec is not None:
         return CompressedMean(replica, transport, codec)
-    # On GPUs there is nothing to choose: what NCCL does there, nothing else does.
+    # On GPUs there is nothing to measure: NCCL alone sums there without a copy to the host.
     if algorithm == "cheapest" and not replica.device_types <= {"cpu", "meta"}:
         algorithm = "native"
     if algorithm == "cheapest":

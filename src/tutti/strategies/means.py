@@ -1,4 +1,8 @@
-"""Means over ranks of the buckets of one backward pass, exact ones."""
+"""Exact means over ranks of the buckets of one backward pass: by the transport, its all-reduce, or a collective.
+
+Ranks count in proportion to their samples. A weighted mean is a sum of gradients that were scaled by weight × ranks /
+total weight, divided by the number of ranks; equal weights are not scaled, so that the bits are those of a plain mean.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -14,25 +18,27 @@ from tutti.transports.base import CompletedWork, Operation
 
 
 class Mean(Protocol):
-    """Weighted means over ranks, of all buckets of one backward pass."""
+    """Weighted means over ranks of all buckets of one backward pass: `begin`, `start` per bucket, `flush`, `finish`."""
 
     def begin(self, weight: float) -> Work:
-        """Tell the other ranks this rank's weight; `start` may follow when the work is done."""
+        """Start to share this rank's weight with the others. `start` may be called when the work is done."""
         ...
 
-    def start(self, bucket: Bucket) -> Work: ...
+    def start(self, bucket: Bucket) -> Work:
+        """Start the mean of a full bucket, in place. All ranks start buckets in the same order."""
+        ...
 
     def flush(self) -> None:
-        """All buckets of this pass have been started: hold nothing back."""
+        """Run everything to its end: all buckets of this pass have been started."""
         ...
 
     def finish(self, bucket: Bucket) -> None:
-        """Do what is left once the work that `start` gave is done."""
+        """Complete the mean once the work that `start` returned is done."""
         ...
 
 
 class TransportMean:
-    """The transport weighs by itself."""
+    """Leaves the weighted mean to the transport: shared memory reads every rank's weight beside its gradient."""
 
     def __init__(self, transport: Averages) -> None:
         self._transport = transport
@@ -52,7 +58,7 @@ class TransportMean:
 
 
 class NativeSumMean:
-    """The transport sums: ranks tell each other their weights first, while backward goes on."""
+    """Sums by the transport's own all-reduce. Ranks share their weights first, while backward runs."""
 
     def __init__(self, transport: Transport, all_reduce: Callable[[Tensor], Work]) -> None:
         self._transport = transport
@@ -74,7 +80,11 @@ class NativeSumMean:
 
 
 class CollectiveMean:
-    """A collective sums, step by step, beside backward: the weights first, then bucket after bucket."""
+    """Sums by a collective that runs in the background: the weights first, then bucket after bucket.
+
+    Operations of one transport run in the order in which they were started. Buckets started after the weights therefore
+    find them complete, and `begin` need not wait.
+    """
 
     def __init__(self, transport: Transport, choose: Callable[[int], Collective]) -> None:
         self._transport = transport
@@ -94,33 +104,41 @@ class CollectiveMean:
         return None
 
     def steps(self, bucket: Bucket, weights: Tensor) -> Operation:
-        """What `start` has taken, for ranks of these weights."""
+        """Return the operation that `start` runs, for ranks of these weights."""
         yield from self.of_flat(bucket.flat, weights)
 
     def of_flat(self, flat: Tensor, weights: Tensor) -> Operation:
-        """The same for any flat tensor."""
+        """Return the same operation for any flat tensor."""
         weigh(flat, weights, self._transport.rank)
         yield from self._choose(flat.nbytes).steps(flat, self._transport)
         flat.div_(self._transport.size)
 
 
 def start_sharing_weights(weight: float, transport: Transport) -> Tensor:
-    """The weights of all ranks, for steps that are started after this: those are taken in order, and need not wait."""
+    """Start to share weights, and return the vector that will hold them.
+
+    It is complete for operations that are started on the transport after this, because those run in order.
+    """
     weights = local_weights(weight, transport)
     transport.start(share_weights(weights, transport))
     return weights
 
 
-def when_filled(tensor: Tensor, steps: Operation) -> Operation:
-    """The same steps, for another thread than the one that fills `tensor`: on a GPU each waits for the other."""
+def when_filled(tensor: Tensor, operation: Operation) -> Operation:
+    """Return the operation for a background thread, ordered after what fills `tensor` on a GPU.
+
+    CUDA streams are ordered within a thread only. The operation first waits for an event recorded here, after the
+    kernels that fill the tensor. At its end it waits for its own kernels, so that the training thread may read the
+    result.
+    """
     if not tensor.is_cuda:
-        return steps
+        return operation
     filled = torch.cuda.Event()
     filled.record()
 
     def waiting() -> Operation:
         filled.synchronize()
-        yield from steps
+        yield from operation
         torch.cuda.synchronize(tensor.device)
 
     return waiting()

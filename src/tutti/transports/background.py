@@ -33,7 +33,7 @@ def run_operation(operation: Operation) -> None:
         try:
             work = next(operation) if failure is None else operation.throw(failure)
         except StopIteration:
-            return
+            return  # Also where the operation has caught the error and ended.
         failure = None
         try:
             work.wait()

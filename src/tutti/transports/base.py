@@ -3,7 +3,7 @@
 How it works
 ------------
 A transport joins a fixed set of ranks. `isend` and `irecv` start a message and return a `Work`; nothing blocks until
-somebody calls `Work.wait`. A message is matched by source, destination and tag, and messages of one (source, tag)
+`Work.wait` is called. A message is matched by source, destination and tag, and messages of one (source, tag)
 arrive in the order in which they were sent.
 
 Collectives are written as generators (`Operation`). An operation yields each `Work` it depends on and is resumed when

@@ -15,7 +15,7 @@ continued, let the engine wait for messages. Whoever makes a pass holds `_turn`.
   (`_stay_away`): in a sequence of blocking calls, each of them would otherwise fight it for the turn.
 - A caller of `spawn_inline` runs only the first part of its new operation, under `engine.guard`, without the turn.
   The guard excludes passes and message handlers, not the engine's wait. If the operation has to wait, its sockets are
-  already registered with the selector, so their events end that wait: nobody has to be woken.
+  already registered with the selector, so their events end that wait, and no thread has to be woken.
 
 Who may write what: `_new` is appended under `_lock`, and emptied by the holder of `_turn`. `_operations` belongs to the
 holder of `_turn`. An operation is resumed only under `engine.guard`, by one thread at a time.
@@ -39,7 +39,7 @@ from tutti.transports.base import Operation, Work
 from tutti.transports.membership import WATCH_SECONDS
 
 _STAY_AWAY_SECONDS = 0.001
-"""How long the loop's thread leaves the turn to callers that drive. Operations nobody waits for are delayed as much."""
+"""How long the loop's thread leaves the turn to callers that drive. Other operations are delayed as much."""
 
 
 class ProgressEngine(ABC):
@@ -103,6 +103,7 @@ class _SpawnedOperation(DrivableWork):
         except StopIteration:
             self._ended.set()
         except Exception as error:
+            # Only this operation ends. The others, and the loop, go on.
             self.abort(error)
         return progressed
 
@@ -127,6 +128,7 @@ class _SpawnedOperation(DrivableWork):
     def wait(self) -> None:
         started = time.monotonic()
         while not self._ended.wait(self._loop.timeout_s):
+            # Progress after the wait began restarts the deadline, so a late check is not yet a timeout.
             late = time.monotonic() - max(started, self._progressed_at) > self._loop.timeout_s
             if late and self._has_deadline:
                 raise self._loop.engine.timeout_error("a reply")
@@ -201,6 +203,7 @@ class EventLoop:
             if self._num_drivers:
                 return
             self._num_drivers, self._num_drives = 1, self._num_drives + 1
+        # From here on the loop's thread gives the turn up when it sees the driver, and does not take it again.
         try:
             if not self._turn.acquire(blocking=False):
                 self.engine.wake()  # The loop's thread, which sees the driver and releases the turn.
@@ -228,6 +231,7 @@ class EventLoop:
         except BaseException as error:  # The engine failed: every caller that waits must get an error.
             stopped = RankLost(f"{self._name}: the thread that moves messages here stopped with {error!r}.")
             self._failure = error if isinstance(error, Exception) else stopped
+        # Under the lock: no operation can be added after the ones that are ended below.
         with self._lock:
             self._closed = True
         # A driver may still hold the turn; it leaves because the loop is closed.
@@ -252,5 +256,6 @@ class EventLoop:
         with self.engine.guard:
             progressed = [spawned.advance(self.engine) for spawned in self._operations]
         self._operations[:] = [spawned for spawned in self._operations if not spawned.done()]
+        # An operation that continued may have set a signal or freed a message for another: look at all of them again.
         if not any(progressed) and not self._new and not self._closed:
             self.engine.idle(seconds)

@@ -10,10 +10,10 @@ How it works
 Collectives that know both levels (the hierarchical all-reduce, the torch backend) use `within` and `across` directly.
 Everything else sees an ordinary transport and goes through `inner`.
 
-While a leader waits for other hosts, the other ranks of its host wait for the leader in shared memory. They cannot see
-whether data moves between hosts. So the leader's sockets report progress into `within` whenever a wait ends or data
-arrives, which restarts the deadlines there. If another host is gone, the leader fails, announces that in the channel
-`within`, and the ranks that wait for it fail in turn.
+While a leader waits for other hosts, the other ranks of its host wait for the leader in shared memory. They cannot
+see whether data moves between hosts. So the leader's sockets report progress into `within` whenever a wait ends or
+data arrives, which restarts the deadlines there. If another host is gone, the leader fails. The ranks that wait for
+it see that it left, or that it aborted the channel, and fail in turn.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ that key went by itself and is the cause. If all fled, all of them are reported.
 
 Waits: `await_keys` polls the store. It ends when all keys are there, when a rank is found gone (`RankLost`), or after
 `timeout` (`DeadlineExceeded`). The store may end with the launcher: its errors are taken as "nothing announced",
-because no rank is left then that could be told.
+because no rank is left then that could read it.
 """
 
 import json
@@ -43,7 +43,7 @@ def start_time(pid: int) -> int:
             fields = stat.read().rpartition(")")[2].split()  # The command before it may contain anything.
     except (FileNotFoundError, ProcessLookupError):
         return -1
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    return -1 if fields[0] in "ZX" else int(fields[19])  # State (zombie, dead) and start time: see proc(5).
 
 
 WATCH_SECONDS = 0.5
@@ -164,6 +164,7 @@ class Membership:
         me = self.peers[self.rank]
         if peer is me:
             return None
+        # Another start time: the process has ended, and its id was given to a new one.
         if peer.host_id == me.host_id and start_time(peer.pid) != peer.started:
             return f"its process {peer.pid} on {peer.host} has ended"
         return "it has left" if self._marked("left", peer.rank) else None

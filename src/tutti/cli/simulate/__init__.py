@@ -1,18 +1,18 @@
-"""`tutti simulate`: a recipe on simulated workers; one module for each of its commands."""
+"""`tutti simulate`: training on a simulated cluster. One module per command."""
 
 import typer
 
 from tutti.cli.simulate.clusters import clusters
-from tutti.cli.simulate.group import DEFAULT, RecipeOrCommand, Unnamed
+from tutti.cli.simulate.default_command import DEFAULT, DefaultCommand, DefaultCommandGroup
 from tutti.cli.simulate.run import run
 from tutti.cli.simulate.scaling import scaling
 
 app = typer.Typer(
-    help="Train a recipe on a simulated cluster: real gradients, virtual time.",
-    cls=RecipeOrCommand,
+    help="Train a recipe on a simulated cluster, with real gradients in virtual time.",
+    cls=DefaultCommandGroup,
     no_args_is_help=True,
     subcommand_metavar="| COMMAND [ARGS]...",
 )
-app.command(DEFAULT, cls=Unnamed, hidden=True)(run)
+app.command(DEFAULT, cls=DefaultCommand, hidden=True)(run)
 app.command("scaling")(scaling)
 app.command("clusters")(clusters)

@@ -1,4 +1,4 @@
-"""`tutti simulate clusters`: what to simulate on, in words."""
+"""`tutti simulate clusters`: descriptions of the predefined clusters."""
 
 from typing import Annotated
 
@@ -9,12 +9,15 @@ from tutti.cluster import PRESETS, Cluster
 
 def clusters(
     which: Annotated[
-        str | None, typer.Argument(metavar="NAME|FILE", help="One of them, or a TOML file; all by default.")
+        str | None,
+        typer.Argument(
+            metavar="NAME|FILE", help="Name of a predefined cluster, or a TOML file. Default: all predefined ones."
+        ),
     ] = None,
     toml: Annotated[
-        bool, typer.Option("--toml", help="Print a file instead, to change and to give to --cluster.")
+        bool, typer.Option("--toml", help="Print TOML instead, which --cluster accepts as a file.")
     ] = False,
 ) -> None:
-    """Describe the clusters that --cluster knows by name, or the one in a file."""
-    found = list(PRESETS.values()) if which is None else [Cluster.load(which)]
-    print("\n\n".join(cluster.to_toml().rstrip() if toml else str(cluster) for cluster in found))
+    """Describe the predefined clusters, or the one in a file."""
+    clusters = list(PRESETS.values()) if which is None else [Cluster.load(which)]
+    print("\n\n".join(cluster.to_toml().rstrip() if toml else str(cluster) for cluster in clusters))

@@ -1,104 +1,119 @@
-"""`tutti simulate scaling`: how a large model would train on many workers, by sizes alone."""
+"""`tutti simulate scaling`: the throughput of a large model on many simulated workers."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tutti.cli.bench.output import plain_table
+from tutti.cli.bench.strategies import split_strategies
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cli.place import numbers_of_workers
-from tutti.cli.simulate.place import ClusterText
-from tutti.cli.strategies import split_strategies
+from tutti.cli.options import ClusterText, JsonFile, PlotFile, parse_worker_counts
 from tutti.cluster import Cluster, Compute, format_size, format_time, parse_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.recipes.models import LARGE
 from tutti.recipes.speeds import IMAGES_PER_S, seconds_per_sample
 from tutti.report.plots import check_plot, label
 from tutti.report.scaling import plot_scaling
-from tutti.simulation.runs.scaling import ScalingCase, ScalingResult
-from tutti.simulation.runs.scaling import scaling as simulate_scaling
-from tutti.strategies import AllReduce, Strategy, parse
 
-STRATEGY = "ring:bucket_bytes=67108864"
-"""Buckets of 64 MiB: with many ranks each is cut into as many messages."""
+if TYPE_CHECKING:
+    from tutti.simulation.runs.scaling import ScalingCase, ScalingResult
+    from tutti.strategies import Strategy
+
+_DEFAULT_STRATEGY = "ring:bucket_bytes=67108864"
+"""Buckets of 64 MiB: a ring cuts each into as many messages as there are ranks."""
 
 
 def scaling(
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(LARGE)}.")] = "resnet50",
-    workers: Annotated[str, typer.Option("--workers", "-n", help="Numbers of workers, such as 8,64,512.")] = "8,64,512",
-    cluster_text: ClusterText = "ethernet-10g",
-    strategy: Annotated[str, typer.Option(help="How replicas stay together; commas between several.")] = STRATEGY,
-    batch: Annotated[int, typer.Option(min=1, help="Images of each worker in a step.")] = 64,
+    model: Annotated[str, typer.Option(help=f"Model to train: {', '.join(LARGE)}.")] = "resnet50",
+    workers: Annotated[
+        str, typer.Option("--workers", "-n", help="Comma-separated numbers of workers, such as 8,64,512.")
+    ] = "8,64,512",
+    cluster: ClusterText = "ethernet-10g",
+    strategy: Annotated[
+        str, typer.Option(help="Synchronisation strategy, or several with commas between.")
+    ] = _DEFAULT_STRATEGY,
+    batch: Annotated[int, typer.Option(min=1, help="Images per worker and step.")] = 64,
     accelerator: Annotated[
-        str | None, typer.Option(help=f"As fast as published: {', '.join(IMAGES_PER_S)}.", show_default="p100")
+        str | None,
+        typer.Option(
+            help=f"Accelerator whose published speed is assumed: {', '.join(IMAGES_PER_S)}.", show_default="p100"
+        ),
     ] = None,
-    sample: Annotated[
-        str | None, typer.Option(help="Time of an image, such as 4.5ms; 'cluster' is as its file says.")
+    sample_time: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Computing time of one image, such as 4.5ms; 'cluster' takes the cluster's."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="To simulate.")] = 3,
-    plot: Annotated[Path | None, typer.Option(help="Draw it here: a file that ends in .png or .svg.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps to simulate.")] = 3,
+    plot: PlotFile = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Simulate training of a large model without its values: images a second, and what is lost to the network.
+    """Simulate the training of a large model from its sizes alone: images per second, and scaling efficiency.
 
-    Time grows with the number of messages: of a ring, 2 × workers² for each bucket and step.
+    The simulation takes time in proportion to the number of messages. A ring sends 2 × workers² per bucket and step.
     """
+    from tutti.simulation.runs.scaling import ScalingCase
+    from tutti.strategies import parse
+
     check_writable(json_file)
     check_plot(plot)
     if model not in LARGE:
         raise UnknownName("model", model, LARGE)
-    place = _paced(Cluster.load(cluster_text), model, accelerator, sample)
-    numbers = numbers_of_workers(workers, 1, "8,64,512")
+    simulated = _with_sample_time(Cluster.load(cluster), model, accelerator, sample_time)
+    numbers = parse_worker_counts(workers, 1, "8,64,512")
     for number in numbers:
-        place.place(number)  # Better said now than after the others.
+        simulated.place(number)  # Refuses too many ranks now, not after the first simulations.
     strategies = {text: parse(text) for text in split_strategies(strategy)}
     console = Console()
-    console.print(f"{model}, {batch} images a worker, {place.name}: {place.compute}")
+    title = f"{model}, {batch} images per worker, {simulated.name}"
+    console.print(f"{title}: {simulated.compute}")
     results: dict[str, list[dict[str, Any]]] = {}
-    for text, each in strategies.items():
-        case = ScalingCase(model=model, cluster=place, strategy=each, batch_size=batch, steps=steps)
-        rows = _simulated(case, numbers, console)
-        console.print(_table(_in_words(each), rows))
+    for text, parsed in strategies.items():
+        case = ScalingCase(model=model, cluster=simulated, strategy=parsed, batch_size=batch, steps=steps)
+        rows = _simulate(case, numbers, console)
+        console.print(_table(_label(parsed), rows))
         results[text] = [row.as_dict() for row in rows]
-    write_json(json_file, {"model": model, "cluster": place.to_toml(), "batch_size": batch, "strategies": results})
+    write_json(json_file, {"model": model, "cluster": simulated.to_toml(), "batch_size": batch, "strategies": results})
     if plot is not None:
-        drawn = {_in_words(each): results[text] for text, each in strategies.items()}
-        plot_scaling(drawn, f"{model}, {batch} images a worker, {place.name}", plot)
-        console.print(f"drawn in {plot}")
+        plot_scaling({_label(parsed): results[text] for text, parsed in strategies.items()}, title, plot)
+        console.print(f"figure written to {plot}")
 
 
-def _paced(cluster: Cluster, model: str, accelerator: str | None, sample: str | None) -> Cluster:
-    """The cluster, with ranks that compute as fast as was asked for."""
-    if accelerator is not None and sample is not None:
-        raise ConfigError("give --accelerator or --sample, not both: each says how long an image takes.")
-    if sample == "cluster":
+def _with_sample_time(cluster: Cluster, model: str, accelerator: str | None, sample_time: str | None) -> Cluster:
+    """The cluster with the computing time of an accelerator, or with one that was given."""
+    if accelerator is not None and sample_time is not None:
+        raise ConfigError("give --accelerator or --sample-time, not both: each says how long an image takes.")
+    if sample_time == "cluster":
         return cluster
-    seconds = parse_time(sample) if sample is not None else seconds_per_sample(accelerator or "p100", model)
+    seconds = parse_time(sample_time) if sample_time is not None else seconds_per_sample(accelerator or "p100", model)
     return replace(cluster, compute=Compute(sample_s=seconds, step_s=cluster.compute.step_s))
 
 
-def _simulated(case: ScalingCase, numbers: list[int], console: Console) -> list[ScalingResult]:
+def _simulate(case: "ScalingCase", numbers: list[int], console: Console) -> "list[ScalingResult]":
+    from tutti.simulation.runs.scaling import scaling as simulate_scaling
+
     with console.status("", refresh_per_second=2) as status:
 
-        def on_progress(workers: int, now_s: float, num_messages: int) -> None:
+        def show(workers: int, now_s: float, num_messages: int) -> None:
             status.update(f"{workers} workers: {format_time(now_s)} of virtual time, {num_messages:,} messages")
 
-        return list(simulate_scaling(case, numbers, on_progress))
+        return list(simulate_scaling(case, numbers, show))
 
 
-def _in_words(strategy: Strategy) -> str:
+def _label(strategy: "Strategy") -> str:
+    from tutti.strategies import AllReduce
+
     if not isinstance(strategy, AllReduce):
         return str(strategy)
     return f"{label(strategy.algorithm)}, {format_size(strategy.bucket_bytes)} buckets"
 
 
-def _table(title: str, rows: list[ScalingResult]) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("workers", "step", "images/s", "efficiency", "sent/step", "messages", "took"):
+def _table(title: str, rows: "list[ScalingResult]") -> Table:
+    table = plain_table(title)
+    table.caption = "sent: bytes per worker and step; simulated in: real time"
+    for heading in ("workers", "step", "images/s", "efficiency", "sent", "messages", "simulated in"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

@@ -1,7 +1,15 @@
-"""The loops of codecs, for every kind of device: compiled for the CPU, in Triton for CUDA, in torch for all others.
+"""The inner loops of codecs for every kind of device: compiled for CPUs, in Triton for CUDA, in torch for all others.
 
-Each module has the same functions. They work on flat float32 tensors, and what they promise of NaN and infinity is
-in `tutti.codecs.base`.
+The modules `cpu`, `cuda` and `reference` have the functions of `Kernels`. They work on flat float32 tensors. What they
+promise of NaN, infinity and residuals is in `tutti.codecs.base`; `reference` is what the others are tested against.
+
+Bit layouts, shared by all of them:
+
+- Codes of b bits are packed 8/b to a byte, the first value in the lowest bits. The codes of every group start on a new
+  byte.
+- 1-bit: bit 1 stands for a value above zero. Scales are [low mean, high mean] of every group.
+- Quantised: with b bits and L = 2^(b-1) - 1, code c stands for (c - L) × largest / L. Codes run from 0 to 2 L.
+- fp8: e4m3 without infinity (sign, 4 bits of exponent with bias 7, 3 bits of mantissa). 0x7F is NaN, and 0x7E is 448.
 """
 
 from functools import cache
@@ -14,15 +22,21 @@ from tutti.codecs.scale_groups import GroupTable
 
 
 class Kernels(Protocol):
-    """What each module has."""
+    """The functions that every module of kernels has.
+
+    `residual`, if given, is added to the values first and holds the new error afterwards. `table` says where groups
+    are.
+    """
 
     def onebit_encode(
         self, values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor
     ) -> None:
-        """Fill in two means and the bits of every run; a value above zero has bit 1, from the lowest on."""
+        """Fill in the two means and the bits of every group."""
         ...
 
-    def onebit_decode(self, codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None: ...
+    def onebit_decode(self, codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
+        """Overwrite `out` with each group's low or high mean, or add it."""
+        ...
 
     def quantize_encode(
         self,
@@ -34,10 +48,10 @@ class Kernels(Protocol):
         scales: Tensor,
         codes: Tensor,
     ) -> None:
-        """Fill in the largest magnitude of every run, and the values over it, rounded to one of few levels.
+        """Fill in the largest magnitude of every group, and each value rounded to one of its levels.
 
-        At random; with a residual to the nearest, because what is repaired later need not be right on average, and
-        what is random could make the residual grow.
+        Rounding is stochastic without a residual, with noise from `seed` and the index. With a residual it is to the
+        nearest level (see `Quantize`).
         """
         ...
 
@@ -52,29 +66,31 @@ class Kernels(Protocol):
     def fp8_encode(
         self, values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor
     ) -> None:
-        """Fill in the largest magnitude of every run, and the values over it as e4m3 that goes up to 448."""
+        """Fill in the largest magnitude of every group, and the values as e4m3, scaled so that it becomes 448."""
         ...
 
-    def fp8_decode(self, codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None: ...
+    def fp8_decode(self, codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
+        """Overwrite `out` with the scaled e4m3 values, or add them."""
+        ...
 
     def pick(self, values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tensor, Tensor]:
-        """Add `values` to the residual, if there is one; the indices, in order, where that is large, and what is there.
+        """Return the indices, in order, and the values whose magnitude is `at_least` or more, and not zero.
 
-        Large is a magnitude of `at_least` that is not zero; NaN is more than any number. Where it is not finite, the
-        residual stays as it was.
+        With a residual, values are added to it first, and the sums count. NaN counts as larger than any number. Where
+        the sum is not finite, the residual stays as it was.
         """
         ...
 
     def draw(self, numel: int, count: int, seed: int, device: torch.device) -> Tensor:
-        """One place in each of `count` nearly equal stretches of `numel` elements; the seed tells which."""
+        """Return one random index in each of `count` nearly equal stretches of `numel` elements, by the seed."""
         ...
 
 
 @cache
 def for_device(device: torch.device) -> Kernels:
-    """The functions for tensors of this device."""
+    """Return the module of kernels for tensors of this device."""
     if device.type == "cpu":
-        from tutti.codecs.kernels import cpu  # Costs a compiler's import.
+        from tutti.codecs.kernels import cpu  # Imported here, because it imports the compiler.
 
         return cpu
     if device.type == "cuda":

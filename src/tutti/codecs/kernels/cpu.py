@@ -1,4 +1,4 @@
-"""The kernels for CPU tensors: what is compiled, called with the memory of tensors."""
+"""The kernels for CPU tensors: compiled loops, called with the memory of tensors."""
 
 import numpy as np
 import torch
@@ -8,12 +8,13 @@ from tutti.codecs.kernels import cast_loops, loops, sparse_loops
 from tutti.codecs.packet import as_array
 from tutti.codecs.scale_groups import GroupTable
 
-_NOTHING = np.empty(0, np.float32)
+_NO_RESIDUAL = np.empty(0, np.float32)
+"""Passed where there is no residual, so that compiled kernels have one signature."""
 
 
 def onebit_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
     loops.onebit_encode(residual is not None)(
-        as_array(values), _or_nothing(residual), *table.arrays, as_array(scales), as_array(codes)
+        as_array(values), _or_empty(residual), *table.arrays, as_array(scales), as_array(codes)
     )
 
 
@@ -25,7 +26,7 @@ def quantize_encode(
     values: Tensor, residual: Tensor | None, table: GroupTable, bits: int, seed: int, scales: Tensor, codes: Tensor
 ) -> None:
     loops.quantize_encode(bits, residual is not None)(
-        as_array(values), _or_nothing(residual), *table.arrays, np.uint32(seed), as_array(scales), as_array(codes)
+        as_array(values), _or_empty(residual), *table.arrays, np.uint32(seed), as_array(scales), as_array(codes)
     )
 
 
@@ -35,13 +36,13 @@ def quantize_decode(codes: Tensor, scales: Tensor, table: GroupTable, bits: int,
 
 def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
     cast_loops.cast_encode(codes.dtype == torch.float16, residual is not None)(
-        as_array(values), _or_nothing(residual), as_array(codes.view(torch.int16))
+        as_array(values), _or_empty(residual), as_array(codes.view(torch.int16))
     )
 
 
 def fp8_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
     cast_loops.fp8_encode(residual is not None)(
-        as_array(values), _or_nothing(residual), *table.arrays, as_array(scales), as_array(codes)
+        as_array(values), _or_empty(residual), *table.arrays, as_array(scales), as_array(codes)
     )
 
 
@@ -51,17 +52,19 @@ def fp8_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, ad
 
 def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tensor, Tensor]:
     kernel = sparse_loops.pick(residual is not None)
-    # Little room at first, because new memory costs more than the search does.
-    room = values.numel() // 32 + 2 * sparse_loops.BLOCK
-    indices, found = np.empty(room, np.int32), np.empty(room, np.float32)
+    # The arrays are short at first and grow if they are full, because fresh memory costs more than the search.
+    capacity = values.numel() // 32 + 2 * sparse_loops.BLOCK
+    indices, picked = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
     begin = count = 0
     while begin < values.numel():
         if begin:
-            indices, found = (np.concatenate([each, np.empty(3 * len(each), each.dtype)]) for each in (indices, found))
+            indices, picked = (
+                np.concatenate([each, np.empty(3 * len(each), each.dtype)]) for each in (indices, picked)
+            )
         begin, count = kernel(
-            as_array(values), _or_nothing(residual), np.float32(at_least), begin, count, indices, found
+            as_array(values), _or_empty(residual), np.float32(at_least), begin, count, indices, picked
         )
-    return torch.from_numpy(indices[:count]), torch.from_numpy(found[:count])
+    return torch.from_numpy(indices[:count]), torch.from_numpy(picked[:count])
 
 
 def draw(numel: int, count: int, seed: int, device: torch.device) -> Tensor:
@@ -71,5 +74,5 @@ def draw(numel: int, count: int, seed: int, device: torch.device) -> Tensor:
     return torch.from_numpy(indices)
 
 
-def _or_nothing(residual: Tensor | None) -> np.ndarray:
-    return _NOTHING if residual is None else as_array(residual)
+def _or_empty(residual: Tensor | None) -> np.ndarray:
+    return _NO_RESIDUAL if residual is None else as_array(residual)

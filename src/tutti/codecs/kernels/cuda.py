@@ -1,6 +1,8 @@
-"""The kernels for CUDA tensors, in Triton: a program for every run, which reads each of its values once.
+"""The kernels for CUDA tensors, in Triton: one program per scale group, which reads each of its values once.
 
-A run stays in registers from the sum that makes its scale to the residual that is left.
+A group stays in registers from the reduction that makes its scale to the residual that is stored, so the memory traffic
+is that of a copy. Groups are padded to a power of two; lanes beyond the end are masked. Layouts are those of
+`tutti.codecs.kernels`. Picking and drawing indices use the torch operations of `reference`.
 """
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 _CAST_BLOCK = 2048
+"""Values per program of casts to fp16 and bf16, which have no groups."""
 
 
 def onebit_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
@@ -37,7 +40,7 @@ def onebit_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor,
 def quantize_encode(
     values: Tensor, residual: Tensor | None, table: GroupTable, bits: int, seed: int, scales: Tensor, codes: Tensor
 ) -> None:
-    signed = seed - 2**32 if seed >= 2**31 else seed  # So that it is 32 bits to the compiler, whatever it is.
+    signed = seed - 2**32 if seed >= 2**31 else seed  # As int32, so that the compiler takes 32 bits for every seed.
     _run(_quantize_encode, table, values, *_or_unused(residual, values), scales, codes, signed, bits)
 
 
@@ -67,7 +70,7 @@ def _or_unused(residual: Tensor | None, values: Tensor) -> tuple[Tensor, bool]:
 
 
 def _run(kernel, table: GroupTable, flat: Tensor, *args) -> None:  # type: ignore[no-untyped-def]
-    """Start a program for every run; few warps each, so that many groups are on their way from memory at once."""
+    """Start a program for every group; few warps each, so that many groups are on their way from memory at once."""
     if not len(table.starts):
         return
     block = max(16, triton.next_power_of_2(table.longest))
@@ -86,20 +89,21 @@ def _run(kernel, table: GroupTable, flat: Tensor, *args) -> None:  # type: ignor
 
 @triton.jit
 def _span(starts, stops, offsets, BITS: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the run of this program begins, how long it is, and where its codes begin."""
-    run = tl.program_id(0)
-    start = tl.load(starts + run)
-    size = (tl.load(stops + run) - start).to(tl.int32)
-    offset = tl.load(offsets + run)
-    if ALIGNED:  # Else the compiler could not move more than one value at a time.
+    """Return the number of this program's group, its first element, its length, and the byte where its codes begin."""
+    group = tl.program_id(0)
+    start = tl.load(starts + group)
+    size = (tl.load(stops + group) - start).to(tl.int32)
+    offset = tl.load(offsets + group)
+    if ALIGNED:  # Lets the compiler load several values with one instruction.
         start = tl.multiple_of(start, 16)
         size = tl.multiple_of(size, 16)
         offset = tl.multiple_of(offset, 2 * BITS)
-    return run, start, size, offset
+    return group, start, size, offset
 
 
 @triton.jit
 def _is_finite(value):  # type: ignore[no-untyped-def]
+    """Test the bits: an exponent of all ones is infinity or NaN."""
     return (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
@@ -113,21 +117,21 @@ def _wanted(values, residual, FEEDBACK: tl.constexpr, start, inside, i):  # type
 
 @triton.jit
 def _largest(wanted):  # type: ignore[no-untyped-def]
-    """The largest magnitude, by its bits: NaN is above infinity, and that above all. And if one can divide by it."""
+    """Return the largest magnitude, by its bits (NaN above infinity above all), and whether one can divide by it."""
     scale = tl.max(wanted.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
     return scale, _is_finite(scale) & (scale > 1e-35)
 
 
 @triton.jit
-def _put(out, said, ADD: tl.constexpr, inside):  # type: ignore[no-untyped-def]
+def _put(out, decoded, ADD: tl.constexpr, inside):  # type: ignore[no-untyped-def]
     if ADD:
-        said += tl.load(out, mask=inside, other=0.0)
-    tl.store(out, said, mask=inside)
+        decoded += tl.load(out, mask=inside, other=0.0)
+    tl.store(out, decoded, mask=inside)
 
 
 @triton.jit
 def _put_codes(target, code, size, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As many codes to a byte as fit, the first lowest."""
+    """Store codes packed into bytes, the first code in the lowest bits."""
     if BITS == 8:
         i = tl.arange(0, BLOCK)
         tl.store(target + i, code.to(tl.uint8), mask=i < size)
@@ -141,6 +145,7 @@ def _put_codes(target, code, size, BITS: tl.constexpr, BLOCK: tl.constexpr):  # 
 
 @triton.jit
 def _codes(source, i, inside, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the codes of elements `i`."""
     PER_BYTE: tl.constexpr = 8 // BITS
     joined = tl.load(source + i // PER_BYTE, mask=inside, other=0).to(tl.int32)
     return (joined >> (BITS * (i % PER_BYTE))) & (2**BITS - 1)
@@ -151,7 +156,7 @@ def _onebit_encode(  # type: ignore[no-untyped-def]
     starts, stops, offsets, values, residual, FEEDBACK: tl.constexpr, scales, codes,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    run, start, size, offset = _span(starts, stops, offsets, 1, ALIGNED)
+    group, start, size, offset = _span(starts, stops, offsets, 1, ALIGNED)
     i = tl.arange(0, BLOCK)
     wanted = _wanted(values, residual, FEEDBACK, start, i < size, i)
     is_high = wanted > 0
@@ -160,8 +165,8 @@ def _onebit_encode(  # type: ignore[no-untyped-def]
     below = tl.sum(tl.where(is_high, 0.0, wanted), axis=0)
     high = above / tl.maximum(count, 1).to(tl.float32)
     low = below / tl.maximum(size - count, 1).to(tl.float32)
-    tl.store(scales + 2 * run, low)
-    tl.store(scales + 2 * run + 1, high)
+    tl.store(scales + 2 * group, low)
+    tl.store(scales + 2 * group + 1, high)
     if FEEDBACK:
         kept = tl.where(_is_finite(low) & _is_finite(high), size, 0)
         tl.store(residual + start + i, wanted - tl.where(is_high, high, low), mask=i < kept)
@@ -172,17 +177,17 @@ def _onebit_encode(  # type: ignore[no-untyped-def]
 def _onebit_decode(  # type: ignore[no-untyped-def]
     starts, stops, offsets, out, ADD: tl.constexpr, scales, codes, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    run, start, size, offset = _span(starts, stops, offsets, 1, ALIGNED)
+    group, start, size, offset = _span(starts, stops, offsets, 1, ALIGNED)
     i = tl.arange(0, BLOCK)
-    low, high = tl.load(scales + 2 * run), tl.load(scales + 2 * run + 1)
-    said = tl.where(_codes(codes + offset, i, i < size, 1) > 0, high, low)
-    _put(out + start + i, said, ADD, i < size)
+    low, high = tl.load(scales + 2 * group), tl.load(scales + 2 * group + 1)
+    decoded = tl.where(_codes(codes + offset, i, i < size, 1) > 0, high, low)
+    _put(out + start + i, decoded, ADD, i < size)
 
 
 @triton.jit
-def _noise(seed, place):  # type: ignore[no-untyped-def]
-    """Numbers in [0, 1) that depend on the seed and the place alone: a hash of 32 bits, its upper 24 used."""
-    x = place.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
+def _noise(seed, index):  # type: ignore[no-untyped-def]
+    """Return numbers in [0, 1) that depend on the seed and the index alone; see `loops.noise`."""
+    x = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
     return (x >> 8).to(tl.float32) * (1.0 / 16777216)
@@ -194,11 +199,11 @@ def _quantize_encode(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     MIDDLE: tl.constexpr = 2 ** (BITS - 1) - 1
-    run, start, size, offset = _span(starts, stops, offsets, BITS, ALIGNED)
+    group, start, size, offset = _span(starts, stops, offsets, BITS, ALIGNED)
     i = tl.arange(0, BLOCK)
     wanted = _wanted(values, residual, FEEDBACK, start, i < size, i)
     scale, usable = _largest(wanted)
-    tl.store(scales + run, scale)
+    tl.store(scales + group, scale)
     scaled = tl.where(usable, wanted * (MIDDLE / scale), 0.0)
     chance = 0.5 if FEEDBACK else _noise(seed, start + i)
     code = tl.minimum(tl.maximum((scaled + (MIDDLE + chance)).to(tl.int32), 0), 2 * MIDDLE)
@@ -215,11 +220,11 @@ def _quantize_decode(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     MIDDLE: tl.constexpr = 2 ** (BITS - 1) - 1
-    run, start, size, offset = _span(starts, stops, offsets, BITS, ALIGNED)
+    group, start, size, offset = _span(starts, stops, offsets, BITS, ALIGNED)
     i = tl.arange(0, BLOCK)
     code = _codes(codes + offset, i, i < size, BITS)
-    said = (code - MIDDLE).to(tl.float32) * (tl.load(scales + run) / MIDDLE)
-    _put(out + start + i, said, ADD, i < size)
+    decoded = (code - MIDDLE).to(tl.float32) * (tl.load(scales + group) / MIDDLE)
+    _put(out + start + i, decoded, ADD, i < size)
 
 
 @triton.jit
@@ -229,20 +234,23 @@ def _cast_encode(values, residual, FEEDBACK: tl.constexpr, codes, numel, limit, 
     inside = start + i < numel
     wanted = _wanted(values, residual, FEEDBACK, start, inside, i)
     near = tl.minimum(tl.maximum(wanted, -limit), limit)
-    said = tl.where(_is_finite(wanted), near, wanted).to(codes.dtype.element_ty)
-    tl.store(codes + start + i, said, mask=inside)
+    decoded = tl.where(_is_finite(wanted), near, wanted).to(codes.dtype.element_ty)
+    tl.store(codes + start + i, decoded, mask=inside)
     if FEEDBACK:
-        rest = wanted - said.to(tl.float32)
+        rest = wanted - decoded.to(tl.float32)
         tl.store(residual + start + i, rest, mask=inside & _is_finite(rest))
 
 
 @triton.jit
 def _to_fp8(scaled):  # type: ignore[no-untyped-def]
-    """e4m3, rounded to even, of magnitudes up to 448: in integers, because not every GPU has it."""
+    """Return e4m3 codes, rounded to even, of magnitudes up to 448. In integers, because not every GPU has the format.
+
+    The arithmetic is that of `cast_loops`, which explains it.
+    """
     bits = scaled.to(tl.int32, bitcast=True)
     key = bits & 0x7FFFFFFF
     normal = tl.minimum(((key + 0x7FFFF + ((key >> 20) & 1)) >> 20) - 960, 0x7E)
-    # Beside 2^14 a float32 has steps of 2^-9, as e4m3 has below 2^-6.
+    # From 2^14 on, float32 has steps of 2^-9, as e4m3 has below 2^-6.
     tiny = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return tl.where(key < 0x3C800000, tiny, normal) | ((bits >> 24) & 0x80)
 
@@ -261,11 +269,11 @@ def _fp8_encode(  # type: ignore[no-untyped-def]
     starts, stops, offsets, values, residual, FEEDBACK: tl.constexpr, scales, codes,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    run, start, size, offset = _span(starts, stops, offsets, 8, ALIGNED)
+    group, start, size, offset = _span(starts, stops, offsets, 8, ALIGNED)
     i = tl.arange(0, BLOCK)
     wanted = _wanted(values, residual, FEEDBACK, start, i < size, i)
     scale, usable = _largest(wanted)
-    tl.store(scales + run, scale)
+    tl.store(scales + group, scale)
     code = _to_fp8(tl.where(usable, wanted * (448.0 / scale), 0.0))
     if FEEDBACK:
         rest = wanted - _from_fp8(code) * (scale / 448.0)
@@ -277,7 +285,7 @@ def _fp8_encode(  # type: ignore[no-untyped-def]
 def _fp8_decode(  # type: ignore[no-untyped-def]
     starts, stops, offsets, out, ADD: tl.constexpr, scales, codes, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    run, start, size, offset = _span(starts, stops, offsets, 8, ALIGNED)
+    group, start, size, offset = _span(starts, stops, offsets, 8, ALIGNED)
     i = tl.arange(0, BLOCK)
-    said = _from_fp8(_codes(codes + offset, i, i < size, 8)) * (tl.load(scales + run) / 448.0)
-    _put(out + start + i, said, ADD, i < size)
+    decoded = _from_fp8(_codes(codes + offset, i, i < size, 8)) * (tl.load(scales + group) / 448.0)
+    _put(out + start + i, decoded, ADD, i < size)

@@ -1,8 +1,14 @@
-"""One-bit and few-bit codes on the CPU: a run of values at a time, so that each is read from memory once.
+"""1-bit and quantised codes on the CPU, one scale group at a time, so that each value is read from memory once.
 
-Loops over a run have no branches and one output each, which is what lets them vectorise; what lies between two of them
-stays in the first-level cache. Sums may be taken in any order, but NaN and infinity are what they are: a run that has
-any gets a scale that is not finite, and leaves its residual alone.
+A group has at most 4,096 values: its scratch arrays (16 KiB) stay in the first-level cache between loops. Each inner
+loop has no branches and one output, which is what lets the compiler vectorise it; a loop that did everything at once
+would not be vectorised.
+
+A group that contains NaN or infinity gets a scale that is not finite, because sums and maxima carry it along. Its
+residual is then left as it was, and what it decodes to is not finite either.
+
+Kernels are made by functions of their options (`feedback`, `bits`, `add`) and cached: inside a kernel the option is a
+constant, and its branches are compiled away. Bit layouts are described in `tutti.codecs.kernels`.
 """
 
 from collections.abc import Callable
@@ -15,22 +21,26 @@ from tutti.codecs.scale_groups import MAX_GROUP_NUMEL
 
 _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _FLAGS_OF_BYTE = np.ascontiguousarray(_BITS_OF_BYTE).view(np.uint64).reshape(-1)
-"""Eight bytes of 0 or 1 for every byte, its lowest bit first."""
+"""For every byte, its eight bits as eight bytes of 0 or 1 in one 64-bit number, the lowest bit first."""
 
 _GATHER_BITS = np.uint64(0x0102040810204080)
-"""Times eight bytes of 0 or 1, these bits are in the highest byte."""
+"""Multiplier that packs eight flags into a byte.
+
+Byte i of the factor holds flag i, 0 or 1. This constant has bit 56 - 7 i set for i = 0..7. The product then has flag i
+at bit 56 + i, where no two terms collide, and the highest byte is the eight flags with the first in the lowest bit.
+"""
 
 
 @cache
 def onebit_encode(feedback: bool) -> Callable[..., None]:
-    """The kernel; with `feedback` it adds the residual and leaves a new one."""
+    """Return the 1-bit encoder; with `feedback` it adds the residual and stores the new one."""
 
     def kernel(values, residual, starts, stops, offsets, scales, payload):  # type: ignore[no-untyped-def]
         wanted = np.empty(MAX_GROUP_NUMEL, np.float32)
         flags64 = np.zeros(MAX_GROUP_NUMEL // 8, np.uint64)
         flags = flags64.view(np.uint8)
-        for run in range(len(starts)):
-            start, size = starts[run], stops[run] - starts[run]
+        for group in range(len(starts)):
+            start, size = starts[group], stops[group] - starts[group]
             source = values[start : start + size]
             if feedback:
                 rest = residual[start : start + size]
@@ -39,6 +49,7 @@ def onebit_encode(feedback: bool) -> Callable[..., None]:
             else:
                 for i in range(size):
                     wanted[i] = source[i]
+            # Three loops instead of one: each is a plain reduction, which vectorises.
             above, below, count = np.float32(0), np.float32(0), np.int32(0)
             for i in range(size):
                 above += wanted[i] if wanted[i] > 0 else np.float32(0)
@@ -48,16 +59,16 @@ def onebit_encode(feedback: bool) -> Callable[..., None]:
                 count += np.int32(1) if wanted[i] > 0 else np.int32(0)
             high = above / np.float32(count) if count else np.float32(0)
             low = below / np.float32(size - count) if count < size else np.float32(0)
-            scales[2 * run] = low
-            scales[2 * run + 1] = high
+            scales[2 * group] = low
+            scales[2 * group + 1] = high
             for i in range(size):
                 flags[i] = wanted[i] > 0
             for i in range(size, (size + 7) // 8 * 8):
-                flags[i] = 0
+                flags[i] = 0  # Padding of the last byte, so that packets have no random bits.
             if feedback and np.isfinite(low) and np.isfinite(high):
                 for i in range(size):
                     rest[i] = wanted[i] - (high if wanted[i] > 0 else low)
-            target = payload[offsets[run] : offsets[run + 1]]
+            target = payload[offsets[group] : offsets[group + 1]]
             for i in range(len(target)):
                 target[i] = (flags64[i] * _GATHER_BITS) >> np.uint64(56)
 
@@ -66,15 +77,17 @@ def onebit_encode(feedback: bool) -> Callable[..., None]:
 
 @cache
 def onebit_decode(add: bool) -> Callable[..., None]:
+    """Return the 1-bit decoder, which overwrites or adds."""
+
     def kernel(payload, scales, starts, stops, offsets, out):  # type: ignore[no-untyped-def]
         flags64 = np.zeros(MAX_GROUP_NUMEL // 8, np.uint64)
         flags = flags64.view(np.uint8)
-        for run in range(len(starts)):
-            start, size = starts[run], stops[run] - starts[run]
-            source = payload[offsets[run] : offsets[run + 1]]
+        for group in range(len(starts)):
+            start, size = starts[group], stops[group] - starts[group]
+            source = payload[offsets[group] : offsets[group + 1]]
             for i in range(len(source)):
                 flags64[i] = _FLAGS_OF_BYTE[source[i]]
-            low, high = scales[2 * run], scales[2 * run + 1]
+            low, high = scales[2 * group], scales[2 * group + 1]
             target = out[start : start + size]
             if add:
                 for i in range(size):
@@ -88,7 +101,11 @@ def onebit_decode(add: bool) -> Callable[..., None]:
 
 @compiled
 def noise(seed, number):  # type: ignore[no-untyped-def]
-    """A number in [0, 1) that depends on the seed and the place alone: a hash of 32 bits, its upper 24 used."""
+    """Return a number in [0, 1) that depends on the seed and the index alone.
+
+    It is a multiplicative integer hash of 32 bits (two xor-shift-multiply rounds), whose upper 24 bits become the
+    mantissa of a float32. The same index draws the same number on every device, however the work is split.
+    """
     x = np.uint32(np.uint32(number) * np.uint32(0x9E3779B1) + seed)
     x = np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD))
     x = np.uint32(np.uint32(x ^ (x >> np.uint32(15))) * np.uint32(0x735A2D97))
@@ -97,6 +114,7 @@ def noise(seed, number):  # type: ignore[no-untyped-def]
 
 @cache
 def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
+    """Return the encoder for 8, 4 or 2 bits: nearest rounding with `feedback`, stochastic rounding without."""
     levels = 2 ** (bits - 1) - 1
     most = np.int32(2 * levels)
     middle, per_byte = np.float32(levels), 8 // bits
@@ -105,8 +123,8 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
         wanted = np.empty(MAX_GROUP_NUMEL, np.float32)
         codes32 = np.zeros(MAX_GROUP_NUMEL, np.int32)
         seed = np.uint32(seed)
-        for run in range(len(starts)):
-            start, size = starts[run], stops[run] - starts[run]
+        for group in range(len(starts)):
+            start, size = starts[group], stops[group] - starts[group]
             source = values[start : start + size]
             if feedback:
                 rest = residual[start : start + size]
@@ -118,15 +136,20 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
             keys = wanted.view(np.int32)
             largest = np.int32(0)
             for i in range(size):
-                largest = max(largest, keys[i] & np.int32(0x7FFFFFFF))  # NaN is above infinity, and that above all.
+                largest = max(largest, keys[i] & np.int32(0x7FFFFFFF))  # By bits, NaN > infinity > finite.
+            # The bits of a non-negative float32 are in the order of its values, so the largest is found among integers,
+            # and NaN is not lost as it would be in comparisons. Two views of one array turn the bits back into a float.
             codes32[0] = largest
             scale = codes32.view(np.float32)[0]
-            scales[run] = scale
+            scales[group] = scale
+            # Below 1e-35, middle / scale could overflow. Such values count as zero, and stay in the residual.
             usable = np.isfinite(scale) and scale > np.float32(1e-35)
             up = middle / scale if usable else np.float32(0)
             down = scale / middle if usable else np.float32(0)
             for i in range(size):
                 chance = np.float32(0.5) if feedback else noise(seed, start + i)
+                # Truncation rounds down here, since the sum is not negative: + 0.5 is the nearest level, + noise in [0,
+                # 1) the level above with a probability of the remainder.
                 code = np.int32(wanted[i] * up + (middle + chance))
                 codes32[i] = min(max(code, np.int32(0)), most)
             if feedback and np.isfinite(scale):
@@ -134,7 +157,7 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
                     rest[i] = wanted[i] - (np.float32(codes32[i]) - middle) * down
             for i in range(size, (size + per_byte - 1) // per_byte * per_byte):
                 codes32[i] = 0
-            target = payload[offsets[run] : offsets[run + 1]]
+            target = payload[offsets[group] : offsets[group + 1]]
             for i in range(len(target)):
                 if bits == 8:
                     target[i] = codes32[i]
@@ -153,15 +176,16 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
 
 @cache
 def quantize_decode(bits: int, add: bool) -> Callable[..., None]:
+    """Return the decoder for 8, 4 or 2 bits, which overwrites or adds."""
     levels = 2 ** (bits - 1) - 1
     middle, per_byte, mask = np.float32(levels), 8 // bits, np.uint8(2**bits - 1)
 
     def kernel(payload, scales, starts, stops, offsets, out):  # type: ignore[no-untyped-def]
         codes = np.zeros(MAX_GROUP_NUMEL, np.uint8)
-        for run in range(len(starts)):
-            start, size = starts[run], stops[run] - starts[run]
-            source = payload[offsets[run] : offsets[run + 1]]
-            down = scales[run] / middle
+        for group in range(len(starts)):
+            start, size = starts[group], stops[group] - starts[group]
+            source = payload[offsets[group] : offsets[group + 1]]
+            down = scales[group] / middle
             if bits == 8:
                 for i in range(size):
                     codes[i] = source[i]

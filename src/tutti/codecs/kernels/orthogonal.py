@@ -1,7 +1,8 @@
-"""Products and bases of thin matrices, in the same order of operations on every processor.
+"""Orthonormal bases and products of thin matrices, with the same order of operations on every processor.
 
-Ranks compute them each for itself from the same numbers, and must get the same bits: a library would choose another
-order for another processor, or for another place in memory.
+Every rank computes them from the same numbers, and must get the same bits. A BLAS library would choose another order of
+additions for another processor, or for another alignment in memory. On GPUs torch's products are used: there ranks need
+GPUs of one kind.
 """
 
 import numpy as np
@@ -9,10 +10,14 @@ import torch
 from torch import Tensor
 
 _LEAST = 1e-30
+"""Columns shorter than this count as zero."""
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Columns of length one that span what the columns of `matrix` do, or zero where they span less."""
+    """Return an orthonormal basis of the columns of `matrix`, with zero columns where they are linearly dependent.
+
+    It is computed in float64, so that float32 results are orthogonal to their last bits.
+    """
     if matrix.device.type != "cpu":
         return _gram_schmidt(matrix)
     from tutti.codecs.kernels.orthogonal_loops import gram_schmidt
@@ -23,7 +28,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def multiply(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """`out` = P Q."""
+    """Store the product P Q in `out`."""
     if out.device.type != "cpu":
         torch.mm(p, q, out=out)
         return
@@ -33,6 +38,7 @@ def multiply(p: Tensor, q: Tensor, out: Tensor) -> None:
 
 
 def _gram_schmidt(matrix: Tensor) -> Tensor:
+    """Gram-Schmidt in torch operations. It is applied twice, because once leaves rounding errors."""
     basis = matrix.double()
     for number in range(basis.shape[1]):
         column = basis[:, number]

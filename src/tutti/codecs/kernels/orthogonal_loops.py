@@ -1,4 +1,4 @@
-"""What `thin` does on the CPU, compiled."""
+"""Compiled loops of `orthogonal` for the CPU. Nothing in them is reordered (`compiled_in_order`)."""
 
 import numpy as np
 
@@ -7,7 +7,10 @@ from tutti.codecs.kernels.compiled import compiled_in_order
 
 @compiled_in_order
 def gram_schmidt(columns, least):  # type: ignore[no-untyped-def]
-    """Make the rows of `columns` orthonormal in turn; twice, because once leaves rounding errors."""
+    """Make the rows of `columns` orthonormal, one after another, in place.
+
+    Each is made orthogonal to those before it twice, because once leaves rounding errors ("twice is enough", Kahan).
+    """
     for number in range(len(columns)):
         column = columns[number]
         before_all = 0.0
@@ -24,7 +27,7 @@ def gram_schmidt(columns, least):  # type: ignore[no-untyped-def]
         square = 0.0
         for i in range(len(column)):
             square += column[i] * column[i]
-        # What is left of a column that the others span is rounding alone.
+        # A column that the others span leaves only rounding errors, which would become a random direction.
         norm = np.sqrt(square)
         factor = 0.0 if norm <= max(least, 1e-7 * np.sqrt(before_all)) else 1.0 / norm
         for i in range(len(column)):
@@ -33,7 +36,7 @@ def gram_schmidt(columns, least):  # type: ignore[no-untyped-def]
 
 @compiled_in_order
 def product(p, q, out):  # type: ignore[no-untyped-def]
-    """`out` = p @ q, each element's terms in order."""
+    """Store p @ q in `out`, adding the terms of each element in order."""
     rows, rank = p.shape
     columns = q.shape[1]
     for row in range(rows):

@@ -1,4 +1,4 @@
-"""The kernels in plain torch operations: what the others are tested against, and what other devices use."""
+"""The kernels in plain torch operations: the reference of tests, and what devices other than CPUs and CUDA use."""
 
 import torch
 from torch import Tensor
@@ -7,47 +7,47 @@ from tutti.codecs.scale_groups import GroupTable
 
 
 def onebit_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
-    for run, (start, stop) in enumerate(_spans(table)):
+    for group, (start, stop) in enumerate(_bounds(table)):
         wanted = _wanted(values, residual, start, stop)
         high = wanted > 0
         count = int(high.sum())
         above, below = wanted[high].sum(), wanted[~high].sum()
-        scales[2 * run] = below / (stop - start - count) if count < stop - start else 0.0
-        scales[2 * run + 1] = above / count if count else 0.0
-        said = torch.where(high, scales[2 * run + 1], scales[2 * run])
-        _leave(residual, start, stop, wanted - said, scales[2 * run : 2 * run + 2])
-        codes[_bytes(table, run)] = _joined(high.to(torch.uint8), 1)
+        scales[2 * group] = below / (stop - start - count) if count < stop - start else 0.0
+        scales[2 * group + 1] = above / count if count else 0.0
+        decoded = torch.where(high, scales[2 * group + 1], scales[2 * group])
+        _store_residual(residual, start, stop, wanted - decoded, scales[2 * group : 2 * group + 2])
+        codes[_byte_range(table, group)] = _packed(high.to(torch.uint8), 1)
 
 
 def onebit_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
-    for run, (start, stop) in enumerate(_spans(table)):
-        high = _parted(codes[_bytes(table, run)], 1, stop - start).bool()
-        _put(out[start:stop], torch.where(high, scales[2 * run + 1], scales[2 * run]), add)
+    for group, (start, stop) in enumerate(_bounds(table)):
+        high = _unpacked(codes[_byte_range(table, group)], 1, stop - start).bool()
+        _put(out[start:stop], torch.where(high, scales[2 * group + 1], scales[2 * group]), add)
 
 
 def quantize_encode(
     values: Tensor, residual: Tensor | None, table: GroupTable, bits: int, seed: int, scales: Tensor, codes: Tensor
 ) -> None:
     middle = 2 ** (bits - 1) - 1
-    for run, (start, stop) in enumerate(_spans(table)):
+    for group, (start, stop) in enumerate(_bounds(table)):
         wanted = _wanted(values, residual, start, stop)
         key = (wanted.view(torch.int32) & 0x7FFFFFFF).max().reshape(1)
-        scale = scales[run] = key.view(torch.float32)[0]
+        scale = scales[group] = key.view(torch.float32)[0]
         usable = bool(torch.isfinite(scale) and scale > 1e-35)
         up = middle / scale if usable else torch.zeros_like(scale)
         down = scale / middle if usable else torch.zeros_like(scale)
-        place = torch.arange(start, stop, device=values.device)
-        noisy = (wanted * up).nan_to_num(0, 0, 0) + (middle + (noise(seed, place) if residual is None else 0.5))
+        index = torch.arange(start, stop, device=values.device)
+        noisy = (wanted * up).nan_to_num(0, 0, 0) + (middle + (noise(seed, index) if residual is None else 0.5))
         code = noisy.to(torch.int32).clamp(0, 2 * middle)
-        _leave(residual, start, stop, wanted - (code - middle).to(torch.float32) * down, scales[run])
-        codes[_bytes(table, run)] = _joined(code.to(torch.uint8), bits)
+        _store_residual(residual, start, stop, wanted - (code - middle).to(torch.float32) * down, scales[group])
+        codes[_byte_range(table, group)] = _packed(code.to(torch.uint8), bits)
 
 
 def quantize_decode(codes: Tensor, scales: Tensor, table: GroupTable, bits: int, out: Tensor, add: bool) -> None:
     middle = 2 ** (bits - 1) - 1
-    for run, (start, stop) in enumerate(_spans(table)):
-        code = _parted(codes[_bytes(table, run)], bits, stop - start).to(torch.float32)
-        _put(out[start:stop], (code - middle) * (scales[run] / middle), add)
+    for group, (start, stop) in enumerate(_bounds(table)):
+        code = _unpacked(codes[_byte_range(table, group)], bits, stop - start).to(torch.float32)
+        _put(out[start:stop], (code - middle) * (scales[group] / middle), add)
 
 
 def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
@@ -60,30 +60,30 @@ def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
 
 
 def fp8_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
-    for run, (start, stop) in enumerate(_spans(table)):
+    for group, (start, stop) in enumerate(_bounds(table)):
         wanted = _wanted(values, residual, start, stop)
         key = (wanted.view(torch.int32) & 0x7FFFFFFF).max().reshape(1)
-        scale = scales[run] = key.view(torch.float32)[0]
+        scale = scales[group] = key.view(torch.float32)[0]
         usable = bool(torch.isfinite(scale) and scale > 1e-35)
         scaled = wanted * (448.0 / scale) if usable else torch.zeros_like(wanted)
         code = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
         if usable:
-            _leave(residual, start, stop, wanted - code.to(torch.float32) * (scale / 448), scales[run])
-        codes[_bytes(table, run)] = code.view(torch.uint8)
+            _store_residual(residual, start, stop, wanted - code.to(torch.float32) * (scale / 448), scales[group])
+        codes[_byte_range(table, group)] = code.view(torch.uint8)
 
 
 def fp8_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, add: bool) -> None:
-    for run, (start, stop) in enumerate(_spans(table)):
-        said = codes[_bytes(table, run)].view(torch.float8_e4m3fn).to(torch.float32)
-        _put(out[start:stop], said * (scales[run] / 448), add)
+    for group, (start, stop) in enumerate(_bounds(table)):
+        decoded = codes[_byte_range(table, group)].view(torch.float8_e4m3fn).to(torch.float32)
+        _put(out[start:stop], decoded * (scales[group] / 448), add)
 
 
 def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tensor, Tensor]:
     wanted = values if residual is None else values + residual
-    found = ~(wanted.abs() < at_least) & (wanted != 0)  # NaN is more than any number.
+    large = ~(wanted.abs() < at_least) & (wanted != 0)  # Not "abs() >= at_least", which is false for NaN.
     if residual is not None:
         residual.copy_(torch.where(torch.isfinite(wanted), wanted, residual))
-    indices = found.nonzero().flatten()
+    indices = large.nonzero().flatten()
     return indices.to(torch.int32), wanted[indices]
 
 
@@ -95,50 +95,54 @@ def draw(numel: int, count: int, seed: int, device: torch.device) -> Tensor:
 
 
 def edges(numel: int, count: int, device: torch.device) -> Tensor:
-    """Where `count` stretches of nearly equal length begin, and where the last one ends."""
+    """Return where `count` stretches of nearly equal length begin, and where the last one ends."""
     return torch.arange(count + 1, device=device) * numel // max(1, count)
 
 
-def noise(seed: int, place: Tensor) -> Tensor:
-    """Numbers in [0, 1) that depend on the seed and the place alone: a hash of 32 bits, its upper 24 used."""
-    x = (place * 0x9E3779B1 + seed) & 0xFFFFFFFF
+def noise(seed: int, index: Tensor) -> Tensor:
+    """Return numbers in [0, 1) that depend on the seed and the index alone; see `loops.noise`."""
+    x = (index * 0x9E3779B1 + seed) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return (x >> 8).to(torch.float32) * 2.0**-24
 
 
-def _spans(table: GroupTable) -> list[tuple[int, int]]:
+def _bounds(table: GroupTable) -> list[tuple[int, int]]:
+    """Return the first element of every group and the one after its last."""
     return list(zip(table.starts.tolist(), table.stops.tolist(), strict=True))
 
 
-def _bytes(table: GroupTable, run: int) -> slice:
-    return slice(int(table.offsets[run]), int(table.offsets[run + 1]))
+def _byte_range(table: GroupTable, group: int) -> slice:
+    """Return the bytes of a group's codes."""
+    return slice(int(table.offsets[group]), int(table.offsets[group + 1]))
 
 
 def _wanted(values: Tensor, residual: Tensor | None, start: int, stop: int) -> Tensor:
     return values[start:stop].clone() if residual is None else values[start:stop] + residual[start:stop]
 
 
-def _leave(residual: Tensor | None, start: int, stop: int, rest: Tensor, scales: Tensor) -> None:
+def _store_residual(residual: Tensor | None, start: int, stop: int, rest: Tensor, scales: Tensor) -> None:
+    """Store the new residual of a group, unless its scales are not finite."""
     if residual is not None and torch.isfinite(scales).all():
         residual[start:stop] = rest
 
 
-def _put(target: Tensor, said: Tensor, add: bool) -> None:
+def _put(target: Tensor, decoded: Tensor, add: bool) -> None:
     if add:
-        target += said
+        target += decoded
     else:
-        target.copy_(said)
+        target.copy_(decoded)
 
 
-def _joined(codes: Tensor, bits: int) -> Tensor:
-    """Codes of a few bits, as many to a byte as fit, the first lowest."""
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes of `bits` bits into bytes, the first code in the lowest bits."""
     per_byte = 8 // bits
     padded = torch.nn.functional.pad(codes, (0, -len(codes) % per_byte)).view(-1, per_byte)
     shifts = bits * torch.arange(per_byte, device=codes.device)
     return (padded.to(torch.int32) << shifts).sum(1).to(torch.uint8)
 
 
-def _parted(data: Tensor, bits: int, count: int) -> Tensor:
+def _unpacked(data: Tensor, bits: int, count: int) -> Tensor:
+    """Unpack `count` codes of `bits` bits from bytes."""
     shifts = bits * torch.arange(8 // bits, device=data.device)
     return ((data.to(torch.int32)[:, None] >> shifts) & (2**bits - 1)).flatten()[:count]

@@ -1,4 +1,4 @@
-"""What sparse codecs do on the CPU: find the large values, and say their indices in few bits."""
+"""Loops of sparse codecs on the CPU: picking large values, Golomb codes of indices, and random indices."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,31 +9,37 @@ from tutti.codecs.kernels.compiled import compiled
 from tutti.codecs.kernels.loops import noise
 
 _ONES_OF_BYTE = np.array([next((n for n in range(8) if not byte >> n & 1), 8) for byte in range(256)], np.uint8)
-"""How many of its lowest bits are one, up to the first that is not."""
+"""For every byte, how many of its lowest bits are one before the first zero."""
 
 BLOCK = 1024
-"""Values that are looked at at once."""
+"""Values that are tested at once."""
 
 
 @compiled
 def _magnitude(value):  # type: ignore[no-untyped-def]
-    """Its bits without the sign, in which NaN is above infinity and that above all numbers."""
+    """Return the bits of a value without its sign. They are in the order of magnitudes, with NaN above infinity."""
     return np.int32(np.float32(value).view(np.int32) & np.int32(0x7FFFFFFF))
 
 
 MOST_BITS = 40
-"""Of a symbol."""
+"""Longest symbol that the decoder accepts. Longer ones would not fit its buffer of 64 bits."""
 
 
 @cache
 def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
-    """The indices of values that are large enough, from `begin` on, while there is room for another block.
+    """Return the kernel that picks values which are large enough, from `begin` on, while another block fits the output.
 
-    First which they are, for a whole block, which vectorises; then which eights have any, and then of those, which
-    are few, each place. All are written down, and kept by moving on: a branch would be guessed wrong too often.
+    It returns where it stopped and how many values it has picked in all. For each block:
+
+    1. Flag large values, one byte each. The loop has no branches, so it vectorises.
+    2. List the groups of eight flags that have any, by one 64-bit comparison each.
+    3. Go through those eights, which are few, and write every index and value.
+
+    In 2 and 3 every candidate is written, and the write position moves on only if it counts: the processor would guess
+    a branch wrong too often.
     """
 
-    def kernel(values, residual, at_least, begin, count, indices, found):  # type: ignore[no-untyped-def]
+    def kernel(values, residual, at_least, begin, count, indices, picked):  # type: ignore[no-untyped-def]
         flags64, eights = np.zeros(BLOCK // 8, np.uint64), np.zeros(BLOCK // 8 + 1, np.int64)
         flags = flags64.view(np.uint8)
         old = np.empty(BLOCK, np.float32)
@@ -57,11 +63,11 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
             for number in range(num_eights):
                 for i in range(8 * eights[number], min(8 * eights[number] + 8, len(source))):
                     indices[count] = begin + i
-                    found[count] = wanted[i]
+                    picked[count] = wanted[i]
                     count += np.int64(flags[i])
-            if feedback:  # What is not finite is among the large: there it stays as it was.
+            if feedback:  # Values that are not finite are among the large ones. Their residual is restored.
                 for number in range(first, count):
-                    if _magnitude(found[number]) >= infinite:
+                    if _magnitude(picked[number]) >= infinite:
                         rest[indices[number] - begin] = old[indices[number] - begin]
             begin += BLOCK
         return begin, count
@@ -71,9 +77,10 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
 
 @compiled
 def golomb_encode(symbols, order, out):  # type: ignore[no-untyped-def]
-    """Exponential Golomb: how many bits above `order` a symbol plus 2^order has, in ones and a zero; then its low bits.
+    """Write the exponential-Golomb code of `symbols` to `out`, and return the number of bytes.
 
-    Returns the number of bytes.
+    A symbol s becomes s + 2^order, a number of b + 1 bits. It is written as b - order ones, a zero, and its b lowest
+    bits. Bits are filled into bytes from the lowest on.
     """
     buffer, filled, size = np.uint64(0), 0, 0
     for number in range(len(symbols)):
@@ -104,7 +111,12 @@ def golomb_encode(symbols, order, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
-    """Read as many symbols as there is room for, none above `most`; whether that was all of `data`, and only that."""
+    """Decode `len(symbols)` symbols, none above `most`, and return whether `data` holds these and nothing else.
+
+    `buffer` holds `filled` bits that are not yet used, the next one lowest. Every read is checked, because `data` may
+    be
+    malformed: it returns False instead of reading on.
+    """
     buffer, filled, at = np.uint64(0), 0, 0
     for number in range(len(symbols)):
         bits = np.int64(order)
@@ -141,7 +153,10 @@ def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
 
 @compiled
 def draw(numel, seed, indices):  # type: ignore[no-untyped-def]
-    """One place in each of as many nearly equal stretches of `numel` elements as there is room for."""
+    """Fill in one random index of each of `len(indices)` nearly equal stretches of `numel` elements.
+
+    Stretch k begins at k numel // count; the remainder is carried along as in Bresenham's line algorithm.
+    """
     count = len(indices)
     whole, more = numel // count, numel % count
     start, over = 0, 0

@@ -1,4 +1,4 @@
-"""Choose a mesh: all that so many workers can be arranged in, the fastest that fits into memory, and why."""
+"""`plan_meshes`: predict every mesh of a number of workers, choose the fastest that fits into memory, and say why."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,36 +10,37 @@ from tutti.cost.placement import restricted_to
 from tutti.errors import ConfigError
 from tutti.parallel import Mesh
 from tutti.plan.mesh.cost import MeshPrediction, price_mesh
-from tutti.plan.mesh.parts import Parts
+from tutti.plan.mesh.parts import ModelParts
 
 GAIN = 1.05
-"""By how much splitting the model must be faster than replicas that fit."""
+"""A mesh that splits the model must be this many times as fast as replicas that fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """How to arrange workers, and why."""
+    """Which mesh to use, and why."""
 
     predictions: tuple[MeshPrediction, ...]
-    """The one to use; others that fit, the fastest first; then those that do not, the smallest first."""
+    """The mesh to use; then others that fit, fastest first; then those that do not fit, smallest first."""
     memory_bytes: int | None
-    """What a rank has."""
+    """Memory of a rank in bytes; None without a limit."""
     refused: dict[str, str]
-    """Arrangements that cannot be, and why."""
+    """Meshes that the model or the batch does not allow, and why."""
     reason: str
 
     @property
     def best(self) -> MeshPrediction | None:
-        """None if none fits."""
+        """The mesh to use; None if none fits."""
         return next((each for each in self.predictions if fits(each, self.memory_bytes)), None)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types."""
         found = [{**each.as_dict(), "fits": fits(each, self.memory_bytes)} for each in self.predictions]
         return {"memory_bytes": self.memory_bytes, "meshes": found, "refused": self.refused, "reason": self.reason}
 
 
 def plan_meshes(
-    parts: Parts,
+    parts: ModelParts,
     profile: Profile,
     workers: int,
     cluster: Cluster,
@@ -47,11 +48,12 @@ def plan_meshes(
     total_samples: int | None = None,
     memory_bytes: int | None = None,
 ) -> MeshPlan:
-    """Price every mesh of so many workers for a step over `total_samples`, the profile's of each worker by default.
+    """Predict every mesh of `workers` workers for a step over `total_samples`, and choose one.
 
     Args:
-        parts: the model on an example of what it takes: `Parts(model, x)`.
-        memory_bytes: what a rank has; what needs more is not chosen.
+        parts: the model with an example batch: `ModelParts(model, x)`.
+        total_samples: samples per step of all replicas; by default the profile's, for each worker.
+        memory_bytes: memory of a rank; a mesh that needs more is not chosen.
     """
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
@@ -65,7 +67,7 @@ def plan_meshes(
         try:
             found.append(price_mesh(mesh, parts, profile, cluster, total))
         except ConfigError as error:
-            refused[in_words(mesh)] = str(error)
+            refused[describe_mesh(mesh)] = str(error)
     if not found:
         raise ConfigError(f"no mesh of {workers} workers can be: {next(iter(refused.values()))}")
     ordered = sorted(found, key=lambda each: _order(each, memory_bytes))
@@ -78,25 +80,26 @@ def plan_meshes(
 
 
 def meshes(workers: int) -> Iterator[Mesh]:
-    """All whose axes multiply to so many workers, those that split least first."""
+    """Yield all meshes of `workers` ranks, those that split the model least first."""
     for tensor in _divisors(workers):
         for pipe in _divisors(workers // tensor):
             yield Mesh(data=workers // tensor // pipe, tensor=tensor, pipe=pipe)
 
 
 def fits(prediction: MeshPrediction, memory_bytes: int | None) -> bool:
+    """Whether the mesh needs no more memory than a rank has."""
     return memory_bytes is None or prediction.memory_bytes <= memory_bytes
 
 
-def in_words(mesh: Mesh) -> str:
-    """Its axes that have more than one rank."""
+def describe_mesh(mesh: Mesh) -> str:
+    """Return the axes that have more than one rank, such as "data=2 x pipe=2"."""
     axes = [f"{axis}={size}" for axis in ("data", "tensor", "pipe") if (size := mesh.shape[axis]) > 1]
     return " x ".join(axes) or "one worker"
 
 
 def _order(prediction: MeshPrediction, memory_bytes: int | None) -> tuple[bool, float]:
-    right = fits(prediction, memory_bytes)
-    return not right, prediction.step_s if right else prediction.memory_bytes
+    small_enough = fits(prediction, memory_bytes)
+    return not small_enough, prediction.step_s if small_enough else prediction.memory_bytes
 
 
 def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
@@ -104,14 +107,15 @@ def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
     if memory_bytes is not None and not fits(best, memory_bytes):
         return (
             f"Do not train this on {best.mesh.size} workers of {format_size(memory_bytes)}: no mesh of them fits. "
-            f"{in_words(best.mesh)} needs least, {format_size(round(best.memory_bytes))} each. Use more workers, "
+            f"{describe_mesh(best.mesh)} needs least, {format_size(round(best.memory_bytes))} each. Use more workers, "
             "smaller batches, or more memory."
         )
     replicas = next((each for each in ordered if each.mesh.data == each.mesh.size), None)
     spent = f"a step takes {format_time(best.step_s)}"
     if best is replicas:
-        return f"Do not split the model: with replicas alone ({in_words(best.mesh)}) {spent}, and none is much faster."
-    first = f"Use {in_words(best.mesh)}: {spent}"
+        replicated = describe_mesh(best.mesh)
+        return f"Do not split the model: with replicas alone ({replicated}) {spent}, and no mesh is much faster."
+    first = f"Use {describe_mesh(best.mesh)}: {spent}"
     if replicas is None or best.mesh.size == 1:
         return f"{first}."
     if not fits(replicas, memory_bytes):

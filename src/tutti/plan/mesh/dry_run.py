@@ -1,4 +1,10 @@
-"""One of several ranks by itself: what it says to the others, who are not there, is written down."""
+"""A dry run of one tensor-parallel rank without its peers: collectives are recorded and answered with its own data.
+
+How it works. `traced_mesh` makes a `torch.distributed` group in which this process is rank 0 of `num_ranks`. Its
+`TracingCollectives` record the kind and the bytes of every collective, and fill the results with this rank's data: the
+values are wrong and the shapes are right, which is all that timing needs. Operations complete when they are submitted,
+so nothing ever waits for a rank that does not exist.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,78 +31,78 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 @dataclass(frozen=True)
 class TracedCollective:
-    """Something that all ranks do together."""
+    """One collective operation, as it was recorded."""
 
     kind: Kind
     num_bytes: float
-    """Of what is reduced, handed out or exchanged; of a rank's own part where parts are gathered or scattered."""
+    """Bytes that are reduced, broadcast or exchanged; bytes of one rank's part for gathers and scatters."""
 
 
 class TracingCollectives(Collectives):
-    """Nobody answers: this rank takes its own data for theirs."""
+    """Records collectives, and takes this rank's data for that of the others."""
 
     def __init__(self) -> None:
         self.trace: list[TracedCollective] = []
 
     def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
-        return self._note("all_reduce", flat)
+        return self._record("all_reduce", flat)
 
     def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
-        return self._note("all_reduce", flat)
+        return self._record("all_reduce", flat)
 
     def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
         mine.copy_(flat[: mine.numel()])
-        return self._note("reduce_scatter", mine)
+        return self._record("reduce_scatter", mine)
 
     def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
         mine.copy_(parts[0])
-        return self._note("reduce_scatter", mine)
+        return self._record("reduce_scatter", mine)
 
     def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
-        for room in everyones:
-            room.copy_(mine)
-        return self._note("all_gather", mine)
+        for output in everyones:
+            output.copy_(mine)
+        return self._record("all_gather", mine)
 
     def broadcast(self, flat: Tensor, root: int) -> Operation:
-        return self._note("broadcast", flat)
+        return self._record("broadcast", flat)
 
     def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Operation:
         return self.all_gather(everyones or [], mine)
 
     def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
-        return self._note("all_gather", mine)
+        return self._record("all_gather", mine)
 
     def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
-        for room, data in zip(received, sent, strict=True):
-            room.copy_(data.new_zeros(room.shape))
-        return self._note("all_to_all", *sent)
+        for output, data in zip(received, sent, strict=True):
+            output.copy_(data.new_zeros(output.shape))
+        return self._record("all_to_all", *sent)
 
     def barrier(self) -> Operation:
-        return self._note("all_reduce", torch.empty(0))
+        return self._record("all_reduce", torch.empty(0))
 
-    def _note(self, kind: Kind, *tensors: Tensor) -> Operation:
+    def _record(self, kind: Kind, *tensors: Tensor) -> Operation:
         self.trace.append(TracedCollective(kind, sum(tensor.nbytes for tensor in tensors)))
         yield from ()
 
 
-class _First(SingleRankTransport):
-    """The first of so many ranks; the others are not there."""
+class _FirstRank(SingleRankTransport):
+    """The transport of rank 0 of `num_ranks` ranks, the others of which do not exist."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
         self.size = num_ranks
 
 
-class _AtOnce(OperationQueue):
-    """There is nothing to wait for."""
+class _ImmediateQueue(OperationQueue):
+    """Completes operations when they are submitted."""
 
-    def collective(self, operation: BackendWork, steps: Operation, here: bool) -> None:
-        for _ in steps:
+    def submit_collective(self, work: BackendWork, operation: Operation, blocking: bool) -> None:
+        for _ in operation:
             pass
-        operation.conclude()
+        work.complete()
 
-    def message(self, operation: BackendWork, steps: Operation) -> None:
-        self.collective(operation, steps, True)
+    def submit_message(self, work: BackendWork, operation: Operation) -> None:
+        self.submit_collective(work, operation, True)
 
     def close(self) -> None:
         return None
@@ -104,8 +110,8 @@ class _AtOnce(OperationQueue):
 
 @contextmanager
 def traced_mesh(num_ranks: int, device_type: str) -> Iterator[tuple["DeviceMesh", list[TracedCollective]]]:
-    """The row of so many ranks as the first of them sees it; what it says comes to the list."""
+    """Yield a device mesh of `num_ranks` ranks as the first of them sees it, and the list of its collectives."""
     collectives = TracingCollectives()
-    group = TuttiGroup(collectives, _AtOnce(), _First(num_ranks), 0, lambda: None)
+    group = TuttiGroup(collectives, _ImmediateQueue(), _FirstRank(num_ranks), 0, lambda: None)
     with registered(group), device_mesh(group, device_type) as mesh:
         yield mesh, collectives.trace

@@ -1,4 +1,4 @@
-"""A model as the ranks of meshes would have it: each stage and each way of splitting its layers is tried out once."""
+"""`ModelParts`: the parts of a model that ranks of a mesh would have, each profiled once."""
 
 import copy
 import time
@@ -17,25 +17,25 @@ from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
 from tutti.parallel.pipeline.measure import LayerCost, measure
 from tutti.parallel.tensor.plan import refuse_if_whole, tensor_plan
 from tutti.plan.mesh.dry_run import TracedCollective, traced_mesh
-from tutti.plan.mesh.trial import Clock, Trial, try_out
+from tutti.plan.mesh.stage_profile import Clock, StageProfile, profile_stage
 from tutti.replica.samples import num_rows
 
 
 @dataclass(frozen=True)
 class StagePart:
-    """One rank's stage."""
+    """The stage of one rank."""
 
-    trial: Trial
-    gives: tuple[int, ...]
-    """Bytes of each tensor that goes to the next stage."""
+    profile: StageProfile
+    output_bytes: tuple[int, ...]
+    """Bytes of each tensor that is sent to the next stage."""
 
 
-class Parts:
-    """Of a model, tried out on an example of what it takes.
+class ModelParts:
+    """Profiles of the parts that ranks of a mesh would have of a model.
 
     Args:
-        example: one input, or several in a tuple.
-        now: the clock by which computing is timed.
+        example: one batch of inputs; several inputs are a tuple.
+        now: the clock by which computation is timed.
     """
 
     def __init__(self, model: nn.Module, example: Any, now: Clock = time.perf_counter) -> None:
@@ -43,39 +43,43 @@ class Parts:
         self._args = example if isinstance(example, tuple) else (example,)
         self._now = now
         self.num_samples = num_rows(self._args)
-        self._known: dict[tuple[int, int], list[StagePart] | ConfigError] = {}
+        self._profiled: dict[tuple[int, int], list[StagePart] | ConfigError] = {}
 
     @cached_property
-    def whole(self) -> Trial:
-        """One rank that has it all."""
-        return self.stages(1, 1)[0].trial
+    def whole(self) -> StageProfile:
+        """The profile of a rank that has the whole model."""
+        return self.stages(1, 1)[0].profile
 
-    def stages(self, num_splitting: int, num_stages: int) -> list[StagePart]:
-        """What the first of the ranks that split layers does in each stage; `ConfigError` if that cannot be."""
-        key = num_splitting, num_stages
-        if key not in self._known:
+    def stages(self, num_tensor_ranks: int, num_stages: int) -> list[StagePart]:
+        """Return the part of the first tensor-parallel rank in each stage.
+
+        Raises `ConfigError` if the model cannot be split so.
+        """
+        key = num_tensor_ranks, num_stages
+        if key not in self._profiled:
             try:
-                self._known[key] = self._try(num_splitting, num_stages)
+                self._profiled[key] = self._profile(num_tensor_ranks, num_stages)
             except ConfigError as error:
-                self._known[key] = error
-        found = self._known[key]
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+                self._profiled[key] = error
+        stages = self._profiled[key]
+        if isinstance(stages, ConfigError):
+            raise stages
+        return stages
 
-    def _try(self, num_splitting: int, num_stages: int) -> list[StagePart]:
-        plan = tensor_plan(self._model, num_splitting)
-        if num_splitting > 1 and (mistakes := refuse_if_whole(plan)):
+    def _profile(self, num_tensor_ranks: int, num_stages: int) -> list[StagePart]:
+        plan = tensor_plan(self._model, num_tensor_ranks)
+        if num_tensor_ranks > 1 and (mistakes := refuse_if_whole(plan)):
             raise ConfigError(mistakes[0])
-        ways = {module: plan.way_of(name) for name, module in self._model.named_modules()}
-        found = []
-        for number, (stage, values, gives) in enumerate(self._cut(num_stages)):
-            with torch.random.fork_rng(), torch.enable_grad(), self._split(stage, ways, num_splitting) as said:
-                found.append(StagePart(try_out(stage, values, said, self._now, number == 0), gives))
-        return found
+        rules = {module: plan.way_of(name) for name, module in self._model.named_modules()}
+        parts = []
+        for number, (stage, values, output_bytes) in enumerate(self._cut(num_stages)):
+            with torch.random.fork_rng(), torch.enable_grad(), self._split(stage, rules, num_tensor_ranks) as trace:
+                profile = profile_stage(stage, values, trace, self._now, number == 0)
+                parts.append(StagePart(profile, output_bytes))
+        return parts
 
     def _cut(self, num_stages: int) -> list[tuple[nn.Module, Sequence[Any], tuple[int, ...]]]:
-        """Each stage, what it takes, and the bytes of what it gives."""
+        """Return each stage, its inputs, and the bytes of its outputs."""
         if num_stages == 1:
             return [(self._model, self._args, ())]
         layers, costs, inputs = self._sequence
@@ -83,40 +87,40 @@ class Parts:
         seconds = [cost.seconds for cost in costs]
         spans = balanced(seconds if any(seconds) else [1.0 + cost.parameter_bytes for cost in costs], num_stages)
         assert spans is not None
-        made: list[tuple[nn.Module, Sequence[Any], tuple[int, ...]]] = []
+        stages: list[tuple[nn.Module, Sequence[Any], tuple[int, ...]]] = []
         for start, stop in spans:
-            given = tuple(tensor.nbytes for tensor in inputs[stop]) if stop < len(layers) else ()
-            made.append((Stage(layers[start:stop]), inputs[start], given))
-        return made
+            output_bytes = tuple(tensor.nbytes for tensor in inputs[stop]) if stop < len(layers) else ()
+            stages.append((Stage(layers[start:stop]), inputs[start], output_bytes))
+        return stages
 
     @cached_property
     def _sequence(self) -> tuple[Layers, list[LayerCost], list[tuple[Tensor, ...]]]:
-        """Layers one after the other, what each costs, and what it takes."""
+        """The layers in sequence, the cost of each, and the inputs of each."""
         example = self._args if len(self._args) > 1 else self._args[0]
         layers = layers_of(self._model, example)
         check_apart(layers)
         inputs = [self._args]
         with torch.no_grad(), torch.random.fork_rng():
             for _, layer in layers:
-                made = layer(*inputs[-1])
-                inputs.append(made if isinstance(made, tuple) else (made,))
+                output = layer(*inputs[-1])
+                inputs.append(output if isinstance(output, tuple) else (output,))
         return layers, measure(layers, example, self._now), inputs
 
     @contextmanager
-    def _split(self, stage: nn.Module, ways: Any, num_ranks: int) -> Iterator[list[TracedCollective]]:
-        """Within it, the stage has the pieces of the first of so many ranks."""
+    def _split(self, stage: nn.Module, rules: Any, num_ranks: int) -> Iterator[list[TracedCollective]]:
+        """Within it, the stage has the shards of the first of `num_ranks` ranks; yields the trace of collectives."""
         if num_ranks == 1:
             yield []
             return
-        from tutti.parallel.tensor.split import TensorSplit, implicit_replication  # Costs a compiler's import.
+        from tutti.parallel.tensor.split import TensorSplit, implicit_replication  # Imports torch's compiler.
 
         before = [(parameter, parameter.data) for parameter in stage.parameters()]
         device = next((parameter.device.type for parameter, _ in before), "cpu")
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-        with traced_mesh(num_ranks, device) as (mesh, said), implicit_replication():
-            split = TensorSplit(stage, ways, mesh, optimizer)
+        with traced_mesh(num_ranks, device) as (mesh, trace), implicit_replication():
+            split = TensorSplit(stage, rules, mesh, optimizer)
             try:
-                yield said
+                yield trace
             finally:
                 split.abandon()
                 for parameter, data in before:

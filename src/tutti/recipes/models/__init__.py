@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tutti.errors import UnknownName
-from tutti.recipes.registry import LazyRegistry, load
+from tutti.plugins import load
+from tutti.recipes.registry import LazyRegistry
 
 if TYPE_CHECKING:
     from torch import nn

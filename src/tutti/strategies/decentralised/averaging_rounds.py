@@ -1,8 +1,25 @@
-"""Meetings: all ranks that are left agree on who they are and, perhaps, on the mean of what they bring.
+"""Averaging rounds: all living ranks agree on who they are and, unless they only regroup, on the mean of their values.
 
-Everybody tells everybody of having come. When all have, each brings its value to the first of them, who tells all what
-has come of it. If the first is lost, everybody turns to the next with what they have, the outcome if they know it: so
-no two ranks that are left ever have different outcomes of one meeting, and nobody waits for one who is gone.
+How it works
+------------
+Rounds are numbered from 1. Every rank takes part in every round.
+
+1. Enter: a rank sends `ROUND_ENTERED` to all, with its purpose and clock, and waits until all living peers have entered
+   and its own exchange is ready (for peers' updates: all updates of the others have arrived).
+2. Contribute: each rank sends its values to the leader, the lowest living rank, as `ROUND_VALUE`. If any rank entered
+   to regroup, no rank sends values.
+3. Conclude: the leader waits for a contribution of every living peer, averages them, and sends `ROUND_RESULT` to all.
+
+If the leader is lost, all ranks contribute again, to the next one. A rank that already has the result sends it to the
+new leader (`peer_lost`), and a leader that has a result answers a late contribution with it (`receive`). A rank that
+has the result contributes no more, so the new leader cannot conclude before it has that result too. Therefore two
+living ranks never have different results of one round.
+
+Waits are `PeerGroup.wait_until`, on conditions about living peers: a lost rank is not waited for. Ranks that are still
+training send `KEEP_ALIVE` to those who wait, because a round may be entered long before the last rank comes.
+
+Finishing is a round without a result: a rank that enters with `FINISH` leaves when all others have entered to finish
+too; if any has entered for another purpose, it takes part in one more round first.
 """
 
 from collections.abc import Callable
@@ -14,186 +31,208 @@ import torch
 from torch import Tensor
 
 from tutti.errors import RankLost
-from tutti.strategies.decentralised.peer_group import Company
-from tutti.strategies.decentralised.wire import Head, Kind
+from tutti.strategies.decentralised.flat_model import align
+from tutti.strategies.decentralised.peer_group import PeerGroup
+from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
 from tutti.transports.base import Operation
 
-_LINE_BYTES = 64
 
-
-class Purpose(IntEnum):
-    """What a rank comes to a meeting for. If one only regroups, all do, and the others come again."""
+class RoundPurpose(IntEnum):
+    """Why a rank enters a round. If one rank only regroups, all do, and those that want a mean enter again."""
 
     REGROUP = 0
-    AGREE = 1
-    PART = 2
+    AVERAGE = 1
+    FINISH = 2
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What has come of a meeting."""
+class RoundResult:
+    """What all ranks of a round agree on."""
 
     number: int
-    purpose: Purpose
+    """Number of the round."""
+    purpose: RoundPurpose
+    """`AVERAGE` if there is a mean, else `REGROUP`."""
     clock: int
-    """The largest of those who came."""
-    group: tuple[int, ...]
-    """Who came."""
+    """The highest clock of the ranks that took part."""
+    members: tuple[int, ...]
+    """Ranks that took part, in order."""
     value: Tensor | None
-    """The mean, if they came to agree."""
+    """The mean, a full block of `FlatModel`, if the purpose was to average."""
 
 
-class Meetings:
-    """Those of one company, one after the other."""
+class AveragingRounds:
+    """The rounds of one rank, one after the other. Runs in the transport's thread, as `PeerGroup` does."""
 
-    def __init__(self, company: Company, average: Callable[[list[Tensor]], Tensor], sizes_only: bool) -> None:
-        self._company, self._average, self._sizes_only = company, average, sizes_only
-        self._me = company.me
-        self.number = 0
-        """Of the last whose outcome is known here."""
-        self.within = False
-        """Whether this rank is in one."""
-        self.parted = False
-        self._arrivals: dict[int, Head] = {}
-        self._brought: dict[int, tuple[Head, Tensor | None]] = {}
-        self._last: tuple[Head, Tensor | None] | None = None
-        self._beat_s = 0.0
+    def __init__(self, group: PeerGroup, average: Callable[[list[Tensor]], Tensor], sizes_only: bool) -> None:
+        """Make no round yet; `average` returns the mean of values in the order of their ranks."""
+        self._group, self._average, self._sizes_only = group, average, sizes_only
+        self._rank = group.rank
+        self.last_round = 0
+        """Number of the last round whose result is known here."""
+        self.in_round = False
+        """Whether this rank is in a round."""
+        self.is_finished = False
+        """Whether all ranks have finished."""
+        self._entries: dict[int, PeerMessageHeader] = {}
+        """The last `ROUND_ENTERED` of each peer."""
+        self._contributions: dict[int, tuple[PeerMessageHeader, Tensor | None]] = {}
+        """What peers have sent to this rank as leader of the next round."""
+        self._result: tuple[PeerMessageHeader, Tensor | None] | None = None
+        """The last result, as the message that carries it."""
+        self._last_keep_alive_s = 0.0
 
-    # What the exchange does
-
-    def attend(
-        self, purpose: Purpose, clock: int, ready: Callable[[], bool], bring: Callable[[], Tensor | None]
+    def take_part(
+        self,
+        purpose: RoundPurpose,
+        clock: int,
+        is_ready: Callable[[], bool],
+        contribution: Callable[[], Tensor | None],
     ) -> Operation:
-        """Come to the next meeting, and be there until it is over; `bring` is asked when all are here and `ready`."""
-        company, number = self._company, self.number + 1
-        self.within = True
-        company.tell_all(Head(Kind.ARRIVED, number, purpose, clock))
-        yield from company.until(lambda: self.number >= number or (self.all_here(number) and ready()))
-        regroup = purpose == Purpose.REGROUP or self.regroup_called
-        mine = None if regroup else bring()
-        told = self._me
-        while self.number < number and not company.over:
-            if company.leader == self._me:
-                if company.others <= self._brought.keys():
-                    self._conclude(number, clock, mine)
+        """Take part in the next round until its result is known.
+
+        Args:
+            purpose: why this rank enters.
+            clock: number of steps that this rank has taken.
+            is_ready: whether this rank can contribute; asked once all peers have entered.
+            contribution: returns this rank's values; called once, when all are ready.
+        """
+        group, number = self._group, self.last_round + 1
+        self.in_round = True
+        group.send_to_all(PeerMessageHeader(PeerMessageKind.ROUND_ENTERED, number, purpose, clock))
+        yield from group.wait_until(lambda: self.last_round >= number or (self.all_entered(number) and is_ready()))
+        # All ranks come to the same answer: each has every peer's entry, and so every purpose.
+        regroup = purpose == RoundPurpose.REGROUP or self.regroup_requested
+        value = None if regroup else contribution()
+        sent_to = self._rank  # Nobody yet: a leader does not send to itself.
+        while self.last_round < number and not group.is_over:
+            if group.leader == self._rank:
+                # A peer that already has a result never contributes: it sends that result instead.
+                if group.others <= self._contributions.keys():
+                    self._conclude(number, clock, value)
                     break
-            elif told != company.leader:
-                told = company.leader
-                company.tell(told, Head(Kind.VALUE, number, 0, clock, 0 if mine is None else mine.nbytes), mine)
-            yield from company.until(partial(self._moved_on, number, company.leader))
-        self.within = False
+            elif sent_to != group.leader:
+                sent_to = group.leader
+                num_bytes = 0 if value is None else value.nbytes
+                header = PeerMessageHeader(PeerMessageKind.ROUND_VALUE, number, 0, clock, num_bytes)
+                group.send(sent_to, header, value)
+            yield from group.wait_until(partial(self._can_proceed, number, group.leader))
+        self.in_round = False
 
-    def part(self, clock: int) -> Operation:
-        """Leave when everybody knows the last outcome and wants to leave; or come to know that somebody does not."""
-        company, number = self._company, self.number + 1
-        company.tell_all(Head(Kind.ARRIVED, number, Purpose.PART, clock))
-        yield from company.until(lambda: self.all_here(number) or self._others_meet(number))
-        if self._others_meet(number):
+    def finish(self, clock: int) -> Operation:
+        """Leave when all ranks know the last result and want to leave; return if one of them wants another round."""
+        group, number = self._group, self.last_round + 1
+        group.send_to_all(PeerMessageHeader(PeerMessageKind.ROUND_ENTERED, number, RoundPurpose.FINISH, clock))
+        yield from group.wait_until(lambda: self.all_entered(number) or self._others_go_on(number))
+        if self._others_go_on(number):
             return
-        self.parted = True
-        company.tell_all(Head(Kind.BYE))
-        yield from company.until(company.flushed)
+        self.is_finished = True
+        group.send_to_all(PeerMessageHeader(PeerMessageKind.DISCONNECT))
+        yield from group.wait_until(group.is_flushed)  # The channel is closed next, which drops what is not sent.
 
-    def _others_meet(self, number: int) -> bool:
-        """Whether somebody has come to that meeting for something else than to leave."""
-        came = [self._arrivals[peer] for peer in self._company.others if self.waits(peer, number)]
-        return any(arrival.origin != Purpose.PART for arrival in came)
+    def _others_go_on(self, number: int) -> bool:
+        """Whether a peer has entered a round for another purpose than to finish."""
+        entries = [self._entries[peer] for peer in self._group.others if self.has_entered(peer, number)]
+        return any(entry.origin != RoundPurpose.FINISH for entry in entries)
 
-    def all_here(self, number: int) -> bool:
-        """Whether everybody has come to that meeting."""
-        return all(self.waits(peer, number) for peer in self._company.others)
+    def all_entered(self, number: int) -> bool:
+        """Whether all living peers have entered a round."""
+        return all(self.has_entered(peer, number) for peer in self._group.others)
 
-    def waits(self, peer: int, number: int | None = None) -> bool:
-        """Whether a peer is in that meeting, or the next."""
-        arrival = self._arrivals.get(peer)
-        return arrival is not None and arrival.number >= (self.number + 1 if number is None else number)
-
-    @property
-    def regroup_called(self) -> bool:
-        """Whether somebody waits for everybody to come and regroup."""
-        calls = [self._arrivals[peer] for peer in self._company.others if self.waits(peer)]
-        return any(call.origin == Purpose.REGROUP for call in calls)
+    def has_entered(self, peer: int, number: int | None = None) -> bool:
+        """Whether a peer has entered a round, by default the next one."""
+        entry = self._entries.get(peer)
+        return entry is not None and entry.number >= (self.last_round + 1 if number is None else number)
 
     @property
-    def outcome(self) -> Outcome:
-        """Of the last meeting."""
-        assert self._last is not None
-        head, payload = self._last
+    def regroup_requested(self) -> bool:
+        """Whether a peer waits in the next round to regroup."""
+        entries = [self._entries[peer] for peer in self._group.others if self.has_entered(peer)]
+        return any(entry.origin == RoundPurpose.REGROUP for entry in entries)
+
+    @property
+    def result(self) -> RoundResult:
+        """The result of the last round."""
+        assert self._result is not None
+        header, payload = self._result
         if payload is None or self._sizes_only:
-            group, value = tuple(sorted(self._company.living)), payload
+            members, value = tuple(sorted(self._group.alive)), payload
         else:
             words = payload.view(torch.int64)
-            group = tuple(words[1 : 1 + int(words[0])].tolist())
-            value = payload[_aligned(8 + 8 * len(group)) :]
-        purpose = Purpose(head.origin)
-        return Outcome(head.number, purpose, head.clock, group, value if purpose == Purpose.AGREE else None)
+            members = tuple(words[1 : 1 + int(words[0])].tolist())
+            value = payload[align(8 + 8 * len(members)) :]
+        purpose = RoundPurpose(header.origin)
+        value = value if purpose == RoundPurpose.AVERAGE else None
+        return RoundResult(header.number, purpose, header.clock, members, value)
 
-    def beat(self) -> None:
-        """Tell those who wait, now and then, that this rank is on its way."""
-        now = self._company.wire.now()
-        if not self.within and now - self._beat_s > self._company.wire.timeout.total_seconds() / 8:
-            self._beat_s = now
-            for peer in sorted(self._company.others):
-                if self.waits(peer):
-                    self._company.tell(peer, Head(Kind.BEAT))
+    def send_keep_alives(self) -> None:
+        """Tell peers that wait in a round, eight times per timeout, that this rank still makes progress."""
+        now, timeout_s = self._group.transport.now(), self._group.transport.timeout.total_seconds()
+        if not self.in_round and now - self._last_keep_alive_s > timeout_s / 8:
+            self._last_keep_alive_s = now
+            for peer in sorted(self._group.others):
+                if self.has_entered(peer):
+                    self._group.send(peer, PeerMessageHeader(PeerMessageKind.KEEP_ALIVE))
 
-    # What others say
+    def receive(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        """Handle a peer's message about rounds; others are ignored."""
+        match header.kind:
+            case PeerMessageKind.ROUND_ENTERED:
+                self._entries[peer] = header
+                self._group.clocks[peer] = header.clock
+            case PeerMessageKind.ROUND_VALUE if header.number > self.last_round:
+                self._contributions[peer] = header, payload
+            case PeerMessageKind.ROUND_VALUE if self._result is not None and header.number == self.last_round:
+                self._group.send(peer, *self._result)
+            case PeerMessageKind.ROUND_RESULT if header.number == self.last_round + 1:
+                self._learn_result(header, payload)
 
-    def hear(self, peer: int, head: Head, payload: Tensor | None) -> None:
-        match head.kind:
-            case Kind.ARRIVED:
-                self._arrivals[peer] = head
-                self._company.clocks[peer] = head.clock
-            case Kind.VALUE if head.number > self.number:
-                self._brought[peer] = head, payload
-            case Kind.VALUE if self._last is not None and head.number == self.number:
-                self._company.tell(peer, *self._last)
-            case Kind.RESULT if head.number == self.number + 1:
-                self._know(head, payload)
+    def peer_lost(self, peer: int) -> None:
+        """Go on without a peer; if it was the leader, let the next one have the last result."""
+        self._contributions.pop(peer, None)
+        leader = self._group.leader
+        if self._result is not None and peer < leader != self._rank:
+            self._group.send(leader, *self._result)  # Others may ask it for a result that it does not know yet.
 
-    def lost(self, peer: int) -> None:
-        self._brought.pop(peer, None)
-        leader = self._company.leader
-        if self._last is not None and peer < leader != self._me:
-            self._company.tell(leader, *self._last)  # It may have to tell those who do not know.
+    def _can_proceed(self, number: int, leader: int) -> bool:
+        """Whether the result is known, the leader has changed, or this rank leads and has all contributions."""
+        is_complete = self._group.leader == self._rank and self._group.others <= self._contributions.keys()
+        return self.last_round >= number or self._group.leader != leader or is_complete
 
-    def _moved_on(self, number: int, leader: int) -> bool:
-        """Whether the outcome is known, another leads, or this rank leads and has what it takes."""
-        complete = self._company.leader == self._me and self._company.others <= self._brought.keys()
-        return self.number >= number or self._company.leader != leader or complete
-
-    def _conclude(self, number: int, clock: int, mine: Tensor | None) -> None:
-        brought = {peer: self._brought[peer] for peer in sorted(self._company.others)}
-        clocks = [clock, *(head.clock for head, _ in brought.values())]
-        values = [mine, *(value for _, value in brought.values())]  # This rank is the first of them.
-        given = [value for value in values if value is not None]
-        purpose = Purpose.AGREE if len(given) == len(values) else Purpose.REGROUP
-        mean = self._average(given) if purpose == Purpose.AGREE else None
-        payload = self._payload([self._me, *brought], mean)
+    def _conclude(self, number: int, clock: int, value: Tensor | None) -> None:
+        """As leader: average all contributions, and send the result."""
+        contributions = {peer: self._contributions[peer] for peer in sorted(self._group.others)}
+        clocks = [clock, *(header.clock for header, _ in contributions.values())]
+        # The leader is the lowest rank, so its value comes first.
+        values = [value, *(peer_value for _, peer_value in contributions.values())]
+        present = [peer_value for peer_value in values if peer_value is not None]
+        purpose = RoundPurpose.AVERAGE if len(present) == len(values) else RoundPurpose.REGROUP
+        mean = self._average(present) if purpose == RoundPurpose.AVERAGE else None
+        payload = self._pack([self._rank, *contributions], mean)
         num_bytes = 0 if payload is None else payload.nbytes
-        self._know(Head(Kind.RESULT, number, purpose, max(clocks), num_bytes), payload)
+        header = PeerMessageHeader(PeerMessageKind.ROUND_RESULT, number, purpose, max(clocks), num_bytes)
+        self._learn_result(header, payload)
 
-    def _payload(self, group: list[int], value: Tensor | None) -> Tensor | None:
+    def _pack(self, members: list[int], value: Tensor | None) -> Tensor | None:
+        """Return the payload of a result: number of members, members (int64), and the aligned value."""
         if self._sizes_only:
             return value
-        start = _aligned(8 + 8 * len(group))
+        start = align(8 + 8 * len(members))
         payload = torch.zeros(start + (0 if value is None else value.nbytes), dtype=torch.uint8, device="cpu")
-        payload.view(torch.int64)[: 1 + len(group)] = torch.tensor([len(group), *group])
+        payload.view(torch.int64)[: 1 + len(members)] = torch.tensor([len(members), *members])
         if value is not None:
             payload[start:] = value
         return payload
 
-    def _know(self, head: Head, payload: Tensor | None) -> None:
-        """The outcome is known: those who count on this rank to tell them are told."""
-        self.number, self._last = head.number, (head, payload)
-        asked, self._brought = self._brought, {}
-        for peer in asked:
-            self._company.tell(peer, head, payload)
-        if self._me not in self.outcome.group:
-            error = RankLost(f"rank {self._me}: the others have met without this rank, which they took for lost.")
-            self._company.fail(error)
-        self._company.change()
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+    def _learn_result(self, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        """Keep a result, and send it to the peers that have contributed to this rank: they count on it as leader."""
+        self.last_round, self._result = header.number, (header, payload)
+        contributors, self._contributions = self._contributions, {}
+        for peer in contributors:
+            self._group.send(peer, header, payload)
+        if self._rank not in self.result.members:
+            message = (
+                f"rank {self._rank}: the other ranks completed an averaging round without this rank, taken for lost."
+            )
+            self._group.fail(RankLost(message))
+        self._group.notify()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tutti.codecs import CodecSpeed
 from tutti.cost import CommunicationCost, Placement, Profile, bucket_loads, coding_seconds, message_bytes
-from tutti.strategies.decentralised.graphs import Exponential, Matchings, sized
+from tutti.strategies.decentralised.graphs import Exponential, Matchings, topology_for
 
 if TYPE_CHECKING:
     from tutti.strategies.decentralised.strategies import Gossip, PeerUpdates
@@ -76,7 +76,7 @@ def gossip_cost(strategy: "Gossip", profile: Profile, placement: Placement) -> C
 
 def _num_neighbours(strategy: "Gossip", num_ranks: int) -> int:
     """Return the largest number of ranks that one rank sends to in a step."""
-    topology = sized(strategy.graph, num_ranks)
+    topology = topology_for(strategy.graph, num_ranks)
     if isinstance(topology, Exponential | Matchings):
         return 1
     return max(len(topology.neighbours(rank)) for rank in range(num_ranks))

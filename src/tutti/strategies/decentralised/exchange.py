@@ -1,17 +1,18 @@
-"""What all peers do, however they exchange: meet, leave, come back, stop, and count."""
+"""Exchange of a rank among peers: training events, consensus, leave and finish, around any decentralised algorithm."""
 
-from abc import abstractmethod
+from collections.abc import Callable
 from math import isnan
+from typing import Any
 
 from torch import Tensor
 
 from tutti.events import EXCHANGE, PULL, Event
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange
-from tutti.strategies.decentralised.averaging_rounds import Meetings, Outcome, Purpose
-from tutti.strategies.decentralised.flat_model import Images
-from tutti.strategies.decentralised.peer_group import Company
-from tutti.strategies.decentralised.wire import Head, Kind
+from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
+from tutti.strategies.decentralised.averaging_rounds import AveragingRounds, RoundPurpose, RoundResult
+from tutti.strategies.decentralised.flat_model import FlatModel
+from tutti.strategies.decentralised.peer_group import PeerGroup
 from tutti.transports import SharesMemory, Transport
 from tutti.transports.base import Operation
 
@@ -19,157 +20,138 @@ _BUCKET_BYTES = 4 * 2**20
 
 
 class PeerExchange(Exchange):
-    """A rank among equals: nobody serves, and whoever is lost is done without.
+    """A rank among equals: no rank serves, and the others go on without a rank that is lost.
 
-    Nothing is kept of it but the model: what is saved is saved within `consensus`, and what a codec has not said yet is
-    dropped then.
+    It has no state beside the model. A checkpoint is saved within `consensus`; what error feedback has not sent by
+    then is dropped.
     """
 
     tolerates_loss = True
 
-    def __init__(self, replica: Replica, transport: Transport, name: str, exact_below: int = 0) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        transport: Transport,
+        name: str,
+        make_algorithm: Callable[[PeerContext], PeerAlgorithm],
+        exact_below: int = 0,
+    ) -> None:
+        """Start exchanging.
+
+        Args:
+            replica: the model.
+            transport: connects all ranks.
+            name: name of the channel.
+            make_algorithm: makes the algorithm from the state that it shares with this exchange.
+            exact_below: parameters of fewer elements are not compressed.
+        """
         super().__init__(replica, transport)
-        plain = transport.inner if isinstance(transport, SharesMemory) else transport  # All of it travels in messages.
-        self._wire = plain.channel(name)
-        self._me = transport.rank
+        # Messages only: where the transport shares memory, the plain transport beneath it is used.
+        plain = transport.inner if isinstance(transport, SharesMemory) else transport
+        self._channel = plain.channel(name)
         replica.allocate(plain, _BUCKET_BYTES, exact_below)
         replica.arrange([slot.name for slot in replica.slots])
-        self.images = Images(replica)
-        self.base = self.images.read(self.images.room())
-        """What the model had after the last exchange."""
-        like = replica.buckets[0].flat
-        self.company = Company(self._wire, self, like, self._most_bytes())
-        self.meetings = Meetings(self.company, self.images.average, replica.sizes_only)
-        self._own: Tensor | None = None
-        self._away = False
-        self._sent_before = 0
+        model = FlatModel(replica)
+        base = model.read_model(model.empty())
+        max_bytes = 4 * model.num_full_bytes + 64 * transport.size + 2**16
+        group = PeerGroup(self._channel, replica.buckets[0].flat, max_bytes)
+        rounds = AveragingRounds(group, model.average, replica.sizes_only)
+        self.context = PeerContext(replica, model, base, group, rounds, self.run_round)
+        self.algorithm = make_algorithm(self.context)
+        self._local_values: Tensor | None = None
+        """This rank's own values, while the model holds those of a consensus."""
+        self._bytes_sent_before = 0
+        """Bytes sent until the end of the last step."""
+        group.start(self.algorithm)
+        replica.listen(self, to="samples")
+        self.algorithm.start()
 
-    def _begin(self) -> None:
-        """Hear peers and answer to training from now on: the last thing that is done to make an exchange."""
-        self.company.start()
-        self.replica.listen(self, to="samples")
-
-    def _most_bytes(self) -> int:
-        """Of any message."""
-        return 4 * self.images.num_meeting_bytes + 64 * self.transport.size + 2**16
-
-    # What differs
-
-    @abstractmethod
-    def hear(self, peer: int, head: Head, payload: Tensor | None) -> None:
-        """Act on what a peer says."""
-
-    @abstractmethod
-    def _step(self) -> None:
-        """Exchange what the optimiser's step has changed."""
+    def metrics(self) -> dict[str, Any]:
+        return self.algorithm.metrics()
 
     @property
-    @abstractmethod
-    def _clock(self) -> int:
-        """How many steps this rank has exchanged."""
+    def bytes_sent(self) -> int:
+        return self._channel.bytes_sent
 
-    def _before_meeting(self) -> Operation:
-        """Do what is to be done before others are told that this rank has come."""
-        yield from ()
+    @property
+    def is_leader(self) -> bool:
+        return self.context.rank == self.context.group.leader
 
-    def _ready(self) -> bool:
-        """Whether all is here that was under way when everybody came to a meeting."""
-        return True
-
-    def _current(self) -> Tensor:
-        """What this rank has, when everybody has come."""
-        return self.base
-
-    def _met(self, outcome: Outcome) -> None:
-        """Go on from a meeting."""
-
-    def lost(self, peer: int) -> None:
-        """Go on without a peer."""
-        self.meetings.lost(peer)
-
-    # The events of training
+    # Training
 
     def before_step(self) -> None:
         weight = self.replica.take_samples()
         if isnan(weight):
-            self._wait(self._stop())
-        if weight == 0:  # A batch that does not count.
+            self.context.wait(self._stop())
+        if weight == 0:  # A batch that does not count: the optimiser finds no gradients.
             self.replica.hide_gradients()
-        self.company.check(self.replica.steps)
+        self.context.group.check(self.replica.steps)
 
     def after_step(self) -> None:
         self.replica.show_gradients()
         start_s = self.transport.now()
-        self._step()
-        sent = self.bytes_sent
-        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), sent - self._sent_before))
-        self._sent_before = sent
+        self.algorithm.exchange_step()
+        bytes_sent = self.bytes_sent
+        self.events.record(Event(EXCHANGE, start_s, self.transport.now(), bytes_sent - self._bytes_sent_before))
+        self._bytes_sent_before = bytes_sent
 
     def _stop(self) -> Operation:
-        self.company.stop(self._me)
+        self.context.group.stop(self.context.rank)
         yield from ()
 
-    # Meetings
+    # Averaging rounds
 
-    def meet(self, purpose: Purpose) -> Outcome:
-        """Wait until everybody is here; what comes of it."""
+    def run_round(self, purpose: RoundPurpose) -> RoundResult:
+        """Take part in an averaging round, wait for its result, and return it."""
         start_s = self.transport.now()
-        self._wait(self._meeting(purpose))
+        self.context.wait(self._take_part(purpose))
         self.events.record(Event(PULL, start_s, self.transport.now()))
-        return self.meetings.outcome
+        return self.context.rounds.result
 
-    def _wait(self, steps: Operation) -> None:
-        self.company.wait(steps, self.replica.steps)
+    def _take_part(self, purpose: RoundPurpose) -> Operation:
+        algorithm, context = self.algorithm, self.context
+        yield from algorithm.before_round()
+        last_round = context.rounds.last_round
 
-    def _meeting(self, purpose: Purpose) -> Operation:
-        yield from self._before_meeting()
-        number = self.meetings.number
-        bring = lambda: self.images.for_meeting(self._current())  # noqa: E731
-        yield from self.meetings.attend(purpose, self._clock, self._ready, bring)
-        if self.meetings.number > number and not self.company.over:
-            self._met(self.meetings.outcome)
+        def contribution() -> Tensor:
+            return context.model.to_full(algorithm.values())
+
+        yield from context.rounds.take_part(purpose, algorithm.clock, algorithm.is_ready, contribution)
+        if context.rounds.last_round > last_round and not context.group.is_over:
+            algorithm.round_finished(context.rounds.result)
 
     def consensus(self) -> None:
-        while (outcome := self.meet(Purpose.AGREE)).purpose != Purpose.AGREE:
+        # A round only regroups if any rank needs that: then there is no mean yet, and the next round makes it.
+        while (result := self.run_round(RoundPurpose.AVERAGE)).purpose != RoundPurpose.AVERAGE:
             pass
-        assert outcome.value is not None
-        self._own = self.images.for_meeting(self.base)
-        self.images.take_meeting(outcome.value)
+        assert result.value is not None
+        self._local_values = self.context.model.to_full(self.context.base)
+        self.context.model.write_model_full(result.value)
 
     def restore_local(self) -> None:
-        if self._own is not None:
-            self.images.take_meeting(self._own)
-            self._own = None
+        if self._local_values is not None:
+            self.context.model.write_model_full(self._local_values)
+            self._local_values = None
 
     def finish(self) -> None:
-        while not self.meetings.parted:  # As often as others meet who go on meanwhile: all end with the same.
+        # Others may still train and ask for rounds: take part in all of them, so that all ranks end with the same.
+        while not self.context.rounds.is_finished:
             self.consensus()
-            self._own = None
-            self._wait(self._parting())
+            self._local_values = None
+            self.context.wait(self._finish())
         self.close()
 
-    def _parting(self) -> Operation:
-        yield from self._before_meeting()
-        yield from self.meetings.part(self._clock)
-
-    def close(self) -> None:
-        self._wire.close()  # Nothing is heard any more when the model is let go.
+    def _finish(self) -> Operation:
+        yield from self.algorithm.before_round()
+        yield from self.context.rounds.finish(self.algorithm.clock)
 
     def leave(self) -> None:
-        self._away = True
-        self._wait(self._say(Kind.AWAY))
+        self.context.is_away = True
+        self.algorithm.leave()
 
     def join(self) -> None:
-        self._away = False
+        self.context.is_away = False
+        self.algorithm.join()
 
-    def _say(self, kind: Kind) -> Operation:
-        self.company.tell_all(Head(kind))
-        yield from ()
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._wire.bytes_sent
-
-    @property
-    def is_leader(self) -> bool:
-        return self._me == self.company.leader
+    def close(self) -> None:
+        self._channel.close()  # No message may arrive after the model is detached.

@@ -1,4 +1,4 @@
-"""A model in one piece of memory: what peers mix, send and average."""
+"""A model's values as one block of bytes, which peers mix, send and average."""
 
 from typing import cast
 
@@ -8,17 +8,19 @@ from torch import Tensor
 from tutti.replica import Bucket, Replica
 from tutti.simulation.sizes import SizeOnlyTensor
 
-_LINE_BYTES = 64
+_ALIGNMENT_BYTES = 64
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+def align(num_bytes: int) -> int:
+    """Round up to whole cache lines, which are aligned for every dtype."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-class Images:
-    """Where in such memory each bucket's parameters or statistics lie, and the other buffers behind them.
+class FlatModel:
+    """The layout of a model's values in flat memory, and copies between the two.
 
-    Memory is bytes on the CPU; where there are sizes alone, it is only as long.
+    Flat memory is bytes on the CPU: the values of each bucket (parameters, then running statistics), each aligned. A
+    *full* block also holds all other buffers behind them. In a dry run memory has a size, but no contents.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -26,93 +28,95 @@ class Images:
         self.sizes_only = replica.sizes_only
         self._starts: list[int] = []
         self.num_bytes = 0
-        """Of parameters and statistics."""
+        """Bytes of parameters and running statistics."""
         for bucket in self.buckets:
             self._starts.append(self.num_bytes)
-            self.num_bytes += _aligned(bucket.flat.nbytes)
+            self.num_bytes += align(bucket.flat.nbytes)
         averaged = {id(slot.tensor) for slot in replica.statistics}
-        self._others = [each for each in replica.model.buffers() if id(each) not in averaged]
-        self._num_other_bytes = sum(_aligned(each.nbytes) for each in self._others)
+        self._other_buffers = [buffer for buffer in replica.model.buffers() if id(buffer) not in averaged]
+        self.num_full_bytes = self.num_bytes + sum(align(buffer.nbytes) for buffer in self._other_buffers)
+        """Bytes of a full block."""
 
-    @property
-    def num_meeting_bytes(self) -> int:
-        """Of the same and all other buffers."""
-        return self.num_bytes + self._num_other_bytes
-
-    def room(self, num_bytes: int | None = None) -> Tensor:
-        """Memory, of the model's size unless another is said; its content is nothing yet."""
-        wanted = self.num_bytes if num_bytes is None else num_bytes
+    def empty(self, num_bytes: int | None = None) -> Tensor:
+        """Return new flat memory, zeros, of the model's size unless another is given."""
+        size = self.num_bytes if num_bytes is None else num_bytes
         if self.sizes_only:
-            return cast(Tensor, SizeOnlyTensor(wanted, torch.uint8, 1))
-        return torch.zeros(wanted, dtype=torch.uint8, device="cpu")
+            return cast(Tensor, SizeOnlyTensor(size, torch.uint8, 1))
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
     def copy(self, memory: Tensor) -> Tensor:
+        """Return a copy of flat memory."""
         return memory if self.sizes_only else memory.clone()
 
-    def parts(self, memory: Tensor) -> list[Tensor]:
-        """Each bucket's values in such memory; none where there are sizes alone."""
+    def bucket_views(self, memory: Tensor) -> list[Tensor]:
+        """Return each bucket's values in flat memory, as views; an empty list in a dry run."""
         if self.sizes_only:
             return []
-        places = zip(self._starts, self.buckets, strict=True)
-        return [memory[at : at + bucket.flat.nbytes].view(bucket.flat.dtype) for at, bucket in places]
+        return [
+            memory[start : start + bucket.flat.nbytes].view(bucket.flat.dtype)
+            for start, bucket in zip(self._starts, self.buckets, strict=True)
+        ]
 
     @torch.no_grad()
-    def read(self, memory: Tensor) -> Tensor:
-        """Let memory hold what the model has now."""
-        for bucket, part in zip(self.buckets, self.parts(memory), strict=not self.sizes_only):
-            for view, slot in zip(bucket.views(part), bucket.slots, strict=True):
+    def read_model(self, memory: Tensor) -> Tensor:
+        """Copy the model's values into flat memory, and return that."""
+        for bucket, values in zip(self.buckets, self.bucket_views(memory), strict=not self.sizes_only):
+            for view, slot in zip(bucket.views(values), bucket.slots, strict=True):
                 view.copy_(slot.tensor.detach())
         return memory
 
     @torch.no_grad()
-    def change(self, base: Tensor) -> Tensor:
-        """What the model has now, less what `base` holds."""
-        change = self.read(self.room())
-        for part, before in zip(self.parts(change), self.parts(base), strict=True):
-            part.sub_(before)
-        return change
-
-    @torch.no_grad()
-    def write(self, memory: Tensor) -> None:
-        """Let the model have what memory holds."""
-        for bucket, part in zip(self.buckets, self.parts(memory), strict=not self.sizes_only):
-            for view, slot in zip(bucket.views(part), bucket.slots, strict=True):
+    def write_model(self, memory: Tensor) -> None:
+        """Copy flat memory into the model."""
+        for bucket, values in zip(self.buckets, self.bucket_views(memory), strict=not self.sizes_only):
+            for view, slot in zip(bucket.views(values), bucket.slots, strict=True):
                 slot.tensor.detach().copy_(view)
 
-    def for_meeting(self, memory: Tensor) -> Tensor:
-        """A copy of memory, with the other buffers behind it."""
-        whole = self.room(self.num_meeting_bytes)
+    @torch.no_grad()
+    def change_since(self, base: Tensor) -> Tensor:
+        """Return the model's values minus those of `base`."""
+        change = self.read_model(self.empty())
+        for values, base_values in zip(self.bucket_views(change), self.bucket_views(base), strict=True):
+            values.sub_(base_values)
+        return change
+
+    def to_full(self, memory: Tensor) -> Tensor:
+        """Return a full block: a copy of flat memory, and the model's other buffers behind it."""
+        full = self.empty(self.num_full_bytes)
         if not self.sizes_only:
-            whole[: self.num_bytes] = memory
-            at = self.num_bytes
-            for buffer in self._others:
-                whole[at : at + buffer.nbytes] = buffer.detach().cpu().reshape(-1).view(torch.uint8)
-                at += _aligned(buffer.nbytes)
-        return whole
+            full[: self.num_bytes] = memory
+            start = self.num_bytes
+            for buffer in self._other_buffers:
+                full[start : start + buffer.nbytes] = buffer.detach().cpu().reshape(-1).view(torch.uint8)
+                start += align(buffer.nbytes)
+        return full
 
     @torch.no_grad()
-    def take_meeting(self, whole: Tensor) -> None:
-        """Let the model have what a meeting came to."""
+    def write_model_full(self, full: Tensor) -> None:
+        """Copy a full block into the model and its buffers."""
         if self.sizes_only:
             return
-        self.write(whole[: self.num_bytes])
-        at = self.num_bytes
-        for buffer in self._others:
-            values = whole[at : at + buffer.nbytes].view(buffer.dtype)
+        self.write_model(full[: self.num_bytes])
+        start = self.num_bytes
+        for buffer in self._other_buffers:
+            values = full[start : start + buffer.nbytes].view(buffer.dtype)
             buffer.copy_(values.view(buffer.shape))
-            at += _aligned(buffer.nbytes)
+            start += align(buffer.nbytes)
 
     @torch.no_grad()
-    def average(self, brought: list[Tensor]) -> Tensor:
-        """The mean of what ranks brought to a meeting, in their order; other buffers are the first one's."""
-        result = self.copy(brought[0])
+    def average(self, blocks: list[Tensor]) -> Tensor:
+        """Return the mean of full blocks; other buffers are those of the first.
+
+        Sums are in float64 and in the order of the list, so the result has the same bits wherever it is computed.
+        """
+        result = self.copy(blocks[0])
         if self.sizes_only:
             return result
-        everyones = [self.parts(each) for each in brought]
-        for number, mean in enumerate(self.parts(result)):
-            wide = torch.complex128 if mean.is_complex() else torch.float64
-            total = torch.zeros(mean.numel(), dtype=wide)
-            for parts in everyones:
-                total += parts[number]
-            mean.copy_(total / len(brought))
+        views = [self.bucket_views(block) for block in blocks]
+        for index, mean in enumerate(self.bucket_views(result)):
+            dtype = torch.complex128 if mean.is_complex() else torch.float64
+            total = torch.zeros(mean.numel(), dtype=dtype)
+            for block_views in views:
+                total += block_views[index]
+            mean.copy_(total / len(blocks))
         return result

@@ -1,4 +1,19 @@
-"""Gossip in pairs, at any time: a rank that meets another half-way waits for nobody (Lian et al. 2018)."""
+"""Asynchronous gossip: each rank averages with one neighbour at a time (AD-PSGD, Lian et al. 2018).
+
+How it works
+------------
+A rank has *values*, which its neighbours may change at any time, and computes with a copy of them (`base`). After every
+step it adds the step's change to the values and copies them anew.
+
+At most one request of a rank is under way. It sends its values x to a random neighbour as `PAIR_REQUEST`. The
+neighbour, with values y, adds d = (x - y) / 2 to its own and replies with d (`PAIR_REPLY`); the requester subtracts d
+from its values, which may have changed meanwhile. What one rank gains, the other loses: the sum over ranks stays the
+same, whatever happens between request and reply.
+
+Who writes: the values are changed in the transport's thread only, by steps and messages in turn. Waits: training never
+waits for a neighbour. A rank that enters an averaging round first waits for its outstanding reply; if that neighbour
+is lost, the request is forgotten (`peer_lost`).
+"""
 
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -7,107 +22,105 @@ import torch
 from torch import Tensor
 
 from tutti.errors import PacketError
-from tutti.replica import Replica
-from tutti.strategies.decentralised.exchange import PeerExchange
-from tutti.strategies.decentralised.graphs import sized
-from tutti.strategies.decentralised.routing import both_ways
-from tutti.strategies.decentralised.wire import Head, Kind
-from tutti.transports import Transport
+from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
+from tutti.strategies.decentralised.graphs import topology_for
+from tutti.strategies.decentralised.routing import undirected
+from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
 from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.decentralised.strategies import Gossip
 
 
-class AsyncGossip(PeerExchange):
-    """Adds what its steps change to values that others may change meanwhile, and computes with a copy of them.
+class AsyncGossip(PeerAlgorithm):
+    """Averages pairwise with one neighbour after the other, beside training."""
 
-    With one request under way at most, it sends its values to a neighbour, who comes half-way to meet it and says how
-    far that was: then it comes as far. So the sum over ranks stays what it is, whatever happens between.
-    """
-
-    def __init__(self, replica: Replica, transport: Transport, strategy: "Gossip") -> None:
-        super().__init__(replica, transport, "gossip")
-        self.topology = sized(strategy.graph, transport.size)
-        self._graph = both_ways(self.topology)
-        self._values = self.images.copy(self.base)
-        self._asked: int | None = None
-        self._at = 0
-        self._random = Random(self._me)
-        self._begin()
+    def __init__(self, context: PeerContext, strategy: "Gossip") -> None:
+        super().__init__(context)
+        self.topology = topology_for(strategy.graph, context.group.transport.size)
+        self._graph = undirected(self.topology)
+        self._values = self._model.copy(context.base)
+        self._requested: int | None = None
+        """The neighbour whose reply is outstanding."""
+        self._num_steps = 0
+        self._random = Random(context.rank)
 
     @property
-    def _clock(self) -> int:
-        return self._at
+    def clock(self) -> int:
+        return self._num_steps
 
     def metrics(self) -> dict[str, Any]:
-        return {"spectral_gap": self.topology.over(sorted(self.company.living)).spectral_gap}
+        return {"spectral_gap": self.topology.over(sorted(self._group.alive)).spectral_gap}
 
-    def _step(self) -> None:
-        self._wait(self._contribute(self.images.change(self.base)))
-        self.images.write(self.base)
+    def exchange_step(self) -> None:
+        self._context.wait(self._add_step(self._model.change_since(self._context.base)))
+        self._model.write_model(self._context.base)
 
-    def _contribute(self, change: Tensor) -> Operation:
+    def _add_step(self, change: Tensor) -> Operation:
+        """Add a step's change to the values, and begin to average with a neighbour if no request is under way."""
         self._add(change)
-        if not self.images.sizes_only:
-            self.base.copy_(self._values)
-        self._at += 1
-        near = [peer for peer in self._graph.neighbours(self._me) if peer in self.company.living]
-        if self._asked is None and near:
-            self._asked = self._random.choice(near)
-            values = self.images.copy(self._values)
-            self.company.tell(self._asked, Head(Kind.ASK, clock=self._at, num_bytes=values.nbytes), values)
-        self.meetings.beat()
+        self._copy_values()
+        self._num_steps += 1
+        neighbours = [peer for peer in self._graph.neighbours(self._context.rank) if peer in self._group.alive]
+        if self._requested is None and neighbours:
+            self._requested = self._random.choice(neighbours)
+            values = self._model.copy(self._values)  # The values may change before the message is sent.
+            header = PeerMessageHeader(PeerMessageKind.PAIR_REQUEST, clock=self._num_steps, num_bytes=values.nbytes)
+            self._group.send(self._requested, header, values)
+        self._rounds.send_keep_alives()
         yield from ()
+
+    def _copy_values(self) -> None:
+        if not self._model.sizes_only:
+            self._context.base.copy_(self._values)
 
     @torch.no_grad()
     def _add(self, change: Tensor, factor: float = 1.0) -> None:
-        for value, part in zip(self.images.parts(self._values), self.images.parts(change), strict=True):
-            value.add_(part, alpha=factor)
+        views = zip(self._model.bucket_views(self._values), self._model.bucket_views(change), strict=True)
+        for values, changes in views:
+            values.add_(changes, alpha=factor)
 
-    def hear(self, peer: int, head: Head, payload: Tensor | None) -> None:
-        if head.kind not in (Kind.ASK, Kind.ANSWER):
-            self.meetings.hear(peer, head, payload)
+    def receive(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        if header.kind not in (PeerMessageKind.PAIR_REQUEST, PeerMessageKind.PAIR_REPLY):
+            self._rounds.receive(peer, header, payload)
             return
-        if payload is None or payload.nbytes != self.images.num_bytes:
-            raise PacketError(f"values of {head.num_bytes} bytes, wanted {self.images.num_bytes}")
-        self.company.clocks[peer] = head.clock
-        if head.kind == Kind.ASK:
-            self._come_half_way(payload)
-            self.company.tell(peer, Head(Kind.ANSWER, clock=self._at, num_bytes=payload.nbytes), payload)
-        elif peer == self._asked:
+        if payload is None or payload.nbytes != self._model.num_bytes:
+            raise PacketError(f"values of {header.num_bytes} bytes, wanted {self._model.num_bytes}")
+        self._group.clocks[peer] = header.clock
+        if header.kind == PeerMessageKind.PAIR_REQUEST:
+            self._move_half_way(payload)  # The payload now holds the change: it is sent back without a copy.
+            reply = PeerMessageHeader(PeerMessageKind.PAIR_REPLY, clock=self._num_steps, num_bytes=payload.nbytes)
+            self._group.send(peer, reply, payload)
+        elif peer == self._requested:
             self._add(payload, -1.0)
-            self._asked = None
+            self._requested = None
 
     @torch.no_grad()
-    def _come_half_way(self, theirs: Tensor) -> None:
-        """Go half of the way to `theirs`, which is that way afterwards."""
-        for value, way in zip(self.images.parts(self._values), self.images.parts(theirs), strict=True):
-            way.sub_(value).mul_(0.5)
-            value.add_(way)
+    def _move_half_way(self, peer_values: Tensor) -> None:
+        """Move half of the way to a peer's values, and overwrite those with the change that was made."""
+        views = zip(self._model.bucket_views(self._values), self._model.bucket_views(peer_values), strict=True)
+        for values, change in views:
+            change.sub_(values).mul_(0.5)
+            values.add_(change)
 
-    def lost(self, peer: int) -> None:
-        super().lost(peer)
-        if self._asked == peer:
-            self._asked = None
+    def peer_lost(self, peer: int) -> None:
+        super().peer_lost(peer)
+        if self._requested == peer:
+            self._requested = None
 
-    # Meetings
+    def before_round(self) -> Operation:
+        yield from self._group.wait_until(lambda: self._requested is None)
 
-    def _before_meeting(self) -> Operation:
-        yield from self.company.until(lambda: self._asked is None)
-
-    def _current(self) -> Tensor:
+    def values(self) -> Tensor:
         return self._values
 
     def leave(self) -> None:
-        self._away = True  # Others are answered all the same.
+        return None  # Requests of others are answered all the same, by the transport's thread.
 
     def join(self) -> None:
-        super().join()
-        self._wait(self._catch_up())
-        self.images.write(self.base)
+        self._context.wait(self._catch_up())
+        self._model.write_model(self._context.base)
 
     def _catch_up(self) -> Operation:
-        if not self.images.sizes_only:
-            self.base.copy_(self._values)
+        self._copy_values()
         yield from ()

@@ -1,4 +1,21 @@
-"""Gossip in step: neighbours mix their values while they compute the next gradient (Lian et al. 2017)."""
+"""Synchronous gossip: neighbours mix their values in every step (D-PSGD, Lian et al. 2017).
+
+How it works
+------------
+At clock t rank i computes x_i(t+1) = Σ_j W_ij x_j(t) + u_i(t), where W is the mixing matrix of the topology and u_i
+what its optimiser's step has changed (D-PSGD). Each rank sends x_i(t) to its neighbours as soon as it has it, so that
+the message travels while the gradient of step t is computed. Where the graph is directed, a weight is mixed like the
+values and the model is the values divided by the weight (push-sum, Assran et al. 2019).
+
+Clocks are counted since the last averaging round. A message is stored under (round, clock, rank) until it is mixed.
+
+The wait in a step is for the values of this clock of all neighbours (`_mix`). It is ended by each neighbour's message,
+or when the neighbour is lost, on leave, or in an averaging round: then its share of the mix is taken from this rank's
+own values.
+
+When a rank is lost, all ranks enter a round to regroup, and the topology is made anew over those that are left. All
+then continue at the highest clock of them, so neighbours agree on clocks again.
+"""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -7,12 +24,10 @@ import torch
 from torch import Tensor
 
 from tutti.errors import PacketError
-from tutti.replica import Replica
-from tutti.strategies.decentralised.averaging_rounds import Outcome, Purpose
-from tutti.strategies.decentralised.exchange import PeerExchange
-from tutti.strategies.decentralised.graphs import Graph, ring, sized
-from tutti.strategies.decentralised.wire import Head, Kind
-from tutti.transports import Transport
+from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
+from tutti.strategies.decentralised.averaging_rounds import RoundPurpose, RoundResult
+from tutti.strategies.decentralised.graphs import Graph, ring, topology_for
+from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
 from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
@@ -21,119 +36,141 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tutti")
 
 
-class SyncGossip(PeerExchange):
-    """At clock t: x_i(t+1) = Σ_j W_ij x_j(t) + what the optimiser's step has changed here.
+class SyncGossip(PeerAlgorithm):
+    """Mixes values with all neighbours in every step."""
 
-    Where W is of a directed graph, a weight is mixed like the values, and the model is the values over the weight. A
-    neighbour that is lost, away or in a meeting is a hole: its part is taken of this rank's own values. When one is
-    lost, everybody meets, and the graph is made anew over those who are left.
-    """
-
-    def __init__(self, replica: Replica, transport: Transport, strategy: "Gossip") -> None:
-        super().__init__(replica, transport, "gossip")
-        self._whole = self.topology = sized(strategy.graph, transport.size)
-        self._group = tuple(range(transport.size))
-        self._since = self._at = 0
-        """The meeting since which clocks are counted together, and the clock."""
-        self._values = self.images.copy(self.base)
+    def __init__(self, context: PeerContext, strategy: "Gossip") -> None:
+        super().__init__(context)
+        size = context.group.transport.size
+        self._full_topology = self.topology = topology_for(strategy.graph, size)
+        self._members = tuple(range(size))
+        """Ranks of the topology, in the order of its numbering."""
+        self._round = 0
+        """The averaging round since which clocks are counted."""
+        self._step = 0
+        """The clock: steps since training began, made equal on all ranks by each round."""
+        self._values = self._model.copy(context.base)
         self._weight = 1.0
-        self._heard: dict[tuple[int, int, int], tuple[Tensor | None, float]] = {}
-        """By meeting, clock and rank."""
-        self._begin()
-        self._wait(self._send_out())
+        """Push-sum weight; stays 1 for undirected graphs."""
+        self._received: dict[tuple[int, int, int], tuple[Tensor | None, float]] = {}
+        """Values and weights of neighbours, by round, clock and rank."""
+
+    def start(self) -> None:
+        self._context.wait(self._send_values())
 
     @property
-    def _clock(self) -> int:
-        return self._at
+    def clock(self) -> int:
+        return self._step
 
     def metrics(self) -> dict[str, Any]:
         return {"spectral_gap": self.topology.spectral_gap}
 
-    def _step(self) -> None:
-        self._wait(self._mix(self.images.change(self.base)))
-        if self._regroup_due():
-            self.meet(Purpose.REGROUP)
-        self.images.write(self.base)
+    def exchange_step(self) -> None:
+        self._context.wait(self._mix(self._model.change_since(self._context.base)))
+        if self._needs_regroup():
+            self._context.run_round(RoundPurpose.REGROUP)
+        self._model.write_model(self._context.base)
 
-    def _regroup_due(self) -> bool:
-        return self.meetings.regroup_called or not self.company.living.issuperset(self._group)
+    def _needs_regroup(self) -> bool:
+        return self._rounds.regroup_requested or not self._group.alive.issuperset(self._members)
 
     def _mix(self, change: Tensor) -> Operation:
-        sources = self.topology.sources(self._group.index(self._me), self._at)
-        parts = {self._group[place]: part for place, part in sources.items()}
-        own = parts.pop(self._me, 0.0)
-        yield from self.company.until(lambda: all(self._settled(peer) for peer in parts))
-        here = {peer: self._heard.get((self._since, self._at, peer)) for peer in parts}
-        own += sum(part for peer, part in parts.items() if here[peer] is None)
-        taken = [(parts[peer], *got) for peer, got in here.items() if got is not None]
-        self._combine(own, taken, change)
-        self._at += 1
-        self._heard = {key: got for key, got in self._heard.items() if key[:2] >= (self._since, self._at)}
-        self.meetings.beat()
-        if not self._regroup_due():
-            yield from self._send_out()
+        """Wait for the neighbours' values, mix, add this rank's change, and send the result."""
+        rank = self._context.rank
+        sources = self.topology.sources(self._members.index(rank), self._step)
+        factors = {self._members[index]: factor for index, factor in sources.items()}
+        local_factor = factors.pop(rank, 0.0)
+        yield from self._group.wait_until(lambda: all(self._is_settled(peer) for peer in factors))
+        received = {peer: self._received.get((self._round, self._step, peer)) for peer in factors}
+        # The share of a neighbour that did not send is taken from this rank's values: factors still add up to 1.
+        local_factor += sum(factor for peer, factor in factors.items() if received[peer] is None)
+        mixed = [(factors[peer], *message) for peer, message in received.items() if message is not None]
+        self._combine(local_factor, mixed, change)
+        self._step += 1
+        self._forget_old()  # Values of this clock are mixed; late ones of absent neighbours are of no use any more.
+        self._rounds.send_keep_alives()
+        if not self._needs_regroup():  # Otherwise the round that follows sends, over the new topology.
+            yield from self._send_values()
 
-    def _settled(self, peer: int) -> bool:
-        """Whether a neighbour's values are here, or nobody should wait for them."""
-        return self._absent(peer) or (self._since, self._at, peer) in self._heard
+    def _is_settled(self, peer: int) -> bool:
+        """Whether a neighbour's values have arrived, or it is not waited for."""
+        return self._is_absent(peer) or (self._round, self._step, peer) in self._received
 
-    def _absent(self, peer: int) -> bool:
-        return peer not in self.company.living or peer in self.company.away or self.meetings.waits(peer)
+    def _is_absent(self, peer: int) -> bool:
+        return peer not in self._group.alive or peer in self._group.away or self._rounds.has_entered(peer)
+
+    def _forget_old(self) -> None:
+        now = (self._round, self._step)
+        self._received = {key: message for key, message in self._received.items() if key[:2] >= now}
 
     @torch.no_grad()
-    def _combine(self, own: float, taken: list[tuple[float, Tensor | None, float]], change: Tensor) -> None:
-        others = [(part, self.images.parts(values)) for part, values, _ in taken if values is not None]
-        mine, bases = self.images.parts(self._values), self.images.parts(self.base)
-        self._weight = own * self._weight + sum(part * weight for part, _, weight in taken)
-        for number, (value, changed) in enumerate(zip(mine, self.images.parts(change), strict=True)):
-            value.mul_(own)
-            for part, theirs in others:
-                value.add_(theirs[number], alpha=part)
-            value.add_(changed)
-            bases[number].copy_(value / self._weight if self.topology.directed else value)
+    def _combine(self, local_factor: float, mixed: list[tuple[float, Tensor | None, float]], change: Tensor) -> None:
+        model = self._model
+        others = [(factor, model.bucket_views(values)) for factor, values, _ in mixed if values is not None]
+        local_values, bases = model.bucket_views(self._values), model.bucket_views(self._context.base)
+        self._weight = local_factor * self._weight + sum(factor * weight for factor, _, weight in mixed)
+        for index, (values, changes) in enumerate(zip(local_values, model.bucket_views(change), strict=True)):
+            values.mul_(local_factor)
+            for factor, peer_values in others:
+                values.add_(peer_values[index], alpha=factor)
+            values.add_(changes)
+            bases[index].copy_(values / self._weight if self.topology.directed else values)
 
-    def _send_out(self) -> Operation:
-        targets = self.topology.targets(self._group.index(self._me), self._at)
+    def _send_values(self) -> Operation:
+        """Send this rank's values to the neighbours that mix them at this clock."""
+        rank = self._context.rank
+        targets = self.topology.targets(self._members.index(rank), self._step)
         if targets:
-            values = self.images.copy(self._values)
-            head = Head(Kind.VALUES, self._since, self._me, self._at, values.nbytes, self._weight)
-            for place in targets:
-                if not self._absent(self._group[place]):
-                    self.company.tell(self._group[place], head, values)
+            values = self._model.copy(self._values)
+            header = PeerMessageHeader(
+                PeerMessageKind.VALUES, self._round, rank, self._step, values.nbytes, self._weight
+            )
+            for index in targets:
+                if not self._is_absent(self._members[index]):
+                    self._group.send(self._members[index], header, values)
         yield from ()
 
-    def hear(self, peer: int, head: Head, payload: Tensor | None) -> None:
-        if head.kind != Kind.VALUES:
-            self.meetings.hear(peer, head, payload)
+    def receive(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        if header.kind != PeerMessageKind.VALUES:
+            self._rounds.receive(peer, header, payload)
             return
-        if payload is None or payload.nbytes != self.images.num_bytes:
-            raise PacketError(f"values of {head.num_bytes} bytes, wanted {self.images.num_bytes}")
-        self.company.clocks[peer] = head.clock
-        if head.number == self._since and (self._away or self.meetings.within):
-            return  # Others may be far ahead when this rank takes part again, and say anew what they have.
-        if (head.number, head.clock) >= (self._since, self._at):
-            self._heard[head.number, head.clock, peer] = payload, head.weight
-
-    # Meetings
-
-    def _met(self, outcome: Outcome) -> None:
-        if self._me not in outcome.group:
+        if payload is None or payload.nbytes != self._model.num_bytes:
+            raise PacketError(f"values of {header.num_bytes} bytes, wanted {self._model.num_bytes}")
+        self._group.clocks[peer] = header.clock
+        if header.number == self._round and (self._context.is_away or self._rounds.in_round):
+            # Not stored: others may get far ahead before this rank takes part again, and then they send anew.
             return
-        if outcome.group != self._group:  # Those who are lost took weight with them: it begins anew.
-            for value in self.images.parts(self._values):
-                value.div_(self._weight)
+        if (header.number, header.clock) >= (self._round, self._step):
+            self._received[header.number, header.clock, peer] = payload, header.weight
+
+    def round_finished(self, result: RoundResult) -> None:
+        rank = self._context.rank
+        if rank not in result.members:
+            return
+        if result.members != self._members:
+            # Lost ranks took a part of the push-sum weight with them: start again with a weight of 1 everywhere.
+            for values in self._model.bucket_views(self._values):
+                values.div_(self._weight)
             self._weight = 1.0
-        self._since, self._at, self._group = outcome.number, outcome.clock, outcome.group
-        self.topology = self._whole.over(outcome.group)
-        if isinstance(self.topology, Graph) and len(self.topology.parts) > 1:
-            if self._me == self.company.leader:
-                _log.warning("rank %d: without those who are lost the graph falls apart; the rest are a ring", self._me)
-            self.topology = ring(len(outcome.group))
-        self._heard = {key: got for key, got in self._heard.items() if key[:2] >= (self._since, self._at)}
-        for _ in self._send_out():
-            pass
+        self._round, self._step, self._members = result.number, result.clock, result.members
+        self.topology = self._full_topology.over(result.members)
+        if isinstance(self.topology, Graph) and len(self.topology.components) > 1:
+            if rank == self._group.leader:
+                _log.warning(
+                    "rank %d: without the ranks that are lost the graph is not connected; the others form a ring", rank
+                )
+            self.topology = ring(len(result.members))
+        self._forget_old()
+        for _ in self._send_values():
+            pass  # It queues messages and waits for nothing.
+
+    def leave(self) -> None:
+        self._context.wait(self._send_to_all(PeerMessageKind.LEAVE))
 
     def join(self) -> None:
-        super().join()
-        self._wait(self._say(Kind.BACK))
-        self.meet(Purpose.REGROUP)
+        self._context.wait(self._send_to_all(PeerMessageKind.JOIN))
+        self._context.run_round(RoundPurpose.REGROUP)  # Clocks of the others have moved on.
+
+    def _send_to_all(self, kind: PeerMessageKind) -> Operation:
+        self._group.send_to_all(PeerMessageHeader(kind))
+        yield from ()

@@ -1,7 +1,7 @@
-"""Who talks to whom: graphs of ranks, and how much of each other's values neighbours take.
+"""Topologies of ranks: graphs, and the mixing matrices by which neighbours average their values.
 
-A mixing matrix has a row for every receiver and a column for every sender. Where it is doubly stochastic, mixing again
-and again brings everybody to the mean, the faster the larger its spectral gap.
+A mixing matrix has a row for every receiver and a column for every sender. Where it is doubly stochastic, repeated
+mixing brings all ranks to the mean, the faster the larger its spectral gap.
 """
 
 from abc import ABC, abstractmethod
@@ -14,53 +14,57 @@ import numpy as np
 
 from tutti.errors import ConfigError
 
-_DRAWS = 32
-"""Of a graph that is drawn anew at every step, for its spectral gap."""
+_NUM_DRAWS = 32
+"""Number of random matchings that the spectral gap of `Matchings` is computed over."""
 
 
 class Topology(ABC):
-    """How ranks mix at each clock: frozen and comparable."""
+    """How ranks mix at each clock: frozen, equal by value."""
 
     size: int
     period = 1
-    """After so many clocks it mixes as before."""
+    """Number of clocks after which the mixing matrices repeat."""
     directed = False
-    """Whether columns of `mixing` add up to 1 and rows do not, so that weights must travel too (push-sum)."""
+    """Whether only the columns of `mixing` add up to 1, so that weights must be mixed too (push-sum)."""
 
     @abstractmethod
     def mixing(self, clock: int) -> np.ndarray:
-        """What part of each rank's values (a column) each rank (a row) takes at that clock, in float64."""
+        """Return the mixing matrix of a clock, float64: [receiver, sender] is the factor of the sender's values."""
 
     @abstractmethod
     def neighbours(self, rank: int) -> tuple[int, ...]:
-        """Whom that rank ever sends to, in order."""
+        """Return the ranks that a rank sends to at any clock, in order."""
 
     @abstractmethod
     def over(self, ranks: Sequence[int]) -> "Topology":
-        """The same kind of graph over these ranks alone, numbered in the order given."""
+        """Return the same kind of topology over these ranks only, numbered in the order given."""
 
     def sources(self, rank: int, clock: int) -> dict[int, float]:
-        """What part of whose values that rank takes at that clock, its own among them."""
+        """Return the factor of each rank's values that a rank mixes at a clock, its own included."""
         row = self.mixing(clock)[rank]
         return {int(other): float(row[other]) for other in np.flatnonzero(row)}
 
     def targets(self, rank: int, clock: int) -> list[int]:
-        """Who takes of that rank's values at that clock, but for itself."""
+        """Return the ranks that mix a rank's values at a clock, except itself."""
         return [int(other) for other in np.flatnonzero(self.mixing(clock)[:, rank]) if other != rank]
 
     @property
     def spectral_gap(self) -> float:
-        """1 less the factor by which a step brings ranks closer to each other: 1 is at once, 0 never."""
+        """1 minus the factor by which one step shrinks the distance to the mean: 1 is at once, 0 never."""
         return _spectral_gap(self)
 
 
 @dataclass(frozen=True)
 class Graph(Topology):
-    """A graph of one's own, such as `Graph(3, [(0, 1), (1, 2)])`.
+    """A graph given by its edges, such as `Graph(3, [(0, 1), (1, 2)])`.
 
-    Neighbours take of each other by Metropolis and Hastings's weights. Where edges are `directed`, each from a sender
-    to a receiver, a rank gives equal parts to those it sends to and keeps one, and push-sum weights make up for the
-    rest (Assran et al. 2019).
+    Undirected edges have Metropolis-Hastings weights. Where edges are `directed`, each from a sender to a receiver, a
+    rank sends equal parts to its receivers and keeps one; push-sum weights correct the result (Assran et al. 2019).
+
+    Args:
+        size: number of ranks.
+        edges: pairs of ranks; stored sorted and without duplicates.
+        directed: whether edges lead from the first rank to the second only.
     """
 
     size: int
@@ -75,7 +79,7 @@ class Graph(Topology):
         if wrong:
             raise ConfigError(
                 f"Graph: edges must join two different ranks of 0 to {self.size - 1}, got {wrong[0]}. "
-                "Every rank keeps a part of its own anyway."
+                "An edge from a rank to itself is not needed: every rank keeps a part of its own values."
             )
         unique = {edge if self.directed else tuple(sorted(edge)) for edge in edges}
         object.__setattr__(self, "edges", tuple(sorted(unique)))
@@ -87,42 +91,42 @@ class Graph(Topology):
         return _neighbours(self)[rank]
 
     def over(self, ranks: Sequence[int]) -> "Graph":
-        places = {rank: place for place, rank in enumerate(ranks)}
-        edges = tuple((places[a], places[b]) for a, b in self.edges if a in places and b in places)
+        indices = {rank: index for index, rank in enumerate(ranks)}
+        edges = tuple((indices[a], indices[b]) for a, b in self.edges if a in indices and b in indices)
         return Graph(len(ranks), edges, self.directed)
 
     @property
-    def parts(self) -> list[list[int]]:
-        """Ranks that reach each other, largest part first: one part if the graph is connected."""
+    def components(self) -> list[list[int]]:
+        """(Strongly) connected components, largest first: one if the graph is connected."""
         reached = [self._reached(rank) for rank in range(self.size)]
-        found: list[list[int]] = []
+        components: list[list[int]] = []
         for rank in range(self.size):
-            if not any(rank in part for part in found):
-                found.append([other for other in sorted(reached[rank]) if rank in reached[other]])
-        return sorted(found, key=len, reverse=True)
+            if not any(rank in component for component in components):
+                components.append([other for other in sorted(reached[rank]) if rank in reached[other]])
+        return sorted(components, key=len, reverse=True)
 
     def _reached(self, start: int) -> set[int]:
         return {start, *(rank for rank, _ in self.tree(start))}
 
     def tree(self, root: int) -> list[tuple[int, int]]:
-        """The ranks that `root` reaches, nearest first, each with the one it is reached from."""
-        found, queue, seen = [], deque([root]), {root}
+        """Return the breadth-first tree from `root`: pairs of a rank and its parent, nearest first."""
+        pairs, queue, seen = [], deque([root]), {root}
         while queue:
             rank = queue.popleft()
             for other in self.neighbours(rank):
                 if other not in seen:
                     seen.add(other)
                     queue.append(other)
-                    found.append((other, rank))
-        return found
+                    pairs.append((other, rank))
+        return pairs
 
     def __str__(self) -> str:
-        between = ">" if self.directed else "-"
-        return "/".join(f"{a}{between}{b}" for a, b in self.edges) or "0"
+        separator = ">" if self.directed else "-"
+        return "/".join(f"{a}{separator}{b}" for a, b in self.edges) or "0"
 
     @classmethod
     def read(cls, text: str) -> "Graph":
-        """The graph that prints as this text, such as 0-1/1-2 or, directed, 0>1/1>2/2>0."""
+        """Return the graph that prints as this text, such as 0-1/1-2 or, directed, 0>1/1>2/2>0."""
         directed = ">" in text
         try:
             edges = [] if text == "0" else [_edge(part, ">" if directed else "-") for part in text.split("/")]
@@ -135,7 +139,7 @@ class Graph(Topology):
 
 @dataclass(frozen=True)
 class Exponential(Topology):
-    """At clock t every rank sends to one other, 2^(t mod log N) further on (Assran et al. 2019)."""
+    """One-peer exponential graph: at clock t, rank i sends to i + 2^(t mod log2 N) (Assran et al. 2019)."""
 
     size: int
 
@@ -156,11 +160,11 @@ class Exponential(Topology):
 
 @dataclass(frozen=True)
 class Matchings(Topology):
-    """At every clock ranks are paired anew, at random but alike on every rank; of an odd number one rests."""
+    """Random matchings: new pairs at every clock, the same on every rank; of an odd number one rank mixes with none."""
 
     size: int
     seed: int = 0
-    period = _DRAWS
+    period = _NUM_DRAWS
 
     def mixing(self, clock: int) -> np.ndarray:
         return _matching(self, clock)
@@ -173,12 +177,12 @@ class Matchings(Topology):
 
 
 def ring(size: int) -> Graph:
-    """Everybody between two others."""
+    """Return a ring: every rank has two neighbours."""
     return Graph(size, tuple((rank, (rank + 1) % size) for rank in range(size) if size > 1))
 
 
 def torus(size: int) -> Graph:
-    """A grid, as near to a square as `size` allows, whose edges are joined; a ring if it is prime."""
+    """Return a torus, as near to a square as `size` allows; a ring if `size` is prime."""
     rows = next(rows for rows in range(int(size**0.5), 0, -1) if size % rows == 0)
     columns = size // rows
     edges = []
@@ -197,25 +201,25 @@ NAMED: dict[str, Callable[[int], Topology]] = {
 
 
 def read_graph(text: str) -> str | Graph:
-    """A graph as it is written at the command line: a name, or edges."""
+    """Return the graph that a text at the command line stands for: a name, or edges."""
     return text if text in NAMED else Graph.read(text)
 
 
-def mistakes_of(graph: object, names: Iterable[str]) -> list[str]:
-    """What is wrong with a graph that a strategy was given."""
+def graph_mistakes(graph: object, names: Iterable[str]) -> list[str]:
+    """Return what is wrong with a graph that a strategy was given; `names` are those that it accepts."""
     if isinstance(graph, Graph):
-        parts = graph.parts
-        if len(parts) == 1:
+        components = graph.components
+        if len(components) == 1:
             return []
-        listed = ", ".join("{" + ", ".join(map(str, part)) + "}" for part in parts)
-        ways = " by directed edges, there and back" if graph.directed else ""
-        return [f"the graph is not connected{ways}: its parts are {listed}; add edges between them"]
+        listed = ", ".join("{" + ", ".join(map(str, component)) + "}" for component in components)
+        directions = " by directed edges, there and back" if graph.directed else ""
+        return [f"the graph is not connected{directions}: its parts are {listed}; add edges between them"]
     known = [*names]
     return [] if graph in known else [f"graph must be one of {', '.join(known)}, or a Graph(...), got {graph!r}"]
 
 
-def sized(graph: str | Graph, size: int) -> Topology:
-    """That graph for a world of so many ranks."""
+def topology_for(graph: str | Graph, size: int) -> Topology:
+    """Return the topology of a graph for a world of `size` ranks. Raises `ConfigError` if it has another size."""
     if isinstance(graph, str):
         return NAMED[graph](size)
     if graph.size != size:
@@ -230,19 +234,19 @@ def _within(edge: tuple[int, ...], size: int) -> bool:
     return all(0 <= end < size for end in edge)
 
 
-def _edge(text: str, between: str) -> tuple[int, int]:
-    first, second = text.split(between)
+def _edge(text: str, separator: str) -> tuple[int, int]:
+    first, second = text.split(separator)
     return int(first), int(second)
 
 
 @lru_cache(maxsize=256)
 def _neighbours(graph: Graph) -> list[tuple[int, ...]]:
-    found: list[set[int]] = [set() for _ in range(graph.size)]
+    neighbours: list[set[int]] = [set() for _ in range(graph.size)]
     for a, b in graph.edges:
-        found[a].add(b)
+        neighbours[a].add(b)
         if not graph.directed:
-            found[b].add(a)
-    return [tuple(sorted(others)) for others in found]
+            neighbours[b].add(a)
+    return [tuple(sorted(others)) for others in neighbours]
 
 
 @lru_cache(maxsize=64)
@@ -284,6 +288,7 @@ def _spectral_gap(graph: Topology) -> float:
         return 1.0
     product = np.linalg.multi_dot([np.eye(graph.size)] * 2 + [graph.mixing(t) for t in reversed(range(graph.period))])
     if graph.directed:
+        # Not symmetric, so its norm does not bound repeated mixing: the second largest eigenvalue does.
         factor = float(np.sort(np.abs(np.linalg.eigvals(product)))[-2])
     else:
         factor = float(np.linalg.norm(product - 1 / graph.size, 2))

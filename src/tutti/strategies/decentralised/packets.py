@@ -1,4 +1,8 @@
-"""Updates as messages: what a step has changed, exactly or in a codec's fewer bytes."""
+"""Packets of peers' updates: what a step has changed, exact or compressed by a codec.
+
+An exact packet is the flat change itself. A compressed one holds an int64 length for each bucket, then each bucket's
+message, aligned: the codec's packet, followed by the bucket's values that are not compressed.
+"""
 
 import torch
 from torch import Tensor
@@ -8,94 +12,103 @@ from tutti.codecs.scale_groups import ScaleGroups
 from tutti.collectives.compressed.messages import aligned, join, split
 from tutti.errors import PacketError
 from tutti.replica import Bucket
-from tutti.strategies.decentralised.flat_model import Images
+from tutti.strategies.decentralised.flat_model import FlatModel
 
 
-class Packets:
-    """Makes messages of changes, and adds messages to images. What a codec leaves out it says later, or never."""
+class UpdatePackets:
+    """Encodes changes as packets, and adds packets to flat values."""
 
-    def __init__(self, images: Images, codec: Codec | None, seed: int) -> None:
-        self._images, self._codec = images, codec
+    def __init__(self, model: FlatModel, codec: Codec | None, seed: int) -> None:
+        """Encode by `codec`, or exactly if there is none; `seed` differs between ranks."""
+        self._model, self._codec = model, codec
         self._groups = [
-            _groups_of(bucket) if codec is not None and bucket.values.numel() else None for bucket in images.buckets
+            _scale_groups(bucket) if codec is not None and bucket.values.numel() else None for bucket in model.buckets
         ]
         self.states = [
             codec.start(bucket.values.numel(), seed=seed * 65_537 + bucket.index)
-            if codec is not None and groups is not None and not images.sizes_only
+            if codec is not None and groups is not None and not model.sizes_only
             else {}
-            for bucket, groups in zip(images.buckets, self._groups, strict=True)
+            for bucket, groups in zip(model.buckets, self._groups, strict=True)
         ]
+        """The codec's state of each bucket: what error feedback has not sent yet."""
 
     def encode(self, change: Tensor) -> Tensor:
-        """A message that says what `change` holds, or most of it."""
+        """Return a packet of a flat change. With a codec, what it leaves out stays in its state."""
         if self._codec is None:
             return change
-        if self._images.sizes_only:
-            return self._images.room(self._estimate())
+        if self._model.sizes_only:
+            return self._model.empty(self._estimated_bytes())
         messages = []
-        for number, (bucket, part) in enumerate(zip(self._images.buckets, self._images.parts(change), strict=True)):
+        for index, (bucket, values) in enumerate(
+            zip(self._model.buckets, self._model.bucket_views(change), strict=True)
+        ):
             packet = torch.empty(0, dtype=torch.uint8, device="cpu")
             numel = bucket.values.numel()
-            if (groups := self._groups[number]) is not None:
-                values = part[:numel].to(torch.float32)
-                packet, self.states[number] = self._codec.encode(values, self.states[number], groups=groups)
-            messages.append(join(packet, part[numel:]))
-        lengths = torch.tensor([each.numel() for each in messages], device="cpu")
-        padded = [torch.nn.functional.pad(each, (0, aligned(each.numel()) - each.numel())) for each in messages]
+            if (groups := self._groups[index]) is not None:
+                compressible = values[:numel].to(torch.float32)
+                packet, self.states[index] = self._codec.encode(compressible, self.states[index], groups=groups)
+            messages.append(join(packet, values[numel:]))
+        lengths = torch.tensor([message.numel() for message in messages], device="cpu")
+        padded = [
+            torch.nn.functional.pad(message, (0, aligned(message.numel()) - message.numel())) for message in messages
+        ]
         return torch.cat([lengths.view(torch.uint8), *padded])
 
-    def add(self, message: Tensor, memory: Tensor) -> None:
-        """Add what a message says to what `memory` holds. Raises `PacketError` if it can be no such message."""
-        if self._images.sizes_only:
+    def add(self, packet: Tensor, memory: Tensor) -> None:
+        """Add the change that a packet holds to flat values. Raises `PacketError` if it is malformed."""
+        if self._model.sizes_only:
             return
-        parts = self._images.parts(memory)
+        views = self._model.bucket_views(memory)
         if self._codec is None:
-            if message.numel() != self._images.num_bytes:
-                raise PacketError(f"an update of {message.numel()} bytes, wanted {self._images.num_bytes}")
-            torch._foreach_add_(parts, self._images.parts(message))
+            if packet.numel() != self._model.num_bytes:
+                raise PacketError(f"an update of {packet.numel()} bytes, wanted {self._model.num_bytes}")
+            torch._foreach_add_(views, self._model.bucket_views(packet))
             return
-        for number, each in enumerate(self._cut(message)):
-            self._add_part(number, each, parts[number])
+        for index, message in enumerate(self._split_buckets(packet)):
+            self._add_bucket(index, message, views[index])
 
-    def _add_part(self, number: int, message: Tensor, part: Tensor) -> None:
-        numel, codec = self._images.buckets[number].values.numel(), self._codec
+    def _add_bucket(self, index: int, message: Tensor, values: Tensor) -> None:
+        numel, codec = self._model.buckets[index].values.numel(), self._codec
         assert codec is not None
-        if message.numel() < aligned(part[numel:].nbytes):
-            raise PacketError(f"{message.numel()} bytes for bucket {number}, wanted {part[numel:].nbytes} or more")
-        packet, exact = split(message, part[numel:])
-        if (groups := self._groups[number]) is not None:
-            if part.dtype == torch.float32:
-                codec.decode(packet, part[:numel], groups=groups, add=True)
+        if message.numel() < aligned(values[numel:].nbytes):
+            raise PacketError(f"{message.numel()} bytes for bucket {index}, wanted {values[numel:].nbytes} or more")
+        packet, exact = split(message, values[numel:])
+        if (groups := self._groups[index]) is not None:
+            if values.dtype == torch.float32:
+                codec.decode(packet, values[:numel], groups=groups, add=True)
             else:
-                wide = torch.empty(numel, dtype=torch.float32, device="cpu")
-                codec.decode(packet, wide, groups=groups)
-                part[:numel] += wide
-        part[numel:] += exact
+                decoded = torch.empty(numel, dtype=torch.float32, device="cpu")
+                codec.decode(packet, decoded, groups=groups)
+                values[:numel] += decoded
+        values[numel:] += exact
 
-    def _cut(self, message: Tensor) -> list[Tensor]:
-        count = len(self._images.buckets)
-        lengths = message[: 8 * count].clone().view(torch.int64).tolist() if message.numel() >= 8 * count else []
-        ends = [8 * count]
+    def _split_buckets(self, packet: Tensor) -> list[Tensor]:
+        """Return the message of each bucket. Raises `PacketError` if the lengths do not match the packet."""
+        num_buckets = len(self._model.buckets)
+        lengths_bytes = 8 * num_buckets
+        has_lengths = packet.numel() >= lengths_bytes
+        lengths = packet[:lengths_bytes].clone().view(torch.int64).tolist() if has_lengths else []
+        edges = [lengths_bytes]
         for length in lengths:
             if length < 0:
                 raise PacketError(f"an update with a part of {length} bytes")
-            ends.append(ends[-1] + aligned(length))
-        if len(lengths) != count or ends[-1] != message.numel():
-            raise PacketError(f"an update of {message.numel()} bytes whose parts do not add up")
-        return [message[at : at + length] for at, length in zip(ends[:-1], lengths, strict=True)]
+            edges.append(edges[-1] + aligned(length))
+        if len(lengths) != num_buckets or edges[-1] != packet.numel():
+            raise PacketError(f"an update of {packet.numel()} bytes whose parts do not add up")
+        return [packet[start : start + length] for start, length in zip(edges[:-1], lengths, strict=True)]
 
-    def _estimate(self) -> int:
+    def _estimated_bytes(self) -> int:
+        """Return the size of a packet, for a dry run."""
         assert self._codec is not None
         total = 8 * len(self._groups)
-        for bucket, groups in zip(self._images.buckets, self._groups, strict=True):
+        for bucket, groups in zip(self._model.buckets, self._groups, strict=True):
             total += aligned(bucket.exact.nbytes)
             total += 0 if groups is None else aligned(self._codec.packet_bytes(bucket.values.numel(), groups))
         return total
 
 
-def _groups_of(bucket: Bucket) -> ScaleGroups:
+def _scale_groups(bucket: Bucket) -> ScaleGroups:
     numel = bucket.values.numel()
     layout = zip(bucket.starts, bucket.slots, strict=True)
-    return ScaleGroups.from_layout(
-        [(start, tuple(slot.tensor.shape)) for start, slot in layout if start < numel], numel
-    )
+    shapes = [(start, tuple(slot.tensor.shape)) for start, slot in layout if start < numel]
+    return ScaleGroups.from_layout(shapes, numel)

@@ -1,7 +1,22 @@
-"""The peers of a rank: what they say is heard, what they are told is sent, and those who are lost are done without.
+"""Peers of a rank: sending to them, receiving from them, and going on without those that are lost.
 
-Everything here happens in steps beside training, in one thread or in the simulator's engine, so nothing needs a lock:
-training hands in steps of its own and waits for them.
+How it works
+------------
+Everything here runs as generators (`Operation`) in one thread of the transport, or in the simulator's engine, so
+nothing has a lock. For every peer, one generator receives its messages (`_receive_messages`) and, while there is
+something to send, one sends (`_send_queued`). The training thread never changes this state directly: it hands in a
+generator by `wait` and blocks until that is done.
+
+A generator that needs something of other peers yields `wait_until(condition)`. Every message, loss, stop or failure
+calls `notify`, which wakes it to look again. Only one generator at a time may wait so, which is the one of the training
+thread.
+
+How a wait ends: the peers send what the condition needs; or they are lost, because conditions ask only for living
+peers; or all is over (`is_over`): a rank has a loss that is not finite, or this rank has failed.
+
+A peer is lost when receiving from it fails, when it sends a malformed message, or when another peer says so. `lose`
+removes it, and sends `LOST` to all others and to the lost peer itself: if that is alive, it must not train alone. All
+ranks that are left therefore come to the same set `alive`, though not at the same moment.
 """
 
 import logging
@@ -13,155 +28,175 @@ from torch import Tensor
 
 from tutti.collectives.compressed.messages import new_message
 from tutti.errors import NonFiniteLoss, PacketError, RankLost, ReplicaMismatch
-from tutti.strategies.decentralised.wire import HEAD, PAYLOAD, Head, Kind
+from tutti.strategies.decentralised.wire import HEADER_TAG, PAYLOAD_TAG, PeerMessageHeader, PeerMessageKind
 from tutti.transports import Transport
 from tutti.transports.base import Operation, Signal
 
 _log = logging.getLogger("tutti")
 
 
-class Ears(Protocol):
-    """Who is told what peers say."""
+class PeerListener(Protocol):
+    """Handles messages and losses of peers, in the transport's thread."""
 
-    def hear(self, peer: int, head: Head, payload: Tensor | None) -> None: ...
-    def lost(self, peer: int) -> None: ...
+    def receive(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        """Handle a message of a peer. Raises `PacketError` if it is malformed: the peer is then lost."""
+        ...
+
+    def peer_lost(self, peer: int) -> None:
+        """Go on without a peer that has left or is lost."""
+        ...
 
 
-class Company:
-    """All ranks that are left, this one among them."""
+class PeerGroup:
+    """All ranks that are alive, this one among them, and the connections to them."""
 
-    def __init__(self, wire: Transport, ears: Ears, like: Tensor, most_bytes: int) -> None:
-        """Payloads are made like `like`, and none is larger than `most_bytes`."""
-        self.wire, self.me = wire, wire.rank
-        self.living = frozenset(range(wire.size))
+    def __init__(self, transport: Transport, like: Tensor, max_bytes: int) -> None:
+        """Make a group of all ranks of a transport.
+
+        Args:
+            transport: a channel of the group's own.
+            like: says whether payloads are values or sizes only.
+            max_bytes: the most bytes that a payload may have.
+        """
+        self.transport, self.rank = transport, transport.rank
+        # Frozen sets: the training thread reads them while the transport's thread replaces them.
+        self.alive = frozenset(range(transport.size))
         self.away: frozenset[int] = frozenset()
-        """Who is not to be waited for."""
-        self.clocks = [0] * wire.size
-        """How far each was when it was last heard of."""
+        """Living peers that are on leave: they are not waited for."""
+        self.clocks = [0] * transport.size
+        """Number of steps of each rank, as known here."""
         self.any_lost = False
-        self._ears, self._like, self._most_bytes = ears, like, most_bytes
-        self._stopped: int | None = None
+        """Whether a peer was lost; one that left after `DISCONNECT` does not count."""
+        self._like, self._max_bytes = like, max_bytes
+        self._stopped_by: int | None = None
         self._failure: Exception | None = None
-        self._outbox: dict[int, deque[tuple[Head, Tensor | None]]] = {}
+        self._outboxes: dict[int, deque[tuple[PeerMessageHeader, Tensor | None]]] = {}
         self._changed: Signal | None = None
+        """Set to wake the generator that waits in `wait_until`."""
 
-    def start(self) -> None:
-        """Hear what everybody says from now on."""
+    def start(self, listener: PeerListener) -> None:
+        """Receive messages of all peers from now on, and hand them to `listener`."""
+        self._listener = listener
         for peer in sorted(self.others):
-            self.wire.spawn(self._listen(peer))
+            self.transport.spawn(self._receive_messages(peer))
 
     @property
     def others(self) -> frozenset[int]:
-        return self.living - {self.me}
+        """Living ranks except this one."""
+        return self.alive - {self.rank}
 
     @property
     def leader(self) -> int:
-        """The first of those who are left."""
-        return min(self.living)
+        """The lowest living rank."""
+        return min(self.alive)
 
     # Waiting
 
-    def wait(self, steps: Operation, num_steps: int = 0) -> None:
-        """Take steps and wait for them. Raises if a peer has asked everybody to stop, and if something failed."""
-        self.wire.spawn(steps).wait()
+    def wait(self, operation: Operation, num_steps: int = 0) -> None:
+        """Run a generator and wait for it, from the training thread; then `check`."""
+        self.transport.spawn(operation).wait()
         self.check(num_steps)
 
     def check(self, num_steps: int) -> None:
-        if self._stopped is not None:
-            self.wire.spawn(self._flush()).wait()
-            raise NonFiniteLoss(self.me, [self._stopped], num_steps)
+        """Raise `NonFiniteLoss` if a rank has asked all to stop, or the error with which this rank has failed."""
+        if self._stopped_by is not None:
+            self.transport.spawn(self._flush()).wait()  # Peers must receive STOP before this rank closes.
+            raise NonFiniteLoss(self.rank, [self._stopped_by], num_steps)
         if self._failure is not None:
             raise self._failure
 
     @property
-    def over(self) -> bool:
-        """Whether nothing is worth waiting for any more."""
-        return self._stopped is not None or self._failure is not None
+    def is_over(self) -> bool:
+        """Whether training ends here, so that nothing is worth waiting for."""
+        return self._stopped_by is not None or self._failure is not None
 
-    def until(self, condition: Callable[[], bool]) -> Operation:
-        """Wait for what others' steps bring about, or for all to be over."""
-        while not (condition() or self.over):
-            self._changed = self.wire.signal()
+    def wait_until(self, condition: Callable[[], bool]) -> Operation:
+        """Wait until a condition on the state of this rank holds, or all is over."""
+        while not (condition() or self.is_over):
+            self._changed = self.transport.signal()
             yield self._changed
 
-    def change(self) -> None:
-        """Have whoever waits look again."""
+    def notify(self) -> None:
+        """Wake the generator that waits, to look at its condition again."""
         if self._changed is not None:
             signal, self._changed = self._changed, None
             signal.set()
 
     def stop(self, origin: int) -> None:
-        """Have everybody stop, for the loss on that rank is not finite.
+        """Make all ranks stop, because the loss on rank `origin` is not finite.
 
-        Whoever hears of it tells the others before it goes: they might hear that `origin` is gone before they hear why.
+        Every rank that receives this passes it on: a peer might see `origin` gone before it learns why.
         """
-        if self._stopped is None:
-            self._stopped = origin
-            self.tell_all(Head(Kind.STOP, origin=origin))
-            self.change()
+        if self._stopped_by is None:
+            self._stopped_by = origin
+            self.send_to_all(PeerMessageHeader(PeerMessageKind.STOP, origin=origin))
+            self.notify()
 
     def fail(self, error: Exception) -> None:
-        """Have this rank raise that."""
+        """Make this rank raise an error in its training thread; the first one counts."""
         self._failure = self._failure or error
-        self.change()
+        self.notify()
 
-    # Telling
+    # Sending
 
-    def tell(self, peer: int, head: Head, payload: Tensor | None = None) -> None:
-        """Have a peer told, after what it was told before. The payload may not change until `flushed`."""
+    def send(self, peer: int, header: PeerMessageHeader, payload: Tensor | None = None) -> None:
+        """Queue a message for a living peer. The payload may not change until `is_flushed`."""
         if peer not in self.others:
             return
-        box = self._outbox.setdefault(peer, deque())
-        box.append((head, payload))
-        if len(box) == 1:
-            self.wire.spawn(self._send(peer, box))
+        outbox = self._outboxes.setdefault(peer, deque())
+        outbox.append((header, payload))
+        if len(outbox) == 1:  # Otherwise a generator is sending already.
+            self.transport.spawn(self._send_queued(peer, outbox))
 
-    def tell_all(self, head: Head, payload: Tensor | None = None) -> None:
+    def send_to_all(self, header: PeerMessageHeader, payload: Tensor | None = None) -> None:
+        """Queue a message for all living peers."""
         for peer in sorted(self.others):
-            self.tell(peer, head, payload)
+            self.send(peer, header, payload)
 
-    def flushed(self) -> bool:
-        """Whether all that was to be told is on its way."""
-        return not any(self._outbox.get(peer) for peer in self.others)
+    def is_flushed(self) -> bool:
+        """Whether everything that was queued for living peers is sent."""
+        return not any(self._outboxes.get(peer) for peer in self.others)
 
     def _flush(self) -> Operation:
-        while not self.flushed():
-            self._changed = self.wire.signal()
+        while not self.is_flushed():
+            self._changed = self.transport.signal()
             yield self._changed
 
-    def _send(self, peer: int, box: deque[tuple[Head, Tensor | None]]) -> Operation:
+    def _send_queued(self, peer: int, outbox: deque[tuple[PeerMessageHeader, Tensor | None]]) -> Operation:
         try:
-            while box:
-                head, payload = box[0]
-                sending = [self.wire.isend(head.pack(), peer, HEAD)]
+            while outbox:
+                header, payload = outbox[0]
+                sends = [self.transport.isend(header.pack(), peer, HEADER_TAG)]
                 if payload is not None:
-                    sending.append(self.wire.isend(payload, peer, PAYLOAD))
-                yield from sending
-                if box:  # Else it was emptied meanwhile.
-                    box.popleft()
+                    sends.append(self.transport.isend(payload, peer, PAYLOAD_TAG))
+                yield from sends
+                if outbox:  # It may have been cleared meanwhile.
+                    outbox.popleft()
         except RankLost:
-            box.clear()  # What it said last may be still to be heard: whoever listens to it finds out.
+            # Not yet a loss: the peer's last messages may still be under way. `_receive_messages` decides.
+            outbox.clear()
         except Exception as error:
             self.fail(error)
-        self.change()
+        self.notify()
 
-    # Hearing
+    # Receiving
 
-    def _listen(self, peer: int) -> Operation:
+    def _receive_messages(self, peer: int) -> Operation:
+        """Receive and handle a peer's messages until it is gone."""
         try:
-            while peer in self.living:
-                message = Head.room()
-                yield self.wire.irecv(message, peer, HEAD)
-                head = Head.read(message)
+            while peer in self.alive:
+                message = PeerMessageHeader.empty()
+                yield self.transport.irecv(message, peer, HEADER_TAG)
+                header = PeerMessageHeader.parse(message)
                 payload = None
-                if head.num_bytes:
-                    if not 0 < head.num_bytes <= self._most_bytes:
-                        raise PacketError(f"a message of {head.num_bytes} bytes, at most {self._most_bytes} can be")
-                    payload = new_message(head.num_bytes, self._like)
-                    yield self.wire.irecv(payload, peer, PAYLOAD)
-                if peer in self.living:
-                    self._hear(peer, head, payload)
-                del payload
+                if header.num_bytes:
+                    if not 0 < header.num_bytes <= self._max_bytes:
+                        raise PacketError(f"a message of {header.num_bytes} bytes, wanted at most {self._max_bytes}")
+                    payload = new_message(header.num_bytes, self._like)
+                    yield self.transport.irecv(payload, peer, PAYLOAD_TAG)
+                if peer in self.alive:
+                    self._handle(peer, header, payload)
+                del payload  # Not kept while the next message is awaited.
         except RankLost as loss:
             self.lose(peer, loss.gone.get(peer, "it answers no more"))
         except (PacketError, ReplicaMismatch) as error:
@@ -169,41 +204,45 @@ class Company:
         except Exception as error:
             self.fail(error)
 
-    def _hear(self, peer: int, head: Head, payload: Tensor | None) -> None:
-        match head.kind:
-            case Kind.STOP:
-                self.stop(head.origin)
-            case Kind.AWAY:
+    def _handle(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        match header.kind:
+            case PeerMessageKind.STOP:
+                self.stop(header.origin)
+            case PeerMessageKind.LEAVE:
                 self.away |= {peer}
-            case Kind.BACK:
+            case PeerMessageKind.JOIN:
                 self.away -= {peer}
-            case Kind.GONE if head.origin == self.me:
-                self.fail(RankLost(f"rank {self.me}: the others have gone on without this rank, says rank {peer}."))
-            case Kind.GONE:
-                self.lose(head.origin, f"rank {peer} has lost it")
-            case Kind.BYE:
-                self._part(peer)
-            case Kind.BEAT:
-                pass
+            case PeerMessageKind.LOST if header.origin == self.rank:
+                message = f"rank {self.rank}: the others have gone on without this rank, says rank {peer}."
+                self.fail(RankLost(message))
+            case PeerMessageKind.LOST:
+                self.lose(header.origin, f"rank {peer} has lost it")
+            case PeerMessageKind.DISCONNECT:
+                self._remove(peer)
+            case PeerMessageKind.KEEP_ALIVE:
+                pass  # Its arrival has moved the deadline of the wait on.
             case _:
-                self._ears.hear(peer, head, payload)
-        self.change()
+                self._listener.receive(peer, header, payload)
+        self.notify()
 
-    def lose(self, peer: int, why: str) -> None:
-        """Go on without a peer, and have the others do so. It is told too: if it lives, it must not go on alone."""
-        if peer not in self.living or peer == self.me:
+    def lose(self, peer: int, reason: str) -> None:
+        """Go on without a peer, and make the others do so.
+
+        The lost peer gets the message too: if it is alive after all, it must not train alone.
+        """
+        if peer not in self.alive or peer == self.rank:
             return
         self.any_lost = True
-        self.tell_all(Head(Kind.GONE, origin=peer))
-        self._part(peer)
-        if self.me == self.leader:  # All see it; one says it.
+        self.send_to_all(PeerMessageHeader(PeerMessageKind.LOST, origin=peer))  # Before the removal: to it as well.
+        self._remove(peer)
+        if self.rank == self.leader:  # All ranks see the loss; one logs it.
             _log.warning(
                 "rank %d: rank %d is gone at clock %d (%s); the other %d go on",
-                *(self.me, peer, self.clocks[peer], why, len(self.living)),
+                *(self.rank, peer, self.clocks[peer], reason, len(self.alive)),
             )
 
-    def _part(self, peer: int) -> None:
-        self.living -= {peer}
+    def _remove(self, peer: int) -> None:
+        self.alive -= {peer}
         self.away -= {peer}
-        self._ears.lost(peer)
-        self.change()
+        self._listener.peer_lost(peer)
+        self.notify()

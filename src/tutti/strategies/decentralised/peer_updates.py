@@ -1,66 +1,62 @@
-"""Peers that tell each other what their steps have changed, without a server and without waiting (Strom 2015)."""
+"""Peers' updates: every rank sends what its steps change to all others, without a server (Strom 2015).
 
-from collections import Counter, deque
-from dataclasses import dataclass
+How it works
+------------
+After each of its steps a rank compresses the change, adds the compressed change to its own parameters (`base`), and
+sends it as an update with a number. Other ranks apply it when they come to it. So every rank ends with the sum of all
+updates; only the order differs.
+
+The transport's thread receives updates and passes them on along the routes. They are queued while the training thread
+computes, and applied at its next step. While training waits, on leave, or in a round (`_applies_at_once`), they are
+applied at once, so that no two ranks wait for each other.
+
+Flow control: a rank is at most `inbox` updates ahead of what every living peer has applied. It waits in `_publish`
+until peers have acknowledged enough. A peer acknowledges after every `inbox` / 2 updates that it applies. The wait for
+a peer ends by its acknowledgement, or when it is lost or on leave.
+
+Losses: along a graph a lost rank may have held updates that it had not passed on. Every rank keeps its own updates
+until all living peers have acknowledged them, and after a loss sends them again, directly (`SentUpdates.resend`).
+Duplicates are dropped by their numbers. In an averaging round a rank is ready when all updates that the others have
+sent are applied: then nothing is under way, and all ranks take the mean, which removes differences of rounding.
+"""
+
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tutti.errors import PacketError
-from tutti.replica import Replica
-from tutti.strategies.decentralised.averaging_rounds import Outcome
-from tutti.strategies.decentralised.exchange import PeerExchange
-from tutti.strategies.decentralised.packets import Packets
-from tutti.strategies.decentralised.routing import Routes
-from tutti.strategies.decentralised.wire import Head, Kind
-from tutti.transports import Transport
+from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
+from tutti.strategies.decentralised.averaging_rounds import RoundResult
+from tutti.strategies.decentralised.packets import UpdatePackets
+from tutti.strategies.decentralised.routing import UpdateRoutes
+from tutti.strategies.decentralised.update_queues import SentUpdates, UpdateInbox
+from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
 from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
     from tutti.strategies.decentralised.strategies import PeerUpdates
 
 
-@dataclass
-class _Heard:
-    """What is known of another's updates."""
+class PeerUpdatesAlgorithm(PeerAlgorithm):
+    """Sends this rank's updates to all others, and applies theirs between its steps."""
 
-    applied: int = 0
-    """All up to this one are in this rank's parameters."""
-    told: int = 0
-    """Up to which it knows that."""
-    queued: int = 0
-    """All up to this one have come, and those `early`."""
-    has_mine: int = 0
-    """It has said that it applied all of this rank's up to this one."""
-
-
-class PeerUpdatesExchange(PeerExchange):
-    """Computes with whatever has come, and tells everybody what that has changed.
-
-    A rank is at most `inbox` updates ahead of what every other has applied. While it waits for one it goes on applying
-    what comes, so that no two wait for each other.
-    """
-
-    def __init__(self, replica: Replica, transport: Transport, strategy: "PeerUpdates") -> None:
-        compressed = strategy.codec is not None
-        super().__init__(replica, transport, "peers", strategy.exact_below if compressed else 0)
+    def __init__(self, context: PeerContext, strategy: "PeerUpdates") -> None:
+        super().__init__(context)
+        size = context.group.transport.size
         self._inbox_size = strategy.inbox
-        self._packets = Packets(self.images, strategy.codec, self._me)
-        self._routes = Routes(strategy.graph, transport.size)
-        self._number = 0
-        self._peers = {peer: _Heard() for peer in range(transport.size) if peer != self._me}
-        self._early: set[tuple[int, int]] = set()
-        self._inbox: deque[tuple[int, Tensor | None]] = deque()
-        self._kept: deque[tuple[Head, Tensor]] = deque()
-        """What this rank has told that not all have applied."""
-        self._open = False
-        """Whether training waits, so that what comes is applied at once."""
+        self._packets = UpdatePackets(self._model, strategy.codec, context.rank)
+        self._routes = UpdateRoutes(strategy.graph, size)
+        peers = [peer for peer in range(size) if peer != context.rank]
+        self._inbox = UpdateInbox(peers)
+        self._sent = SentUpdates(context.group, peers)
+        self._applies_at_once = False
+        """Whether training waits, so that updates are applied as they arrive."""
         self._staleness: Counter[int] = Counter()
-        self._begin()
 
     @property
-    def _clock(self) -> int:
-        return self._number
+    def clock(self) -> int:
+        return self._sent.last_number
 
     def metrics(self) -> dict[str, Any]:
         """`staleness[k]` counts this rank's updates that were computed while k updates of other ranks arrived."""
@@ -68,151 +64,127 @@ class PeerUpdatesExchange(PeerExchange):
 
     # Steps
 
-    def _step(self) -> None:
-        if not self.company.others:
-            self.images.read(self.base)
+    def exchange_step(self) -> None:
+        if not self._group.others:
+            self._model.read_model(self._context.base)
             return
         message = self._packets.encode(self._change())
-        self._packets.add(message, self.base)
-        self._wait(self._publish(message))
-        self.images.write(self.base)
+        # What was compressed, not what was computed: so this rank applies the same as all others.
+        self._packets.add(message, self._context.base)
+        self._context.wait(self._publish(message))
+        self._model.write_model(self._context.base)
 
     def _change(self) -> Tensor:
-        """What this rank has changed since the last exchange; of running statistics, its part of a mean."""
-        change = self.images.change(self.base)
-        share = 1 / len(self.company.living)
-        for bucket, part in zip(self.images.buckets, self.images.parts(change), strict=False):
+        """Return what this rank has changed since the last exchange; of running statistics, its part of the mean."""
+        change = self._model.change_since(self._context.base)
+        fraction = 1 / len(self._group.alive)
+        for bucket, values in zip(self._model.buckets, self._model.bucket_views(change), strict=False):
             if not bucket.of_parameters:
-                part.mul_(share)
+                values.mul_(fraction)
         return change
 
     def _publish(self, message: Tensor) -> Operation:
+        """Apply what has arrived, wait until no peer is too far behind, and send an update."""
         self._staleness[len(self._inbox)] += 1
-        self._open = True
+        # Until this rank computes again. Otherwise two ranks that wait could wait for each other's acknowledgements.
+        self._applies_at_once = True
         self._apply_all()
-        if self.company.any_lost:
-            for peer in sorted(self.company.others):
-                if self._behind(peer):
-                    self._make_up(peer)
-        yield from self.company.until(lambda: not any(self._behind(peer) for peer in self.company.others))
-        self._number += 1
-        head = Head(Kind.UPDATE, self._number, self._me, num_bytes=message.nbytes)
-        if not self._routes.direct:
-            self._kept.append((head, message))
-        for peer in self._routes.children(self._me, self._me, self.company.living):
-            self.company.tell(peer, head, message)
-        self.meetings.beat()
-        self._open = False
+        if self._group.any_lost:
+            for peer in sorted(self._group.others):
+                if self._sent.is_behind(peer, self._inbox_size):
+                    self._sent.resend(peer)
+        yield from self._group.wait_until(
+            lambda: not any(self._sent.is_behind(peer, self._inbox_size) for peer in self._group.others)
+        )
+        header = self._sent.next_header(message)
+        if not self._routes.is_direct:  # Sent directly, nothing can be lost with a rank in between.
+            self._sent.keep(header, message)
+        rank = self._context.rank
+        for peer in self._routes.children(rank, rank, self._group.alive):
+            self._group.send(peer, header, message)
+        self._rounds.send_keep_alives()
+        self._applies_at_once = False
 
-    def _behind(self, peer: int) -> bool:
-        """Whether a peer has to apply something before it is told more."""
-        waited_for = peer in self.company.living and peer not in self.company.away
-        return waited_for and self._number - self._peers[peer].has_mine >= self._inbox_size
+    # Messages
 
-    def _make_up(self, peer: int) -> None:
-        """Tell a peer directly what may have been lost on the way."""
-        for head, message in self._kept:
-            if head.number > self._peers[peer].has_mine:
-                self.company.tell(peer, head, message)
-
-    # What others say
-
-    def hear(self, peer: int, head: Head, payload: Tensor | None) -> None:
-        match head.kind:
-            case Kind.UPDATE:
-                self._take(head, payload)
-            case Kind.TAKEN:
-                self._peers[peer].has_mine = max(self._peers[peer].has_mine, head.number)
-                self._forget()
+    def receive(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        match header.kind:
+            case PeerMessageKind.UPDATE:
+                self._receive_update(header, payload)
+            case PeerMessageKind.ACKNOWLEDGE:
+                self._sent.acknowledge(peer, header.number)
             case _:
-                self.meetings.hear(peer, head, payload)
+                self._rounds.receive(peer, header, payload)
 
-    def _take(self, head: Head, payload: Tensor | None) -> None:
-        """Pass an update on, and keep it to be applied; unless it has come before."""
-        origin, number = head.origin, head.number
-        about = self._peers.get(origin)
-        if about is None or number <= about.queued or (origin, number) in self._early:
+    def _receive_update(self, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        """Pass a new update on, and queue it to be applied."""
+        origin = header.origin
+        if not self._inbox.accept(origin, header.number):
             return
-        self._early.add((origin, number))
-        while (origin, about.queued + 1) in self._early:
-            about.queued += 1
-            self._early.discard((origin, about.queued))
-        self.company.clocks[origin] = max(self.company.clocks[origin], number)
-        for child in self._routes.children(self._me, origin, self.company.living):
-            self.company.tell(child, head, payload)
-        self._inbox.append((origin, payload))
-        if self._open:
+        self._group.clocks[origin] = max(self._group.clocks[origin], header.number)
+        for child in self._routes.children(self._context.rank, origin, self._group.alive):
+            self._group.send(child, header, payload)
+        self._inbox.append(origin, payload)
+        if self._applies_at_once:
             self._apply_all()
 
     def _apply_all(self) -> None:
-        while self._inbox:
-            origin, payload = self._inbox.popleft()
-            try:
-                if payload is not None:
-                    self._packets.add(payload, self.base)
-            except PacketError as error:
-                self.company.lose(origin, f"it was dropped, having sent {error}")
-        for origin, about in self._peers.items():
-            about.applied = about.queued
-            if about.applied - about.told >= max(1, self._inbox_size // 2):
-                self._acknowledge(origin)
+        self._inbox.apply_all(self._apply)
+        for origin in self._inbox.unacknowledged(at_least=max(1, self._inbox_size // 2)):
+            self._acknowledge(origin)
+
+    def _apply(self, origin: int, message: Tensor) -> None:
+        try:
+            self._packets.add(message, self._context.base)
+        except PacketError as error:
+            self._group.lose(origin, f"it was dropped, having sent {error}")
 
     def _acknowledge(self, origin: int) -> None:
-        about = self._peers[origin]
-        about.told = about.applied
-        self.company.tell(origin, Head(Kind.TAKEN, about.applied))
+        header = PeerMessageHeader(PeerMessageKind.ACKNOWLEDGE, self._inbox.acknowledge(origin))
+        self._group.send(origin, header)
 
-    def _forget(self) -> None:
-        """Let go of what everybody has."""
-        least = min((self._peers[peer].has_mine for peer in self.company.others), default=self._number)
-        while self._kept and self._kept[0][0].number <= least:
-            self._kept.popleft()
+    def peer_lost(self, peer: int) -> None:
+        super().peer_lost(peer)
+        if self._group.any_lost:  # Otherwise it has finished, and all updates were applied before.
+            self._sent.resend_to_all()
+        self._sent.drop_acknowledged()
 
-    def lost(self, peer: int) -> None:
-        super().lost(peer)
-        if self.company.any_lost:  # Else it has left in peace, when everybody had everything.
-            for other in sorted(self.company.others):
-                self._make_up(other)
-        self._forget()
+    # Averaging rounds, leave and join
 
-    # Meetings
-
-    def _before_meeting(self) -> Operation:
-        self._open = True
+    def before_round(self) -> Operation:
+        self._applies_at_once = True
         self._apply_all()
-        if self.company.any_lost:
-            for peer in sorted(self.company.others):
-                self._make_up(peer)
+        if self._group.any_lost:
+            self._sent.resend_to_all()
         yield from ()
 
-    def _ready(self) -> bool:
-        """Whether all updates of those who have come are here, too."""
-        return all(self._peers[peer].applied >= self.company.clocks[peer] for peer in self.company.others)
+    def is_ready(self) -> bool:
+        """Whether all updates that the others had sent when they entered the round are applied."""
+        return all(self._inbox.num_applied(peer) >= self._group.clocks[peer] for peer in self._group.others)
 
-    def _met(self, outcome: Outcome) -> None:
-        self._open = False  # Training goes on.
-        if outcome.value is not None and not self.images.sizes_only:  # Updates add up in another order on each rank.
-            self.base.copy_(outcome.value[: self.images.num_bytes])
+    def round_finished(self, result: RoundResult) -> None:
+        self._applies_at_once = False  # Training goes on.
+        if result.value is not None and not self._model.sizes_only:
+            # Each rank has added updates in another order: the mean makes all ranks equal to the bit.
+            self._context.base.copy_(result.value[: self._model.num_bytes])
 
     def leave(self) -> None:
-        self._away = True
-        self._wait(self._go())
+        self._context.wait(self._leave())
 
-    def _go(self) -> Operation:
-        self._open = True  # What comes is applied all the same, so that nobody waits.
+    def _leave(self) -> Operation:
+        self._applies_at_once = True
         self._apply_all()
-        self.company.tell_all(Head(Kind.AWAY))
+        self._group.send_to_all(PeerMessageHeader(PeerMessageKind.LEAVE))
         yield from ()
 
     def join(self) -> None:
-        super().join()
-        self._wait(self._come_back())
-        self.images.write(self.base)
+        self._context.wait(self._join())
+        self._model.write_model(self._context.base)
 
-    def _come_back(self) -> Operation:
-        self._open = False
+    def _join(self) -> Operation:
+        self._applies_at_once = False
         self._apply_all()
-        for peer in sorted(self.company.others):
+        for peer in sorted(self._group.others):
             self._acknowledge(peer)
-        self.company.tell_all(Head(Kind.BACK))
+        self._group.send_to_all(PeerMessageHeader(PeerMessageKind.JOIN))
         yield from ()

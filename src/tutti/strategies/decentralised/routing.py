@@ -1,61 +1,67 @@
-"""The ways of updates: straight to everybody, or from neighbour to neighbour along a graph."""
+"""Routes of peers' updates: directly to every rank, or from neighbour to neighbour along a graph."""
 
 import logging
 
-from tutti.strategies.decentralised.graphs import Graph, Topology, sized
+from tutti.strategies.decentralised.graphs import Graph, Topology, topology_for
 
 _log = logging.getLogger("tutti")
 
 
-class Routes:
-    """Along the shortest ways from where an update comes from, so that every rank gets each once."""
+class UpdateRoutes:
+    """Spanning trees by which updates travel: a shortest-path tree for each origin, so each rank gets an update once.
+
+    All ranks compute the same trees from the same graph and set of living ranks. While they disagree about who is
+    alive, an update may be missed or arrive twice; `PeerUpdatesAlgorithm` resends and drops duplicates.
+    """
 
     def __init__(self, graph: str | Graph, size: int) -> None:
-        self.direct = graph == "all"
-        self._graph = None if graph == "all" else _whole(sized(graph, size))
-        self._living: frozenset[int] = frozenset()
-        self._ways: dict[int, dict[int, list[int]]] = {}
-        self._fell_apart = False
+        self.is_direct = graph == "all"
+        """Whether every rank sends its updates to all others itself."""
+        self._graph = None if graph == "all" else _union(topology_for(graph, size))
+        self._alive: frozenset[int] = frozenset()
+        self._children: dict[int, dict[int, list[int]]] = {}
+        """By origin and rank: the ranks that it passes an update on to, among `_alive`."""
+        self._has_warned = False
 
-    def children(self, me: int, origin: int, living: frozenset[int]) -> list[int]:
-        """Whom this rank tells of an update of `origin`, of those who are left."""
+    def children(self, rank: int, origin: int, alive: frozenset[int]) -> list[int]:
+        """Return the living ranks to which a rank passes on an update of `origin`."""
         if self._graph is None:
-            return sorted(living - {me}) if me == origin else []
-        if living != self._living:
-            self._living, self._ways = living, {}
-        if origin not in self._ways:
-            self._ways[origin] = self._tree(origin)
-        return self._ways[origin].get(me, [])
+            return sorted(alive - {rank}) if rank == origin else []
+        if alive != self._alive:
+            self._alive, self._children = alive, {}
+        if origin not in self._children:
+            self._children[origin] = self._tree(origin)
+        return self._children[origin].get(rank, [])
 
     def _tree(self, origin: int) -> dict[int, list[int]]:
         assert self._graph is not None
-        ranks = sorted(self._living | {origin})
-        around = self._graph.over(ranks)
-        found: dict[int, list[int]] = {}
+        ranks = sorted(self._alive | {origin})
+        graph = self._graph.over(ranks)
+        children: dict[int, list[int]] = {}
         reached = {origin}
-        for child, parent in around.tree(ranks.index(origin)):
-            found.setdefault(ranks[parent], []).append(ranks[child])
+        for child, parent in graph.tree(ranks.index(origin)):
+            children.setdefault(ranks[parent], []).append(ranks[child])
             reached.add(ranks[child])
-        if cut_off := self._living - reached:
-            found.setdefault(origin, []).extend(sorted(cut_off))
-            if not self._fell_apart:
-                self._fell_apart = True
+        if unreached := self._alive - reached:
+            children.setdefault(origin, []).extend(sorted(unreached))
+            if not self._has_warned:
+                self._has_warned = True
                 _log.warning(
-                    "the graph of those who are left has fallen apart: rank %s gets updates of rank %d from itself",
-                    *(", ".join(map(str, sorted(cut_off))), origin),
+                    "the graph of the ranks that are left is not connected: rank %s gets updates of rank %d directly",
+                    *(", ".join(map(str, sorted(unreached))), origin),
                 )
-        return found
+        return children
 
 
-def _whole(topology: Topology) -> Graph:
-    """All edges that are ever used."""
+def _union(topology: Topology) -> Graph:
+    """Return a graph of all edges that a topology uses at any clock."""
     if isinstance(topology, Graph):
         return topology
     edges = {(rank, other) for rank in range(topology.size) for other in topology.neighbours(rank)}
     return Graph(topology.size, tuple(edges), directed=True)
 
 
-def both_ways(topology: Topology) -> Graph:
-    """All edges that are ever used, whichever way."""
-    whole = _whole(topology)
-    return Graph(whole.size, whole.edges)
+def undirected(topology: Topology) -> Graph:
+    """Return a graph of all edges that a topology uses at any clock, in both directions."""
+    union = _union(topology)
+    return Graph(union.size, union.edges)

@@ -1,4 +1,4 @@
-"""Strategies of equals: no server, no barrier, and the others go on when one is lost."""
+"""Decentralised strategies: `PeerUpdates` and `Gossip`, and their texts at the command line."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,27 +10,30 @@ from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.decentralised.cost import gossip_cost, peer_updates_cost
+from tutti.strategies.decentralised.exchange import PeerExchange
 from tutti.strategies.decentralised.gossip_async import AsyncGossip
 from tutti.strategies.decentralised.gossip_sync import SyncGossip
-from tutti.strategies.decentralised.graphs import NAMED, Graph, mistakes_of, read_graph, sized
-from tutti.strategies.decentralised.peer_updates import PeerUpdatesExchange
+from tutti.strategies.decentralised.graphs import NAMED, Graph, graph_mistakes, read_graph, topology_for
+from tutti.strategies.decentralised.peer_updates import PeerUpdatesAlgorithm
 from tutti.transports import Transport
 
-_WAYS = ("all", "ring", "torus", "exponential")
+_ROUTING_GRAPHS = ("all", "ring", "torus", "exponential")
+"""Graphs along which `PeerUpdates` can send updates."""
 
 
 @dataclass(frozen=True)
 class PeerUpdates(Strategy):
-    """Every rank tells all others what its steps change, and applies what it is told when it comes (Strom 2015).
+    """Every rank sends what its steps change to all others, and applies their updates as they arrive (Strom 2015).
 
-    Updates add up: use about an Nth of one machine's learning rate. Of running statistics each rank adds its part of
-    a mean.
+    Updates add up, so use about 1/N of one machine's learning rate on N ranks. Changes of running statistics are
+    divided by N.
 
     Args:
-        codec: how updates are said in fewer bytes; None says them exactly. What is not said yet when the model is saved
+        codec: compresses updates; None sends them exactly. What error feedback has not sent when a checkpoint is saved
             is lost.
-        graph: "all" tells everybody directly; along "ring", "torus", "exponential" or a `Graph`, ranks pass updates on.
-        inbox: so many updates a rank may be ahead of what every other has applied; then it waits.
+        graph: "all" sends updates directly to all ranks; along "ring", "torus", "exponential" or a `Graph`, ranks pass
+            them on.
+        inbox: how many updates a rank may be ahead of what every other rank has applied; then it waits.
     """
 
     codec: Codec | None = field(default_factory=lambda: ErrorFeedback(Threshold()))
@@ -38,17 +41,19 @@ class PeerUpdates(Strategy):
     inbox: int = 8
 
     exact_below = 1024
-    """With a codec, parameters of fewer elements are exact all the same."""
+    """With a codec, changes of parameters with fewer elements are still sent exactly."""
 
     def __post_init__(self) -> None:
         mistakes = []
         if self.codec is not None and not isinstance(self.codec, Codec):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
-            mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+            mistakes.append(f"{self.codec!r} loses what it leaves out: wrap it in ErrorFeedback(...)")
         elif self.codec is not None and self.codec.linear:
-            mistakes.append(f"{self.codec!r} works on sums over ranks, which peers do not make; use AllReduce with it")
-        mistakes += mistakes_of(self.graph, _WAYS)
+            mistakes.append(
+                f"{self.codec!r} compresses sums over ranks, which peers do not make; use AllReduce with it"
+            )
+        mistakes += graph_mistakes(self.graph, _ROUTING_GRAPHS)
         if not isinstance(self.inbox, int) or self.inbox < 1:
             mistakes.append(f"inbox must be 1 or more, got {self.inbox!r}")
         if mistakes:
@@ -56,7 +61,7 @@ class PeerUpdates(Strategy):
 
     def check_size(self, size: int) -> None:
         if self.graph != "all":
-            sized(self.graph, size)
+            topology_for(self.graph, size)
 
     @property
     def exact(self) -> bool:
@@ -74,7 +79,8 @@ class PeerUpdates(Strategy):
         return False
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
-        return PeerUpdatesExchange(replica, transport, self)
+        exact_below = 0 if self.codec is None else self.exact_below
+        return PeerExchange(replica, transport, "peers", lambda peer: PeerUpdatesAlgorithm(peer, self), exact_below)
 
     def __str__(self) -> str:
         options = [f"graph={self.graph}"] if self.graph != "all" else []
@@ -85,29 +91,29 @@ class PeerUpdates(Strategy):
 
 @dataclass(frozen=True)
 class Gossip(Strategy):
-    """Every rank trains by itself and mixes its parameters with its neighbours', so bytes do not grow with ranks.
+    """Every rank trains alone and averages its parameters with neighbours: bytes per rank do not grow with the world.
 
     Args:
-        graph: "exponential" sends to one other at each step, each time twice as far (Assran et al. 2019); "ring",
-            "torus"; "random" pairs anew at every step; or a `Graph`, whose directed edges need push-sum weights.
-        pairs: "sync" mixes in step while the next gradient is computed (D-PSGD, Lian et al. 2017); "async" meets one
-            neighbour at a time half-way, and waits for nobody (AD-PSGD, Lian et al. 2018).
+        graph: "exponential" sends to one rank per step, each time twice as far (Assran et al. 2019); "ring"; "torus";
+            "random" makes new pairs in every step; or a `Graph`, which uses push-sum weights if it is directed.
+        pairs: "sync" mixes with all neighbours in every step, while the next gradient is computed (D-PSGD, Lian et al.
+            2017); "async" averages with one neighbour at a time and waits for nobody (AD-PSGD, Lian et al. 2018).
     """
 
     graph: str | Graph = "exponential"
     pairs: Literal["sync", "async"] = "sync"
 
     def __post_init__(self) -> None:
-        mistakes = mistakes_of(self.graph, NAMED)
+        mistakes = graph_mistakes(self.graph, NAMED)
         if self.pairs not in ("sync", "async"):
             mistakes.append(f"pairs must be 'sync' or 'async', got {self.pairs!r}")
         elif self.pairs == "async" and isinstance(self.graph, Graph) and self.graph.directed:
-            mistakes.append("pairs meet half-way, so pairs='async' needs a graph that is not directed")
+            mistakes.append("pairs average both ways, so pairs='async' needs a graph that is not directed")
         if mistakes:
             raise ConfigError(f"Gossip: {'; '.join(mistakes)}.")
 
     def check_size(self, size: int) -> None:
-        sized(self.graph, size)
+        topology_for(self.graph, size)
 
     @property
     def exact(self) -> bool:
@@ -126,7 +132,8 @@ class Gossip(Strategy):
         return False
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
-        return (SyncGossip if self.pairs == "sync" else AsyncGossip)(replica, transport, self)
+        algorithm = SyncGossip if self.pairs == "sync" else AsyncGossip
+        return PeerExchange(replica, transport, "gossip", lambda peer: algorithm(peer, self))
 
     def __str__(self) -> str:
         options = [f"graph={self.graph}"] if self.graph != type(self).graph else []
@@ -135,20 +142,20 @@ class Gossip(Strategy):
 
 
 def read_peers(options: dict[str, str], codec: Codec | None) -> PeerUpdates:
-    """The strategy that options at the command line describe."""
+    """Return the strategy that options at the command line describe."""
     _check_keys("peers", options, ("graph", "inbox"))
     graph, inbox = options.get("graph", "all"), options.get("inbox", str(PeerUpdates.inbox))
     if not inbox.lstrip("-").isdigit():
         raise ConfigError(f"peers: inbox= takes a whole number, got '{inbox}'.")
-    return PeerUpdates(codec, graph if graph in _WAYS else read_graph(graph), int(inbox))
+    return PeerUpdates(codec, graph if graph in _ROUTING_GRAPHS else read_graph(graph), int(inbox))
 
 
 def read_gossip(options: dict[str, str], codec: Codec | None) -> Gossip:
-    """The strategy that options at the command line describe."""
+    """Return the strategy that options at the command line describe."""
     _check_keys("gossip", options, ("graph", "pairs"))
     if codec is not None:
         raise ConfigError(
-            f"gossip mixes whole parameters, which '{print_codec(codec)}' cannot say: it is for updates. Use "
+            f"gossip averages whole parameters, which '{print_codec(codec)}' cannot compress: it is for updates. Use "
             f"peers+{print_codec(codec)}, or gossip alone."
         )
     pairs = options.get("pairs", Gossip.pairs)

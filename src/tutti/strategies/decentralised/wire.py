@@ -1,4 +1,7 @@
-"""What peers say to each other: heads of one length, each followed by as many bytes as it says."""
+"""Message format between peers: a header of fixed length, followed by the payload that it announces.
+
+All messages from one peer to another travel under one pair of tags, so they are handled in the order of sending.
+"""
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -9,71 +12,76 @@ from torch import Tensor
 
 from tutti.errors import PacketError
 
-HEAD, PAYLOAD = 1, 2
-"""Tags: all that one peer says to another is in one order."""
+HEADER_TAG, PAYLOAD_TAG = 1, 2
 
 
-class Kind(IntEnum):
-    """What a peer says."""
+class PeerMessageKind(IntEnum):
+    """What a peer sends, and the fields of the header that it uses."""
 
     UPDATE = auto()
-    """What the rank `origin` has changed in its step `number`."""
-    TAKEN = auto()
-    """I have applied all your updates up to `number`."""
+    """What the rank `origin` changed in its step `number`."""
+    ACKNOWLEDGE = auto()
+    """The sender has applied all updates of the receiver up to `number`."""
     VALUES = auto()
-    """My values at `clock`, as counted since meeting `number`, with their push-sum `weight`."""
-    ASK = auto()
-    """My values: meet me half-way."""
-    ANSWER = auto()
-    """That is how far I came to meet you; come as far."""
-    ARRIVED = auto()
-    """I wait in meeting `number`, for the purpose `origin`, at `clock`."""
-    VALUE = auto()
-    """What I bring to meeting `number`, at `clock`; nothing if I only want to know who is there."""
-    RESULT = auto()
-    """What has come of meeting `number`, for the purpose `origin`, to go on at `clock`."""
-    AWAY = auto()
-    """Do not wait for me."""
-    BACK = auto()
-    """Do so again."""
-    GONE = auto()
-    """I take `origin` for lost."""
+    """The sender's values at `clock`, counted since averaging round `number`, with their push-sum `weight`."""
+    PAIR_REQUEST = auto()
+    """The sender's values, to be averaged with the receiver's."""
+    PAIR_REPLY = auto()
+    """The change that pair averaging made to the replier's values; the requester subtracts it from its own."""
+    ROUND_ENTERED = auto()
+    """The sender waits in averaging round `number`, for the purpose `origin`, at `clock`."""
+    ROUND_VALUE = auto()
+    """The sender's values for averaging round `number`, at `clock`; no payload if it only regroups."""
+    ROUND_RESULT = auto()
+    """The result of averaging round `number`, for the purpose `origin`, to continue at `clock`."""
+    LEAVE = auto()
+    """Do not wait for the sender until it sends `JOIN`."""
+    JOIN = auto()
+    """Wait for the sender again."""
+    LOST = auto()
+    """The sender takes the rank `origin` for lost."""
     STOP = auto()
-    """The loss on rank `origin` is not finite: everybody should stop."""
-    BEAT = auto()
-    """You wait in a meeting, and I am on my way."""
-    BYE = auto()
-    """This is the last you hear of me."""
+    """The loss on rank `origin` is not finite: all ranks stop."""
+    KEEP_ALIVE = auto()
+    """The receiver waits in an averaging round, and the sender is still on its way there."""
+    DISCONNECT = auto()
+    """This is the sender's last message."""
 
 
 _LAYOUT = Struct("<qqqqqd")
 
 
 @dataclass(frozen=True)
-class Head:
-    """What comes first of every message."""
+class PeerMessageHeader:
+    """The fixed part of a message. `PeerMessageKind` says what the fields mean."""
 
-    kind: Kind
+    kind: PeerMessageKind
     number: int = 0
+    """Number of an update or an averaging round."""
     origin: int = 0
+    """A rank, or the purpose of an averaging round."""
     clock: int = 0
+    """Number of steps taken by the sender."""
     num_bytes: int = 0
-    """Of the payload."""
+    """Bytes of the payload."""
     weight: float = 1.0
+    """Push-sum weight."""
 
     def pack(self) -> Tensor:
+        """Return the header as bytes."""
         fields = (self.kind, self.number, self.origin, self.clock, self.num_bytes, self.weight)
         return torch.frombuffer(bytearray(_LAYOUT.pack(*fields)), dtype=torch.uint8)
 
     @staticmethod
-    def room() -> Tensor:
+    def empty() -> Tensor:
+        """Return memory to receive a header."""
         return torch.empty(_LAYOUT.size, dtype=torch.uint8, device="cpu")
 
     @classmethod
-    def read(cls, message: Tensor) -> "Head":
-        """Raises `PacketError` if it is none."""
+    def parse(cls, message: Tensor) -> "PeerMessageHeader":
+        """Return the header that these bytes are. Raises `PacketError` if its kind is unknown."""
         kind, *fields = _LAYOUT.unpack(message.numpy().tobytes())
         try:
-            return cls(Kind(kind), *fields)
+            return cls(PeerMessageKind(kind), *fields)
         except ValueError:
-            raise PacketError(f"a message of kind {kind}, which there is not") from None
+            raise PacketError(f"a message of unknown kind {kind}") from None

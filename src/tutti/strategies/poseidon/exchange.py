@@ -1,4 +1,16 @@
-"""Poseidon at work: some layers' gradients as factors, the others in buckets, all while backward still runs."""
+"""The exchange of Poseidon: some layers' gradients as sufficient factors, the others in buckets, while backward runs.
+
+How it works:
+
+- In the first backward pass all gradients go in full, and hooks count the rows of each layer. At its end rank 0's
+  counts and the measured link decide the method of each layer, the same on all ranks (`_decide`).
+- From then on layers with a method other than "full" have no bucket. Their factors are exchanged on a channel of their
+  own, so that they do not wait for buckets, or buckets for them (wait-free backpropagation).
+- `backward_done` starts what is left, then multiplies factors while buckets are still on their way, and waits for
+  buckets.
+- A layer whose gradient turns out to hold more than its factors (used twice, or accumulated over passes) is summed in
+  full in that step, and from then on.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class PoseidonExchange(Exchange):
-    """In the first backward pass sees how many rows each layer has; from then on each goes its own way."""
+    """Exchanges each layer's gradient by its own method, from the second backward pass on."""
 
     def __init__(self, replica: Replica, transport: Transport, strategy: "Poseidon") -> None:
         super().__init__(replica, transport)
@@ -33,9 +45,9 @@ class PoseidonExchange(Exchange):
         self._watched: list[FactoredLayer] | None = replica.watch_factors()
         self._held: list[Bucket | FactoredLayer] = []
         self.decisions: list[Decision] = []
-        """Of every layer that has factors, once the first backward pass has been."""
+        """The decision for every layer that has factors; empty before the first backward pass is over."""
         self.methods: dict[str, Method] = {}
-        """Of those that do not go in full, from then on."""
+        """The methods of layers that are not sent in full, by name."""
         replica.listen(self, to="gradients")
 
     @property
@@ -62,15 +74,15 @@ class PoseidonExchange(Exchange):
 
     def backward_done(self) -> None:
         start_s = self.transport.now()
-        for held in self._held:
-            if isinstance(held, Bucket):
-                self._buckets.bucket_ready(held)
+        for ready in self._held:
+            if isinstance(ready, Bucket):
+                self._buckets.bucket_ready(ready)
             else:
-                self._factors.start(held)
+                self._factors.start(ready)
         self._held.clear()
         self._buckets.release()
         if self.replica.factored and self._watched is None:
-            self._finish_factors()  # Buckets are on their way meanwhile.
+            self._finish_factors()  # Buckets are sent meanwhile.
         self._buckets.complete()
         if self._watched is not None:
             self._decide(self._watched)
@@ -78,15 +90,16 @@ class PoseidonExchange(Exchange):
         self.events.record(Event(EXCHANGE, start_s, self.transport.now(), self.bytes_sent - self._sent_before))
 
     def _finish_factors(self) -> None:
+        """Complete gradients of factored layers. Those with more than their factors are sent in full from now on."""
         try:
             partial = self._factors.finish(self.replica.factored)
         except WeightRefused as refusal:
             raise self._buckets.stopped(refusal) from None
-        if partial:  # Their gradients are more than their factors: they go in full from now on.
+        if partial:
             self._follow({name: method for name, method in self.methods.items() if name not in partial})
 
     def _decide(self, layers: list[FactoredLayer]) -> None:
-        """From what rank 0 has seen of its layers, how each goes from now on. Collective."""
+        """Choose the method of each layer from the rows that rank 0 has seen. Collective."""
         shapes = [
             LayerShape(
                 layer.slot.name, layer.num_out, layer.num_in, layer.rows, layer.slot.tensor.itemsize,
@@ -98,20 +111,21 @@ class PoseidonExchange(Exchange):
         link = Link("100gbit") if self._choice is None or self._choice.link is None else self._choice.link
         share = Link(link.bits_per_s / max(Counter(self.transport.hosts).values()), link.latency_s)
         self.decisions = [
-            decide(replace(shape, rows=seen), self._strategy.rule, self.transport.size, share, self._more_s, flops)
-            for shape, seen in zip(shapes, rows, strict=True)
+            decide(replace(shape, rows=num_rows), self._strategy.rule, self.transport.size, share, self._more_s, flops)
+            for shape, num_rows in zip(shapes, rows, strict=True)
         ]
-        self._follow({each.shape.name: each.method for each in self.decisions if each.shape.rows})
+        self._follow({decision.shape.name: decision.method for decision in self.decisions if decision.shape.rows})
 
     def _follow(self, methods: dict[str, Method]) -> None:
+        """Use these methods from now on. Buckets are cut anew without the layers that are sent as factors."""
         self.methods = {name: method for name, method in methods.items() if method != "full"}
         self._factors.follow(self.methods)
         self.replica.set_apart(frozenset(self.methods))
 
     def _more_s(self, num_bytes: int) -> float:
-        """What a sum takes longer, by the best of ways, for so much more than there is in any case.
+        """Return by how many seconds `num_bytes` more prolong the all-reduce of everything that has no factors.
 
-        Nothing where memory is shared.
+        It is 0 in shared memory, where nothing is sent.
         """
         if self._choice is None or self._choice.link is None:
             return 0.0
@@ -121,7 +135,7 @@ class PoseidonExchange(Exchange):
         return costs[1] - costs[0]
 
     def _speed(self, shapes: list[LayerShape]) -> float:
-        """Operations a second, where they decide: rank 0's hold for all."""
+        """Return the operations per second of a matrix product. Rank 0's are used by all; others need not measure."""
         if self.replica.compute_clock is not None:
             return self.replica.compute_clock.speed
         if self._strategy.rule != "priced" or self.transport.rank != 0:

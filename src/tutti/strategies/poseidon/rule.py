@@ -1,7 +1,14 @@
-"""Which way of exchanging a layer's gradient is the cheapest: as Poseidon's authors have it, and by the link there is.
+"""The choice of a method for each layer: by the published rule (SACP), or by predicted time on the measured link.
 
 With P workers, a weight of M outputs and N inputs, and K rows in a worker's batch, a gradient can travel as a matrix of
-M N numbers, or as factors of K (M + N).
+M N numbers, or as sufficient factors of K (M + N) numbers:
+
+| method | how | numbers sent by one worker |
+| --- | --- | --- |
+| "full" | all-reduce of the matrix | 2 (P-1)/P M N |
+| "broadcast" | factors to all workers; each multiplies all of them | (P-1) K (M + N) |
+| "owners" | factors to the owners of rows; each multiplies its rows, and sends them to all | (P-1) K (M/P + N) +
+(P-1)/P M N |
 """
 
 from collections.abc import Callable
@@ -11,55 +18,60 @@ from typing import Literal, get_args
 from tutti.cluster import Link
 
 Method = Literal["full", "broadcast", "owners"]
-"""The matrix, summed; factors to everybody; factors to whoever owns a part of the matrix, which hands out its sum."""
+"""The matrix by all-reduce, factors to all workers, or factors to the owners of rows of the matrix."""
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
 Cost = Callable[[int], float]
-"""Seconds that a sum over all workers takes longer, by bytes: biases and other layers are summed in any case."""
+"""Returns by how many seconds so many more bytes prolong the all-reduce, which biases and other layers need anyway."""
 
 _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 2**16, 4 * 2**20
+"""Smallest and largest bucket that is chosen from the link."""
 _LATENCIES = 10
-"""A bucket is on its way for so many latencies of the link, if it is not to wait for them."""
+"""A bucket should take this many latencies of the link to send, so that latency is a small part of its time."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer's weight, and how many rows a worker's batch has there."""
+    """The shape of a layer's weight, and the number of rows of a worker's batch in that layer."""
 
     name: str
+    """Name of the weight."""
     num_out: int
     num_in: int
     rows: int
+    """Rows of the factors: samples, times positions of a sequence or an image."""
     itemsize: int = 4
+    """Bytes per number."""
     convolution: bool = False
-    """Of kernel 1: it has factors, with a row for every place of every image."""
+    """Whether it is a convolution with a kernel of 1. Its factors have a row for every position of every image."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole gradient."""
+        """Bytes of the gradient as a matrix."""
         return self.num_out * self.num_in * self.itemsize
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How a layer's gradient travels, and what each way would send and take."""
+    """The method chosen for a layer, with what every method would cost."""
 
     shape: LayerShape
     method: Method
     sent_bytes: dict[Method, float]
-    """By a worker, in a step."""
+    """Bytes sent by one worker per step, by method."""
     seconds: dict[Method, float]
+    """Predicted seconds per step, by method."""
 
 
 def published_floats(shape: LayerShape, num_workers: int) -> dict[str, float]:
-    """Numbers on the wire of all workers together, as Zhang et al. (2015) count them for their three protocols."""
+    """Return the numbers that all workers send together, as Zhang et al. (2015) count them, by protocol."""
     P, K, M, N = num_workers, shape.rows, shape.num_out, shape.num_in
     return {"broadcast": (P - 1) ** 2 * K * (M + N), "owners": P * K * (M + N) + P * M * N, "full": 2 * P * M * N}
 
 
 def published(shape: LayerShape, num_workers: int) -> Method:
-    """The structure-aware protocol's choice (Zhang et al. 2015, algorithm 3): only fully connected layers have one."""
+    """Return the choice of SACP (Zhang et al. 2015, algorithm 3). Only fully connected layers have one."""
     if shape.convolution:
         return "full"
     floats = published_floats(shape, num_workers)
@@ -67,15 +79,15 @@ def published(shape: LayerShape, num_workers: int) -> Method:
 
 
 def bucket_bytes_on(link: Link | None) -> int:
-    """How large buckets of what goes in full are: as small as a link is still used well with, if there is one."""
+    """Return the bucket size for gradients sent in full: the smallest that still uses the link well, if it is known."""
     if link is None:
         return _MOST_BUCKET_BYTES
-    worth = _LATENCIES * link.latency_s / link.seconds_per_byte
-    return int(min(_MOST_BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, worth)))
+    num_bytes = _LATENCIES * link.latency_s / link.seconds_per_byte
+    return int(min(_MOST_BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, num_bytes)))
 
 
 def sent_bytes(shape: LayerShape, num_workers: int) -> dict[Method, float]:
-    """What one worker sends in a step, in each way."""
+    """Return the bytes that one worker sends per step, by method."""
     others, share = num_workers - 1, (num_workers - 1) / num_workers
     from_outputs, from_inputs = shape.rows * shape.num_out * shape.itemsize, shape.rows * shape.num_in * shape.itemsize
     return {
@@ -86,7 +98,16 @@ def sent_bytes(shape: LayerShape, num_workers: int) -> dict[Method, float]:
 
 
 def seconds(shape: LayerShape, num_workers: int, link: Link, more_s: Cost, flops: float) -> dict[Method, float]:
-    """What each way takes when nothing else does: sending, and multiplying what others would have multiplied."""
+    """Return the predicted seconds per step, by method, if the link and the worker do nothing else.
+
+    Factors cost sending and multiplying: backward has computed a worker's own product, and the other workers' rows are
+    extra work. Their owner shares it among all workers, and adds a second message's latency.
+
+    Args:
+        link: the share of the link that one worker has.
+        more_s: the time that the matrix adds to the all-reduce.
+        flops: floating-point operations per second of a matrix product.
+    """
     sent = sent_bytes(shape, num_workers)
     beyond_own = 2.0 * (num_workers - 1) * shape.rows * shape.num_out * shape.num_in / flops
     return {
@@ -97,11 +118,11 @@ def seconds(shape: LayerShape, num_workers: int, link: Link, more_s: Cost, flops
 
 
 def decide(shape: LayerShape, rule: str, num_workers: int, link: Link, more_s: Cost, flops: float) -> Decision:
-    """By a rule's name: "priced" takes the fastest, "sacp" what is published, and a method's name that method."""
+    """Choose a method: by predicted time ("priced"), by the published rule ("sacp"), or the one that the rule names."""
     times = seconds(shape, num_workers, link, more_s, flops)
     method: Method
     if rule == "priced":
-        method = min(METHODS, key=lambda each: times[each])
+        method = min(METHODS, key=lambda candidate: times[candidate])
     elif rule == "sacp":
         method = published(shape, num_workers)
     else:

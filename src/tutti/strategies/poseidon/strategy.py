@@ -1,4 +1,4 @@
-"""What Poseidon is told, and the text that says it."""
+"""`Poseidon`, the strategy: its options, and the text that makes it."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -20,25 +20,28 @@ from tutti.strategies.poseidon.rule import bucket_bytes_on
 from tutti.transports import Transport
 
 Rule = Literal["priced", "sacp", "broadcast", "owners", "full"]
+"""How methods are chosen: by predicted time, by the published rule (SACP), or one method for all layers."""
+
 _RULES: tuple[Rule, ...] = get_args(Rule)
 
 
 @dataclass(frozen=True)
 class Poseidon(Strategy):
-    """Every step, every rank gets the mean of all gradients, each layer's in the cheapest way for its shape.
+    """In every step, every rank gets the mean of all gradients, each layer's by the cheapest method for its shape.
 
-    The gradient of a linear layer is a product of two matrices with a row for every row of the batch: where those are
-    smaller, they travel instead, and every rank multiplies (Zhang et al. 2015). It is as exact as `AllReduce`, but for
-    the order of additions.
+    The gradient of a linear layer is a product of two matrices with one row per row of the batch. Where these
+    sufficient factors are smaller, they are sent instead, and every rank multiplies (Zhang et al. 2015). The result
+    equals that of `AllReduce`, except for the order of additions.
 
     Args:
-        rule: "priced" takes for each layer what is fastest on the measured link; "sacp" is the published rule, factors
-            to all or to owners; "broadcast", "owners" and "full" say one way for all.
-        overlap: exchange upper layers while backward computes lower ones; without it all waits for backward's end.
-        bucket_bytes: as for `AllReduce`, of what travels in full. None, with the priced rule, is as small as the link's
-            latency allows, so that more of a small model leaves before backward is over.
-        consistency: such as `SSP(2)`: parameter servers instead of sums, to which factors go where they are smaller
-            than gradients; there is no rule then.
+        rule: "priced" takes the method that is fastest on the measured link; "sacp" is the published rule, which sends
+            factors to all or to owners; "broadcast", "owners" and "full" use one method for all layers.
+        overlap: exchange upper layers while backward computes lower ones (wait-free backpropagation). Without it the
+            exchange starts when backward is over.
+        bucket_bytes: bytes of a bucket of gradients that are sent in full. None, with the "priced" rule, is as small as
+            the link's latency allows, so that more of a small model is sent before backward is over.
+        consistency: such as `SSP(2)`: use parameter servers instead of all-reduce. Factors are pushed to them where
+            they are smaller than gradients, and there is no rule.
     """
 
     preference = 1
@@ -59,19 +62,19 @@ class Poseidon(Strategy):
         if self.consistency is not None and not isinstance(self.consistency, Consistency):
             mistakes.append(f"consistency must be an object such as SSP(2), got {self.consistency!r}")
         elif self.consistency is not None and self.rule != "priced":
-            mistakes.append(f"with servers, factors go wherever they are smaller: leave out rule '{self.rule}'")
+            mistakes.append(f"with servers, factors are sent wherever they are smaller: leave out rule '{self.rule}'")
         elif self.consistency is not None and not self.overlap:
             mistakes.append("with servers, factors are pushed while backward runs: overlap cannot be turned off")
         if mistakes:
             raise ConfigError(f"Poseidon: {'; '.join(mistakes)}.")
 
     def in_full(self, link: Link | None = None) -> AllReduce:
-        """How layers go that have no factors, or too many rows; over a link, if it is known."""
+        """Return the all-reduce for layers that are sent in full, with buckets that suit the link, if it is known."""
         return AllReduce(bucket_bytes=self.bucket_bytes or bucket_bytes_on(link))
 
     @property
     def servers(self) -> ParameterServer | None:
-        """How all layers go, if consistency is left to servers."""
+        """The parameter-server strategy that is used if `consistency` is given."""
         if self.consistency is None:
             return None
         return ParameterServer(self.consistency, bucket_bytes=self.bucket_bytes or bucket_bytes_on(None), factors=True)
@@ -119,29 +122,30 @@ class Poseidon(Strategy):
 
 
 def read(options: dict[str, str], codec: Codec | None) -> Poseidon:
-    """Make one from options at the command line."""
+    """Make the strategy from its options at the command line."""
     if codec is not None:
         raise ConfigError(
             "poseidon is exact and takes no codec. Write the codec alone, such as onebit, for an all-reduce with it."
         )
-    given: dict[str, object] = {}
-    served = {key: text for key, text in options.items() if key not in ("rule", "overlap", "bucket_bytes")}
-    if served:
-        if served.keys() - {"bsp", "ssp", "eager", "softsync", "async", "locks", "aware"}:
+    arguments: dict[str, object] = {}
+    server_options = {key: text for key, text in options.items() if key not in ("rule", "overlap", "bucket_bytes")}
+    if server_options:
+        if server_options.keys() - {"bsp", "ssp", "eager", "softsync", "async", "locks", "aware"}:
+            unknown = min(server_options)
             raise ConfigError(
-                f"poseidon: '{min(served)}={served[min(served)]}' is none of rule=NAME, overlap=0 or 1, "
-                "bucket_bytes=NUMBER, nor a consistency such as ssp=2; what else servers take is said as in "
+                f"poseidon: '{unknown}={server_options[unknown]}' is none of rule=NAME, overlap=0 or 1, "
+                "bucket_bytes=NUMBER, nor a consistency such as ssp=2. For other options of servers, write "
                 "ps:ssp=2,servers=1,factors=1."
             )
-        given["consistency"] = read_servers(served, None).consistency
-    for key in options.keys() - served.keys():
+        arguments["consistency"] = read_servers(server_options, None).consistency
+    for key in options.keys() - server_options.keys():
         text = options[key]
         if key == "rule":
-            given[key] = text
+            arguments[key] = text
         elif key == "overlap" and text in ("0", "1"):
-            given[key] = text == "1"
+            arguments[key] = text == "1"
         elif key == "bucket_bytes":
-            given[key] = int(text)
+            arguments[key] = int(text)
         else:
             raise ConfigError(f"poseidon: '{key}={text}' is none of rule=NAME, overlap=0 or 1, bucket_bytes=NUMBER.")
-    return Poseidon(**given)  # type: ignore[arg-type]
+    return Poseidon(**arguments)  # type: ignore[arg-type]

@@ -1,4 +1,21 @@
-"""Means over ranks of gradients that travel as factors."""
+"""Means over ranks of gradients that are sent as sufficient factors (Zhang et al. 2015).
+
+How it works:
+
+- A layer's factors are E (gradients of outputs, one row per sample) and A (inputs). The gradient is Eᵀ A. The mean over
+  ranks is the product of all ranks' rows, each rank's E scaled by its share of the samples.
+- When backward has a layer's factors, `start` spawns an operation that exchanges them. It runs beside backward, beside
+  other layers, and in any order: each layer has its own four tags, by the position of its name among all names.
+- Each rank first sends a header with its number of rows, its dtype and its weight, then its factors at once, without
+  waiting for other headers. Receivers wait for the headers, because they need the lengths.
+- "broadcast" sends all factors to all ranks. "owners" sends each owner its columns of E and all of A; the owner
+  multiplies its rows of the matrix, and sends them to all.
+- `finish` runs when backward is over. It waits for each exchange and multiplies. Meanwhile a small sum over ranks finds
+  out whether any rank's gradient holds more than its factors, from earlier passes or another use of the weight. Those
+  gradients are summed in full beside, in the order of names on every rank.
+- A wait ends when the message arrives, or by the transport's error if its sender is lost. A weight of NaN raises
+  `WeightRefused` on every rank.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -19,39 +36,49 @@ from tutti.transports import Transport, Work
 from tutti.transports.base import CompletedWork, Operation
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes of factors, in the order of their numbers in headers."""
+
 _NO_DTYPE = -1
+"""The number in the header of a rank that has no rows."""
+
 _TAGS = 4
-"""Of a layer's messages: what comes, factors of outputs, factors of inputs, rows of the sum."""
+"""Tags per layer: for headers, factors of outputs, factors of inputs, and rows of the sum."""
 
 
 class _FactorHeader(NamedTuple):
-    """What a rank says of its factors before it sends them."""
+    """What a rank sends of its factors before the factors: three numbers in float64."""
 
     rows: int
+    """Rows of both factors."""
     dtype: int
+    """Position of their dtype in `_DTYPES`."""
     weight: float
+    """Samples that the rank counts for."""
 
 
 @dataclass
 class _Gathering:
-    """One layer's exchange under way."""
+    """The exchange of one layer's factors in one step."""
 
     layer: FactoredLayer
     outputs: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Factors of this rank, and later of all, by rank."""
+    """Factors of outputs: of this rank, later of all ranks by rank. With "owners" it is at last the whole mean."""
     inputs: Tensor = field(default_factory=lambda: torch.empty(0))
-    heads: list[_FactorHeader] = field(default_factory=list)
-    """Of all ranks."""
+    """Factors of inputs: of this rank, and later of all ranks by rank."""
+    headers: list[_FactorHeader] = field(default_factory=list)
+    """Headers of all ranks."""
     done: Work = field(default_factory=CompletedWork)
+    """The operation under way."""
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        return [_DTYPES[number] for number in sorted({head.dtype for head in self.heads} - {_NO_DTYPE})]
+        """The dtypes of all ranks' factors. More than one is an error."""
+        return [_DTYPES[number] for number in sorted({header.dtype for header in self.headers} - {_NO_DTYPE})]
 
     @property
     def shares(self) -> list[float]:
-        """How much each rank counts; 1 together."""
-        weights = [head.weight for head in self.heads]
+        """Each rank's share of the samples; together 1. Raises `WeightRefused` if a weight is NaN."""
+        weights = [header.weight for header in self.headers]
         if bad := [rank for rank, weight in enumerate(weights) if math.isnan(weight)]:
             raise WeightRefused(bad)
         if len(set(weights)) == 1:
@@ -60,33 +87,29 @@ class _Gathering:
 
     @property
     def counts(self) -> bool:
-        """Whether any rank that counts has rows."""
-        return any(head.rows and share for head, share in zip(self.heads, self.shares, strict=True))
+        """Whether any rank with a share of the samples has rows. Otherwise there is no gradient."""
+        return any(header.rows and share for header, share in zip(self.headers, self.shares, strict=True))
 
     def weighed(self) -> tuple[Tensor, Tensor]:
-        """All factors, those of each rank in its share, in numbers of the weight's kind."""
+        """Return all factors in the dtype of the weight, each rank's outputs scaled by its share."""
         kind = self.layer.slot.tensor.dtype
         outputs, inputs = self.outputs.to(kind), self.inputs.to(kind)
-        sizes = [head.rows for head in self.heads]
+        sizes = [header.rows for header in self.headers]
         rows = zip(outputs.split(sizes), inputs.split(sizes), self.shares, strict=True)
-        for from_outputs, from_inputs, share in rows:
-            if share == 0:  # Not a product: whatever is in there must not count, NaN included.
-                from_inputs.zero_()
-                from_outputs.zero_()
+        for rank_outputs, rank_inputs, share in rows:
+            if share == 0:  # Not a product: 0 × NaN would still be NaN.
+                rank_inputs.zero_()
+                rank_outputs.zero_()
             else:
-                from_outputs.mul_(share)
+                rank_outputs.mul_(share)
         return outputs, inputs
 
 
 class FactorSums:
-    """Exchanges the factors of layers beside backward, and each other, and multiplies when backward is over.
-
-    Every rank says of every layer how many rows it has and how much they count, then sends them. A gradient that its
-    factors do not hold, of earlier passes or of another use of the weight, is found at the end and summed in full.
-    """
+    """Exchanges the factors of layers while backward runs, and multiplies them when backward is over."""
 
     def __init__(self, transport: Transport, compute_clock: GradientClock | None) -> None:
-        self._wire = transport
+        self._transport = transport
         self._compute_clock = compute_clock
         self._others = [(transport.rank + step) % transport.size for step in range(1, transport.size)]
         self._methods: dict[str, Method] = {}
@@ -95,21 +118,22 @@ class FactorSums:
 
     @property
     def bytes_sent(self) -> int:
-        return self._wire.bytes_sent
+        return self._transport.bytes_sent
 
     def follow(self, methods: dict[str, Method]) -> None:
-        """From now on these parameters' gradients come here, in these ways."""
+        """Exchange the factors of these parameters by these methods from now on."""
         self._methods = methods
 
     def begin(self, weight: float) -> None:
+        """Start a backward pass in which this rank counts for `weight` samples."""
         self._weight = weight
 
     def start(self, layer: FactoredLayer) -> None:
-        """Send the factors of a layer and receive those of others."""
+        """Start to exchange the factors of a layer. All ranks start the same layers, in any order."""
         tag = _TAGS * (1 + sorted(self._methods).index(layer.slot.name))
         if layer.slot.tensor.is_meta:
             layer.handed_over = True
-            self._under_way.append(_Gathering(layer, done=self._wire.spawn(self._sized(layer, tag))))
+            self._under_way.append(_Gathering(layer, done=self._transport.spawn(self._sized(layer, tag))))
             return
         pairs = layer.hand_over()
         tensor = layer.slot.tensor
@@ -117,22 +141,25 @@ class FactorSums:
         inputs = torch.cat([a for _, a in pairs]) if pairs else tensor.new_empty(0, layer.num_in)
         gathering = _Gathering(layer, outputs.cpu(), inputs.cpu())
         steps = self._broadcast if self._methods[layer.slot.name] == "broadcast" else self._owned
-        gathering.done = self._wire.spawn(when_filled(outputs, steps(gathering, tag)))
+        gathering.done = self._transport.spawn(when_filled(outputs, steps(gathering, tag)))
         self._under_way.append(gathering)
 
     def finish(self, layers: list[FactoredLayer]) -> frozenset[str]:
-        """Make the mean over ranks the gradient of every layer; names of those whose factors did not hold all of it."""
+        """Make the mean over ranks the gradient of every layer. Collective.
+
+        Returns: names of the layers of which some rank's factors did not hold the whole gradient.
+        """
         kept = {layer.slot.name: _clone(layer.slot.tensor.grad) for layer in layers if layer.has_more}
         more = torch.tensor([float(layer.slot.name in kept) for layer in layers], device="cpu")
-        known = self._wire.spawn(recursive_doubling.steps(more, self._wire))
-        for gathering in self._under_way:  # Others are on their way meanwhile.
+        known = self._transport.spawn(recursive_doubling.steps(more, self._transport))
+        for gathering in self._under_way:  # Later ones arrive meanwhile.
             gathering.done.wait()
             if self._compute_clock is not None:
                 self._compute_clock.operations(self._operations(gathering))
             self._multiply(gathering)
         known.wait()
         partial = frozenset(layer.slot.name for layer, any_has in zip(layers, more, strict=True) if any_has)
-        for gathering in sorted(self._under_way, key=lambda each: each.layer.slot.name):  # Sums in one order.
+        for gathering in sorted(self._under_way, key=lambda each: each.layer.slot.name):  # One order on every rank.
             slot = gathering.layer.slot
             if slot.name in partial:
                 slot.view.add_(self._mean(kept.get(slot.name, torch.zeros_like(slot.view)), gathering))
@@ -142,14 +169,14 @@ class FactorSums:
         return partial
 
     def _operations(self, gathering: _Gathering) -> float:
-        """Of products that this rank makes for others: backward's own time is that of its own."""
+        """Return the operations of products with other ranks' rows. Those with its own rows are part of backward."""
         layer, others = gathering.layer, len(self._others)
-        rows = sum(head.rows for head in gathering.heads) * others / (others + 1) or others * layer.rows
+        rows = sum(header.rows for header in gathering.headers) * others / (others + 1) or others * layer.rows
         parts_made = 1 if self._methods[layer.slot.name] == "broadcast" else others + 1
         return 2.0 * rows * layer.num_out * layer.num_in / parts_made
 
     def _multiply(self, gathering: _Gathering) -> None:
-        """Fill the layer's memory for gradients; what was in there is kept elsewhere, if it is worth anything."""
+        """Store the mean in the layer's memory for gradients. `finish` has saved what is still needed of it."""
         slot = gathering.layer.slot
         if slot.tensor.is_meta:
             return
@@ -161,17 +188,17 @@ class FactorSums:
             slot.view.copy_(gathering.outputs.view(slot.view.shape))
 
     def _mean(self, tensor: Tensor, gathering: _Gathering) -> Tensor:
-        """Of what is summed in full, since factors do not hold it."""
-        weights = torch.tensor([head.weight for head in gathering.heads], dtype=torch.float64)
-        weigh(tensor, weights, self._wire.rank)
-        self._wire.spawn(ring.steps(tensor, self._wire)).wait()
-        return tensor.div_(self._wire.size)
+        """Return the weighted mean over ranks of a part of the gradient that factors do not hold."""
+        weights = torch.tensor([header.weight for header in gathering.headers], dtype=torch.float64)
+        weigh(tensor, weights, self._transport.rank)
+        self._transport.spawn(ring.steps(tensor, self._transport)).wait()
+        return tensor.div_(self._transport.size)
 
     # Operation
 
     def _sized(self, layer: FactoredLayer, tag: int) -> Operation:
-        """The same messages, without values: of as many rows on every rank."""
-        tensor, size = layer.slot.tensor, self._wire.size
+        """Send the same messages without values, for dry runs: all ranks have as many rows."""
+        tensor, size = layer.slot.tensor, self._transport.size
         split = self._methods[layer.slot.name] == "owners"
         own_outputs = -(-layer.num_out // size) if split else layer.num_out
         factors = [
@@ -182,84 +209,92 @@ class FactorSums:
             block = SizeOnlyTensor(own_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
             yield from self._all_to_all([block], tag + 3)
 
-    def _all_to_all(self, extents: list[SizeOnlyTensor], tag: int) -> list[Work]:
-        messages = [(number, cast(Tensor, extent)) for number, extent in enumerate(extents)]
-        sending = [self._wire.isend(one, peer, tag + number) for number, one in messages for peer in self._others]
-        coming = [self._wire.irecv(one, peer, tag + number) for number, one in messages for peer in self._others]
-        return coming + sending
+    def _all_to_all(self, tensors: list[SizeOnlyTensor], tag: int) -> list[Work]:
+        """Send each of these to all other ranks, and receive as much from each of them."""
+        messages = [(number, cast(Tensor, tensor)) for number, tensor in enumerate(tensors)]
+        sending = [
+            self._transport.isend(tensor, peer, tag + number) for number, tensor in messages for peer in self._others
+        ]
+        receiving = [
+            self._transport.irecv(tensor, peer, tag + number) for number, tensor in messages for peer in self._others
+        ]
+        return receiving + sending
 
     def _broadcast(self, gathering: _Gathering, tag: int) -> Operation:
-        """Everybody's factors to everybody."""
+        """Exchange factors by sufficient factor broadcasting: all factors to all ranks."""
         mine = gathering.outputs.contiguous(), gathering.inputs.contiguous()
-        sending = self._introduce(gathering, tag)
+        sending = self._send_headers(gathering, tag)
         for number, part in enumerate(mine):
             sending += self._send(dict.fromkeys(self._others, part), tag + 1 + number)
-        yield from self._hear(gathering, tag)
-        rooms = [self._room(gathering, part) for part in mine]
-        coming = [self._receive(room, gathering, tag + 1 + number) for number, room in enumerate(rooms)]
-        yield from coming[0] + coming[1] + sending
-        gathering.outputs, gathering.inputs = rooms
+        yield from self._receive_headers(gathering, tag)
+        buffers = [self._buffer_for(gathering, part) for part in mine]
+        receiving = [self._receive(buffer, gathering, tag + 1 + number) for number, buffer in enumerate(buffers)]
+        yield from receiving[0] + receiving[1] + sending
+        gathering.outputs, gathering.inputs = buffers
 
     def _owned(self, gathering: _Gathering, tag: int) -> Operation:
-        """Factors to those who own rows of the matrix; each sums its rows and hands them out."""
-        rank, layer = self._wire.rank, gathering.layer
-        own = parts(layer.num_out, self._wire.size)
-        sending = self._introduce(gathering, tag)
-        by_owner = {peer: gathering.outputs[:, own[peer]].contiguous() for peer in self._others}
+        """Send factors to the owners of rows of the matrix. Each owner multiplies its rows, and sends them to all."""
+        rank, layer = self._transport.rank, gathering.layer
+        owned = parts(layer.num_out, self._transport.size)
+        sending = self._send_headers(gathering, tag)
+        by_owner = {peer: gathering.outputs[:, owned[peer]].contiguous() for peer in self._others}
         inputs = gathering.inputs.contiguous()
         sending += self._send(by_owner, tag + 1) + self._send(dict.fromkeys(self._others, inputs), tag + 2)
-        yield from self._hear(gathering, tag)
-        rooms = [self._room(gathering, part) for part in (gathering.outputs[:, own[rank]], inputs)]
-        yield from self._receive(rooms[0], gathering, tag + 1) + self._receive(rooms[1], gathering, tag + 2)
-        gathering.outputs, gathering.inputs = rooms
+        yield from self._receive_headers(gathering, tag)
+        buffers = [self._buffer_for(gathering, part) for part in (gathering.outputs[:, owned[rank]], inputs)]
+        yield from self._receive(buffers[0], gathering, tag + 1) + self._receive(buffers[1], gathering, tag + 2)
+        gathering.outputs, gathering.inputs = buffers
         whole = torch.empty(layer.num_out, layer.num_in, dtype=layer.slot.tensor.dtype, device="cpu")
-        blocks = [whole[rows] for rows in own]
+        blocks = [whole[rows] for rows in owned]
         _multiply(*gathering.weighed(), blocks[rank])
         sending += self._send(dict.fromkeys(self._others, blocks[rank]), tag + 3)
-        coming = [self._wire.irecv(blocks[peer].view(-1), peer, tag + 3) for peer in self._others if len(blocks[peer])]
-        yield from coming + sending
+        receiving = [
+            self._transport.irecv(blocks[peer].view(-1), peer, tag + 3) for peer in self._others if len(blocks[peer])
+        ]
+        yield from receiving + sending
         gathering.outputs = whole
 
-    def _introduce(self, gathering: _Gathering, tag: int) -> list[Work]:
-        """Say what this rank will send."""
+    def _send_headers(self, gathering: _Gathering, tag: int) -> list[Work]:
+        """Send this rank's header to all others."""
         rows = len(gathering.outputs)
         own = _FactorHeader(rows, _DTYPES.index(gathering.outputs.dtype) if rows else _NO_DTYPE, self._weight)
-        gathering.heads = [own] * self._wire.size  # Until others' are heard.
-        head = torch.tensor(own, dtype=torch.float64, device="cpu")
-        return [self._wire.isend(head, peer, tag) for peer in self._others]
+        gathering.headers = [own] * self._transport.size  # Others' are filled in when they arrive.
+        header = torch.tensor(own, dtype=torch.float64, device="cpu")
+        return [self._transport.isend(header, peer, tag) for peer in self._others]
 
-    def _hear(self, gathering: _Gathering, tag: int) -> Operation:
-        """Learn what others will send."""
-        heard = torch.empty(self._wire.size, len(_FactorHeader._fields), dtype=torch.float64, device="cpu")
-        heard[self._wire.rank] = torch.tensor(gathering.heads[self._wire.rank], dtype=torch.float64)
-        yield from [self._wire.irecv(heard[peer], peer, tag) for peer in self._others]
-        gathering.heads = [_FactorHeader(int(rows), int(dtype), weight) for rows, dtype, weight in heard.tolist()]
-        if len(kinds := gathering.dtypes) > 1:
-            names = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
+    def _receive_headers(self, gathering: _Gathering, tag: int) -> Operation:
+        """Receive the headers of all other ranks. Raises `ConfigError` if dtypes differ."""
+        headers = torch.empty(self._transport.size, len(_FactorHeader._fields), dtype=torch.float64, device="cpu")
+        headers[self._transport.rank] = torch.tensor(gathering.headers[self._transport.rank], dtype=torch.float64)
+        yield from [self._transport.irecv(headers[peer], peer, tag) for peer in self._others]
+        gathering.headers = [_FactorHeader(int(rows), int(dtype), weight) for rows, dtype, weight in headers.tolist()]
+        if len(dtypes := gathering.dtypes) > 1:
+            names = " and ".join(str(kind).removeprefix("torch.") for kind in dtypes)
             raise ConfigError(
-                f"rank {self._wire.rank}: factors of '{gathering.layer.slot.name}' come in {names}. "
+                f"rank {self._transport.rank}: factors of '{gathering.layer.slot.name}' come in {names}. "
                 "Use autocast alike on all ranks."
             )
 
     def _send(self, to_each: dict[int, Tensor], tag: int) -> list[Work]:
-        return [self._wire.isend(part.view(-1), peer, tag) for peer, part in to_each.items() if part.numel()]
+        """Send each rank its tensor. Empty ones are not sent, because the header has announced no rows."""
+        return [self._transport.isend(part.view(-1), peer, tag) for peer, part in to_each.items() if part.numel()]
 
-    def _receive(self, room: Tensor, gathering: _Gathering, tag: int) -> list[Work]:
-        """Fill `room` with everybody's rows."""
-        places = room.split([head.rows for head in gathering.heads])
-        return [self._wire.irecv(places[peer].view(-1), peer, tag) for peer in self._others if places[peer].numel()]
+    def _receive(self, buffer: Tensor, gathering: _Gathering, tag: int) -> list[Work]:
+        """Receive all other ranks' rows into `buffer`."""
+        rows = buffer.split([header.rows for header in gathering.headers])
+        return [self._transport.irecv(rows[peer].view(-1), peer, tag) for peer in self._others if rows[peer].numel()]
 
-    def _room(self, gathering: _Gathering, mine: Tensor) -> Tensor:
-        """For everybody's rows, with this rank's in their place."""
+    def _buffer_for(self, gathering: _Gathering, mine: Tensor) -> Tensor:
+        """Return a buffer for all ranks' rows, with this rank's filled in."""
         dtype = gathering.dtypes[0] if gathering.dtypes else mine.dtype
-        sizes = [head.rows for head in gathering.heads]
-        room = torch.empty(sum(sizes), mine.shape[1], dtype=dtype, device="cpu")
-        room.split(sizes)[self._wire.rank].copy_(mine)
-        return room
+        sizes = [header.rows for header in gathering.headers]
+        buffer = torch.empty(sum(sizes), mine.shape[1], dtype=dtype, device="cpu")
+        buffer.split(sizes)[self._transport.rank].copy_(mine)
+        return buffer
 
 
 def _multiply(outputs: Tensor, inputs: Tensor, out: Tensor) -> None:
-    """Eᵀ A."""
+    """Store Eᵀ A in `out`."""
     matrix = out.view(outputs.shape[1], inputs.shape[1]) if out.is_contiguous() else None
     if matrix is not None and out.device == outputs.device:
         torch.mm(outputs.t(), inputs, out=matrix)

@@ -128,6 +128,7 @@ class TorchProcessGroups:
         if self.gloo is None:
             self._agree_to_connect()
             connecting = _ConnectThread(self._make_gloo, f"rank {self._membership.world_rank} connects")
+            # If a rank is lost now, the thread is left behind; it ends by Gloo's own timeout.
             while not connecting.over.wait(WATCH_SECONDS):
                 if gone := self._membership.gone():
                     raise self._membership.loss_error(gone)

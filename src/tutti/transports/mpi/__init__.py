@@ -1,1 +1,1 @@
-"""Open MPI as a transport. Importing `tutti.transports.mpi.transport` starts MPI."""
+"""MPI as a transport. Importing `tutti.transports.mpi.transport` or `works` starts MPI."""

@@ -1,4 +1,4 @@
-"""Open MPI's all-reduce algorithms, by name, and the table from which it picks one when nobody else does."""
+"""Open MPI's all-reduce algorithms by name, and the table by which it picks one itself."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ _FIXED: list[tuple[int, list[tuple[int, str]]]] = [
     (2048, [(0, _REDUCE_BCAST), (2048, _SEGMENTED), (4096, _RD), (16384, _RABENSEIFNER)]),
     (4096, [(0, _REDUCE_BCAST), (2048, _SEGMENTED), (16384, _RD), (32768, _RABENSEIFNER)]),
 ]
-"""From so many ranks on: from so many bytes on, this algorithm.
+"""For each smallest number of ranks: pairs of the smallest number of bytes and the algorithm used from there on.
 
 It is `ompi_coll_tuned_allreduce_intra_dec_fixed` of Open MPI 5.0 (ompi/mca/coll/tuned/coll_tuned_decision_fixed.c),
 for operations that commute.
@@ -57,19 +57,19 @@ for operations that commute.
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What decides how Open MPI reduces: an algorithm chosen by name, or its own table."""
+    """The settings that decide how Open MPI reduces: an algorithm chosen by name, or its own table."""
 
     algorithm: str | None = None
-    """For the component `tuned`."""
+    """The algorithm that the component `tuned` must use; None: it chooses by its own table."""
     han: bool = True
-    """Whether the component `han` may serve: it goes before `tuned` where some hosts, not one, have several ranks."""
+    """Whether the component `han` is enabled. It comes before `tuned` if there are several hosts with several ranks."""
 
     def __post_init__(self) -> None:
         if self.algorithm is not None and self.algorithm not in ALLREDUCE_ALGORITHMS:
             raise UnknownName("all-reduce algorithm of Open MPI", self.algorithm, ALLREDUCE_ALGORITHMS)
 
     def name(self, hosts: Sequence[str], num_bytes: int) -> str:
-        """What reduces `num_bytes` between ranks on these hosts.
+        """The algorithm or component that reduces `num_bytes` between ranks on these hosts.
 
         With fewer elements than ranks, Open MPI's rings become recursive doubling and Rabenseifner basic linear.
         """
@@ -81,6 +81,6 @@ class Rules:
 
 
 def fixed_choice(num_ranks: int, num_bytes: int) -> str:
-    """The algorithm that the component `tuned` picks by itself."""
+    """The algorithm that the component `tuned` picks by its own table."""
     sizes = _FIXED[max(0, bisect_right([ranks for ranks, _ in _FIXED], num_ranks) - 1)][1]
     return sizes[bisect_right([first for first, _ in sizes], num_bytes) - 1][1]

@@ -142,6 +142,7 @@ class SharedMemoryReductions:
     def finish(self, index: int) -> None:
         """Wait until reduction `index`, and so all before it, is done on all ranks."""
         while self._pending and self._pending[0].index <= index:
+            # This rank's slices come first: the peers cannot finish before it has summed them.
             self._liveness.await_reductions(self._counters.ready, self._pending[0].index + 1)
             self._sum_slice(self._pending.popleft())
         self._liveness.await_reductions(self._counters.done, index + 1)
@@ -155,7 +156,7 @@ class SharedMemoryReductions:
             shared.copy_(piece)
             plan = self._plan(shared)
             assert plan is not None
-            self._post(plan, flat.numel(), weight, averaged).wait()
+            self._post(plan, flat.numel(), weight, averaged).wait()  # The staging buffer is used again for the next.
             piece.copy_(shared)
         if flat.data_ptr() != tensor.data_ptr():  # `reshape` copied it.
             tensor.copy_(flat.view(tensor.shape))
@@ -185,6 +186,7 @@ class SharedMemoryReductions:
         self._num_posted = index + 1
         entry = self._counters.own_entry(index)
         self._flags.write_entry(entry, (numel, 2 * plan.dtype_code + averaged, plan.position), weight)
+        # Last: a rank that sees this counter may read the entry and the data, and overwrite the data.
         self._flags.publish(self._counters.own_ready, index + 1)
         self._sum_ready()
         return work
@@ -195,6 +197,7 @@ class SharedMemoryReductions:
             self._sum_slice(self._pending.popleft())
 
     def _sum_slice(self, work: _SharedMemoryReduction) -> None:
+        # All ranks read the same entries, so all of them refuse, or none does.
         divisor = self._flags.read_weights(self._counters.entries(work.index), self._weights)
         if math.isnan(divisor):
             raise self._refusal(work.index)

@@ -1,8 +1,8 @@
 """The layout of the counters page that the ranks of a shared-memory channel have in common.
 
 The page starts with a head of 16 slots of 8 bytes, which `Flags` uses for sleeping and waking. A row of 160 slots per
-rank follows. Each rank writes only its own row, and all ranks read all rows. Slots that are written at different times
-lie on different cache lines (8 slots each), so that a rank that polls one does not slow down the writer of another.
+rank follows. Each rank writes only its own row, and all ranks read all rows. `ready` and `done`, which ranks poll,
+lie on different cache lines (8 slots each), so that a rank that polls one does not slow down the writer of the other.
 
 A row: slot 0 `ready` and slot 4 `closed`, slot 8 `done` and slot 12 `progress`, then a ring of 32 entries, one per
 reduction. An entry has 4 slots: length, dtype and kind, position in shared memory, weight (as float64).

@@ -18,7 +18,8 @@ reads the number of sleepers and wakes them if there are any. The read-modify-wr
 consistent. If the waiter's (c) misses the new value, the writer's (2) comes after (b): then either (d) sees another
 event number and does not sleep, or the writer's (3) sees the sleeper and wakes it. No wake-up is lost.
 
-A writer that dies wakes nobody. So every wait has a time limit, after which the caller checks whether the peers live.
+A writer that dies wakes no waiter. So every wait has a time limit, after which the caller checks whether the peers
+live.
 
 Where the futex call is unknown (neither x86-64 nor ARM64), sleeping is a short nap: correct, but with more delay.
 """
@@ -45,6 +46,8 @@ _libc.syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c
 
 
 class _Timespec(ctypes.Structure):
+    """The C structure `timespec`: a timeout of the futex call."""
+
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 

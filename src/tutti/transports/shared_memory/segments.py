@@ -90,7 +90,7 @@ class SharedSegments:
 
 
 def map_all(membership: Membership, name: str, num_bytes: int) -> list[SharedMapping]:
-    """Create `num_bytes` of memory on every rank and map everyone's here, by rank. Collective."""
+    """Create `num_bytes` of memory on every rank and map that of all ranks here, by rank. Collective."""
     ranks = range(membership.size)
     file = os.memfd_create("tutti")
     try:

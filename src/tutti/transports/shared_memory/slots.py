@@ -6,8 +6,8 @@ A slot lies in the memory of the rank that reads it. Its counter, in a page that
 rounds for which it was written. The writer fills the slot and publishes `round + 1`; the reader waits for that value.
 
 Every slot exists twice, for even and odd rounds. So a writer may fill a slot for its next round while the reader still
-uses what it got in this one. There is no counter for "read": no rank may be two rounds ahead of another, and the caller
-ensures that (a pipeline does, as every step ends with a synchronisation).
+uses what it got in this one. There is no counter for "read": the caller must ensure that no rank is two
+rounds ahead of another.
 """
 
 from collections.abc import Sequence

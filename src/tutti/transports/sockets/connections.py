@@ -1,4 +1,4 @@
-"""Non-blocking TCP connections of one rank in one channel, moved along by whoever waits.
+"""Non-blocking TCP connections of one rank in one channel, moved by the thread that waits.
 
 How it works
 ------------
@@ -176,7 +176,7 @@ class SocketConnections:
                 self.progressed_at[dst] = time.monotonic()
                 while sent:
                     data, send = outgoing.queue.popleft()
-                    if sent < data.nbytes:
+                    if sent < data.nbytes:  # The kernel's buffer is full: the rest of this range goes first next time.
                         outgoing.queue.appendleft((data[sent:], send))
                         break
                     sent -= data.nbytes
@@ -188,6 +188,7 @@ class SocketConnections:
                 self._selector.register(outgoing.socket, selectors.EVENT_WRITE, lambda: self.write(dst))
             return
         except OSError:
+            # The sends in the queue are never finished: their waits end because `dst` is in `broken`.
             self.broken.add(dst)
             outgoing.queue.clear()
         if outgoing.watched:
@@ -231,12 +232,14 @@ class SocketConnections:
     def _read(self, incoming: IncomingConnection) -> None:
         try:
             for _ in range(_READS_AT_ONCE):
+                # At most the present item: the next header decides where the bytes after it go.
                 count = incoming.socket.recv_into(incoming.unread)
                 if count == 0:
                     return self._drop(incoming)
                 incoming.progressed_at = self.progressed_at[incoming.src] = self.progressed_at[ANY] = time.monotonic()
                 incoming.unread = incoming.unread[count:]
                 if incoming.unread.nbytes:
+                    # Never more than is left of the message: its sender may wait for a reply before it sends more.
                     incoming.wake_at(min(incoming.unread.nbytes, _WAKE_BYTES))
                 elif not self._item_complete(incoming):
                     return
@@ -253,6 +256,7 @@ class SocketConnections:
             return False  # The caller may have been waiting for just this message.
         if incoming.src == ANY:
             token, src = HELLO.unpack(incoming.head)
+            # Nothing of a stranger's bytes is interpreted before the token matches.
             if token != self._token or not 0 <= src < self._size:
                 self._drop(incoming)
                 return False
@@ -266,13 +270,14 @@ class SocketConnections:
         incoming.message = message
         memory = self._matcher.match_message(message)
         if memory is None:
+            # Held only if no receive is posted that a message behind this one could satisfy.
             if message.num_bytes > _EAGER_BYTES and not self._matcher.awaits(message.src):
                 incoming.held = True
                 self._selector.unregister(incoming.socket)
                 return False
             memory = self._matcher.keep(message)
         incoming.unread = memory
-        if not memory.nbytes:
+        if not memory.nbytes:  # An empty message: reading zero bytes would look like the end of the connection.
             return self._item_complete(incoming)
         incoming.wake_at(min(memory.nbytes, _WAKE_BYTES))
         return True

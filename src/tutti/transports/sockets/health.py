@@ -47,9 +47,9 @@ class ChannelHealth:
 
     def operation_error(self, peer: int) -> RankLost:
         """The error for one spawned operation that depends on `peer`, which is lost. The channel continues."""
-        who = self.membership.peers[peer]
-        left = self.membership.reason_gone(who) or self.channel_membership.reason_left(peer)
-        return rank_lost_error(self.membership.world_rank, {who.rank: left or "its connection is closed"})
+        lost = self.membership.peers[peer]
+        reason = self.membership.reason_gone(lost) or self.channel_membership.reason_left(peer)
+        return rank_lost_error(self.membership.world_rank, {lost.rank: reason or "its connection is closed"})
 
     def timeout_error(self, awaited: str) -> DeadlineExceeded:
         """The error for a wait that lasted too long. Aborts the channel, so that no rank waits for this one."""

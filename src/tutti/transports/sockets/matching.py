@@ -35,7 +35,7 @@ class ReceiveMatcher:
     def match_message(self, message: IncomingMessage) -> memoryview | None:
         """Match a new message with a posted receive: the memory to read it into, or None if there is no receive."""
         posted = self._posted[message.tag]
-        for receive in posted:
+        for receive in posted:  # In the order posted: an older ANY comes before a younger receive from this source.
             if receive.peer in (ANY, message.src):
                 posted.remove(receive)
                 return self.bind(message, receive)

@@ -101,6 +101,7 @@ class Messenger(ProgressEngine):
         started = now = time.monotonic()
         check_at = now + WATCH_SECONDS
         while not work.finished:
+            # Checked in every round: `interrupt` sets the flag before it wakes the selector, so it cannot be missed.
             health.check_not_interrupted()
             if work.peer_lost:
                 raise health.connection_error(work.peer)
@@ -108,6 +109,7 @@ class Messenger(ProgressEngine):
             now = time.monotonic()
             if work.finished or now < check_at:
                 continue
+            # The check reads the store and other processes' state: too slow for every round.
             check_at = now + min(WATCH_SECONDS, timeout_s)
             self._check_peer(work, now)
             if now > max(started, progressed_at[work.peer]) + timeout_s:
@@ -159,7 +161,7 @@ class Messenger(ProgressEngine):
         if connections.progressed_at[peer] > now - 2 * WATCH_SECONDS:
             self.on_progress()
         if isinstance(work, SocketReceive) and connections.may_still_arrive(peer, now):
-            return
+            return  # The rest of the message may be in the network, though its sender has left.
         lost = self.health.lost(peer)
         # It may have connected, sent and left a moment ago: then its message is here by now.
         if lost and not (connections.step(0) or work.finished):
@@ -171,6 +173,7 @@ class Messenger(ProgressEngine):
         now, connections = time.monotonic(), self.connections
         connections.read_partial()
         for peer in self.matcher.awaited_peers() - self.ended:
+            # `step` comes last: the peer may have sent and left between the two questions before it.
             arriving = connections.may_still_arrive(peer, now)
             if not arriving and self.channel_membership.lost(peer) and not connections.step(0):
                 self.ended.add(peer)

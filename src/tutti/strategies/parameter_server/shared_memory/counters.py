@@ -28,7 +28,7 @@ class ShardCounters:
     """Indices of the counters of all buckets and shards, and access to them.
 
     Every counter starts at 0. "Owner" below is the worker whose column it is; "lock holder" the one that holds the
-    shard's lock. Nobody else writes a counter, except as said in `ClockMembership.remove_lost`.
+    shard's lock. No other worker writes a counter, with the exceptions of `ClockMembership.remove_lost`.
     """
 
     def __init__(self, layout: CounterLayout, num_buckets: int, num_shards: int, num_workers: int) -> None:

@@ -1,10 +1,12 @@
 """Hogwild: `Async` on one host, where all workers step the same parameters at once, without a lock (Niu et al. 2011).
 
-How it works ------------ Parameters lie in shared memory. Every worker computes with a private copy of them. In
-`before_step` the parameters' data is pointed at the shared memory, so that the worker's own optimiser steps what is
-there; in `after_step` the worker copies the result and points the parameters back. It could compute with the shared
-memory itself, but other workers write to that all the time: a matrix product would fetch lines from other cores' caches
-again and again. One copy is cheaper.
+How it works
+------------
+Parameters lie in shared memory. Every worker computes with a private copy of them. In `before_step` the parameters'
+data is pointed at the shared memory, so that the worker's own optimiser steps what is there; in `after_step` the worker
+copies the result and points the parameters back. It could compute with the shared memory itself, but other workers
+write to that all the time: a matrix product would fetch lines from other cores' caches again and again. One copy is
+cheaper.
 
 Who may write: all workers write parameters at the same time. Of two writes to one element at once, one is lost; that is
 Hogwild. The optimiser's state is shared as well (`SharedOptimizerState`). Steps that create state are taken in turn,
@@ -125,7 +127,7 @@ class HogwildWorker(Exchange):
             raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
         self._registry.check_stop(self.replica.steps)
         self._started_s = now = self.transport.now()
-        self._step_version = self._flags.advance(self._version_counter)
+        self._step_version = self._flags.advance(self._version_counter)  # Atomic: no two steps have one number.
         staleness = self._step_version - self._base_version
         self._staleness[staleness] += 1
         self.events.record(Event(READ, now, now, 0, (0, self._clock, self._base_version)))
@@ -147,7 +149,7 @@ class HogwildWorker(Exchange):
             self._registry.release(self._lock)
             self._has_lock = False
         self._add_statistics()
-        version = self._flags.value(self._version_counter)
+        version = self._flags.value(self._version_counter)  # Before the copy, which is then at least as new.
         self._read()
         now = self.transport.now()
         self.events.record(Event(APPLY, now, now, 0, (0, self._step_version, self._rank, self._clock)))

@@ -1,7 +1,9 @@
 """Joint steps in shared memory: all shards make their next version together, under one lock.
 
-How it works ------------ Needed where the mean gradient is clipped by the norm of the whole, and under `SoftSync`,
-where all shards must be made of the same updates. The lock of shard 0 stands for the locks of all.
+How it works
+------------
+Needed where the mean gradient is clipped by the norm of the whole, and under `SoftSync`, where all shards must be made
+of the same updates. The lock of shard 0 stands for the locks of all.
 
 Before the lock holder steps, it writes a plan: the clock of each worker's update (`joint_clocks`), then the version
 that results (`joint_version`). If it is killed, the worker that takes the lock over completes the plan by counters
@@ -53,7 +55,7 @@ class JointStepper:
                 factor = clip_factor(strategy.clip or 0.0, sqrt(square_norm))
             for shard_index, version, updates, has_grad in parts:
                 self._stepper.step(shard_index, version, updates, has_grad, factor)
-            self._counters.flags.publish(self._counters.joint_version, 0)
+            self._counters.flags.publish(self._counters.joint_version, 0)  # The plan is done: nothing to repair.
 
     def repair(self) -> None:
         """Complete the plan of a lost worker: its version counts as made, and its updates as applied, in all shards."""
@@ -80,7 +82,7 @@ class JointStepper:
         """Return the next version of each shard that has one; nothing if a member has still to push for any shard."""
         shards = self._context.parameters.shards
         if self._context.consistency.bound is None:
-            due = self._stepper.due(0)
+            due = self._stepper.due(0)  # Shard 0 decides for all, so that all are made of the same updates.
             return {} if due is None else {shard.index: due for shard in shards}
         due_by_shard = {}
         for shard in shards:

@@ -80,6 +80,7 @@ class ClockMembership:
         for index in self._all_buckets:
             self._start_at_version(index)
         self._reader.read(self._all_buckets)
+        # Last, and still within the barrier: all workers are members again before any of them pushes.
         self._set_member(True)
 
     def remove_lost(self, worker: int) -> None:
@@ -94,7 +95,7 @@ class ClockMembership:
                 else:
                     self._joint.repair()
                 self._registry.release(lock)
-        self._step_due(self._all_buckets)
+        self._step_due(self._all_buckets)  # Versions that waited for the lost worker are due now.
 
     def _unapplied(self) -> Awaited | None:
         """Return the version of a shard that a worker is still making; None when every update is applied."""

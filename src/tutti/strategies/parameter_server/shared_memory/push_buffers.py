@@ -1,7 +1,7 @@
 """Pushed gradients in shared memory: a ring of buffers for every worker and bucket.
 
-A worker writes its update of clock c into entry c mod depth of its own ring, then publishes its clock. Whoever makes
-the version reads the entry. The depth is the staleness bound + 1. A worker pushes clock c only after it has read
+A worker writes its update of clock c into entry c mod depth of its own ring, then publishes its clock. The worker that
+makes the version reads the entry. The depth is the staleness bound + 1. A worker pushes clock c only after it has read
 version c - bound, which contains its update of clock c - bound - 1: so the entry that it overwrites is always applied.
 Under a counting consistency the depth is 1, because a worker waits for each of its updates to be applied.
 """
@@ -53,6 +53,7 @@ class PushBuffers:
     ) -> None:
         """Write this worker's update of a bucket. Others may read it once its clock is published."""
         entry = clock % self._depth
+        # The entry is free: its last update is applied (see above). No fence is needed before `publish_clock`.
         self._gradients[bucket.index][self._rank][entry].copy_(bucket.flat)
         self._numbers[bucket.index][self._rank, entry] = [
             weight, norm, *options, *base_versions, *gradient_flags(bucket)

@@ -1,10 +1,11 @@
 """Reading in shared memory: waits until the shared parameters are new enough, and copies them into the model.
 
-How it works ------------ Under a clocked consistency of staleness s, a worker at clock c waits in two stages: first
-until every member has pushed c - s updates, then until every shard of the bucket has version c - s. Between the stages
-it takes due steps itself, so the second wait is only for a worker that is already stepping. Under a counting
-consistency it waits until its own last update is applied. Under `Async(locks=True)` it has applied that itself, and
-never waits.
+How it works
+------------
+Under a clocked consistency of staleness s, a worker at clock c waits in two stages: first until every member has pushed
+c - s updates, then until every shard of the bucket has version c - s. Between the stages it takes due steps itself, so
+the second wait is only for a worker that is already stepping. Under a counting consistency it waits until its own last
+update is applied. Under `Async(locks=True)` it has applied that itself, and never waits.
 
 The first wait is ended by the members' pushes; the second by the lock holder. `WorkerRegistry.wait` looks every 0.2 s
 for lost workers: a lost member is a member no more, and a lost holder's lock is taken over
@@ -67,7 +68,7 @@ class ParameterReader:
         is_member = counters.values[counters.is_member[bucket_index]] == 1
         member_clocks = counters.clock[bucket_index][is_member]
         if not flags.reached(member_clocks, needed):
-            return member_clocks, needed
+            return member_clocks, needed  # While a member has not pushed, no worker can make the version.
         self._step_due([bucket_index])
         return None if flags.reached(versions, needed) else (versions, needed)
 

@@ -1,9 +1,10 @@
 """Making of versions in shared memory: any worker that finds a shard's next version due takes its lock and steps it.
 
-How it works ------------ A version is due by the same rules as in `ledger.py`, evaluated on counters. Whoever has just
-pushed, or waits, calls `step_due`: for each shard whose version is due and whose lock is free, it takes the lock and
-makes all versions that are due. If the lock is taken, nothing is lost: the holder looks once more after it has let go
-of the lock.
+How it works
+------------
+A version is due by the same rules as in `ledger.py`, evaluated on counters. A worker that has just pushed, or waits,
+calls `step_due`: for each shard whose version is due and whose lock is free, it takes the lock and makes all versions
+that are due. If the lock is taken, nothing is lost: the holder looks once more after it has let go of the lock.
 
 The lock holder makes a version in this order: publish `stepping` = v + 1, combine the updates, step, publish `version`
 = v + 1, publish `num_applied` of each worker. If it is killed in between, `stepping` is ahead of `version`. The worker
@@ -70,6 +71,7 @@ class ShardStepper:
         )
         if version < 0:
             return None
+        # A worker that joined later than this version, or skipped it, has no update for it.
         has_update = (counters.values[first_clocks] <= version) & (counters.values[clocks] > version)
         return DueVersion(version, [(int(worker), version) for worker in np.flatnonzero(has_update)])
 
@@ -83,7 +85,7 @@ class ShardStepper:
         quorum = min(self._consistency.quorum, num_members or len(in_order))
         if not in_order or len(in_order) < quorum:
             return None
-        workers = sorted(map(int, in_order[:quorum]))
+        workers = sorted(map(int, in_order[:quorum]))  # By rank, as in `Ledger.take_due`: the same bits in every run.
         return DueVersion(version, [(worker, int(num_applied[worker])) for worker in workers])
 
     def read_updates(self, shard_index: int, due: DueVersion) -> list[Update]:
@@ -117,6 +119,8 @@ class ShardStepper:
         self._context.parameters.optimizers[shard_index].step(has_grad, updates[0].options, factor)
         if state is not None:
             state.publish()
+        # The version first: a worker killed in between leaves updates that count as waiting, under a version that
+        # has them. Clocked consistencies look at versions only; for counting ones a joint plan repairs `num_applied`.
         self._counters.publish_version(shard_index, version + 1)
         for update in updates:
             self._counters.publish_applied(shard_index, update.worker, update.clock + 1)

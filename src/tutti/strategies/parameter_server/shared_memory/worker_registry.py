@@ -83,7 +83,7 @@ class WorkerRegistry:
         return self._rank == min(self.alive)
 
     def leave(self) -> None:
-        """Leave for good: nobody waits for this worker any more."""
+        """Leave for good: no worker waits for this one any more."""
         self.flags.publish(int(self._status[self._rank]), _LEFT)
 
     # Stops
@@ -175,7 +175,7 @@ class WorkerRegistry:
         """Free a lock that a lost worker holds; return whether it did."""
         if not self.flags.swap(lock, lost_worker + 1, 0):
             return False
-        self.flags.publish(self._lock_freed, 1)  # A swap wakes nobody; a publish wakes those who wait for the lock.
+        self.flags.publish(self._lock_freed, 1)  # A swap wakes no one; a publish does, those who wait for the lock too.
         return True
 
     def check_workers(self, steps: int = 0) -> None:

@@ -5,7 +5,7 @@ How it works
 Each serving rank has one `Server`. Everything in it runs as generators (`Operation`) in one thread of the transport, or
 in the simulator's engine, so no part of it has a lock. Per worker there are two generators: `Server._receive_requests`
 handles the worker's requests in the order in which they were sent; `ReplySender.send_replies` sends it what it asked
-for. Only these two wait for the worker: a slow worker holds up nobody by itself.
+for. Only these two wait for the worker: a slow worker does not by itself hold up others.
 
 Parts, and the state that each of them alone writes:
 

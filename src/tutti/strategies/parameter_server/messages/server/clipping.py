@@ -91,7 +91,7 @@ class GlobalClipping:
         known = [self._square_norms.get((server, step.clock)) for server in self._other_servers]
         if None in known:
             return False
-        for server in self._other_servers:
+        for server in self._other_servers:  # All are here: norms of later clocks may have arrived too, and stay.
             del self._square_norms[server, step.clock]
         total = step.square_norm + sum(square for square in known if square is not None)
         factor = clip_factor(self._max_norm, sqrt(total))
@@ -107,6 +107,7 @@ class GlobalClipping:
         if any(shard.ledger.awaits_updates for shard in self._shards):
             return False
         clocks = [clock for shard in self._shards if (clock := shard.ledger.next_clock) is not None]
+        # Another server has a step that this one has no update for: it takes part with a norm of 0.
         clocks += [clock for _, clock in self._square_norms]
         if not clocks:
             return False

@@ -62,7 +62,7 @@ class WorkerLifecycle:
                 self._versions.answer_pulls(shard, worker)
 
     def stop(self, worker: int) -> None:
-        """Tell all workers that wait here that `worker` asked everybody to stop; later waits are told as they begin."""
+        """Reply `STOPPED` to all workers that wait here; later pulls and barriers get the same reply as they begin."""
         self._membership.stopped_by = worker
         for other in self._membership.alive:
             for shard in self._versions.shards.values():
@@ -86,6 +86,7 @@ class WorkerLifecycle:
         """Go on without a worker whose connection failed."""
         if worker in self._membership.alive:
             self._log_departure(worker, reason)
+            # Under an agreed order, the server that decides may not have received what this one has.
             for shard in self._versions.shards.values():
                 shard.ledger.discard_updates_from(worker)
             self.remove(worker)
@@ -102,7 +103,7 @@ class WorkerLifecycle:
         """If every living worker is at the barrier and every update is applied, let all of them join again."""
         if self._versions.is_idle and self._membership.is_barrier_complete:
             workers = sorted(self._membership.at_barrier)
-            self._membership.at_barrier.clear()
+            self._membership.at_barrier.clear()  # Before joining: a worker that enters again is at the next barrier.
             self.join(workers)
 
     def _log_departure(self, worker: int, reason: str, on_every_server: bool = False) -> None:

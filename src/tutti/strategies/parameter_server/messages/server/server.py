@@ -82,7 +82,7 @@ class Server:
             transport.rank, config, self._membership, self._versions, self._replies, self.over.set
         )
         if not self._shards:
-            self.over.set()
+            self.over.set()  # Fewer shards than servers: nobody will send a request here.
 
     def buffers(self, shard_index: int) -> BufferPool:
         """Return the buffers of a shard, from which the worker of this rank takes what it pushes."""
@@ -100,7 +100,7 @@ class Server:
         if self._versions.ordering is not None:
             self._versions.ordering.start(other_servers, self._versions.settle_all)
         for worker in self._config.workers:
-            if worker != self._transport.rank:
+            if worker != self._transport.rank:  # The worker of this rank calls `handle_request` itself.
                 self._spawn(self._receive_requests(worker))
                 self._spawn(self._replies.send_replies(worker))
         if self._versions.clipping is not None:
@@ -119,7 +119,7 @@ class Server:
             payload: the bytes that followed, if any.
         """
         if worker not in self._membership.alive:
-            return
+            return  # It was removed while this request was under way.
         try:
             match header.kind:
                 case RequestKind.PUSH:
@@ -157,10 +157,11 @@ class Server:
         if shard is None or payload is None:
             raise PacketError(f"an update of {header.num_bytes} bytes for shard {header.shard}, which is not held here")
         valid_weight = isfinite(header.weight) and header.weight >= 0
+        # A version from the future, or a NaN weight, would spoil the parameters of all workers.
         if not valid_weight or not 0 <= header.base_version <= shard.ledger.version:
             raise PacketError(f"an update of weight {header.weight}, computed from version {header.base_version}")
         gradient = self._decoder.decode(shard, payload)
-        has_grad = has_grad[: len(shard.shard.segments)]
+        has_grad = has_grad[: len(shard.shard.segments)]  # Requests are as long as the shard with most segments needs.
         update = Update(worker, header.base_version, header.weight, header.norm, options, has_grad, gradient)
         shard.ledger.push(update)
         self._versions.pushed(shard, worker, header.wanted_version)

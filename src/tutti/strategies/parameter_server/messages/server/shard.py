@@ -59,7 +59,7 @@ class ServerShard:
         return self._snapshot
 
     def release_snapshot(self, snapshot: ShardSnapshot) -> None:
-        """End a send. The buffer is free once nobody reads an outdated snapshot; the newest one is kept."""
+        """End a send. The buffer of an outdated snapshot is free once no send reads it; the newest one is kept."""
         snapshot.num_readers -= 1
         if not snapshot.num_readers and snapshot is not self._snapshot:
             self.buffers.give_back(snapshot.buffer)

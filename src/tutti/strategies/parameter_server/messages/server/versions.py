@@ -48,6 +48,7 @@ class VersionMaker:
         first_shard = min(self.shards)
         if self.ordering is not None and shard.shard.index == first_shard and self.ordering.record_push(worker):
             self.settle(list(self.shards.values()))
+        # After the order was settled, before this shard is: the update itself may make the wanted version.
         if wanted_version != NO_PULL:
             shard.waiting_pulls[worker] = wanted_version
         self.settle([shard], worker)
@@ -58,7 +59,7 @@ class VersionMaker:
         if self.ordering is not None:
             self.ordering.decide()
             positions = [shard.ledger.order_position for shard in self.shards.values()]
-            self.ordering.order.forget_before(min(positions))
+            self.ordering.order.forget_before(min(positions))  # No shard here will ask for an earlier one.
         self.settle(list(self.shards.values()))
         self.on_settled()
 
@@ -93,7 +94,7 @@ class VersionMaker:
         is_new = self._config.consistency.bound is None or shard.answered_version != shard.ledger.version
         shard.answered_version = shard.ledger.version
         candidates = [(who, wanted) for who, wanted in shard.waiting_pulls.items() if is_new or who == puller]
-        for worker, wanted in candidates:
+        for worker, wanted in candidates:  # A copy, because answered pulls are removed.
             if self._membership.stopped_by is not None:
                 self._replies.reply(worker, shard, ReplyStatus.STOPPED)
             elif shard.ledger.is_readable(worker, wanted):

@@ -89,6 +89,7 @@ class ShardPuller:
                 f"rank {rank}: the server on rank {shard.server} rejected an update of shard {shard.shard.index} as "
                 "malformed, and takes nothing more from this worker. The output of that rank says what was wrong."
             )
+        # In a dry run there are no values to copy, but versions count as in a real run.
         shard.version = reply.version
         self.leader = reply.leader
         shard.copy_to_model()

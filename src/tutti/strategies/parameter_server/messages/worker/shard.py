@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from tutti.codecs.base import State
-from tutti.replica import Bucket
+from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import in_memory_order
 from tutti.strategies.parameter_server.messages.buffers import BufferPool
+from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
+from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.wire import ReplyHeader
 from tutti.strategies.parameter_server.shards import ParameterShard
 from tutti.transports import Work
@@ -62,3 +64,23 @@ class WorkerShard:
         if self.targets:
             with torch.no_grad():
                 torch._foreach_copy_(self.targets, self.sources)
+
+
+def make_worker_shard(
+    shard: ParameterShard, replica: Replica, config: ServerGroupConfig, rank: int, local_server: Server | None
+) -> WorkerShard:
+    """Return the state of a shard on the worker of `rank`; `local_server` is that of the same rank, if it serves."""
+    bucket, codec = replica.buckets[shard.bucket_index], config.codec
+    server = config.servers[shard.server]
+    if local_server is not None and server == rank:
+        buffers = local_server.buffers(shard.index)  # Shared, because that server takes pushed buffers over.
+    else:
+        buffers = BufferPool(shard.num_bytes, bucket.flat)
+    codec_state: State = {}
+    if codec is not None and shard.groups is not None and not replica.sizes_only:
+        # Another seed for every rank and shard: codecs that draw random numbers must not draw the same everywhere.
+        codec_state = codec.start(shard.numel, seed=rank * 65_537 + shard.index)
+    worker_shard = WorkerShard(shard, server, buffers, codec_state)
+    if not replica.sizes_only:
+        worker_shard.allocate(bucket)
+    return worker_shard

@@ -8,16 +8,15 @@ from torch import Tensor
 from tutti.events import PULL, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
-from tutti.strategies.parameter_server.messages.buffers import BufferPool
 from tutti.strategies.parameter_server.messages.group import join_group
 from tutti.strategies.parameter_server.messages.wire import RequestKind
 from tutti.strategies.parameter_server.messages.worker.context import WorkerContext
 from tutti.strategies.parameter_server.messages.worker.puller import ShardPuller
 from tutti.strategies.parameter_server.messages.worker.pusher import ShardPusher
 from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
-from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
+from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard, make_worker_shard
 from tutti.strategies.parameter_server.shard_optimizer import merge_segment_states
-from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
+from tutti.strategies.parameter_server.shards import ShardSegment
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
 from tutti.transports import Transport
 from tutti.transports.base import Operation
@@ -34,7 +33,9 @@ class MessageWorker(ParameterServerWorker):
         group = join_group(replica, transport, strategy)
         self._channel, self._config = group.transport, group.config
         self._server = group.start_server(replica) if self._rank in self._config.servers else None
-        self._shards = [self._worker_shard(shard) for shard in group.shards]
+        self._shards = [
+            make_worker_shard(shard, replica, self._config, self._rank, self._server) for shard in group.shards
+        ]
         self._shards_by_bucket: dict[int, list[WorkerShard]] = {bucket.index: [] for bucket in replica.buckets}
         self._shards_by_server: dict[int, list[WorkerShard]] = {}
         self._shards_by_slot: dict[Slot, list[WorkerShard]] = {}
@@ -55,21 +56,6 @@ class MessageWorker(ParameterServerWorker):
         if self._config.factors:
             replica.keep_factors()
         self._start_listening()
-
-    def _worker_shard(self, shard: ParameterShard) -> WorkerShard:
-        bucket, codec = self.replica.buckets[shard.bucket_index], self._config.codec
-        server = self._config.servers[shard.server]
-        if self._server is not None and server == self._rank:
-            buffers = self._server.buffers(shard.index)  # Shared, because that server takes pushed buffers over.
-        else:
-            buffers = BufferPool(shard.num_bytes, bucket.flat)
-        codec_state: Any = {}
-        if codec is not None and shard.groups is not None and not self.replica.sizes_only:
-            codec_state = codec.start(shard.numel, seed=self._rank * 65_537 + shard.index)
-        worker_shard = WorkerShard(shard, server, buffers, codec_state)
-        if not self.replica.sizes_only:
-            worker_shard.allocate(bucket)
-        return worker_shard
 
     @property
     def bytes_sent(self) -> int:
@@ -148,7 +134,7 @@ class MessageWorker(ParameterServerWorker):
         """Send a request that every server answers with all of its shards, and load them."""
         start_s = self.transport.now()
         for shard in self._shards:
-            shard.reply = None
+            shard.reply = None  # Replies of earlier pulls must not be taken for those of this request.
         for work in [self._channel.spawn(self._pull_from(server, kind)) for server in self._requests.servers]:
             self._requests.wait(work)
         for shard in self._shards:
@@ -195,7 +181,7 @@ class MessageWorker(ParameterServerWorker):
             work.wait()
         for shard in self._shards:
             shard.clock = 0  # Servers start again from version 0.
-        # The barrier completes only after every server has loaded: whoever loads one gets here after that.
+        # The rank that loads a server enters the barrier afterwards: so all have loaded when it completes.
         self._pull_all(RequestKind.BARRIER)
 
     def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:

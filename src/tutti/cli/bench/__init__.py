@@ -1,0 +1,41 @@
+"""`tutti bench`: benchmarks of Tutti beside DDP, Gloo and Open MPI. One module per command."""
+
+import typer
+
+from tutti.cli.bench.allreduce import allreduce
+from tutti.cli.bench.auto import auto
+from tutti.cli.bench.backend import backend
+from tutti.cli.bench.codecs import codecs
+from tutti.cli.bench.collectives import collectives
+from tutti.cli.bench.compression import compression
+from tutti.cli.bench.fidelity import fidelity
+from tutti.cli.bench.meshes import meshes
+from tutti.cli.bench.overhead import overhead
+from tutti.cli.bench.overlap import overlap
+from tutti.cli.bench.pipeline import pipeline
+from tutti.cli.bench.plan import plan
+from tutti.cli.bench.startup import startup
+from tutti.cli.bench.step import step
+from tutti.cli.bench.strategies import strategies
+
+app = typer.Typer(
+    help="Benchmark Tutti and its parts on this machine, beside DDP, Gloo and Open MPI.", no_args_is_help=True
+)
+for _command in (
+    step,
+    allreduce,
+    collectives,
+    overhead,
+    codecs,
+    fidelity,
+    compression,
+    strategies,
+    plan,
+    meshes,
+    auto,
+    overlap,
+    backend,
+    pipeline,
+    startup,
+):
+    app.command(_command.__name__)(_command)

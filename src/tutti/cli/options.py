@@ -1,0 +1,110 @@
+"""Options and arguments that several commands share, and the parsing of their texts.
+
+Nothing here imports torch, so that `--help` of every command is quick.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tutti.cluster import PRESETS
+from tutti.errors import ConfigError
+from tutti.recipes import RECIPES
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file as JSON.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw a figure into this .png or .svg file.")]
+NumRounds = Annotated[
+    int,
+    typer.Option("--rounds", min=1, help="Repetitions, interleaved with the other candidates; the median is reported."),
+]
+LabText = Annotated[
+    str | None,
+    typer.Option(
+        "--lab",
+        metavar="SPEC",
+        help="Run on emulated hosts with shaped links, such as hosts=4,rate=100mbit. Needs root; see `tutti lab`.",
+    ),
+]
+StrategyText = Annotated[
+    str, typer.Option("--strategy", help="Synchronisation strategy, such as ring, onebit or ps:ssp=3.")
+]
+DataFolder = Annotated[
+    Path | None, typer.Option("--data", envvar="TUTTI_DATA", help="Folder that contains the datasets.")
+]
+Epochs = Annotated[
+    int | None,
+    typer.Option("--epochs", min=1, help="Number of passes over the training data. Default: the recipe's."),
+]
+RecipeOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="NAME=VALUE",
+        help="Option of the recipe or factory, such as second_hidden=800. Can be given several times.",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the initial parameters and of the shuffling.")]
+LrScale = Annotated[
+    float,
+    typer.Option("--lr-scale", help="Factor on the recipe's learning rate. Stale updates need a lower rate."),
+]
+RunName = Annotated[str | None, typer.Option("--name", help="Name of the run's folder under runs/.")]
+RecipeText = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|MODULE:FACTORY",
+        help=f"Recipe to train: {', '.join(RECIPES)}, or a function that returns a tutti.recipes.Recipe.",
+    ),
+]
+ModelText = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|MODULE:FACTORY",
+        help=f"Model: a recipe ({', '.join(RECIPES)}), or a function that returns a model, or a model and a batch.",
+    ),
+]
+InputShape = Annotated[
+    str | None,
+    typer.Option(
+        "--input",
+        metavar="SHAPE",
+        help="Shape of one sample, such as 3x224x224. Needed if the factory returns no batch.",
+    ),
+]
+ClusterText = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="NAME|FILE",
+        help=f"Cluster: {', '.join(PRESETS)}, or a TOML file. `tutti simulate clusters` describes them.",
+    ),
+]
+
+
+def parse_recipe_options(texts: list[str] | None) -> dict[str, Any]:
+    """Parse the `--option` texts, such as second_hidden=800. Values are JSON."""
+    pairs = [text.partition("=") for text in texts or []]
+    try:
+        return {key: json.loads(value) for key, _, value in pairs}
+    except json.JSONDecodeError:
+        raise ConfigError(f"--option takes NAME=NUMBER, got {', '.join(texts or [])}.") from None
+
+
+def split_list(text: str) -> list[str]:
+    """The items of a comma-separated list, without blanks, empty items and repetitions."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def parse_worker_counts(text: str, least: int, example: str) -> list[int]:
+    """The numbers of a comma-separated `--workers` option; each must be `least` or more."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise ConfigError(
+            f"--workers takes numbers of {least} or more with commas between, such as {example}; got '{text}'."
+        )
+    return numbers

@@ -1,0 +1,97 @@
+"""The arguments of `tutti plan`."""
+
+from typing import Annotated
+
+import typer
+
+from tutti.cli.json_file import check_writable, write_json
+from tutti.cli.options import (
+    DataFolder,
+    Epochs,
+    InputShape,
+    JsonFile,
+    ModelText,
+    RecipeOptions,
+    parse_recipe_options,
+)
+from tutti.cli.plan.request import ALLOWED, MEASURED, PlanRequest, parse_allowed, parse_memory
+from tutti.cluster import PRESETS
+
+
+def plan(
+    model: ModelText,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="Number of training workers. Dedicated servers are added on top.")
+    ] = 16,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            metavar="NAME|FILE",
+            help=f"Cluster: {', '.join(PRESETS)}, a TOML file, or '{MEASURED}' for processes on this machine.",
+        ),
+    ] = "ethernet-1g",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="|".join(ALLOWED),
+            help="Also consider strategies that change the result (compression, staleness, local steps).",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Samples per worker and step. Default: the recipe's batch.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="Samples per step over all workers, instead of --batch.")
+    ] = None,
+    input_shape: InputShape = None,
+    option: RecipeOptions = None,
+    target_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FRACTION",
+            help="Also train the recipe in virtual time and report the time to this test accuracy, such as 0.97.",
+        ),
+    ] = None,
+    epochs: Epochs = None,
+    data: DataFolder = None,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="Also show how Poseidon would exchange each layer.")
+    ] = False,
+    meshes: Annotated[
+        bool, typer.Option("--meshes", help="Also compare data, tensor and pipeline parallelism.")
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="Memory of a worker, such as 16GiB. Implies --meshes."),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Predict the step time of every strategy on a cluster, and recommend one, or not to distribute at all.
+
+    A step is measured on this machine first. The computation is assumed to take as long on the cluster, divided by
+    the speed of its hosts.
+
+    Example: tutti plan mnist-mlp --workers 8 --cluster ethernet-1g --allow lossy
+    """
+    check_writable(json_file)
+    request = PlanRequest(
+        model=model,
+        options=parse_recipe_options(option),
+        workers=workers,
+        cluster=cluster,
+        allow_lossy=parse_allowed(allow),
+        batch=batch,
+        global_batch=global_batch,
+        input_shape=input_shape,
+        target_accuracy=target_accuracy,
+        epochs=epochs,
+        data=data,
+        per_layer=per_layer,
+        meshes=meshes or memory is not None,
+        memory_bytes=parse_memory(memory),
+    )
+    from tutti.cli.plan.planning import run
+
+    write_json(json_file, run(request.resolved()))

@@ -1,0 +1,47 @@
+"""Global batches: batches that contain the same samples for any number of workers."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+from tutti.errors import ConfigError
+
+
+class GlobalBatches(Sampler[list[int]]):
+    """A batch sampler of shuffled global batches, each cut into one part per worker.
+
+    The samples of a step depend on the seed and the epoch only, not on the number of workers: N workers see the data
+    that one worker sees, in the same steps. Use it as `shard(DataLoader(dataset, batch_sampler=GlobalBatches(...)))`.
+
+    The last batch of an epoch also takes the samples that remain after it. So no batch is smaller than `batch_size`,
+    and as many workers as `batch_size` have a part of each.
+
+    Args:
+        num_samples: length of the dataset.
+        batch_size: samples per step over all workers.
+        num_parts: number of workers.
+        seed: of the shuffling; every epoch continues the same random sequence.
+    """
+
+    same_on_every_rank = True
+    """Every rank draws the same batches by itself, so `shard` need not broadcast those of rank 0."""
+
+    def __init__(self, num_samples: int, batch_size: int, num_parts: int, seed: int) -> None:
+        self.num_samples = num_samples
+        self.num_parts = num_parts
+        self._cuts = list(range(batch_size, num_samples - batch_size + 1, batch_size))
+        self._generator = torch.Generator().manual_seed(seed)
+        if num_parts > (smallest := min(batch_size, num_samples)):
+            raise ConfigError(
+                f"a batch of {smallest} samples cannot be cut for {num_parts} workers: each needs at least one. "
+                f"Use {smallest} workers or fewer."
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.num_samples, generator=self._generator)
+        for batch in order.tensor_split(self._cuts):
+            yield from (part.tolist() for part in batch.tensor_split(self.num_parts))
+
+    def __len__(self) -> int:
+        return (len(self._cuts) + 1) * self.num_parts

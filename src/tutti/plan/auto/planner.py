@@ -1,0 +1,128 @@
+"""`JobPlanner`: chooses a strategy for a running job from the recorded steps of all its ranks."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from tutti.cluster import Cluster, format_time
+from tutti.collectives import broadcast_json
+from tutti.cost import Profile
+from tutti.plan.auto.step_recorder import profile_from_summary
+from tutti.plan.candidates import candidates
+from tutti.plan.choose import choose
+from tutti.plan.network import cluster_with, measure_network
+from tutti.plan.prediction import Prediction, price
+from tutti.plan.scaling import priced
+from tutti.replica import HookedReplica
+from tutti.strategies import Exchange, Poseidon, Strategy, parse
+from tutti.strategies.poseidon import LayerShape
+from tutti.strategies.poseidon.cost import communication_cost
+from tutti.strategies.poseidon.exchange import PoseidonExchange
+from tutti.strategies.poseidon.speed import product_speed
+from tutti.transports import Transport
+
+GAIN = 1.05
+"""Another strategy must be predicted to be this many times as fast as the one in use."""
+
+
+class Choice(NamedTuple):
+    """What to use from now on."""
+
+    prediction: Prediction
+    """Of the strategy to use: another one, or the one in use."""
+    switch: bool
+    """Whether it is another one."""
+    present: Prediction | None
+    """With a switch: the strategy in use, with its measured step; None if that is not known."""
+    message: str
+
+
+class JobPlanner:
+    """Measures the links between a job's ranks, predicts every strategy, and chooses. The same on every rank."""
+
+    def __init__(self, replica: HookedReplica, transport: Transport, lossy: bool) -> None:
+        self._replica, self._transport, self._lossy = replica, transport, lossy
+
+    def choose(
+        self,
+        summaries: list[dict[str, Any]],
+        strategy: Strategy,
+        exchange: Exchange,
+        prediction: Prediction | None,
+        refused: Collection[Strategy],
+    ) -> Choice:
+        """Choose from the summaries of all ranks' recorded steps. Collective.
+
+        Predictions are compared with predictions. If the strategy in use was chosen by one, its measured step shows how
+        far predictions are off here, and all are scaled by that factor.
+
+        Args:
+            strategy: the strategy in use, and `exchange` its exchange.
+            prediction: its prediction, if it was planned.
+            refused: strategies that must not be chosen.
+        """
+        slowest = max(summaries, key=lambda seen: seen["forward_s"] + max(seen["ready_s"].values(), default=0.0))
+        cluster = cluster_with(measure_network(self._transport, quickly=True), "measured")
+        profile = profile_from_summary(self._replica, slowest, self._flops(slowest))
+        workers = self._transport.size
+        present = self._predict_present(strategy, exchange, profile, cluster)
+        groups = self._candidates(profile, cluster, refused)
+        best = choose(*(priced(group, profile, workers, cluster) for group in groups))
+        # Measurements differ a little between ranks: rank 0 decides for all.
+        text = broadcast_json(str(best.strategy) if best.step_s * GAIN < present.step_s else "", self._transport)
+        chosen = price(parse(text), profile, workers, cluster) if text else present
+        factor = max(seen["wall_s"] for seen in summaries) / present.step_s if present.step_s else 0.0
+        if prediction is not None and factor:
+            chosen = _scaled(chosen, factor)
+        measured = _scaled(present, factor) if text and factor else None
+        return Choice(chosen, bool(text), measured, _describe(chosen, cluster, profile.seconds))
+
+    def _predict_present(
+        self, strategy: Strategy, exchange: Exchange, profile: Profile, cluster: Cluster
+    ) -> Prediction:
+        """Predict the strategy in use. Poseidon keeps the methods it chose in its first step, by the batch of then."""
+        cost = None
+        if isinstance(exchange, PoseidonExchange) and isinstance(strategy, Poseidon):
+            cost = partial(communication_cost, strategy, methods=exchange.methods)
+        return price(strategy, profile, self._transport.size, cluster, cost=cost)
+
+    def _flops(self, seen: dict[str, Any]) -> float:
+        """Return rank 0's floating-point operations per second, on all ranks."""
+        if self._replica.compute_clock is not None:
+            return self._replica.compute_clock.speed
+        tensors = {slot.name: slot.tensor for slot in self._replica.slots}
+        shapes = [
+            LayerShape(name, len(tensors[name]), tensors[name].shape[1], rows) for name, rows in seen["rows"].items()
+        ]
+        device = self._replica.slots[0].tensor.device
+        measured = product_speed(shapes, device, self._transport) if self._transport.rank == 0 else 0.0
+        return float(broadcast_json(measured, self._transport))
+
+    def _candidates(
+        self, profile: Profile, cluster: Cluster, refused: Collection[Strategy]
+    ) -> tuple[list[Strategy], list[Strategy]]:
+        """Return exact candidates, and lossy ones if allowed; only synchronous ones can be switched between steps."""
+        offered = candidates(profile, self._transport.size, cluster)
+        exact, lossy = (
+            [strategy for strategy in group if strategy.synchronous and strategy not in refused]
+            for group in (offered.exact, offered.lossy if self._lossy else [])
+        )
+        return exact, lossy
+
+
+def _scaled(prediction: Prediction, factor: float) -> Prediction:
+    """Return the prediction with a step `factor` times as long; what is not computation is communication."""
+    step_s = factor * prediction.step_s
+    computing_s = min(prediction.computing_s, step_s)
+    return replace(prediction, step_s=step_s, computing_s=computing_s, exposed_s=step_s - computing_s)
+
+
+def _describe(prediction: Prediction, cluster: Cluster, alone_s: float) -> str:
+    link = cluster.within if cluster.hosts == 1 else cluster.link
+    pays = prediction.step_s < prediction.workers * alone_s
+    doubt = "" if pays else "; one worker alone would be as fast: do not distribute this"
+    return (
+        f"{prediction.strategy} on {link}: {format_time(prediction.step_s)} a step predicted, of which "
+        f"{format_time(prediction.exposed_s)} communication{doubt}"
+    )

@@ -1,0 +1,64 @@
+"""Progress reports of a training run, from the ranks to the process that launched them."""
+
+from torch import Tensor
+
+from tutti.job import Job
+from tutti.launch.supervisor_pipe import SupervisorPipe
+
+_NUM_REPORTS = 500
+"""Approximate number of reports in a run of any length: enough for a curve."""
+
+_REPORT_SECONDS = 2.0
+"""Longest time between two reports, unless time is simulated."""
+
+
+class ProgressReports:
+    """Reports the state of a run every so many steps, and after every evaluation.
+
+    Only the leader reports. In a simulation every rank reports the loss of its steps: that costs nothing there, and
+    the loss of one rank's part of a small batch is a poor estimate.
+    """
+
+    def __init__(self, job: Job, epochs: int, steps_per_epoch: int, samples_per_epoch: int) -> None:
+        self._job, self._steps_per_epoch, self._samples_per_epoch = job, steps_per_epoch, samples_per_epoch
+        self._total_steps = epochs * steps_per_epoch
+        transport = job.world.transport
+        self._simulated = transport.cluster is not None
+        self._supervisor = SupervisorPipe()
+        self._every = -(-self._total_steps // _NUM_REPORTS)
+        self._longest_s = float("inf") if self._simulated else _REPORT_SECONDS
+        self._now = transport.now
+        self._last_s = self._now()
+        # Virtual time starts at 0. Real time is counted from when the job started.
+        self._start_s = 0.0 if self._simulated else self._last_s - job.metrics.seconds
+
+    def step(self, loss: Tensor) -> None:
+        """Report the loss of a step, if a report is due."""
+        regular = self._job.steps % self._every == 1 % self._every
+        due = regular or self._now() - self._last_s > self._longest_s
+        if due and (self._simulated or self._job.is_leader):
+            self._send("step", loss=float(loss.detach()))
+
+    def evaluation(self, loss: Tensor, accuracy: float) -> None:
+        """Report the test accuracy, at the end of an epoch."""
+        if self._job.is_leader:
+            self._send("epoch", loss=float(loss.detach()), accuracy=accuracy)
+
+    def _send(self, kind: str, **values: float) -> None:
+        metrics = self._job.metrics
+        self._last_s = self._now()
+        epoch = metrics.steps / self._steps_per_epoch
+        ages = metrics.strategy.get("staleness")
+        if ages:
+            values["staleness"] = round(sum(age * count for age, count in ages.items()) / sum(ages.values()), 3)
+        self._supervisor.progress(
+            kind=kind,
+            epoch=round(epoch, 4),
+            step=metrics.steps,
+            total_steps=self._total_steps,
+            seconds=float(f"{self._last_s - self._start_s:.6g}"),
+            samples_per_s=round(epoch * self._samples_per_epoch / metrics.seconds, 1),
+            bytes_sent=metrics.bytes_sent,
+            waiting_share=round(metrics.waiting_share, 4),
+            **values,
+        )

@@ -1,0 +1,100 @@
+"""The contract between `PeerExchange` and a decentralised algorithm, and what both share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tutti.replica import Replica
+from tutti.strategies.decentralised.averaging_rounds import AveragingRounds, RoundPurpose, RoundResult
+from tutti.strategies.decentralised.flat_model import FlatModel
+from tutti.strategies.decentralised.peer_group import PeerGroup
+from tutti.strategies.decentralised.wire import PeerMessageHeader
+from tutti.transports.base import Operation
+
+
+@dataclass(eq=False)
+class PeerContext:
+    """The state of one rank that its exchange and its algorithm share."""
+
+    replica: Replica
+    model: FlatModel
+    base: Tensor
+    """The model's values after the last exchange, flat. The algorithm writes it."""
+    group: PeerGroup
+    rounds: AveragingRounds
+    run_round: Callable[[RoundPurpose], RoundResult]
+    """Takes part in an averaging round, from the training thread."""
+    is_away: bool = False
+    """Whether this rank is on leave."""
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    def wait(self, operation: Operation) -> None:
+        """Run a generator in the transport's thread and wait for it, from the training thread."""
+        self.group.wait(operation, self.replica.steps)
+
+
+class PeerAlgorithm(ABC):
+    """How peers exchange what their optimisers' steps change.
+
+    `exchange_step`, `leave` and `join` are called by the training thread, and reach shared state through
+    `PeerContext.wait` only. All other methods run in the transport's thread.
+    """
+
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
+        self._model, self._group, self._rounds = context.model, context.group, context.rounds
+
+    def start(self) -> None:
+        """Send what peers expect before the first step."""
+        return None
+
+    @property
+    @abstractmethod
+    def clock(self) -> int:
+        """Number of steps that this rank has exchanged."""
+
+    @abstractmethod
+    def exchange_step(self) -> None:
+        """Exchange what the optimiser's step has changed, and load the result into the model."""
+
+    @abstractmethod
+    def receive(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        """Handle a message of a peer. Raises `PacketError` if it is malformed."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, Any]:
+        """Return what only this algorithm can report."""
+
+    def peer_lost(self, peer: int) -> None:
+        """Go on without a peer."""
+        self._rounds.peer_lost(peer)
+
+    def before_round(self) -> Operation:
+        """Do what must be done before this rank announces that it has entered a round."""
+        yield from ()
+
+    def is_ready(self) -> bool:
+        """Whether everything has arrived that was under way when all peers entered the round."""
+        return True
+
+    def values(self) -> Tensor:
+        """Return this rank's values for an averaging round, flat."""
+        return self._context.base
+
+    def round_finished(self, result: RoundResult) -> None:
+        """Go on from the result of an averaging round."""
+        return None
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let the others go on without this rank."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Take part again."""

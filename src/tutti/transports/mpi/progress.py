@@ -1,0 +1,62 @@
+"""The progress engine of spawned operations over MPI: it tests their requests again and again."""
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from tutti.errors import DeadlineExceeded, TuttiError
+from tutti.transports.base import Work
+from tutti.transports.event_loop import ProgressEngine
+from tutti.transports.membership import WATCH_SECONDS, rank_lost_error
+from tutti.transports.mpi.works import LONGEST_PAUSE_SECONDS, MpiMessage
+
+if TYPE_CHECKING:
+    from tutti.transports.mpi.transport import MpiTransport
+
+
+class MpiProgressEngine(ProgressEngine):
+    """Polls MPI, with pauses that double while nothing happens.
+
+    MPI has no file descriptor to sleep on, so `idle` sleeps for a moment and lets the event loop test every request.
+    Only the thread of the event loop uses this, except for `wake`.
+    """
+
+    def __init__(self, link: "MpiTransport") -> None:
+        self._link = link
+        self._woken = threading.Event()
+        self._pause_s = 0.0
+        self._checked_at = time.monotonic()
+        self._lost: dict[int, str] = {}  # World ranks that will not answer, as of the last check.
+
+    def idle(self, seconds: float = WATCH_SECONDS) -> None:
+        self._pause_s = min(2 * self._pause_s + 0.00001, LONGEST_PAUSE_SECONDS, seconds)
+        if self._woken.wait(self._pause_s):
+            self._woken.clear()
+            self._pause_s = 0.0
+        if time.monotonic() > self._checked_at + WATCH_SECONDS:
+            self._checked_at = time.monotonic()
+            self._lost = self._link.channel_membership.lost_ranks()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def over(self, work: Work) -> bool:
+        if work.done():
+            self._pause_s = 0.0
+            return True
+        return isinstance(work, MpiMessage) and self._is_peer_lost(work)
+
+    def failure(self, work: Work) -> Exception | None:
+        if not work.done():
+            return rank_lost_error(self._link.membership.world_rank, self._lost)
+        try:
+            work.wait()
+        except TuttiError as error:
+            return error
+        return None
+
+    def timeout_error(self, awaited: str) -> DeadlineExceeded:
+        return self._link.membership.timeout_error(awaited)
+
+    def _is_peer_lost(self, work: MpiMessage) -> bool:
+        return not work.any_peer and self._link.membership.peers[work.peers[0]].rank in self._lost
