@@ -41,7 +41,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
 @pytest.fixture
 def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where mpi4py is not installed."""
-    monkeypatch.setattr(environment_module, "_meet_through_mpi", lambda: (None, None))
+    monkeypatch.setattr(environment_module, "_rendezvous_through_mpi", lambda: (None, None))
 
 
 def test_alone() -> None:
@@ -80,7 +80,7 @@ def test_open_mpi() -> None:
 
 
 def test_open_mpi_meets_through_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_module, "_meet_through_mpi", lambda: ("node7", 4321))
+    monkeypatch.setattr(environment_module, "_rendezvous_through_mpi", lambda: ("node7", 4321))
     place = environment_module.read(OPEN_MPI)
     assert (place.address, place.port) == ("node7", 4321)
 
