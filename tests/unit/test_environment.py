@@ -81,7 +81,7 @@ def test_open_mpi() -> None:
 
 def test_open_mpi_meets_through_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_module, "_rendezvous_through_mpi", lambda: ("node7", 4321))
-    place = environment_module.read(OPEN_MPI)
+    place = environment_module.read_environment(OPEN_MPI)
     assert (place.address, place.port) == ("node7", 4321)
 
 

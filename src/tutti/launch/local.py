@@ -9,7 +9,7 @@ from typing import Any
 from tutti.cluster import Duration, parse_duration
 from tutti.errors import ConfigError
 from tutti.launch.lab.lab import Lab
-from tutti.launch.lab.placement import Placement, here
+from tutti.launch.lab.placement import ProcessPlacement, here
 from tutti.launch.start import Program, modules_for
 from tutti.launch.supervisor import Supervisor
 from tutti.launch.supervisor_pipe import IMPORTING, PIPE_VARIABLE, Watcher
@@ -70,7 +70,7 @@ def run_command(argv: Sequence[str], lab: Lab) -> None:
     Supervisor(Program(argv, is_command=True), lab.placement, {}).run()
 
 
-def _placement(workers: int | None, lab: Lab | None) -> Placement:
+def _placement(workers: int | None, lab: Lab | None) -> ProcessPlacement:
     if lab is None:
         return here(2 if workers is None else workers)
     places = lab.placement.num_workers

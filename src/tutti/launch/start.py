@@ -24,7 +24,7 @@ from tutti.errors import ConfigError
 from tutti.launch import command, fork_client
 from tutti.launch.fork_client import ForkChannel, ForkedProcess, ForkRefused, file_with
 from tutti.launch.interpreter import main_of
-from tutti.launch.lab.placement import Placement
+from tutti.launch.lab.placement import ProcessPlacement
 from tutti.launch.supervisor_pipe import PARENT, PIPE_VARIABLE
 
 START = "TUTTI_START"
@@ -126,7 +126,7 @@ def common_environment(variables: Mapping[str, str], num_workers: int = 1) -> di
 class WorkerStarter:
     """Starts the workers of one run, and the store they meet in if this process has no torch."""
 
-    def __init__(self, program: Program, placement: Placement, environment: dict[str, str]) -> None:
+    def __init__(self, program: Program, placement: ProcessPlacement, environment: dict[str, str]) -> None:
         self._program = program
         self._placement = placement
         self.channel: ForkChannel | None = None

@@ -33,7 +33,7 @@ from typing import Any
 from tutti.errors import WorkerFailed
 from tutti.launch.fork_client import ForkedProcess
 from tutti.launch.lab import namespaces
-from tutti.launch.lab.placement import Placement
+from tutti.launch.lab.placement import ProcessPlacement
 from tutti.launch.output import RankOutput
 from tutti.launch.start import Process, Program, WorkerStarter, common_environment
 from tutti.launch.supervisor_pipe import Inbox, Watcher
@@ -81,7 +81,7 @@ class Supervisor:
     """Starts workers, passes on their output and ends when all have ended, or one has failed that was needed."""
 
     def __init__(
-        self, program: Program, placement: Placement, environment: dict[str, str], watch: Watcher | None = None
+        self, program: Program, placement: ProcessPlacement, environment: dict[str, str], watch: Watcher | None = None
     ) -> None:
         self._placement = placement
         self._environment = environment

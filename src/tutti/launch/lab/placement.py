@@ -19,7 +19,7 @@ class LabHost:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ProcessPlacement:
     """Ranks on hosts, in blocks: the first `ranks_per_host` on the first host, and so on."""
 
     hosts: tuple[LabHost, ...]
@@ -71,9 +71,9 @@ class Placement:
         return self.hosts[rank // self.ranks_per_host]
 
 
-def here(workers: int) -> Placement:
+def here(workers: int) -> ProcessPlacement:
     """All ranks on this machine."""
-    return Placement((LabHost(),), workers)
+    return ProcessPlacement((LabHost(),), workers)
 
 
 def _listener(address: str) -> socket.socket:
