@@ -80,6 +80,10 @@ class LocalSteps(Strategy):
     def exact(self) -> bool:
         return False
 
+    @property
+    def steps_per_exchange(self) -> int | None:
+        return self.every if isinstance(self.every, int) else None
+
     def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
         return communication_cost(self, profile, placement)
 
