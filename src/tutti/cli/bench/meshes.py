@@ -49,9 +49,7 @@ def meshes(
     if lab is not None:
         refuse_given(context, ("rates", "workers", "quick"), "changes nothing with --lab, which has its own.")
     else:
-        refuse_given(
-            context, ("rounds",), "changes nothing without --lab: simulated steps need no repetition."
-        )
+        refuse_given(context, ("rounds",), "changes nothing without --lab: simulated steps need no repetition.")
     if quick:
         refuse_given(context, ("models", "rates", "workers"), "changes nothing with --quick, which has its own.")
     names = split_list(_MODELS)[:1] if quick else split_list(models)

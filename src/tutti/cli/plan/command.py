@@ -79,9 +79,7 @@ def plan(
     """
     check_writable(json_file)
     if target_accuracy is None:
-        refuse_given(
-            context, ("data",), "changes nothing without --target-accuracy."
-        )
+        refuse_given(context, ("data",), "changes nothing without --target-accuracy.")
     request = PlanRequest(
         model=model,
         options=parse_recipe_options(option),
