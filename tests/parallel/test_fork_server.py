@@ -12,8 +12,10 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import types
 import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +31,7 @@ import tutti
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.launch import fork_client
 from tutti.launch.fork_client import ForkRefused
-from tutti.launch.start import COMPILER, START, TORCH, TUTTI, Program, may_fork, modules_for
+from tutti.launch.start import COMPILER, START, TORCH, TUTTI, WORKER, Program, may_fork, modules_for, warm_up
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -43,7 +45,7 @@ def whereabouts() -> tuple[int, int]:
 
 def examine() -> dict[str, Any]:
     """What could tell a forked worker from a spawned one."""
-    for module in (*TORCH, *TUTTI, *COMPILER):  # They add filters of warnings, whenever they are imported.
+    for module in (*WORKER, *TORCH, *TUTTI, *COMPILER):  # They add filters of warnings, whenever they are imported.
         importlib.import_module(module)
     files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
     signals = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
@@ -75,7 +77,7 @@ def examine() -> dict[str, Any]:
     }
 
 
-CHANGING = ("TUTTI_LINK", "TUTTI_PARENT", "TUTTI_START", "MASTER_PORT", "_")
+CHANGING = ("TUTTI_SUPERVISOR_PIPE", "TUTTI_PARENT", "TUTTI_START", "MASTER_PORT", "_")
 
 
 def streams() -> list[Any]:
@@ -111,6 +113,26 @@ def test_a_forked_worker_is_what_a_spawned_one_is(monkeypatch: pytest.MonkeyPatc
     assert forked["session"]
 
 
+def count_threads() -> tuple[int, int, str]:
+    importlib.import_module("numpy")
+    torch.ones(200, 200) @ torch.ones(200, 200)
+    return torch.get_num_threads(), len(os.listdir("/proc/self/task")), torch.__config__.parallel_info()
+
+
+def test_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has one thread, whatever its workers are to have."""
+    for threads in ("3", "2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        (forked,) = tutti.launch(count_threads, workers=1)
+        assert forked[0] == int(threads)
+        for server in fork_client.server_pids():
+            assert len(os.listdir(f"/proc/{server}/task")) == 1
+    monkeypatch.setenv(START, "spawn")
+    (spawned,) = tutti.launch(count_threads, workers=1)
+    assert (forked[0], forked[2]) == (spawned[0], spawned[2])
+    assert forked[1] >= spawned[1] > 1, "torch.set_num_threads starts another pool, which then sleeps"
+
+
 def draw() -> tuple[float, float, float, bytes, str]:
     key = bytes(multiprocessing.current_process().authkey)
     return random.random(), float(np.random.rand()), torch.rand(1).item(), key, str(uuid.uuid4())
@@ -130,6 +152,23 @@ def hooked(folder: str) -> None:
 def test_exit_handlers_of_workers_run(tmp_path: Path) -> None:
     tutti.launch(hooked, str(tmp_path), workers=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def leaves_things(folder: str) -> None:
+    """In a module, in a cycle, and in a thread: what Python closes when it ends."""
+    module = types.ModuleType("user_module")
+    sys.modules["user_module"] = module
+    module.file = open(Path(folder, "unflushed"), "w")  # type: ignore[attr-defined]  # noqa: SIM115
+    module.file.write("flushed")  # type: ignore[attr-defined]
+    cycle: list[Any] = [tempfile.NamedTemporaryFile(dir=folder)]  # noqa: SIM115
+    cycle.append(cycle)
+    threading.Timer(0.3, Path(folder, "thread").touch).start()
+
+
+def test_what_workers_leave_is_finished(tmp_path: Path) -> None:
+    tutti.launch(leaves_things, str(tmp_path), workers=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thread", "unflushed"]
+    assert (tmp_path / "unflushed").read_text() == "flushed"
 
 
 # --- one server for many runs ---
@@ -217,6 +256,8 @@ def test_commands_and_measured_runs_are_spawned() -> None:
     assert may_fork(Program(["script.py"]), {})
     assert not may_fork(Program(["true"], is_command=True), {})
     assert not may_fork(Program(["script.py"]), {"COVERAGE_PROCESS_START": "x"})
+    assert not may_fork(Program(["script.py"]), {"OMP_PROC_BIND": "true"})
+    assert not may_fork(Program(["script.py"]), {"OMP_NUM_THREADS": "4,2"})
 
 
 @pytest.mark.parametrize(
@@ -251,22 +292,44 @@ def test_a_refused_run_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [parent for _, parent in results] == [os.getpid()] * 2
 
 
-def test_words_of_a_script_decide_what_is_imported_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("", WORKER),
+        ("import os, json.decoder\nfrom time import sleep", WORKER),
+        ("import beside", (*WORKER, *TORCH)),
+        ("from . import beside", (*WORKER, *TORCH)),
+        ("import runpy", (*WORKER, *TORCH)),
+        ("this is no Python", (*WORKER, *TORCH)),
+        ("import tutti", (*WORKER, *TORCH, *TUTTI)),
+        ("import tutti, torch\noptimizer = torch.optim.SGD([])", (*WORKER, *TORCH, *TUTTI, *COMPILER)),
+    ],
+)
+def test_the_text_of_a_script_decides_what_is_imported_before_it(
+    text: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text("print(1)")
-    assert modules_for(str(script)) == TORCH
-    script.write_text("import tutti\noptimizer = torch.optim.SGD(...)")
-    assert {"tutti.job", "torch._dynamo"} <= set(modules_for(str(script)))
+    script.write_text(text)
+    assert modules_for(str(script)) == modules
+
+
+def test_a_server_can_be_started_ahead() -> None:
+    fork_client.close_all()
+    warm_up()
+    (server,) = fork_client.server_pids()
+    ((_, parent),) = tutti.launch(whereabouts, workers=1)
+    assert parent == server
 
 
 # --- a supervisor without torch ---
 
 
-def test_the_command_line_imports_no_torch_to_supervise(tmp_path: Path) -> None:
-    """Then a process of the fork server's serves the store."""
+@pytest.mark.parametrize("imports", ["import torch, tutti", "exec('import torch, tutti')"])
+def test_the_command_line_imports_no_torch_to_supervise(imports: str, tmp_path: Path) -> None:
+    """Then a process of the fork server's serves the store, which imports torch itself if the server has not."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, torch, tutti\nworld = tutti.init()\ntensor = torch.ones(1)\n"
+        f"{imports}\nworld = tutti.init()\ntensor = torch.ones(1)\n"
         "world.transport.all_reduce(tensor).wait()\nprint('sum', tensor.item())\n"
     )
     code = f"import sys; from tutti.launch.local import run_script; run_script([{str(script)!r}], 3, {{}}); "

@@ -58,6 +58,9 @@ def train(
     To train a model of your own, write a function that returns a tutti.recipes.Recipe (model, data, optimiser, loss
     and target accuracy), and name it: tutti train my_recipes:tiny, with a function tiny() in my_recipes.py.
     """
+    from tutti.launch.start import warm_up
+
+    warm_up()  # Before the next imports, which take as long as those of the fork server beside them.
     from tutti.cli.training_run import check_target, prepare, summarise
     from tutti.plan.reason import has_codec
     from tutti.recipes.training import TrainingConfig

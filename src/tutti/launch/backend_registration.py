@@ -12,7 +12,6 @@ The backend's own modules are imported when the first group is made.
 import atexit
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ def register_backend() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(MetaPathFinder):
+class _Finder:  # Not of importlib.abc, whose import takes longer than the rest of `import tutti`.
     """Finds torch's table of backends as usual, and registers the backend once its code has run."""
 
     def find_spec(

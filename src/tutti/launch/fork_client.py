@@ -41,6 +41,9 @@ IMPORT_TIME_PREFIXES = (
 READ_LATER = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 """Variables with such a prefix that are first read in the worker: CUDA is not initialised before the fork."""
 
+SET_AFTER_FORK = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Numbers of threads: the server imports with one thread, and each worker sets its own number."""
+
 _MAX_SERVERS = 2
 _CLOSE_S = 5.0
 
@@ -176,7 +179,7 @@ class _Server:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 pass_fds=[control.fileno()],
-                env=dict(environment),
+                env={**environment, **dict.fromkeys(SET_AFTER_FORK, "1")},
                 start_new_session=True,  # Ctrl-C in the terminal is for the supervisor.
             )
 
@@ -206,6 +209,8 @@ class _Server:
     def close(self) -> None:
         """End the server and all it started."""
         self._control.close()
+        if self.num_channels == 0:  # It has no workers, and may still be importing.
+            self._process.kill()
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -273,7 +278,8 @@ def _make_room() -> None:
 
 
 def _key(environment: Mapping[str, str]) -> dict[str, str]:
-    names = [name for name in environment if name.startswith(IMPORT_TIME_PREFIXES) and name not in READ_LATER]
+    later = (*READ_LATER, *SET_AFTER_FORK)
+    names = [name for name in environment if name.startswith(IMPORT_TIME_PREFIXES) and name not in later]
     return {name: environment[name] for name in names}
 
 

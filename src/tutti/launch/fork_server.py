@@ -23,8 +23,11 @@ server watches the supervisor by a pidfd and by the end of the control socket. W
 gone, the server kills all process groups it started and exits. While it still imports, the kernel kills it instead.
 """
 
+import atexit
+import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -32,12 +35,13 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from tutti.launch.command import die_with, outlive
-from tutti.launch.supervisor_pipe import PARENT, VARIABLE
+from tutti.launch.supervisor_pipe import PARENT, PIPE_VARIABLE
 
 MAX_FILES = 6
 """Files that come with a request: description, working directory, stdout, stderr, supervisor pipe, payload."""
@@ -46,6 +50,9 @@ MAX_DESCRIPTION_BYTES = 16 * 2**20
 """The environment is the largest part of a description; Linux itself bounds it to a few MiB."""
 
 MAX_MESSAGE_BYTES = 4096
+
+_FILE = io.TextIOWrapper.__mro__[-2]
+"""The class that every file object has among its bases (`io.IOBase` is an abstract class beside it)."""
 
 REQUEST = b"start"
 """The text of a request: all it says is in its files."""
@@ -71,7 +78,7 @@ class _Child:
 
 
 def main() -> None:
-    """Serve until the supervisor is gone; in a forked child, run a worker and return as its process would.
+    """Serve until the supervisor is gone; in a forked child, run a worker to its end.
 
     Arguments: the number of the control socket, the supervisor's process number, modules to import.
     """
@@ -79,26 +86,22 @@ def main() -> None:
     die_with(int(parent))
     before = dict(os.environ)
     gc.disable()  # What is imported stays to the end: the collector need not look at it, here or in any worker.
-    importlib.import_module("numpy")
-    harmless = _num_threads()  # OpenBLAS starts its threads with numpy, and ends them itself before every fork.
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    server = _Server(int(control), int(parent), harmless)
+    server = _Server(int(control), int(parent))
     files = server.serve()
     _become(files, {PARENT: str(server.pid), **set_by_imports})
-    worker = importlib.import_module("tutti.launch.worker")
-    worker.main()
+    _run_and_exit(set(sys.modules))
 
 
 class _Server:
     """The loop of the server; ends only with the process, or in a child."""
 
-    def __init__(self, control: int, parent: int, harmless_threads: int) -> None:
+    def __init__(self, control: int, parent: int) -> None:
         self.pid = os.getpid()
-        self._harmless_threads = harmless_threads
         self._kept = _open_files() - {control}
         """Files that imported modules hold, and the standard ones: a worker keeps them."""
         self._control = socket.socket(fileno=control)
@@ -186,7 +189,7 @@ class _Server:
 
     def _why_not_fork(self) -> str | None:
         """Why a fork could not be safe now; None if it is."""
-        if (threads := _num_threads()) > self._harmless_threads:
+        if (threads := _num_threads()) > 1:
             return f"the fork server has {threads} threads"
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -247,7 +250,7 @@ def _become(files: list[int], variables: dict[str, str]) -> None:
     for file in (pipe, *payload):
         os.set_inheritable(file, True)  # As the files that subprocess passes on are.
     os.environ.clear()
-    os.environ.update({**description["environment"], VARIABLE: str(pipe), **variables})
+    os.environ.update({**description["environment"], PIPE_VARIABLE: str(pipe), **variables})
     os.umask(description["umask"])
     os.sched_setaffinity(0, description["cores"])
     sys.argv = ["-c", *description["arguments"], *map(str, payload)]
@@ -256,6 +259,65 @@ def _become(files: list[int], variables: dict[str, str]) -> None:
 
         enter(description["namespace"])
     _forget_shared_state()
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    _set_num_threads(threads, int(os.environ.get("OPENBLAS_NUM_THREADS", threads)))
+
+
+def _set_num_threads(openmp: int, openblas: int) -> None:
+    """Set what the variables would have set had they been there at import; the server imports with one thread.
+
+    OpenBLAS starts its threads when it is loaded, so that a server with more would not be safe to fork.
+    """
+    if openmp > 1 and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(openmp)
+    if openblas > 1:
+        with open("/proc/self/maps") as maps:
+            libraries = {line.split()[-1] for line in maps if "openblas" in line and ".so" in line}
+        for library in libraries:
+            for name in ("openblas", "openblas64_", "scipy_openblas", "scipy_openblas64_"):
+                prefix, suffix = name.removesuffix("64_"), "64_" if name.endswith("64_") else ""
+                if (function := getattr(ctypes.CDLL(library), f"{prefix}_set_num_threads{suffix}", None)) is not None:
+                    function(openblas)
+
+
+def _run_and_exit(imported: set[str]) -> NoReturn:
+    """Run the worker and end the process as Python would, but leave the modules in `imported` as they are.
+
+    To tear them down would write to every page that is shared with the server, so that each is copied: that took 0.35 s
+    of processor time for each worker. What the user's code left is torn down: non-daemon threads are waited for, exit
+    handlers run, modules are dropped, objects are finalised and files are flushed, in this order as in Python itself.
+    """
+    worker = importlib.import_module("tutti.launch.worker")
+    own_main = sys.modules["__main__"]
+    status = 0
+    try:
+        worker.main()
+    except SystemExit as ended:
+        status = _exit_status(ended)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.modules["__main__"] = own_main
+    for name in sys.modules.keys() - imported:
+        del sys.modules[name]
+    gc.collect()
+    # By type: isinstance asks the objects themselves, and some of torch's answer with a warning.
+    for file in [item for item in gc.get_objects() if _FILE in type(item).__mro__]:
+        with suppress(Exception):  # It may be closed, or nobody may read it any more.
+            file.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+def _exit_status(ended: SystemExit) -> int:
+    """The status that Python would exit with."""
+    if ended.code is None:
+        return 0
+    if isinstance(ended.code, int):
+        return ended.code & 0xFF
+    print(ended.code, file=sys.stderr)
+    return 1
 
 
 def _forget_shared_state() -> None:

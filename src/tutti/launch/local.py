@@ -9,10 +9,10 @@ from typing import Any
 from tutti.cluster import Duration, parse_duration
 from tutti.errors import ConfigError
 from tutti.launch.lab.lab import Lab
-from tutti.launch.lab.placement import Placement, here
+from tutti.launch.lab.placement import ProcessPlacement, here
 from tutti.launch.start import Program, modules_for
 from tutti.launch.supervisor import Supervisor
-from tutti.launch.supervisor_pipe import IMPORTING, VARIABLE, Watcher
+from tutti.launch.supervisor_pipe import IMPORTING, PIPE_VARIABLE, Watcher
 from tutti.simulation import guard
 
 
@@ -43,7 +43,7 @@ def launch(
     if IMPORTING in os.environ:
         return []
     guard.refuse("tutti.launch")
-    if VARIABLE in os.environ:
+    if PIPE_VARIABLE in os.environ:
         raise ConfigError(
             "launch was called inside a worker: workers cannot start workers. A script that calls launch is started "
             "with python; under tutti run or torchrun, call the function itself."
@@ -70,7 +70,7 @@ def run_command(argv: Sequence[str], lab: Lab) -> None:
     Supervisor(Program(argv, is_command=True), lab.placement, {}).run()
 
 
-def _placement(workers: int | None, lab: Lab | None) -> Placement:
+def _placement(workers: int | None, lab: Lab | None) -> ProcessPlacement:
     if lab is None:
         return here(2 if workers is None else workers)
     places = lab.placement.num_workers

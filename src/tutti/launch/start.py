@@ -7,29 +7,34 @@ Workers are spawned where forking cannot give the same:
 - commands that are not Python scripts, and systems without pidfds;
 - where the user asks for it: `TUTTI_START=spawn`;
 - under coverage measurement, which begins with the interpreter;
+- where OpenMP is to bind threads to cores, or gets a list of numbers of threads: it reads that when it is loaded;
 - where the fork server refuses (it has threads, or initialised CUDA) or does not start.
 """
 
+import ast
 import os
 import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tutti.errors import ConfigError
 from tutti.launch import command, fork_client
 from tutti.launch.fork_client import ForkChannel, ForkedProcess, ForkRefused, file_with
 from tutti.launch.interpreter import main_of
-from tutti.launch.lab.placement import Placement
-from tutti.launch.supervisor_pipe import PARENT, VARIABLE
+from tutti.launch.lab.placement import ProcessPlacement
+from tutti.launch.supervisor_pipe import PARENT, PIPE_VARIABLE
 
 START = "TUTTI_START"
 """Variable that says how workers start: "fork" (where possible; the default) or "spawn"."""
 
-TORCH = ("torch", "tutti.launch.worker")
-"""Modules that every worker needs, as far as can be known before it runs."""
+WORKER = ("tutti.launch.worker",)
+"""The module that every worker runs."""
+
+TORCH = ("torch",)
+"""What almost every script needs."""
 
 TUTTI = ("tutti.launch.torch_groups", "tutti.job", "tutti.data.shard", "tutti.transports.shared_memory.transport")
 """Modules behind `tutti.init`, `tutti.distribute` and `tutti.shard`."""
@@ -37,7 +42,14 @@ TUTTI = ("tutti.launch.torch_groups", "tutti.job", "tutti.data.shard", "tutti.tr
 COMPILER = ("torch._dynamo",)
 """Modules that torch imports when the first optimiser is made."""
 
-_COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
+_SPAWN_WITH = (
+    "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE",
+    "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND",
+)  # fmt: skip
+"""Variables with which workers are spawned."""
+
+_IMPORTERS = {"importlib", "pkgutil", "runpy"}
+"""Modules of the standard library by which a script may import anything."""
 
 Process = subprocess.Popen[bytes] | ForkedProcess
 
@@ -52,7 +64,7 @@ class Program:
     """Pickled function and arguments, which the worker reads from an open file."""
     is_command: bool = False
     """Whether `arguments` are a command that need not be Python."""
-    modules: Sequence[str] = (*TORCH, *TUTTI, *COMPILER)
+    modules: Sequence[str] = (*WORKER, *TORCH, *TUTTI, *COMPILER)
     """Modules worth importing before workers are forked."""
 
     def spawned_command(self) -> list[str]:
@@ -62,19 +74,59 @@ class Program:
 
 
 def modules_for(script: str) -> tuple[str, ...]:
-    """Modules worth importing before a script is forked, judged by the words in it. A wrong guess costs time only."""
+    """Modules worth importing before a script is forked, judged by its text. A wrong guess costs time only.
+
+    A script that imports from the standard library alone needs none of torch.
+    """
     try:
         with open(script, errors="replace") as file:
             text = file.read()
-    except OSError:
-        text = ""
-    return (*TORCH, *(TUTTI if "tutti" in text else ()), *(COMPILER if "optim" in text else ()))
+        imported = set(_imports(ast.parse(text)))
+    except (OSError, SyntaxError, ValueError):
+        return (*WORKER, *TORCH)
+    if imported <= sys.stdlib_module_names - _IMPORTERS and "__import__" not in text:
+        return WORKER
+    return (*WORKER, *TORCH, *(TUTTI if "tutti" in text else ()), *(COMPILER if "optim" in text else ()))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """First names of all modules that a program imports, "" for a relative import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "" if node.level else (node.module or "").partition(".")[0]
+
+
+def warm_up() -> None:
+    """Start the fork server that the next `launch` of this process uses, to import beside what follows here."""
+    environment = common_environment({})
+    program = Program(["--function"])
+    if may_fork(program, environment):
+        fork_client.channel(environment, program.modules).close()
+
+
+def common_environment(variables: Mapping[str, str], num_workers: int = 1) -> dict[str, str]:
+    """Environment variables that are the same for all workers of a run: this process's, and some more.
+
+    Args:
+        variables: those that the run itself adds.
+        num_workers: among how many the cores are shared; OMP_NUM_THREADS says otherwise.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **variables,
+    }
 
 
 class WorkerStarter:
     """Starts the workers of one run, and the store they meet in if this process has no torch."""
 
-    def __init__(self, program: Program, placement: Placement, environment: dict[str, str]) -> None:
+    def __init__(self, program: Program, placement: ProcessPlacement, environment: dict[str, str]) -> None:
         self._program = program
         self._placement = placement
         self.channel: ForkChannel | None = None
@@ -103,7 +155,7 @@ class WorkerStarter:
         description = {
             "arguments": ["--store", address, str(port)],
             "environment": environment,
-            "namespace": self._placement.meeting.namespace,
+            "namespace": self._placement.store_host.namespace,
         }
         nowhere = os.open(os.devnull, os.O_RDWR)
         try:
@@ -151,7 +203,7 @@ class WorkerStarter:
             stdout=out,
             stderr=err,
             pass_fds=[pipe, *payload],
-            env={**environment, VARIABLE: str(pipe), PARENT: str(os.getpid())},
+            env={**environment, PIPE_VARIABLE: str(pipe), PARENT: str(os.getpid())},
             start_new_session=True,  # So that its own children can be ended with it.
         )
 
@@ -161,6 +213,7 @@ def may_fork(program: Program, environment: dict[str, str]) -> bool:
     how = environment.get(START, "fork")
     if how not in ("fork", "spawn"):
         raise ConfigError(f"{START} must be fork or spawn, got '{how}'.")
-    if program.is_command or how == "spawn" or any(name in environment for name in _COVERAGE):
+    if program.is_command or how == "spawn" or any(name in environment for name in _SPAWN_WITH):
         return False
-    return fork_client.available()
+    numbers = [environment[name] for name in fork_client.SET_AFTER_FORK if name in environment]
+    return all(number.isdecimal() for number in numbers) and fork_client.available()

@@ -33,9 +33,9 @@ from typing import Any
 from tutti.errors import WorkerFailed
 from tutti.launch.fork_client import ForkedProcess
 from tutti.launch.lab import namespaces
-from tutti.launch.lab.placement import Placement
+from tutti.launch.lab.placement import ProcessPlacement
 from tutti.launch.output import RankOutput
-from tutti.launch.start import Process, Program, WorkerStarter
+from tutti.launch.start import Process, Program, WorkerStarter, common_environment
 from tutti.launch.supervisor_pipe import Inbox, Watcher
 
 _GRACE_S = 2.0
@@ -81,7 +81,7 @@ class Supervisor:
     """Starts workers, passes on their output and ends when all have ended, or one has failed that was needed."""
 
     def __init__(
-        self, program: Program, placement: Placement, environment: dict[str, str], watch: Watcher | None = None
+        self, program: Program, placement: ProcessPlacement, environment: dict[str, str], watch: Watcher | None = None
     ) -> None:
         self._placement = placement
         self._environment = environment
@@ -93,7 +93,8 @@ class Supervisor:
         """Workers that failed while the others went on, the first one first."""
         self._store: Any = None
         """The store that workers meet in, where this process serves it."""
-        self._starter = WorkerStarter(program, placement, self._common_environment())
+        self._common_environment = common_environment(environment, placement.num_workers)
+        self._starter = WorkerStarter(program, placement, self._common_environment)
 
     def run(self) -> list[Any]:
         """Start all, wait for all, and return their results by rank."""
@@ -115,12 +116,12 @@ class Supervisor:
         listener = self._placement.listen()
         self._port = listener.getsockname()[1]
         with listener:
-            if "torch" not in sys.modules and self._starter.start_store(listener, self._common_environment()):
+            if "torch" not in sys.modules and self._starter.start_store(listener, self._common_environment):
                 return
             from tutti.launch.store import serve  # Imports torch.
 
             address, file = self._placement.address, os.dup(listener.fileno())
-            if (namespace := self._placement.meeting.namespace) is None:
+            if (namespace := self._placement.store_host.namespace) is None:
                 self._store = serve(address, self._port, file)
             else:
                 self._store = namespaces.inside(namespace, lambda: serve(address, self._port, file))
@@ -144,20 +145,9 @@ class Supervisor:
             self._selector.register(file, selectors.EVENT_READ, worker)
         return worker
 
-    def _common_environment(self) -> dict[str, str]:
-        """Environment variables that are the same for all workers."""
-        threads = max(1, len(os.sched_getaffinity(0)) // self._placement.num_workers)
-        return {
-            "OMP_NUM_THREADS": str(threads),
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            **self._environment,
-        }
-
     def _environment_of(self, rank: int) -> dict[str, str]:
         return {
-            **self._common_environment(),
+            **self._common_environment,
             **self._placement.environment(rank),
             "MASTER_PORT": str(self._port),
             **self._environment,

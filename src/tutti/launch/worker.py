@@ -3,6 +3,7 @@
 import os
 import pickle
 import runpy
+import select
 import signal
 import sys
 import traceback
@@ -64,6 +65,7 @@ def _run_function(file: int) -> Any:
 
 def _serve_store(address: str, port: int, listener: int) -> None:
     """Serve the store through which ranks meet, on a socket that listens already, until this process is killed."""
+    select.select([listener], [], [])  # Nobody may ever come: a script without torch does not wait for its import.
     from tutti.launch.store import serve
 
     store = serve(address, port, listener)

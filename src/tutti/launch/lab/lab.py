@@ -19,7 +19,7 @@ from tutti.errors import ConfigError
 from tutti.launch.lab import namespaces
 from tutti.launch.lab.namespaces import batch, missing
 from tutti.launch.lab.ownership import NAME, Claim, claiming
-from tutti.launch.lab.placement import LabHost, Placement
+from tutti.launch.lab.placement import LabHost, ProcessPlacement
 
 MAX_HOSTS = 250
 
@@ -128,7 +128,7 @@ class Lab:
             except BaseException:
                 self.close()
                 raise
-        self._placement = Placement(
+        self._placement = ProcessPlacement(
             tuple(LabHost(f"host{number}", claim.host(number)) for number in range(spec.hosts)),
             spec.ranks_per_host,
             LabHost("switch", claim.switch),
@@ -137,7 +137,7 @@ class Lab:
         )
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> ProcessPlacement:
         """Which ranks go where."""
         if not self._remove.alive:
             raise ConfigError(f"the lab '{self.name}' is closed: make a new one.")
