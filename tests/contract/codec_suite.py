@@ -1,4 +1,4 @@
-"""The codecs that the suites run over: all that are registered, and others of theirs."""
+"""The codecs that the suites run over: every registered one, with several options."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ def gradient(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> Tenso
 
 
 def encoded(codec: Codec, tensor: Tensor, state: State | None = None) -> tuple[Packet, State]:
-    """The packet and the next state, without using up the one that was given."""
+    """Return the packet and the next state, without changing the state that is passed in."""
     return codec.encode(tensor, copy.deepcopy(state) if state is not None else codec.start(tensor.numel()))
 
 
@@ -55,12 +55,12 @@ def decoded(codec: Codec, packet: Packet, shape: tuple[int, ...]) -> Tensor:
 
 
 def said(codec: Codec, tensor: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-    """What the codec makes of `tensor`, and the next state."""
+    """Return `tensor` encoded and decoded, and the next state."""
     packet, state = encoded(codec, tensor, state)
     return decoded(codec, packet, tuple(tensor.shape)), state
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether these are equal to the last bit, NaN and the sign of zero too."""
+    """Return whether tensors are equal to the last bit, NaN and the sign of zero included."""
     alike: Any = (one.shape, one.dtype) == (other.shape, other.dtype)
     return alike and one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()

@@ -1,4 +1,4 @@
-"""One suite for every codec: listing it in the registry tests it."""
+"""The contract of codecs: one suite for every codec of the registry."""
 
 import copy
 import math
@@ -84,7 +84,7 @@ def test_adding_adds_what_is_written(codec: Codec) -> None:
 
 @every_bare
 def test_dtypes(codec: Codec) -> None:
-    """As if it were float32 on both sides."""
+    """Other dtypes are encoded and decoded as if they were float32."""
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         tensor = gradient((17, 300)).to(dtype)
         packet, _ = encoded(codec, tensor)
@@ -98,7 +98,7 @@ def test_dtypes(codec: Codec) -> None:
 
 @every_bare
 def test_layouts(codec: Codec) -> None:
-    """Transposed, part of something larger, and such that autograd looks on."""
+    """Tensors may be transposed, views of a larger one, or require gradients."""
     plain = gradient((17, 300))
     packet, _ = encoded(codec, plain)
     expected = decoded(codec, packet, (17, 300))
@@ -125,7 +125,7 @@ def test_only_floating_point() -> None:
 
 @every_bare
 def test_packets_lie_anywhere(codec: Codec) -> None:
-    """In the middle of what was received, at no round address; or with gaps."""
+    """A packet may lie at an unaligned address of a longer message, or be strided."""
     packet, _ = encoded(codec, gradient((40, 50)))
     expected = decoded(codec, packet, (40, 50))
     received = torch.zeros(packet.numel() + 16, dtype=torch.uint8)
@@ -171,7 +171,7 @@ def test_linear_ones_have_rounds() -> None:
 
 
 def assert_conserved(codec: Codec, gradients: list[Tensor]) -> None:
-    """What is decoded, over a run, and what is left is what was given, to rounding."""
+    """Over several steps, decoded packets and the residual add up to the tensors, to rounding."""
     shape = tuple(gradients[0].shape)
     state = codec.start(gradients[0].numel())
     balance, largest = torch.zeros(shape, dtype=torch.float64), 0.0
@@ -216,7 +216,7 @@ def test_constant_gradients(codec: Codec) -> None:
 
 @every_with_feedback
 def test_what_is_hardly_there_does_no_harm(codec: Codec) -> None:
-    """Units that are dead leave residuals that fade away through all that float32 has."""
+    """Residuals of dead units fade through all magnitudes of float32, subnormals included."""
     state = codec.start(17 * 300)
     for power in range(30, 46):
         for factor in (1.0, 1.3, 3.0, 7.0):
@@ -227,7 +227,7 @@ def test_what_is_hardly_there_does_no_harm(codec: Codec) -> None:
 
 @every_with_feedback
 def test_a_few_values_among_zeros_get_through(codec: Codec) -> None:
-    """As of an embedding: fewer are not zero than a sparse codec would send."""
+    """Gradients of embeddings have fewer non-zero values than a sparse codec would send."""
     for numel in (1000, 100_000):
         tensor = torch.zeros(numel)
         tensor[[3, numel // 2, numel - 1]] = torch.tensor([1.0, -2.0, 0.5])
@@ -240,7 +240,7 @@ def test_a_few_values_among_zeros_get_through(codec: Codec) -> None:
 
 @every_with_feedback
 def test_what_is_left_out_comes_later(codec: Codec) -> None:
-    """After one gradient and then nothing, what arrived comes close to it."""
+    """After one gradient and then zeros, the sum of decoded packets approaches the gradient."""
     tensor = gradient((40, 50))
     arrived, state = said(codec, tensor)
     first = (arrived - tensor).norm()
@@ -270,7 +270,7 @@ def test_momentum_as_in_deep_gradient_compression(density: float) -> None:
 
 
 def test_the_largest_are_the_largest() -> None:
-    """Also where a sample tells nothing of the rest, and where there are ties."""
+    """The selection is exact even where the sample is not representative, and where there are ties."""
     odd_ones = torch.full((100_000,), 1e-3)
     odd_ones[1::2] = 1.0
     late = torch.cat([torch.ones(90_000), 5 + torch.rand(10_000)])
@@ -300,7 +300,7 @@ BAD = [math.nan, math.inf, -math.inf]
 
 
 def stays_near(codec: Codec, place: int) -> slice:
-    """Where, in a tensor of (40, 512), a single bad value may show."""
+    """Return the elements of a (40, 512) tensor that a single value which is not finite may affect."""
     codec = codec.inner if isinstance(codec, ErrorFeedback) else codec
     if isinstance(codec, TopK | Threshold) or codec in (Cast("fp16"), Cast("bf16")):
         return slice(place, place + 1)
@@ -329,7 +329,7 @@ def test_one_bad_value(codec: Codec) -> None:
 
 
 def assert_nothing_stays(codec: Codec, state: State, shape: tuple[int, ...]) -> None:
-    """After something bad, good gradients are good again."""
+    """After values that were not finite, finite gradients decode to finite values again."""
     for step in range(3):
         assert all(value.isfinite().all() for value in state.values() if isinstance(value, Tensor))
         out, state = said(codec, gradient(shape, step), state)
@@ -359,7 +359,7 @@ def test_sums_that_overflow_leave_nothing_behind(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [Cast("fp16"), Cast("bf16"), Cast("fp8"), Quantize(8), Quantize(2), TopK()], ids=str)
 def test_huge_values_stay_finite(codec: Codec) -> None:
-    """Of these; where values are summed, the sums overflow, and that is sent."""
+    """Sums of the largest float32 values overflow, and the infinity is sent."""
     for value in (1e36, 3e38, -3e38):
         out, _ = said(codec, torch.full((40, 512), value))
         assert out.isfinite().all()
@@ -615,7 +615,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 def test_state_is_what_checkpoints_hold() -> None:
-    """Names and numbers, or tensors."""
+    """States hold integers, arrays and tensors by name."""
     for codec in EVERY.values():
         _, state = said(codec, gradient((17, 300)))
         assert all(isinstance(key, str) for key in state)

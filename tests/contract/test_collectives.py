@@ -1,4 +1,4 @@
-"""One suite for every collective: listing it in the registry tests it."""
+"""The contract of collectives: one suite for every algorithm of the registry."""
 
 import math
 
@@ -36,7 +36,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=
 
 
 def whole_numbers(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Small enough that their sums are exact in every dtype and every order."""
+    """Return whole numbers so small that their sums are exact in every dtype and every order."""
     generator = torch.Generator().manual_seed(1000 * numel + rank)
     return torch.randint(0, 14, (numel,), generator=generator).to(dtype)
 
@@ -86,7 +86,7 @@ def test_all_ranks_end_with_the_same_bits(algorithm: Collective, transport: str,
 @every_level
 @every_algorithm
 def test_layouts(algorithm: Collective, transport: str) -> None:
-    """Non-contiguous, of several dimensions, of none, and part of something larger that stays as it was."""
+    """Tensors may be non-contiguous, of any dimension, or views of a larger tensor that is otherwise unchanged."""
 
     def work(world: World) -> list[Tensor]:
         frame = torch.full((4, 6), 100.0)
@@ -226,7 +226,7 @@ def test_hierarchical_sends_over_the_network_what_one_rank_per_host_would() -> N
 
 @pytest.mark.parametrize("size", range(1, 10))
 def test_costs_are_those_of_the_literature(size: int) -> None:
-    """Checked at powers of two against the textbook forms; elsewhere against what must hold."""
+    """At powers of two costs equal the textbook formulas; elsewhere they satisfy inequalities."""
     link, num_bytes = Link("1gbit", "50us"), 2 * 10**5
     cost = {name: each.cost(size, num_bytes, link) for name, each in ALGORITHMS.items()}
     assert all(seconds == 0 for seconds in cost.values()) == (size == 1)
@@ -316,7 +316,7 @@ def test_a_negative_weight_is_refused_on_every_rank() -> None:
 
 
 def test_a_mean_of_integers_on_one_rank_only() -> None:
-    """All ranks are told, and what they do next is in step."""
+    """Every rank raises, and the ranks can still communicate afterwards."""
 
     def work(world: World) -> float:
         with pytest.raises(ReplicaMismatch, match=r"rank 1 has 3 × torch\.int64"):
@@ -330,7 +330,7 @@ def test_a_mean_of_integers_on_one_rank_only() -> None:
 
 @pytest.mark.parametrize("hosts", [["a"], ["a", "b", "c"], ["a", "a", "b", "b"], ["a"] * 5, ["a", "b"] * 4], ids=str)
 def test_pairs_that_are_measured(hosts: list[str]) -> None:
-    """All of them, each once, and none at the same time as another of its host's."""
+    """Every pair is measured once, and no host is in two pairs at the same time."""
     rounds = list(_rounds(hosts))
     pairs = [pair for pairs in rounds for pair in pairs]
     assert sorted(pairs) == [(one, two) for one in range(len(hosts)) for two in range(one + 1, len(hosts))]

@@ -1,4 +1,4 @@
-"""Packets that are not what they should be: every codec refuses them, and touches nothing."""
+"""Malformed packets: every codec refuses them, and leaves the output unchanged."""
 
 import resource
 import struct
@@ -22,7 +22,7 @@ SHAPE = (40, 50)
 NUMEL = 2000
 
 FIELDS = {"magic": (0, 2), "version": (2, 1), "kind": (3, 1), "count": (4, 4), "numel": (8, 8), "length": (16, 8)}
-"""Where each field of the header begins, and its bytes; the parameter is the codec's own."""
+"""Offset and length of each header field. The parameter's meaning depends on the codec."""
 PARAMETER = (24, 8)
 
 
@@ -40,7 +40,7 @@ def packet_of(data: bytes) -> Packet:
 
 
 def accepts(codec: Codec, data: bytes) -> bool:
-    """Whether the codec decodes this. It may refuse it, soon, and then leaves alone what it would have written."""
+    """Return whether the codec decodes this. If it refuses, it does so quickly and leaves the output unchanged."""
     packet, taken = packet_of(data), False
     for add in (False, True):
         out = gradient(SHAPE, seed=9)
@@ -67,12 +67,12 @@ def with_field(data: bytes, field: tuple[int, int], value: int) -> bytes:
 
 
 def with_length(data: bytes) -> bytes:
-    """With a header that says how long it really is."""
+    """Return the packet with its true length in the header."""
     return with_field(data, FIELDS["length"], len(data))
 
 
 def near_and_far(size: int, value: int) -> list[int]:
-    """Other numbers for a field: near what it holds, and at the edges of what it can."""
+    """Return other values for a field: near its present one, and at the limits of its range."""
     top = 2 ** (8 * size)
     edges = [0, 1, 2, top - 1, top // 2, top // 2 - 1, *([2**32 - 1, 2**32, 2**40, 2**62] if size == 8 else [])]
     return sorted({it for it in [*edges, value - 1, value + 1, 2 * value] if 0 <= it < top and it != value})
@@ -80,7 +80,7 @@ def near_and_far(size: int, value: int) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def modest() -> object:
-    """Fail a test that needs much memory."""
+    """Fail a test that allocates much memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # In kilobytes.
@@ -112,7 +112,7 @@ def test_other_parameters(codec: Codec) -> None:
 @settings(max_examples=40)
 @given(cut=st.floats(0, 1, exclude_max=True), honest=st.booleans())
 def test_truncated(codec: Codec, cut: float, honest: bool) -> None:
-    """Whether or not the header says the new length."""
+    """Refused with either the old or the new length in the header."""
     data = valid(codec)[: int(cut * len(valid(codec)))]
     assert_refused(codec, with_length(data) if honest and len(data) >= HEADER.size else data)
 
@@ -223,7 +223,7 @@ def threshold_packet(symbols: list[int], width: int, odd: list[tuple[int, float]
 
 @pytest.mark.parametrize("width", [0, 3, 11, 31, 32])
 def test_places_within(width: int) -> None:
-    """The first and the last are indices; what is one beyond is none."""
+    """The first and the last element are valid indices; the one after is not."""
     assert accepts(TopK(), topk_packet([0, 1998], width))
     assert accepts(TopK(), topk_packet([1999], width))
     assert accepts(Threshold(), threshold_packet([0, 2 * 1998 + 1], width))

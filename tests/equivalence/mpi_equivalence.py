@@ -15,7 +15,7 @@ from equivalence.scenarios import EXACT, OWN, SCENARIOS, assert_close, train
 from tutti.world import World
 
 STEPS = 4
-"""Threads take all the steps of a scenario. Messages over MPI differ from theirs in how they travel alone."""
+"""Steps of each scenario. Threads run all of them; over MPI only the messages differ."""
 
 
 def check_scenarios(world: World) -> None:

@@ -1,7 +1,7 @@
-"""Ways to train that N workers must do exactly as one does.
+"""Training scenarios whose result must not depend on the number of workers.
 
-A scenario is written once and run three ways: in plain torch on whole batches, which is the
-reference, and under a strategy on any number of ranks, each with its part of every batch.
+A scenario is written once. Plain torch on whole batches is its reference. Under a strategy, any number of ranks train
+on their parts of the same batches.
 """
 
 import os
@@ -30,7 +30,7 @@ HIDDEN = 740
 """Units of `WideNet`: the gradient of its hidden layer has 4.2 MiB, more than shared memory stages at once."""
 
 OWN: dict[str, Strategy] = {"allreduce": AllReduce(), "allreduce, many buckets": AllReduce(bucket_bytes=300)}
-"""What each transport does in a way of its own."""
+"""Strategies that use each transport's own all-reduce."""
 
 SERVED: dict[str, Strategy] = {
     "servers": ParameterServer(),
@@ -38,14 +38,14 @@ SERVED: dict[str, Strategy] = {
     "servers, no overlap": ParameterServer(BSP(), overlap=False),
     "servers, soft-sync of all": ParameterServer(SoftSync(1)),  # As many as there are workers.
 }
-"""Parameter servers in lockstep: their gradients stay each rank's own, and servers clip."""
+"""Synchronous parameter servers. Gradients stay local on every rank, and servers clip their mean."""
 
 FACTORED: dict[str, Strategy] = {
     "poseidon, to all": Poseidon("broadcast", bucket_bytes=300),
     "poseidon, to owners": Poseidon("owners"),
     "poseidon, as published, no overlap": Poseidon("sacp", overlap=False),
 }
-"""Layers of which only the factors of gradients travel."""
+"""Poseidon, with layers whose gradients are sent as factors."""
 
 BY_NAME: dict[str, Strategy] = {name: AllReduce(name, 1000) for name in NAMES if name != "native"}
 """All-reduce by every algorithm."""
@@ -93,7 +93,7 @@ class WideNet(nn.Sequential):
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way to train."""
+    """The options of a training run."""
 
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.float64
@@ -127,7 +127,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def device() -> str:
-    """Where to train: `TUTTI_TEST_DEVICE=cuda` runs the whole suite on a GPU."""
+    """Return the device to train on: `TUTTI_TEST_DEVICE=cuda` runs the whole suite on a GPU."""
     return os.environ.get("TUTTI_TEST_DEVICE", "cpu")
 
 
@@ -142,7 +142,7 @@ def batches(scenario: Scenario) -> list[tuple[Tensor, Tensor]]:
 
 
 def part_of(batch: tuple[Tensor, Tensor], rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """This rank's samples, as unequal as the batch size makes them."""
+    """Return this rank's samples. Their number differs between ranks if the batch cannot be divided evenly."""
     return batch[0].tensor_split(size)[rank], batch[1].tensor_split(size)[rank]
 
 
@@ -157,7 +157,7 @@ def prepare(scenario: Scenario, seed: int) -> tuple[nn.Module, Optimizer, torch.
 
 
 def train(world: World, strategy: Strategy, scenario: Scenario) -> dict[str, Tensor]:
-    """Train on this rank's part of every batch; final parameters and gradients."""
+    """Train on this rank's part of every batch, and return the final parameters and gradients."""
     model, optimizer, scheduler = prepare(scenario, seed=world.rank)  # Rank 0's parameters hold for all.
     served = isinstance(strategy, ParameterServer)
     if served:  # What a worker has is its own gradient: the servers clip the mean.
@@ -177,7 +177,7 @@ def train(world: World, strategy: Strategy, scenario: Scenario) -> dict[str, Ten
 
 
 def train_plainly(scenario: Scenario) -> dict[str, Tensor]:
-    """The reference: plain torch, whole batches."""
+    """Return the reference: the final state of plain torch on whole batches."""
     model, optimizer, scheduler = prepare(scenario, seed=0)
     _loop(scenario, model, optimizer, scheduler, batches(scenario), nullcontext)
     return _state(model)
@@ -216,7 +216,7 @@ def assert_same_bits(states: list[dict[str, Tensor]]) -> None:
 
 
 def assert_close(state: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float) -> None:
-    """Relative to each tensor's own size: the largest difference over the largest element."""
+    """Compare by tensor: the largest difference over the largest element of the reference."""
     if any(name.endswith(".grad") for name in state):
         assert state.keys() == reference.keys(), f"other gradients than plain torch: {state.keys() ^ reference.keys()}"
     for name, tensor in state.items():

@@ -1,4 +1,4 @@
-"""Workers that are killed: the others train on, reach what they should, and say who left."""
+"""Killed workers: the others continue, reach the expected accuracy, and log who left."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tutti.recipes import collate, recipe
 from tutti.strategies import parse
 
 DIE_AT = {1: 30, 2: 60}
-"""Of which step of which rank nothing is left."""
+"""The step at which each of these ranks is killed."""
 
 
 def work(text: str) -> Any:

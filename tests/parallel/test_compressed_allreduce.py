@@ -1,4 +1,4 @@
-"""`AllReduce` with a codec: what every rank ends with, what is left out, and what is remembered."""
+"""`AllReduce` with a codec: equal results on all ranks, error feedback, and checkpoints."""
 
 import math
 from collections.abc import Callable
@@ -38,11 +38,11 @@ CODECS: dict[str, Codec] = {
 every_codec = pytest.mark.parametrize("codec", CODECS)
 
 KINDS = ("onebit", "topk", "lowrank")
-"""One of every way to sum."""
+"""One codec for each class of compressed sums."""
 
 
 def net() -> nn.Sequential:
-    """Three layers to encode, the largest cut into several runs, and biases that are too small."""
+    """Three layers to compress, the largest with several scale groups, and biases that are sent exactly."""
     generator = torch.Generator().manual_seed(3)
     model = nn.Sequential(nn.Linear(40, 96), nn.Tanh(), nn.Linear(96, 50), nn.Tanh(), nn.Linear(50, 6))
     with torch.no_grad():
@@ -65,7 +65,7 @@ def start(world: World, codec: Codec | None, **options: Any) -> tuple[nn.Module,
 
 
 def go(world: World, model: nn.Module, optimizer: Any, steps: range) -> list[list[Tensor]]:
-    """Train; the gradients after every backward."""
+    """Train, and return the gradients after every backward pass."""
     seen = []
     for step in steps:
         x, y = batch(world.rank, step)
@@ -113,7 +113,7 @@ def test_hosts_with_several_ranks(codec: str, size: int, transport: str) -> None
 @pytest.mark.parametrize("codec", KINDS)
 @pytest.mark.parametrize("transport", ["sockets", "hosts", "simulated", "simulated_hosts"])
 def test_buckets_of_all_kinds_side_by_side(codec: str, transport: str) -> None:
-    """Some to be encoded, some of small tensors alone, some of running statistics, all under way at once."""
+    """Compressed buckets, exact ones and running statistics are under way at once."""
 
     def train(world: World) -> list[Tensor]:
         torch.manual_seed(0)
@@ -302,7 +302,7 @@ def test_a_step_that_a_scaler_skips_leaves_what_is_owed(codec: str) -> None:
 
 
 def test_what_lies_between_tensors_stays_zero() -> None:
-    """When buckets are cut anew, gradients are not where they were: what they leave must not be taken for one."""
+    """When buckets are cut anew, old values in the padding between tensors must not count as gradients."""
 
     def train(world: World) -> bool:
         model = nn.ModuleDict({name: nn.Linear(11, 13) for name in "abcd"})
@@ -365,7 +365,7 @@ def test_other_dtypes(codec: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("codec", KINDS)
 def test_a_parameter_without_a_gradient_has_none_until_something_is_owed(codec: str) -> None:
-    """What was left out of a layer's last gradient still comes when the layer is not used again; then nothing does."""
+    """The residual of a layer that is no longer used is still sent; after that it has no gradient."""
 
     def train(world: World) -> list[list[bool]]:
         model = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)])

@@ -1,4 +1,4 @@
-"""What a rule of consistency promises, checked against what simulated workers read and servers applied."""
+"""Guarantees of each consistency, checked against what simulated workers read and servers applied."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -195,7 +195,7 @@ def rules(num_workers: int) -> st.SearchStrategy[Consistency]:
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_every_rule_keeps_its_promise(data: st.DataObject) -> None:
+def test_every_consistency_keeps_its_guarantee(data: st.DataObject) -> None:
     num_workers = data.draw(st.integers(2, 6), "workers")
     rule = data.draw(rules(num_workers), "rule")
     steps = data.draw(st.lists(st.integers(1, 8), min_size=num_workers, max_size=num_workers), "steps")
@@ -210,7 +210,7 @@ def test_every_rule_keeps_its_promise(data: st.DataObject) -> None:
 
 @settings(max_examples=10)
 @given(data=st.data())
-def test_promises_hold_with_clipping(data: st.DataObject) -> None:
+def test_guarantees_hold_with_clipping(data: st.DataObject) -> None:
     """Servers wait for each other's norms then."""
     num_workers = data.draw(st.integers(2, 4), "workers")
     rule = data.draw(rules(1), "rule")
@@ -222,7 +222,7 @@ def test_promises_hold_with_clipping(data: st.DataObject) -> None:
 
 @settings(max_examples=6)
 @given(data=st.data())
-def test_no_staleness_is_lockstep(data: st.DataObject) -> None:
+def test_ssp_of_staleness_0_is_bsp(data: st.DataObject) -> None:
     num_workers = data.draw(st.integers(2, 4), "workers")
     steps = data.draw(st.lists(st.integers(2, 6), min_size=num_workers, max_size=num_workers), "steps")
     cluster = data.draw(clusters(num_workers), "cluster")
@@ -232,7 +232,7 @@ def test_no_staleness_is_lockstep(data: st.DataObject) -> None:
 
 @settings(max_examples=15)
 @given(data=st.data())
-def test_a_worker_may_die_at_any_moment(data: st.DataObject) -> None:
+def test_a_worker_may_be_lost_at_any_time(data: st.DataObject) -> None:
     """The others go on, keep their promises to each other, and end alike."""
     rule = data.draw(rules(1), "rule")
     clip = data.draw(st.sampled_from([None, 0.01]), "clip")
@@ -257,7 +257,7 @@ def test_a_worker_may_die_at_any_moment(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
-def test_a_larger_bound_breaks_the_promise_of_a_smaller_one(bound: int) -> None:
+def test_a_larger_bound_fails_the_check_of_a_smaller_one(bound: int) -> None:
     """With a straggler the bound is used up: so the checks notice one that is too large."""
     found = run(SSP(bound + 1), [8, 8, 8], STRAGGLER)
     check(found, SSP(bound + 1))
@@ -267,14 +267,14 @@ def test_a_larger_bound_breaks_the_promise_of_a_smaller_one(bound: int) -> None:
         check_distance(found, bound)
 
 
-def test_without_a_bound_the_fast_run_away() -> None:
+def test_without_a_bound_fast_workers_run_ahead() -> None:
     found = run(Async(), [8, 8, 8], STRAGGLER)
     check(found, Async())
     with pytest.raises(AssertionError, match="when worker 1 has done"):
         check_distance(found, 3)
 
 
-def test_an_update_that_is_not_in_what_its_worker_reads_is_noticed() -> None:
+def test_the_check_notices_a_read_without_the_readers_own_update() -> None:
     found = run(SoftSync(2), [4, 4, 4], STRAGGLER, servers=1, bucket_bytes=2**20)
     check(found, SoftSync(2))
     first = min(found.versions, key=lambda key: found.versions[key])
@@ -283,7 +283,7 @@ def test_an_update_that_is_not_in_what_its_worker_reads_is_noticed() -> None:
         check_own(found)
 
 
-def test_a_straggler_holds_up_lockstep_and_nobody_else() -> None:
+def test_a_straggler_slows_down_bsp_only() -> None:
     def seconds(rule: Consistency) -> float:
         return max(event.start_s for event in run(rule, [6, 6, 6], STRAGGLER, servers=1).reads[0])
 

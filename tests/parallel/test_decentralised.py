@@ -1,4 +1,4 @@
-"""Peers' updates and gossip at work: what they end with, who waits for whom, and what happens when some are lost."""
+"""Peers' updates and gossip: results, flow control, and what happens when ranks are lost."""
 
 import logging
 from collections.abc import Callable
@@ -77,7 +77,7 @@ def same(found: list[Tensor]) -> None:
     assert all(torch.equal(each, found[0]) for each in found)
 
 
-# What they end with
+# Results
 
 
 def watched(world: World, strategy: Strategy, steps: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ def by_matrices(strategy: Gossip, size: int, steps: int) -> list[Tensor]:
 @everywhere
 @pytest.mark.parametrize("text", ["gossip", "gossip:graph=ring", "gossip:graph=torus", "gossip:graph=random"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_gossip_in_step_is_the_recurrence(transport: str, text: str, size: int) -> None:
+def test_synchronous_gossip_follows_the_recurrence(transport: str, text: str, size: int) -> None:
     strategy = parse(text)
     assert isinstance(strategy, Gossip)
     found = run_ok(watched, strategy, 5, size=size, transport=transport)
@@ -147,10 +147,10 @@ def test_push_sum_finds_the_true_mean(transport: str) -> None:
         torch.testing.assert_close(own, flat(net()) + 1.5, rtol=0, atol=1e-9)
 
 
-def test_a_meeting_leaves_the_true_mean_alone() -> None:
+def test_an_averaging_round_keeps_the_push_sum_mean() -> None:
     """When ranks come together while weights are still uneven, and go apart again as they were."""
 
-    def meeting(world: World) -> Tensor:
+    def average(world: World) -> Tensor:
         model, optimizer, job = start(world, Gossip(WEB))
         for step in range(150):
             for parameter in model.parameters():
@@ -163,20 +163,20 @@ def test_a_meeting_leaves_the_true_mean_alone() -> None:
         job.finish()
         return own
 
-    for own in run_ok(meeting, size=4, transport="simulated"):
+    for own in run_ok(average, size=4, transport="simulated"):
         torch.testing.assert_close(own, flat(net()) + 1.5, rtol=0, atol=1e-9)
 
 
 @everywhere
 @pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
-def test_pairs_keep_the_sum(transport: str, graph: str) -> None:
+def test_pair_averaging_keeps_the_sum(transport: str, graph: str) -> None:
     found = run_ok(still, Gossip(graph, "async"), 30, size=5, transport=transport)
     same([agreed for _, agreed in found])
     close(found[0][1], flat(net()) + 2.0)
 
 
-def told(world: World, strategy: PeerUpdates, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """All this rank's changes as the optimiser made them, what is not said yet, and the model in the end."""
+def train_and_collect(world: World, strategy: PeerUpdates, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """All this rank's changes as the optimiser made them, what is not sent yet, and the model in the end."""
     model, optimizer, job = start(world, strategy)
     total = torch.zeros_like(flat(model))
     for step in range(steps):
@@ -205,15 +205,15 @@ def told(world: World, strategy: PeerUpdates, steps: int) -> tuple[Tensor, Tenso
 @everywhere
 @pytest.mark.parametrize("graph", ["all", "ring", "torus", "exponential"])
 def test_exact_updates_add_up(transport: str, graph: str) -> None:
-    found = run_ok(told, PeerUpdates(None, graph, 3), 6, size=4, transport=transport)
+    found = run_ok(train_and_collect, PeerUpdates(None, graph, 3), 6, size=4, transport=transport)
     same([model for _, _, model in found])
     close(found[0][2], flat(net()) + sum(total for total, _, _ in found))
 
 
 @everywhere
 @pytest.mark.parametrize("codec", [ErrorFeedback(OneBit()), ErrorFeedback(TopK(0.05))], ids=str)
-def test_what_is_said_and_what_is_left_add_up(transport: str, codec: Any) -> None:
-    found = run_ok(told, PeerUpdates(codec), 6, size=3, transport=transport)
+def test_sent_updates_and_residuals_add_up(transport: str, codec: Any) -> None:
+    found = run_ok(train_and_collect, PeerUpdates(codec), 6, size=3, transport=transport)
     same([model for _, _, model in found])
     said = sum(total - left for total, left, _ in found)
     assert isinstance(said, Tensor)
@@ -221,10 +221,10 @@ def test_what_is_said_and_what_is_left_add_up(transport: str, codec: Any) -> Non
     assert any(left.abs().max() > 1e-4 for _, left, _ in found)
 
 
-# Waiting
+# Flow control
 
 
-def test_an_inbox_holds_the_others_back() -> None:
+def test_the_inbox_limits_how_far_a_rank_is_ahead() -> None:
     """A rank of a fifth of the speed: nobody is more than so many updates ahead of what it has applied."""
 
     def train(strategy: Strategy) -> dict[int, int]:
@@ -244,7 +244,7 @@ def test_an_inbox_holds_the_others_back() -> None:
         assert seen(64, graph) > 12
 
 
-def test_each_update_comes_once_along_a_graph() -> None:
+def test_each_update_arrives_once_along_a_graph() -> None:
     def train(world: World) -> list[int]:
         model, optimizer, job = start(world, PeerUpdates(None, "ring"))
         heard: list[tuple[int, int]] = []
@@ -275,7 +275,7 @@ def test_bytes_do_not_grow_with_ranks(text: str) -> None:
 
 @everywhere
 @pytest.mark.parametrize("text", ALL)
-def test_a_rank_may_go_away_and_come_back(transport: str, text: str) -> None:
+def test_leave_and_join(transport: str, text: str) -> None:
     def train(world: World) -> Tensor:
         model, optimizer, job = start(world, parse(text))
         go(job, model, optimizer, range(3))
@@ -289,10 +289,10 @@ def test_a_rank_may_go_away_and_come_back(transport: str, text: str) -> None:
     same(run_ok(train, size=3, transport=transport))
 
 
-# Losing ranks
+# Lost ranks
 
 
-def mortal(strategy: Strategy, dies_at: dict[int, int], in_meeting: bool) -> Callable[[World], Tensor | None]:
+def train_until_lost(strategy: Strategy, dies_at: dict[int, int], in_round: bool) -> Callable[[World], Tensor | None]:
     def train(world: World) -> Tensor | None:
         model, optimizer, job = start(world, strategy)
         for step in range(12):
@@ -300,7 +300,7 @@ def mortal(strategy: Strategy, dies_at: dict[int, int], in_meeting: bool) -> Cal
                 world.close()
                 return None
             go(job, model, optimizer, range(step, step + 1))
-            if in_meeting and step % 4 == 3:
+            if in_round and step % 4 == 3:
                 with job.consensus():
                     pass
         job.finish()
@@ -311,20 +311,20 @@ def mortal(strategy: Strategy, dies_at: dict[int, int], in_meeting: bool) -> Cal
 
 @pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize("text", ALL)
-def test_the_rest_go_on_and_agree(transport: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_other_ranks_continue_and_agree(transport: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    found = run_ok(mortal(parse(text), {0: 3, 2: 6}, True), size=5, transport=transport)
+    found = run_ok(train_until_lost(parse(text), {0: 3, 2: 6}, True), size=5, transport=transport)
     same([each for each in found if each is not None])
     assert [each is None for each in found] == [True, False, True, False, False]
     assert "rank 1: rank 0 is gone at clock" in caplog.text
 
 
 @pytest.mark.parametrize("text", ALL)
-def test_deaths_at_any_moment(text: str) -> None:
+def test_losses_at_any_time(text: str) -> None:
     """In virtual time, moments of death spread over steps, meetings and the end."""
 
     def train() -> Tensor:
-        result = mortal(parse(text), {}, True)(tutti.init())
+        result = train_until_lost(parse(text), {}, True)(tutti.init())
         assert result is not None
         return result
 
@@ -340,7 +340,7 @@ def test_deaths_at_any_moment(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ALL)
-def test_an_outcome_that_few_heard_is_everybodys(text: str) -> None:
+def test_a_result_that_one_rank_received_reaches_all(text: str) -> None:
     """The leader of a round is lost when it has sent the result to one rank only: that one sends it to the rest."""
 
     def train(world: World) -> Tensor | None:
@@ -364,7 +364,7 @@ def test_an_outcome_that_few_heard_is_everybodys(text: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["simulated", "sockets"])
-def test_the_graph_is_made_anew_over_those_who_are_left(transport: str) -> None:
+def test_the_graph_is_rebuilt_over_the_remaining_ranks(transport: str) -> None:
     def train(world: World) -> tuple[Any, int] | None:
         model, optimizer, job = start(world, Gossip("ring"))
         go(job, model, optimizer, range(4))
@@ -382,7 +382,7 @@ def test_the_graph_is_made_anew_over_those_who_are_left(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["simulated", "sockets"])
-def test_what_is_told_twice_is_applied_once(transport: str) -> None:
+def test_an_update_sent_twice_is_applied_once(transport: str) -> None:
     def train(world: World) -> tuple[Tensor, Tensor]:
         model, optimizer, job = start(world, PeerUpdates(None, "ring"))
         total = torch.zeros_like(flat(model))
@@ -407,7 +407,7 @@ def test_what_is_told_twice_is_applied_once(transport: str) -> None:
 
 
 @pytest.mark.parametrize("text", [*ALL, "peers:inbox=1", "gossip:graph=random"])
-def test_nobody_waits_for_one_who_is_away(text: str) -> None:
+def test_no_rank_waits_for_one_on_leave(text: str) -> None:
     def train() -> float:
         world = tutti.init()
         model, optimizer, job = start(world, parse(text))
@@ -431,7 +431,7 @@ def test_nobody_waits_for_one_who_is_away(text: str) -> None:
 
 @everywhere
 @pytest.mark.parametrize("text", ALL)
-def test_a_loss_that_is_not_finite_stops_everybody(transport: str, text: str) -> None:
+def test_a_non_finite_loss_stops_all_ranks(transport: str, text: str) -> None:
     def train(world: World) -> None:
         model, optimizer, job = start(world, parse(text))
         for step in range(60):
@@ -449,7 +449,7 @@ def test_a_loss_that_is_not_finite_stops_everybody(transport: str, text: str) ->
 
 
 @pytest.mark.parametrize("text", ALL)
-def test_alone(text: str) -> None:
+def test_a_world_of_one_rank(text: str) -> None:
     ((own, agreed),) = run_ok(watched, parse(text), 3, size=1, transport="sockets")
     expected = flat(net())
     for step in range(3):
@@ -482,7 +482,7 @@ def test_statistics_counters_and_mixed_dtypes(text: str) -> None:
         assert int(each[6]) == 4, "a counter is the lowest living rank's"
 
 
-def test_a_graph_for_another_world() -> None:
+def test_a_graph_of_another_size_is_refused() -> None:
     for strategy in (Gossip(WEB), PeerUpdates(None, WEB)):
         for each in run_threads(start, strategy, size=3, transport="sockets"):
             assert isinstance(each, ConfigError)
@@ -502,7 +502,7 @@ def test_the_spectral_gap_is_reported() -> None:
 
 
 @pytest.mark.parametrize("text", ALL)
-def test_sizes_alone_can_be_rehearsed(text: str) -> None:
+def test_dry_runs_count_bytes(text: str) -> None:
     def bytes_of(workers: int) -> float:
         cluster = Cluster(link=Link("1tbit", "50us"))  # Which carries all that is sent within a step.
         case = ScalingCase(model="alexnet", cluster=cluster, strategy=parse(text), batch_size=8, steps=3)
@@ -514,7 +514,7 @@ def test_sizes_alone_can_be_rehearsed(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["peers", "gossip", "gossip:pairs=async"])
-def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> None:
+def test_a_dropped_rank_learns_of_it_and_stops(text: str) -> None:
     """It sent what can be no message: the others go on without it, and it must not train, and save, by itself."""
     kinds = {"peers": PeerMessageKind.UPDATE, "gossip": PeerMessageKind.VALUES}
     kind = kinds.get(text, PeerMessageKind.PAIR_REQUEST)
@@ -544,7 +544,7 @@ def test_a_rank_that_is_dropped_is_told_and_does_not_go_on_alone(text: str) -> N
 
 @pytest.mark.parametrize("where", ["in finish", "away"])
 @pytest.mark.parametrize("text", ["peers", "gossip", "gossip:graph=ring"])
-def test_what_a_rank_holds_while_others_go_on_is_bounded(text: str, where: str) -> None:
+def test_memory_is_bounded_while_others_continue(text: str, where: str) -> None:
     def held(algorithm: Any) -> int:
         return sum(len(getattr(algorithm, name, ())) for name in ("_received", "_inbox", "_sent"))
 
@@ -576,7 +576,7 @@ def test_what_a_rank_holds_while_others_go_on_is_bounded(text: str, where: str) 
 
 
 @pytest.mark.parametrize("text", ALL)
-def test_who_finishes_while_others_meet_ends_with_what_they_have(text: str) -> None:
+def test_a_rank_that_finishes_early_ends_with_the_same_model(text: str) -> None:
     def train(world: World) -> Tensor:
         model, optimizer, job = start(world, parse(text))
         go(job, model, optimizer, range(4))

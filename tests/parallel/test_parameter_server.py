@@ -1,4 +1,4 @@
-"""Parameter servers at work: what they end with, what they remember, who may leave, and what they refuse."""
+"""Parameter servers: results, checkpoints, workers that leave or are lost, malformed messages, invalid arguments."""
 
 import re
 import threading
@@ -128,7 +128,7 @@ def size_of(strategy: ParameterServer, workers: int) -> int:
     return workers if strategy.servers == "colocated" else workers + int(strategy.servers)
 
 
-# What they end with
+# Results
 
 
 @everywhere
@@ -210,7 +210,7 @@ def test_accumulation(transport: str, servers: Any) -> None:
 
 
 @everywhere
-def test_a_second_backward_is_refused_only_where_the_first_is_gone(transport: str) -> None:
+def test_a_second_backward_is_refused_after_the_first_was_pushed(transport: str) -> None:
     def train(world: World, overlap: bool) -> list[Tensor]:
         model, optimizer, job = start(world, ParameterServer(overlap=overlap), momentum)
         for part in whole_batch(0).tensor_split(world.size)[world.rank].tensor_split(2):
@@ -295,7 +295,7 @@ def test_workers_clip_their_own_gradients_without_overlap(transport: str) -> Non
     close(run_ok(train, size=3, transport=transport)[0], copied(model))
 
 
-# What they remember
+# Checkpoints
 
 
 def saved_halfway(world: World, strategy: ParameterServer, make: Make) -> tuple[Any, Any, list[Tensor]]:
@@ -323,7 +323,7 @@ def resumed(world: World, strategy: ParameterServer, make: Make, parameters: Any
 @pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize("make", [momentum, adamw])
 @pytest.mark.parametrize("servers", ["colocated", 2])
-def test_saved_states_are_whole_and_lead_to_the_same(transport: str, make: Make, servers: Any) -> None:
+def test_saved_states_hold_whole_parameters_and_resume_exactly(transport: str, make: Make, servers: Any) -> None:
     strategy = ParameterServer(servers=servers, bucket_bytes=10_000)
     size = size_of(strategy, 3)
     found = run_ok(saved_halfway, strategy, make, size=size, transport=transport)[:3]
@@ -349,7 +349,7 @@ def test_saved_states_are_whole_and_lead_to_the_same(transport: str, make: Make,
 
 
 @pytest.mark.parametrize("make", [momentum, adamw])
-def test_states_are_for_any_number_of_workers_and_servers(make: Make) -> None:
+def test_states_load_with_any_number_of_workers_and_servers(make: Make) -> None:
     strategy = ParameterServer(bucket_bytes=10_000)
     parameters, state, final = run_ok(saved_halfway, strategy, make, size=3, transport="sockets")[0]
     for workers in (2, 4):
@@ -365,7 +365,7 @@ def test_states_are_for_any_number_of_workers_and_servers(make: Make) -> None:
 @pytest.mark.parametrize("transport", ["simulated", "sockets"])
 @pytest.mark.parametrize("servers", ["colocated", 1])
 @pytest.mark.parametrize("rule", [BSP(), SSP(0)], ids=str)
-def test_going_back_within_one_job(transport: str, servers: Any, rule: Consistency) -> None:
+def test_loading_an_earlier_state_in_the_same_job(transport: str, servers: Any, rule: Consistency) -> None:
     """What was still to be read of later steps does not overwrite what is loaded."""
 
     def train(world: World, strategy: ParameterServer) -> tuple[list[Tensor], list[Tensor]]:
@@ -396,7 +396,7 @@ def test_states_of_other_strategies_are_refused() -> None:
         assert "'native'" in str(each)
 
 
-# Who leaves
+# Workers that leave or are lost
 
 
 @everywhere
@@ -419,7 +419,7 @@ def test_workers_may_take_fewer_steps(transport: str, servers: Any, rule: Consis
         same(parameters, found[0][1])
 
 
-def test_whoever_is_left_in_lockstep_goes_on_alone() -> None:
+def test_the_last_worker_continues_alone_under_bsp() -> None:
     """After the others' last step, a step is made of one worker's gradient."""
 
     def train(world: World) -> list[Tensor]:
@@ -438,7 +438,7 @@ def test_whoever_is_left_in_lockstep_goes_on_alone() -> None:
 
 @pytest.mark.parametrize("transport", ["sockets", "hosts"])
 @pytest.mark.parametrize("servers", ["colocated", 1])
-def test_away_and_back(transport: str, servers: Any) -> None:
+def test_leave_and_join(transport: str, servers: Any) -> None:
     left, others_done, back = threading.Event(), threading.Event(), threading.Event()
 
     def train(world: World, strategy: ParameterServer) -> tuple[list[Tensor], list[Tensor]]:
@@ -468,7 +468,7 @@ def test_away_and_back(transport: str, servers: Any) -> None:
 
 @pytest.mark.parametrize("rule", [BSP(), SoftSync(2), Async()], ids=str)  # Under SSP one need not read the newest.
 @pytest.mark.parametrize("overlap", [True, False])
-def test_away_and_back_in_virtual_time(rule: Consistency, overlap: bool) -> None:
+def test_leave_and_join_in_virtual_time(rule: Consistency, overlap: bool) -> None:
     def train(world: World) -> tuple[list[Tensor], list[Tensor]]:
         model, optimizer, job = start(world, ParameterServer(rule, servers=1, overlap=overlap), momentum)
         go(job, model, optimizer, range(2))
@@ -521,7 +521,7 @@ def test_others_go_on_when_a_worker_is_lost(
     assert re.match(r"rank 3: worker 1 left at clock {}, and 2 go on: ".format("[12]" if rule == SSP(1) else "2"), said)
 
 
-# What cannot be
+# Malformed messages
 
 
 def send(exchange: Any, head: Tensor, payload: Tensor | None = None) -> None:
@@ -543,7 +543,7 @@ def garbage(size: int) -> Tensor:
 
 MALFORMED: dict[str, tuple[dict[str, Any], int | None]] = {
     "short": ({"num_bytes": -8}, -8),
-    "shorter than said": ({}, -8),
+    "shorter than announced": ({}, -8),
     "long": ({"num_bytes": 8}, 8),
     "huge": ({"num_bytes": 2**60}, None),
     "less than nothing": ({"num_bytes": -(2**40)}, None),
@@ -553,18 +553,18 @@ MALFORMED: dict[str, tuple[dict[str, Any], int | None]] = {
     "negative weight": ({"weight": -1.0}, 0),
     "from the future": ({"base_version": 10**6}, 0),
 }
-"""What is wrong with a head, and how much longer than a shard the payload is. `num_bytes` is counted from a shard's."""
+"""Wrong fields of a header, and how much longer than a shard the payload is. `num_bytes` is relative to the shard's."""
 
 
 def malformed(exchange: Any, what: str) -> None:
     worker_shard = exchange._shards[0]
-    shard, config = worker_shard.shard, exchange._config
+    shard, config = worker_shard.spec, exchange._config
     requests = config.request_format
     options, flags = exchange._options_reader.read(), np.ones(len(shard.segments), bool)
     good = RequestHeader(RequestKind.PUSH, shard.index, worker_shard.version, NO_PULL, shard.num_bytes)
-    if what == "garbage head":
+    if what == "garbage header":
         send(exchange, garbage(requests.num_bytes))
-    elif what == "short head":
+    elif what == "short header":
         send(exchange, garbage(requests.num_bytes - 3))
     elif what == "empty":
         send(exchange, requests.pack(replace(good, num_bytes=0), options, flags))
@@ -578,7 +578,9 @@ def malformed(exchange: Any, what: str) -> None:
         send(exchange, requests.pack(bad, options, flags), payload)
 
 
-def with_a_bad_worker(world: World, strategy: ParameterServer, what: str, dropped: threading.Event) -> list[Tensor]:
+def train_with_a_malformed_push(
+    world: World, strategy: ParameterServer, what: str, dropped: threading.Event
+) -> list[Tensor]:
     model, optimizer, job = start(world, strategy)
     go(job, model, optimizer, range(2))
     if job.world.rank == 1:
@@ -599,12 +601,14 @@ def with_a_bad_worker(world: World, strategy: ParameterServer, what: str, droppe
 
 
 @pytest.mark.parametrize("transport", ["simulated", "sockets"])
-@pytest.mark.parametrize("what", [*MALFORMED, "garbage head", "short head", "empty"])
+@pytest.mark.parametrize("what", [*MALFORMED, "garbage header", "short header", "empty"])
 def test_malformed_updates_change_nothing(transport: str, what: str, caplog: pytest.LogCaptureFixture) -> None:
     strategy = ParameterServer(servers=1)
-    expected = run_ok(with_a_bad_worker, strategy, "leaves", threading.Event(), size=4, transport="simulated")[0]
+    expected = run_ok(
+        train_with_a_malformed_push, strategy, "leaves", threading.Event(), size=4, transport="simulated"
+    )[0]
     caplog.clear()
-    found = run_threads(with_a_bad_worker, strategy, what, threading.Event(), size=4, transport=transport)
+    found = run_threads(train_with_a_malformed_push, strategy, what, threading.Event(), size=4, transport=transport)
     assert isinstance(found[1], WorkerDropped), found[1]
     assert "rank 1: the server on rank 3" in str(found[1])
     for rank in (0, 2):
@@ -618,7 +622,9 @@ def test_malformed_updates_change_nothing(transport: str, what: str, caplog: pyt
 @pytest.mark.parametrize("codec", [ErrorFeedback(OneBit()), ErrorFeedback(TopK(0.1))], ids=str)
 def test_corrupted_packets_change_nothing(transport: str, codec: Codec, caplog: pytest.LogCaptureFixture) -> None:
     strategy = ParameterServer(servers=1, codec=codec)
-    found = run_threads(with_a_bad_worker, strategy, "corrupted", threading.Event(), size=4, transport=transport)
+    found = run_threads(
+        train_with_a_malformed_push, strategy, "corrupted", threading.Event(), size=4, transport=transport
+    )
     assert isinstance(found[1], WorkerDropped), found[1]
     same(found[0], found[2])
     assert all(each.isfinite().all() for each in found[0])
@@ -626,7 +632,7 @@ def test_corrupted_packets_change_nothing(transport: str, codec: Codec, caplog: 
     assert "worker 1 left at clock 2" in said
 
 
-def lose_finiteness(world: World, strategy: ParameterServer) -> None:
+def train_to_a_nan_loss(world: World, strategy: ParameterServer) -> None:
     model, optimizer, job = start(world, strategy)
     for step in range(200):
         loss = loss_of(model, whole_batch(step))
@@ -649,26 +655,26 @@ def check_stopped(found: list[Any]) -> None:
 @everywhere
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("rule", [BSP(), SSP(2), SoftSync(1), Async()], ids=str)
-def test_a_loss_that_is_not_finite_stops_everybody(transport: str, servers: Any, rule: Consistency) -> None:
+def test_a_non_finite_loss_stops_all_workers(transport: str, servers: Any, rule: Consistency) -> None:
     strategy = ParameterServer(rule, servers=servers)
-    check_stopped(run_threads(lose_finiteness, strategy, size=size_of(strategy, 3), transport=transport)[:3])
+    check_stopped(run_threads(train_to_a_nan_loss, strategy, size=size_of(strategy, 3), transport=transport)[:3])
 
 
 @everywhere
 @pytest.mark.parametrize("rule", [BSP(), SSP(2), Async()], ids=str)
-def test_a_loss_that_is_not_finite_stops_everybody_who_serves(transport: str, rule: Consistency) -> None:
+def test_a_non_finite_loss_stops_colocated_servers(transport: str, rule: Consistency) -> None:
     """Whoever stops first takes its server along, which others may notice before they hear why."""
-    found = run_threads(lose_finiteness, ParameterServer(rule), size=3, transport=transport)
+    found = run_threads(train_to_a_nan_loss, ParameterServer(rule), size=3, transport=transport)
     assert isinstance(found[1], NonFiniteLoss), found[1]
     for each in found:
         assert isinstance(each, NonFiniteLoss | RankLost), each
 
 
-def test_everybody_who_serves_hears_why() -> None:
-    check_stopped(run_threads(lose_finiteness, ParameterServer(), size=3, transport="simulated"))
+def test_colocated_workers_learn_which_rank_stopped() -> None:
+    check_stopped(run_threads(train_to_a_nan_loss, ParameterServer(), size=3, transport="simulated"))
 
 
-# Bad input
+# Invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -690,14 +696,14 @@ def test_everybody_who_serves_hears_why() -> None:
         (lambda: ParameterServer(bucket_bytes=0), ("got 0", "1 or more")),
     ],
 )
-def test_descriptions_that_cannot_work(make: Callable[[], Any], says: tuple[str, ...]) -> None:
+def test_invalid_strategies_are_refused(make: Callable[[], Any], says: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
         make()
     for part in says:
         assert part in str(refused.value)
 
 
-def test_all_mistakes_are_said_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"servers must.*clip must.*bucket_bytes must"):
         ParameterServer(servers=0, clip=-1.0, bucket_bytes=-1)
 
@@ -761,13 +767,13 @@ def test_optimisers_that_servers_cannot_run() -> None:
         ("ps:bsp,bucket_bytes=1000", ParameterServer(bucket_bytes=1000)),
     ],
 )
-def test_texts_there_and_back(text: str, strategy: ParameterServer) -> None:
+def test_texts_round_trip(text: str, strategy: ParameterServer) -> None:
     assert parse(text) == strategy
     assert str(strategy) == text
     assert hash(parse(text)) == hash(strategy)
 
 
-def test_texts_that_say_less() -> None:
+def test_texts_with_defaults() -> None:
     assert parse("ps") == ParameterServer()
     assert parse("ps:aware") == ParameterServer(StalenessAware(BSP()))
     assert parse("ps:servers=1") == ParameterServer(servers=1)
@@ -794,13 +800,13 @@ def test_texts_that_say_less() -> None:
         ("ps:bsp+lowrank:2", "AllReduce"),
     ],
 )
-def test_texts_that_are_wrong(text: str, says: str) -> None:
+def test_invalid_texts_are_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(text)
     assert says in str(refused.value)
 
 
-def test_what_ranks_compare_is_the_same_in_every_process() -> None:
+def test_the_representation_is_the_same_in_every_process() -> None:
     """A function's address is not."""
     assert " at 0x" not in repr(ParameterServer(StalenessAware(Async())))
     assert repr(StalenessAware(Async())) != repr(StalenessAware(Async(), own_factor))
@@ -816,7 +822,7 @@ def broken_factor(staleness: int) -> float:
 
 
 @everywhere
-def test_what_fails_on_a_server_is_said(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_of_a_server_is_reported(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     strategy = ParameterServer(StalenessAware(Async(), broken_factor), servers=1)
     found = run_threads(trained, strategy, size=3, transport=transport)
     assert all(isinstance(each, RankLost) and "rank 2 is gone" in str(each) for each in found[:2]), found
@@ -824,7 +830,7 @@ def test_what_fails_on_a_server_is_said(transport: str, caplog: pytest.LogCaptur
     assert "rank 2: the server here has failed: ZeroDivisionError: this factor fails" in caplog.text
 
 
-def test_reads_are_logged() -> None:
+def test_reads_are_recorded_as_events() -> None:
     def train(world: World) -> list[tuple[int, ...]]:
         model, optimizer, job = start(world, ParameterServer())
         go(job, model, optimizer, range(3))
@@ -837,10 +843,10 @@ def test_reads_are_logged() -> None:
         assert reads == [(0, 0, 0), (0, 1, 1), (0, 2, 2)]
 
 
-# What is known not to work yet
+# Known limitations
 
 
-def slowly(world: World, strategy: ParameterServer) -> list[Tensor]:
+def train_slowly(world: World, strategy: ParameterServer) -> list[Tensor]:
     """One worker is done long before the others, who need longer than a wait may last."""
     model, optimizer, job = start(world, strategy)
     for step in range(2 if job.world.rank == 0 else 12):
@@ -855,11 +861,11 @@ def slowly(world: World, strategy: ParameterServer) -> list[Tensor]:
 def test_training_may_last_longer_than_a_wait(servers: Any) -> None:
     strategy = ParameterServer(Async(), servers=servers)
     size = size_of(strategy, 2)
-    found = run_threads(slowly, strategy, size=size, transport="sockets", timeout=timedelta(seconds=1.5))
+    found = run_threads(train_slowly, strategy, size=size, transport="sockets", timeout=timedelta(seconds=1.5))
     assert not any(isinstance(each, Exception) for each in found), found
 
 
-def test_coming_back_while_servers_clip() -> None:
+def test_joining_while_servers_clip() -> None:
     """Servers wait for each other's norms of a clock for which a worker sends to one now, to the other later."""
 
     def train(away_s: float) -> None:

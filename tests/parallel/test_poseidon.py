@@ -1,4 +1,4 @@
-"""Poseidon: gradients that travel as factors are those that would have travelled whole, whatever a model does."""
+"""Poseidon: gradients sent as factors equal those sent in full, for every use of a layer."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def batch(world: World, step: int, *shape: int) -> Tensor:
-    """This rank's samples, another number on every rank."""
+    """Return this rank's samples, a different number on every rank."""
     generator = torch.Generator().manual_seed(100 * step + world.rank)
     return torch.randn(2 + world.rank, *shape, generator=generator, dtype=torch.float64)
 
@@ -223,7 +223,7 @@ def test_any_number_of_ranks(size: int, rule: str) -> None:
 
 
 def methods(world: World, strategy: Strategy, model_name: str, loop: str = "plainly") -> dict[str, str]:
-    """How each layer goes in the end."""
+    """Return the method of each layer at the end."""
     make, shape = MODELS[model_name]
     model = seeded(make)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -246,7 +246,7 @@ FACTORED = {
 
 @pytest.mark.parametrize("model_name", FACTORED)
 def test_layers_that_can_be_are_factored(model_name: str) -> None:
-    """So the other tests compare something."""
+    """The model has layers of every method, so that the other tests compare something."""
     for found in run_ok(methods, Poseidon("broadcast"), model_name, size=2, transport="sockets"):
         assert set(found) == FACTORED[model_name]
 
@@ -593,7 +593,7 @@ def test_what_the_next_forward_pass_needs_first_comes_first() -> None:
 
 @pytest.mark.parametrize("text", ["poseidon:ssp=2", "poseidon:async", "ps:ssp=1,servers=1,factors=1"])
 def test_stale_servers_from_factors(text: str) -> None:
-    """Whatever the order, training goes on, and all end with the same."""
+    """Training continues whatever the order, and all ranks end with the same parameters."""
     found = run_threads(served, parse(text), "wide", "plainly", size=4, transport="sockets")
     states = [each[0] for each in found if each is not None]
     assert len(states) >= 3
@@ -604,7 +604,7 @@ def test_stale_servers_from_factors(text: str) -> None:
 
 
 def test_what_no_factors_can_be_is_refused() -> None:
-    """A server drops a worker that sends it rows that are not there."""
+    """A server drops a worker whose factors have rows outside the weight."""
     with pytest.raises(ConfigError, match="factors are exact and take no codec"):
         parse("ps:bsp,factors=1+onebit")
     with pytest.raises(ConfigError, match="they need overlap=True"):

@@ -1,4 +1,4 @@
-"""Parameter servers on one host: in shared memory, where whoever completes a version makes it, and Hogwild."""
+"""Parameter servers in shared memory, where the worker that completes a version makes it, and Hogwild."""
 
 import threading
 from typing import Any
@@ -60,7 +60,7 @@ def train(world: World, strategy: ParameterServer, steps: list[int]) -> dict[str
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_all_end_with_the_same_and_nothing_is_lost(rule: Any) -> None:
+def test_all_end_with_the_same_and_no_update_is_lost(rule: Any) -> None:
     steps = [12, 9, 12]  # One is done before the others.
     found = run_ok(train, ParameterServer(rule, bucket_bytes=200), steps, size=3, transport="shared_memory")
     applied = [(shard, worker, clock) for each in found for shard, _, worker, clock in each["applied"]]
@@ -72,7 +72,7 @@ def test_all_end_with_the_same_and_nothing_is_lost(rule: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", [BSP(), SSP(1), SSP(3)], ids=str)
-def test_no_read_misses_what_it_must_hold(rule: Any) -> None:
+def test_reads_contain_all_updates_within_the_bound(rule: Any) -> None:
     found = run_ok(train, ParameterServer(rule, bucket_bytes=200), [15] * 4, size=4, transport="shared_memory")
     made = {(shard, w, clock): version for each in found for shard, version, w, clock in each["applied"]}
     reads = [read for each in found for read in each["reads"]]
@@ -85,7 +85,7 @@ def test_no_read_misses_what_it_must_hold(rule: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", [SoftSync(2), Async(locks=True), Async()], ids=str)
-def test_reads_hold_all_of_ones_own(rule: Any) -> None:
+def test_reads_contain_all_updates_of_the_reader(rule: Any) -> None:
     found = run_ok(train, ParameterServer(rule, bucket_bytes=200), [15] * 3, size=3, transport="shared_memory")
     made = {(shard, w, clock): version for each in found for shard, version, w, clock in each["applied"]}
     for worker, each in enumerate(found):
@@ -93,7 +93,7 @@ def test_reads_hold_all_of_ones_own(rule: Any) -> None:
             assert all(made[shard, worker, earlier] < version for earlier in range(clock))
 
 
-def test_hogwild_shares_what_the_optimiser_remembers() -> None:
+def test_hogwild_shares_the_optimisers_state() -> None:
     def work(world: World) -> Any:
         model, optimizer, job = start(world, ParameterServer(Async()))
         go(model, optimizer, world.rank, 10)
@@ -108,7 +108,7 @@ def test_hogwild_shares_what_the_optimiser_remembers() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_consensus_away_and_states(rule: Any) -> None:
+def test_consensus_leave_join_and_checkpoints(rule: Any) -> None:
     def work(world: World) -> Any:
         model, optimizer, job = start(world, ParameterServer(rule))
         go(model, optimizer, world.rank, 5)
@@ -141,8 +141,8 @@ def test_consensus_away_and_states(rule: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", [BSP(), SSP(2), SoftSync(2)], ids=str)
-def test_coming_back_takes_no_step_unclipped(rule: Any) -> None:
-    """Who comes back finds steps that are due, of shards that are stepped together."""
+def test_joining_takes_no_step_unclipped(rule: Any) -> None:
+    """A worker that joins finds due steps of shards that are stepped jointly."""
 
     def work(world: World) -> float:
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))

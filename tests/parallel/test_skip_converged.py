@@ -1,4 +1,4 @@
-"""Parameters that have stopped moving are left out of the exchange, on all ranks alike, and come back."""
+"""`skip_converged`: parameters that have stopped moving are skipped on all ranks, and exchanged again later."""
 
 from typing import Any
 
@@ -104,7 +104,7 @@ def test_a_layer_that_stands_still_is_left_out_and_comes_back(transport: str) ->
 
 
 def resume(world: World, stop: int) -> list[Tensor]:
-    """As `train`, with everything saved and made anew after some steps."""
+    """Do what `train` does, with everything saved and restored after some steps."""
     model, optimizer = make()
     job = distribute(model, optimizer, SKIP, world=world)
     for step, (x, y) in enumerate(batches(world.rank)):
@@ -132,7 +132,7 @@ def test_it_goes_on_from_a_checkpoint() -> None:
 
 
 def test_all_may_be_left_out() -> None:
-    """With a rate of 0 nothing moves, and nothing but weights and that it is so is said."""
+    """With a learning rate of 0 nothing moves, and only weights and decisions are sent."""
 
     def work(world: World) -> list[float]:
         model, optimizer = make()

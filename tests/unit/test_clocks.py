@@ -1,4 +1,4 @@
-"""Clocks of ranks on different hosts are compared."""
+"""Clock offsets between ranks on different hosts."""
 
 import pytest
 

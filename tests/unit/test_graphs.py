@@ -1,4 +1,4 @@
-"""Graphs of ranks: how they mix, how fast that brings ranks together, and what is refused."""
+"""Graphs of ranks: mixing matrices, spectral gaps, and invalid graphs."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def connected(draw: st.DrawFn) -> Graph:
 
 
 @given(connected())
-def test_own_graphs_are_doubly_stochastic(graph: Graph) -> None:
+def test_custom_graphs_are_doubly_stochastic(graph: Graph) -> None:
     matrix = graph.mixing(0)
     assert (matrix >= -1e-15).all()
     np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-14)
@@ -74,7 +74,7 @@ def test_a_torus_of_a_prime_is_a_ring() -> None:
     assert all(len(torus(36).neighbours(rank)) == 4 for rank in range(36))
 
 
-def test_parts_are_listed() -> None:
+def test_components_are_listed() -> None:
     apart = Graph(6, ((0, 1), (1, 2), (3, 4)))
     for make in (Gossip, lambda graph: PeerUpdates(graph=graph)):
         with pytest.raises(ConfigError, match=r"\{0, 1, 2\}, \{3, 4\}, \{5\}; add edges"):
@@ -103,7 +103,7 @@ def test_parts_are_listed() -> None:
         (lambda: parse("gossip+onebit"), ("whole parameters", "peers+onebit")),
     ],
 )
-def test_what_is_refused(make, says) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_graphs_are_refused(make, says) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError) as refused:
         make()
     for part in says:
@@ -122,7 +122,7 @@ def test_what_is_refused(make, says) -> None:  # type: ignore[no-untyped-def]
         ("gossip:graph=0>1/1>2/2>0", Gossip(Graph(3, ((0, 1), (1, 2), (2, 0)), directed=True))),
     ],
 )
-def test_texts_there_and_back(text: str, strategy: Gossip | PeerUpdates) -> None:
+def test_texts_round_trip(text: str, strategy: Gossip | PeerUpdates) -> None:
     assert parse(text) == strategy
     assert str(strategy) == text
     assert hash(parse(text)) == hash(strategy)

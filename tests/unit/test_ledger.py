@@ -1,4 +1,4 @@
-"""The ledger of parameter servers: what is applied when, and who may read, in every order of events."""
+"""The ledger of a shard: which updates make a version, and who may read it, in every order of events."""
 
 from dataclasses import dataclass, field
 
@@ -54,7 +54,7 @@ class World:
         worker = self.workers[number]
         if number not in self.members or worker.wanted is not None:
             return
-        self.check_what_is_read(number)
+        self.check_read(number)
         self.sent.append(update(number, worker.version))
         self.ledger.push(self.sent[-1])
         assert self.sent[-1].clock == worker.clock
@@ -107,7 +107,7 @@ class World:
             assert self.ledger.version > before
             assert {each.worker for each in due} >= self.members, "somebody who is here was not waited for"
 
-    def check_what_is_read(self, number: int) -> None:
+    def check_read(self, number: int) -> None:
         """The promise of the rule, for a worker that computes from what it has read."""
         worker = self.workers[number]
         if self.rule.bound is None:
@@ -136,7 +136,7 @@ class World:
             assert missing, "waits though everybody has sent"
             assert self.ledger.version < wanted
 
-    def check_someone_can_go_on(self) -> None:
+    def check_progress_is_possible(self) -> None:
         assert not self.members or any(self.workers[number].wanted is None for number in self.members)
 
 
@@ -153,7 +153,7 @@ def test_every_order_of_events(rule: Consistency, num_workers: int, events: list
             world.abandoned.update(id(each) for each in gone)
         getattr(world, what)(number)
         world.settle()
-        world.check_someone_can_go_on()
+        world.check_progress_is_possible()
         if rule.bound is not None:
             clocks = [world.workers[number].clock for number in world.members]
             assert not clocks or max(clocks) - min(clocks) <= rule.bound + 1  # One waits, the other is about to send.
@@ -166,7 +166,7 @@ def test_every_order_of_events(rule: Consistency, num_workers: int, events: list
 @every_rule
 @settings(max_examples=20)
 @given(events=st.lists(st.integers(0, 2), min_size=30, max_size=60))
-def test_everybody_ends_at_the_same_version(rule: Consistency, events: list[int]) -> None:
+def test_all_workers_end_at_the_same_version(rule: Consistency, events: list[int]) -> None:
     """Three workers, in any order, until each has taken four steps."""
     world = World(rule, 3)
     for number in [*events, *([0, 1, 2] * 12)]:
@@ -184,7 +184,7 @@ def test_everybody_ends_at_the_same_version(rule: Consistency, events: list[int]
         assert 12 / rule.quorum <= world.ledger.version <= 12
 
 
-def test_a_quorum_shrinks_with_those_who_are_left() -> None:
+def test_a_quorum_shrinks_with_the_number_of_workers() -> None:
     members = {0, 1, 2, 3}
     ledger = Ledger(SoftSync(3), members)
     ledger.push(update(0))
@@ -206,7 +206,7 @@ def test_a_quorum_shrinks_with_those_who_are_left() -> None:
     assert ledger.version == 2
 
 
-def test_a_step_is_of_those_who_came_first() -> None:
+def test_a_version_is_made_of_the_first_updates() -> None:
     ledger = Ledger(SoftSync(2), {0, 1, 2})
     for worker in (2, 1, 0):
         ledger.push(update(worker))
@@ -214,7 +214,7 @@ def test_a_step_is_of_those_who_came_first() -> None:
     assert not ledger.take_due()
 
 
-def test_who_has_left_counts_no_more_but_what_it_sent_does() -> None:
+def test_updates_of_a_worker_that_left_still_count() -> None:
     members = {0, 1}
     ledger = Ledger(SSP(2), members)
     for _ in range(3):
@@ -267,4 +267,4 @@ def test_the_checks_would_notice_a_bound_that_is_one_too_large() -> None:
             assert world.workers[0].wanted == 1
         else:
             with pytest.raises(AssertionError):
-                world.check_what_is_read(0)
+                world.check_read(0)

@@ -70,7 +70,7 @@ def check_tiles(buckets: list[Bucket], shards: list[ParameterShard], num_servers
                     segment.stop - segment.start == bucket.slots[segment.slot_index].tensor.numel()
                 )
         assert (times[: len(times) - len(bucket.slots)] == 1).all()
-        assert not times[len(times) - len(bucket.slots) :].any(), "marks travel in heads"
+        assert not times[len(times) - len(bucket.slots) :].any(), "flags travel in headers"
         assert all((each == 1).all() for each in elements)
 
 
@@ -124,7 +124,9 @@ def check_groups(shard: ParameterShard) -> None:
 
 
 @given(shapes=shapes, num_servers=st.integers(1, 9))
-def test_elementwise_shards_are_within_a_group_of_equal(shapes: list[tuple[int, ...]], num_servers: int) -> None:
+def test_elementwise_shards_have_equal_sizes_up_to_a_scale_group(
+    shapes: list[tuple[int, ...]], num_servers: int
+) -> None:
     (bucket,) = buckets_of([torch.zeros(shape) for shape in shapes])
     parts = [
         shard.numel
@@ -152,7 +154,7 @@ def test_parameters_that_stay_whole_are_spread_as_well_as_they_can_be() -> None:
     assert sorted(shard.server for shard in shards) == [0, 1]
 
 
-def test_a_tiny_model_is_not_cut_and_some_servers_hold_nothing() -> None:
+def test_a_tiny_model_is_one_shard() -> None:
     (bucket,) = buckets_of([torch.zeros(3), torch.zeros(2, 2)])
     (shard,) = cut_into_shards([bucket], 8, False, False)
     assert [segment.slot_index for segment in shard.segments] == [0, 1]
@@ -175,7 +177,7 @@ def parameter() -> Tensor:
     ],
     ids=lambda optimizer: type(optimizer).__name__,
 )
-def test_options_come_back_as_they_were(optimizer: optim.Optimizer) -> None:
+def test_options_round_trip(optimizer: optim.Optimizer) -> None:
     options = OptimizerOptions(optimizer)
     wanted = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     blank = copy.deepcopy(wanted)
@@ -223,7 +225,7 @@ def test_lbfgs_and_closures_are_refused() -> None:
     reject_closure(optim.SGD([parameter()]), (None, None), {"closure": None})
 
 
-# Operation
+# Optimiser steps
 
 
 class Custom(optim.SGD):

@@ -15,7 +15,7 @@ import tutti
 from support import run_ok
 from tutti.errors import ConfigError
 from tutti.plan import LayerProfile, Profile
-from tutti.plan.profile import timeline
+from tutti.plan.profile import layer_timer
 from tutti.plan.profile.clock import WallClock
 
 
@@ -117,13 +117,13 @@ def test_functions_between_layers_are_no_layers_time(time: Time) -> None:
 
 
 def test_hooks_cost_nothing(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = timeline.tree_leaves
+    honest = layer_timer.tree_leaves
 
     def slow(value: Any) -> list[Any]:
         time.spend(100)
         return honest(value)
 
-    monkeypatch.setattr(timeline, "tree_leaves", slow)
+    monkeypatch.setattr(layer_timer, "tree_leaves", slow)
     found = tutti.profile(nn.Sequential(Takes(time, 1), Takes(time, 2)), torch.ones(4, 2))
     assert times(found) == {"0": (1, 10), "1": (2, 20)}
     assert [each.ready_s for each in found.gradients] == pytest.approx([20, 30])

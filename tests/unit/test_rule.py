@@ -1,4 +1,4 @@
-"""Poseidon's rule: the published one on the published shapes, and the one that knows the link."""
+"""The choice of methods in Poseidon: SACP on the shapes of the paper, and the rule that knows the link."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_bytes_of_a_worker() -> None:
 
 
 def test_the_link_decides() -> None:
-    """Factors pay where bytes are dear; where they cost nothing, the products are not worth their operations."""
+    """Factors are chosen on slow links. On fast ones their products cost more than the bytes they save."""
     shape = LayerShape("fc", 1024, 1024, 64)
 
     def method(rate: str, rows: int = 64) -> str:

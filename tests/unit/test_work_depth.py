@@ -8,13 +8,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.errors import ConfigError
-from tutti.plan.profile.work_depth import NOTHING, OPERATORS, Operator, WorkDepth, operator
+from tutti.plan.profile.work_depth import NO_WORK, WORK_COUNTERS, LayerWork, WorkDepth, layer_work
 
 
-def of(module: nn.Module, *inputs: torch.Tensor) -> Operator:
+def of(module: nn.Module, *inputs: torch.Tensor) -> LayerWork:
     output = module(*inputs)
     outputs = [output] if isinstance(output, torch.Tensor) else [leaf for leaf in output if leaf is not None]
-    return operator(module, inputs, outputs)
+    return layer_work(module, inputs, outputs)
 
 
 def test_fully_connected() -> None:
@@ -63,7 +63,7 @@ def test_products_agree_with_torchs_own_count(module: nn.Module, shape: tuple[in
         output = module(x)
         forward = counter.get_total_flops()
         output.sum().backward()
-    found = operator(module, [x], [output])
+    found = layer_work(module, [x], [output])
     assert 2 * found.output.work == forward, "torch counts a multiplication and its addition as two"
     assert 2 * found.needed(True, True).work == counter.get_total_flops()
 
@@ -71,14 +71,14 @@ def test_products_agree_with_torchs_own_count(module: nn.Module, shape: tuple[in
 def test_activation_and_view() -> None:
     assert of(nn.ReLU(), torch.zeros(4, 5)).output == (20, 1)
     assert of(nn.ReLU(), torch.zeros(4, 5)).by_input == (20, 1)
-    assert of(nn.Flatten(), torch.zeros(4, 5, 6)) == (NOTHING, NOTHING, NOTHING)
+    assert of(nn.Flatten(), torch.zeros(4, 5, 6)) == (NO_WORK, NO_WORK, NO_WORK)
 
 
 @pytest.mark.parametrize("module", [nn.MaxPool2d(4), nn.AvgPool2d((4, 4)), nn.AdaptiveAvgPool2d(4)])
 def test_pooling(module: nn.Module) -> None:
     found = of(module, torch.zeros(2, 3, 16, 16))
     assert found.output == (2 * 3 * 16 * 16, 4), "log2 of the window's width and height"
-    assert found.by_weights == NOTHING
+    assert found.by_weights == NO_WORK
     assert found.by_input == (2 * 3 * 16 * 16, 1)
 
 
@@ -96,7 +96,7 @@ def test_norms() -> None:
 
 def test_embedding_has_no_gradient_by_its_input() -> None:
     found = of(nn.Embedding(100, 8), torch.zeros(4, 16, dtype=torch.int64))
-    assert found == ((4 * 16 * 8, 1), (4 * 16 * 8, 1 + 6), NOTHING)
+    assert found == ((4 * 16 * 8, 1), (4 * 16 * 8, 1 + 6), NO_WORK)
 
 
 def test_a_recurrent_layers_depth_grows_with_length_and_a_dense_ones_does_not() -> None:
@@ -148,8 +148,8 @@ def test_unknown_layers_are_elementwise_and_derived_ones_like_their_base() -> No
 
     assert of(Odd(), torch.zeros(3, 4)) == of(nn.ReLU(), torch.zeros(3, 4))
     assert of(Wide(4, 4), torch.zeros(3, 4)) == of(nn.Linear(4, 4), torch.zeros(3, 4))
-    assert Odd not in OPERATORS
-    assert Wide not in OPERATORS
+    assert Odd not in WORK_COUNTERS
+    assert Wide not in WORK_COUNTERS
 
 
 def test_brents_bounds() -> None:
@@ -160,4 +160,4 @@ def test_brents_bounds() -> None:
     assert cost.bounds(10**6) == (10, pytest.approx(10.001)), "never below the longest chain"
     with pytest.raises(ConfigError, match="1 processor or more, got 0"):
         cost.bounds(0)
-    assert NOTHING.parallelism == 0
+    assert NO_WORK.parallelism == 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tutti.errors import ConfigError, UnknownName
-from tutti.plan.profile.problem import Loss
+from tutti.plan.profile.training_pass import Loss
 from tutti.recipes import Recipe, recipe
 from tutti.recipes.factory import call_factory, describe
 from tutti.replica.samples import num_rows

@@ -2,7 +2,8 @@
 
 Indices are in ascending order. Each is stored as its gap: the number of elements between it and the index before it.
 Large values cluster in some rows and columns, so most gaps are short and a few are long, which this code suits: a gap g
-takes about 2 log₂(g / 2^order) + order bits. The order is chosen for each packet. docs/codecs.md compares other codes.
+takes about 2 log₂(1 + g / 2^order) + order + 1 bits. The order is chosen for each packet. docs/codecs.md compares other
+codes.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The links that ranks have, measured between them."""
+"""`measure_network`: measure the links between a transport's ranks, and describe them as a cluster."""
 
 import statistics
 from typing import Any
@@ -11,19 +11,24 @@ from tutti.plan.quick_link import quick_link
 from tutti.transports import AllReduces, HostsTransport, Transport
 
 _ROUNDS = 30
+"""Repetitions of a measurement; the median is used."""
 
 _TYPICAL = ("ring", "tree", "butterfly", "recursive_doubling")
-"""What a message's latency is taken from: in collectives ranks wait for each other, and may share cores."""
+"""Collectives from which the latency of a message is derived. In a collective ranks wait for each other and may share
+cores, so that a latency is longer there than between two ranks that do nothing else."""
 
 _SMALL, _LARGE = 2**10, 2**20
-"""Bytes of sums in memory."""
+"""Sizes in bytes of the sums by which shared memory is measured."""
 
 
 def measure_network(transport: Transport, quickly: bool = False) -> dict[str, Any]:
-    """The links between hosts and within one, as far as there are any; the same on every rank. Collective.
+    """Measure the links between hosts and within a host, as far as there are any. Collective.
 
-    `quickly` takes half a second, or where latencies are long a few dozen of them (`quick_link`): the rate is then that
-    of a ring, and not the slowest link's of all pairs.
+    Returns the same on every rank: "links" with "link" and "within" as (bits per second, seconds), "hosts" and "size".
+
+    Args:
+        quickly: take half a second, or a few dozen latencies where they are long (`quick_link`). The rate is then that
+            of a ring, not that of the slowest pair.
     """
     links = {}
     if transport.size > 1 and len(set(transport.hosts)) == 1:
@@ -33,26 +38,26 @@ def measure_network(transport: Transport, quickly: bool = False) -> dict[str, An
         links |= {"link": _link(transport.across, quickly)} if transport.across is not None else {}
     elif transport.size > 1:
         links["link"] = _link(transport, quickly)
-    if "within" in links:  # Rank 0 is the first of its host: it knows both. Else all know the same.
+    if "within" in links:  # Hosts measured their own memory: take rank 0's, which has both links.
         links = all_gather_json(links, transport)[0]
     return {"links": links, "hosts": len(set(transport.hosts)), "size": transport.size}
 
 
-def cluster_with(found: dict[str, Any], name: str, **more: Any) -> Cluster:
-    """The cluster that what `measure_network` found describes.
+def cluster_with(measured: dict[str, Any], name: str, **more: Any) -> Cluster:
+    """Return the cluster that the result of `measure_network` describes.
 
-    More workers would get more hosts of this kind; but where only memory was measured, they would share it.
+    More workers get more hosts of the same kind; if there was one host, they share it.
     """
-    hosts = found["hosts"]
-    links: dict[str, Any] = {kind: Link(*link) for kind, link in found["links"].items()}
-    each = -(-found["size"] // hosts) if hosts > 1 else None
-    return Cluster(name=name, hosts=1 if hosts == 1 else None, ranks_per_host=each, **links, **more)
+    hosts = measured["hosts"]
+    links: dict[str, Any] = {kind: Link(*link) for kind, link in measured["links"].items()}
+    ranks_per_host = -(-measured["size"] // hosts) if hosts > 1 else None
+    return Cluster(name=name, hosts=1 if hosts == 1 else None, ranks_per_host=ranks_per_host, **links, **more)
 
 
 def _link(transport: Transport, quickly: bool) -> tuple[float, float]:
-    """Rate by long messages, to and fro or round a ring; latency by collectives of short ones."""
+    """Return bits per second, from long messages, and latency in seconds, from collectives of short ones."""
     if transport.size == 1:
-        return 1e11, 0.0  # The only one of its host: of no consequence.
+        return 1e11, 0.0  # One rank uses no link: any value will do.
     if quickly:
         return quick_link(transport)
     rate, latencies = measure_links(transport).link.bits_per_s, []
@@ -63,7 +68,7 @@ def _link(transport: Transport, quickly: bool) -> tuple[float, float]:
 
 
 def _seconds(collective: Collective, numel: int, transport: Transport) -> float:
-    """The median of sums of so many numbers, rank 0's, on every rank."""
+    """Return rank 0's median seconds of an all-reduce of `numel` numbers, on every rank."""
     tensor, times = torch.zeros(numel, device="cpu"), []
     for _ in range(_ROUNDS):
         start_s = transport.now()
@@ -73,7 +78,7 @@ def _seconds(collective: Collective, numel: int, transport: Transport) -> float:
 
 
 def _memory(transport: Transport, quickly: bool) -> tuple[float, float]:
-    """The link of which a sum in memory takes two latencies, and twice the bytes."""
+    """Return the link for which the formula of a sum in shared memory gives the measured times."""
     if not isinstance(transport, AllReduces):
         return _link(transport, quickly)
     medians = []

@@ -1,4 +1,9 @@
-"""Ways of keeping replicas together."""
+"""Strategies: how replicas are synchronised. One folder or file per family; the contract is in `base`.
+
+Each strategy says itself whether it is exact and synchronous, what it costs, which settings the planner should compare,
+and what it reports. To add one, write its file and add its line to `STRATEGIES` in `parse`, or offer it from another
+package by an entry point of the group `tutti.strategies`.
+"""
 
 from tutti.strategies.allreduce import AllReduce
 from tutti.strategies.averaging import Averaging, BlockMomentum, DiLoCo

@@ -168,6 +168,11 @@ class Strategy(ABC):
         return self.synchronous
 
     @property
+    def steps_per_exchange(self) -> int | None:
+        """Number of steps from one exchange to the next; None if it depends on time."""
+        return 1
+
+    @property
     def needs_whole_model(self) -> bool:
         """Whether each rank must hold the whole model, so that it cannot be split by tensor or pipeline parallelism."""
         return False

@@ -22,7 +22,7 @@ from tutti.plan import Plan, Prediction, Profile, plan
 from tutti.plan.mesh import ModelParts, plan_meshes
 from tutti.plan.network import measure_network
 from tutti.plan.profile import profile as profile_model
-from tutti.plan.profile.problem import Problem
+from tutti.plan.profile.training_pass import TrainingPass
 from tutti.plan.scaling import Profiles, sharing_cores, worker_profile
 from tutti.recipes import recipe
 from tutti.recipes.training import TrainingConfig
@@ -182,7 +182,7 @@ def _show_layers(request: PlanRequest, planned: _Planned, console: Console) -> l
 
 def _show_meshes(request: PlanRequest, planned: _Planned, console: Console) -> dict[str, Any]:
     loaded = load_model(request.model, request.options, request.batch, request.input_shape)
-    args = Problem.of(loaded.model, loaded.batch, loaded.loss).args
+    args = TrainingPass.from_batch(loaded.model, loaded.batch, loaded.loss).args
     parts = ModelParts(loaded.model, args if len(args) > 1 else args[0])
     total = request.global_batch or request.workers * planned.profile.num_samples
     mesh_plan = plan_meshes(

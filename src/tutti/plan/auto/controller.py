@@ -29,7 +29,6 @@ from tutti.plan.auto.step_recorder import factorable_layers
 from tutti.plan.prediction import Prediction
 from tutti.replica import HookedReplica
 from tutti.strategies import Exchange, Strategy
-from tutti.strategies.averaging.strategy import Blocks
 from tutti.transports import Transport
 
 TRIAL_STEPS = 12
@@ -135,7 +134,7 @@ class PlanController:
     def _judge(self, strategy: Strategy, previous: Prediction) -> None:
         """End a trial: back to the previous strategy if it was faster. Collective."""
         # A block's exchange is in one of many steps: only the mean counts it.
-        average = statistics.fmean if isinstance(strategy, Blocks) else statistics.median
+        average = statistics.median if strategy.steps_per_exchange == 1 else statistics.fmean
         # The first two steps may still allocate and connect.
         measured_s = max(all_gather_json(average(self._step_times[2:]), self._transport))
         self._previous = None
@@ -177,5 +176,4 @@ class PlanController:
 
 def _trial_steps(strategy: Strategy) -> int:
     """Return the number of steps after which a strategy on trial is judged: two blocks, where it has blocks."""
-    every = getattr(strategy, "every", 1)
-    return min(CHECK_EVERY, max(TRIAL_STEPS, 2 * every + 2 if isinstance(every, int) else TRIAL_STEPS))
+    return min(CHECK_EVERY, max(TRIAL_STEPS, 2 * (strategy.steps_per_exchange or 1) + 2))

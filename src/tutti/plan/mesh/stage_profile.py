@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tutti.cost import Gradient
 from tutti.plan.mesh.dry_run import TracedCollective
-from tutti.plan.profile.memory import kept_bytes, most_bytes, storage_bytes
+from tutti.plan.profile.memory import kept_bytes, peak_bytes, storage_bytes
 
 Clock = Callable[[], float]
 
@@ -63,7 +63,7 @@ def profile_stage(
     device = next((tensor.device for tensor in resident), torch.device("cpu"))
     runner.drop_gradients()
     kept = kept_bytes(runner.forward, resident, device)
-    peak = most_bytes(lambda: runner.backward(runner.forward()), resident, device)
+    peak = peak_bytes(lambda: runner.backward(runner.forward()), resident, device)
     runner.drop_gradients()
     parameter_bytes = sum(tensor.nbytes for tensor in [*stage.parameters(), *stage.buffers()])
     input_bytes = storage_bytes(value for value in runner.values if isinstance(value, Tensor))

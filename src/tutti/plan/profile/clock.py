@@ -1,4 +1,4 @@
-"""When something happened: on the processor, or on a GPU that works behind it."""
+"""Clocks: when something happened on the CPU, or on a GPU that runs behind it."""
 
 import time
 from abc import ABC, abstractmethod
@@ -7,27 +7,27 @@ from typing import Any
 import torch
 
 Moment = Any
-"""What a clock's `now` returns; only that clock can read it."""
+"""What `Clock.now` returns; only the same clock can interpret it."""
 
 
 class Clock(ABC):
-    """Notes moments quickly, and says afterwards how far apart they were."""
+    """Records moments without waiting, and tells afterwards how far apart they were."""
 
     @abstractmethod
     def now(self) -> Moment:
-        """The moment at which all that was asked for so far is done."""
+        """Return the moment at which all work submitted so far is done."""
 
     @abstractmethod
     def seconds(self, earlier: Moment, later: Moment) -> float:
-        """Between two moments, once `settle` was called."""
+        """Return the seconds between two moments, after `settle`."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until all that was asked for is done."""
+        """Wait until all submitted work is done."""
 
 
 class WallClock(Clock):
-    """Of a processor: what was asked for is done when the call returns."""
+    """The clock of the CPU, on which work is done when its call returns."""
 
     def now(self) -> Moment:
         return time.perf_counter()
@@ -40,7 +40,7 @@ class WallClock(Clock):
 
 
 class CudaClock(Clock):
-    """Of a GPU: moments are events among its kernels, so that to note one makes nothing wait."""
+    """The clock of a GPU: moments are events on its stream, so recording one does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,5 +58,5 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock that a device's computations go by."""
+    """Return the clock for computations on a device."""
     return CudaClock(device) if device.type == "cuda" else WallClock()

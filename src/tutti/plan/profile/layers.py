@@ -1,4 +1,4 @@
-"""What a model is made of: which modules compute by themselves, what they are given, and whose gradients are theirs."""
+"""The layers of a model: modules that compute something themselves, with their sizes, work and gradients."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,24 +9,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tutti.errors import ConfigError
-from tutti.plan.profile.problem import Problem
-from tutti.plan.profile.work_depth import NOTHING, WorkDepth, known, operator
+from tutti.plan.profile.training_pass import TrainingPass
+from tutti.plan.profile.work_depth import NO_WORK, WorkDepth, counter_for, layer_work
 from tutti.replica.factors import factorable
 
 
 @dataclass
 class Layer:
-    """A module that was called: once or several times, over which sizes and costs add up."""
+    """A module that was called. Sizes and work add up over its calls."""
 
     name: str
     module: nn.Module
     factored: bool = False
-    """Whether its gradient can travel as factors, if ranks exchange them."""
+    """Whether its gradient can be sent as factors."""
     activation_bytes: int = 0
     rows: int | None = None
-    cost: WorkDepth = NOTHING
+    cost: WorkDepth = NO_WORK
     gradients: dict[str, nn.Parameter] = field(default_factory=dict)
-    """The parameters that are its own, as far as they got a gradient, by name in the model."""
+    """Its own parameters that got a gradient, by name in the model."""
 
     @property
     def kind(self) -> str:
@@ -34,17 +34,18 @@ class Layer:
 
     @property
     def computes(self) -> bool:
-        """By itself, and not only by what is in it."""
+        """Whether it computes something itself, and not only through the modules inside it."""
         own = self.gradients or any(p is not None for p in self.module._parameters.values())
-        # What has a module for its weight, as under weight_norm, is still what it was.
-        return bool(own) or known(self.module) is not None or not any(self.module.children())
+        # A layer whose weight is a module, as under weight_norm, is still a layer.
+        return bool(own) or counter_for(self.module) is not None or not any(self.module.children())
 
     def __str__(self) -> str:
         return f"'{self.name}' ({self.kind})" if self.name else self.kind
 
     def called(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Add one call."""
         trained = any(p.requires_grad for p in self.module.parameters())
-        needed = operator(self.module, inputs, outputs).needed(trained, any(x.requires_grad for x in inputs))
+        needed = layer_work(self.module, inputs, outputs).needed(trained, any(x.requires_grad for x in inputs))
         self.cost = self.cost.after(needed)
         self.activation_bytes += sum(map(num_bytes, outputs))
         if outputs and self.factored:
@@ -52,33 +53,34 @@ class Layer:
 
 
 def num_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
-def examine(problem: Problem) -> list[Layer]:
-    """The model's layers in the order of forward, found by going forward and backward once.
+def find_layers(training_pass: TrainingPass) -> list[Layer]:
+    """Return the model's layers in the order of forward, found by one forward and one backward pass.
 
     A layer is a module without others in it, one that has parameters of its own, or one of a known kind.
     Parameters belong to the module that has them; if only something around that is called, as in
-    nn.MultiheadAttention, to the nearest such module.
+    nn.MultiheadAttention, to the nearest such module around it.
     """
-    model = problem.model
-    with _watched(model) as (called, inside):
-        loss = _forward(problem, inside)
+    model = training_pass.model
+    with _recorded_calls(model) as (called, inside):
+        loss = _forward(training_pass, inside)
     try:
         loss.backward()
     except Exception as error:
         raise ConfigError(f"the model fails in backward: {type(error).__name__}: {error}.") from error
-    homes = _homes(model, called)
+    owners = _owners(model, called)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            homes[parameter].gradients[name] = parameter
+            owners[parameter].gradients[name] = parameter
     return [layer for layer in called.values() if layer.computes]
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Layer], list[Layer]]]:
-    """What was called, in order, and what is being called, from outside in."""
+def _recorded_calls(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Layer], list[Layer]]]:
+    """Yield the modules that were called, in order, and the stack of those that are being called."""
     called: dict[nn.Module, Layer] = {}
     inside: list[Layer] = []
     names = {module: name for name, module in model.named_modules()}
@@ -90,8 +92,8 @@ def _watched(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Layer], list[La
     def ends(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inside.pop().called(tensors_in((args, kwargs)), tensors_in(output))
 
-    handles = [each.register_forward_pre_hook(begins, with_kwargs=True) for each in names]
-    handles += [each.register_forward_hook(ends, with_kwargs=True) for each in names]
+    handles = [module.register_forward_pre_hook(begins, with_kwargs=True) for module in names]
+    handles += [module.register_forward_hook(ends, with_kwargs=True) for module in names]
     try:
         yield called, inside
     finally:
@@ -99,17 +101,17 @@ def _watched(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Layer], list[La
             handle.remove()
 
 
-def _forward(problem: Problem, inside: list[Layer]) -> Tensor:
-    """The loss; what goes wrong is said with where it did."""
+def _forward(training_pass: TrainingPass, inside: list[Layer]) -> Tensor:
+    """Return the loss; errors name the layer in which they occurred."""
     try:
-        output = problem.output()
+        output = training_pass.output()
     except Exception as error:
         where = f"in {inside[-1]}" if inside else "before its first layer"
         raise ConfigError(
             f"the model fails in forward, {where}: {type(error).__name__}: {error}. Give it a batch as in training."
         ) from error
     try:
-        loss = problem.judge(output)
+        loss = training_pass.compute_loss(output)
     except ConfigError:
         raise
     except Exception as error:
@@ -120,8 +122,8 @@ def _forward(problem: Problem, inside: list[Layer]) -> Tensor:
     return loss
 
 
-def _homes(model: nn.Module, called: dict[nn.Module, Layer]) -> dict[nn.Parameter, Layer]:
-    """The layer each parameter belongs to; of several that share it, the first that is called itself."""
+def _owners(model: nn.Module, called: dict[nn.Module, Layer]) -> dict[nn.Parameter, Layer]:
+    """Return the layer that each parameter belongs to; of several that share it, the first that was called."""
     modules = dict(model.named_modules(remove_duplicate=False))
     nearest: dict[nn.Parameter, tuple[int, Layer]] = {}
     for path, module in modules.items():
@@ -135,5 +137,5 @@ def _homes(model: nn.Module, called: dict[nn.Module, Layer]) -> dict[nn.Paramete
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a nest of containers."""
+    """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,4 +1,4 @@
-"""How much memory a computation uses at most, beyond what was in use before."""
+"""Peak memory of a computation, beyond what was in use before."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,31 +12,31 @@ from torch.utils._pytree import tree_leaves
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def most_bytes(compute: Callable[[], Any], there: Iterable[Tensor], device: torch.device) -> int:
-    """In use at once while `compute` runs, besides what is `there`.
+def peak_bytes(compute: Callable[[], Any], resident: Iterable[Tensor], device: torch.device) -> int:
+    """Return the peak bytes in use while `compute` runs, without the tensors `resident` before.
 
-    On a GPU as the allocator counts; else by the tensors that operations return, for as long as they are kept.
+    On a GPU the allocator counts; on a CPU, the storages of tensors that operations return, while they are alive.
     """
     if device.type == "cuda":
         return _on_gpu(compute, device)
-    count = _Count(there)
+    count = _AllocationCounter(resident)
     with count:
         compute()
-    return count.most
+    return count.peak
 
 
-def kept_bytes(compute: Callable[[], Any], there: Iterable[Tensor], device: torch.device) -> int:
-    """In use because of what `compute` has returned, besides what is `there`."""
+def kept_bytes(compute: Callable[[], Any], resident: Iterable[Tensor], device: torch.device) -> int:
+    """Return the bytes that the result of `compute` keeps alive, without the tensors `resident` before."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         kept = compute()
         found = torch.cuda.memory_allocated(device) - before
         del kept
         return found
-    count = _Count(there)
+    count = _AllocationCounter(resident)
     with count:
         kept = compute()
-    found = count.now
+    found = count.current
     del kept
     return found
 
@@ -50,37 +50,37 @@ def _on_gpu(compute: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-class _Count(TorchDispatchMode):
-    """Sees every tensor that an operation returns, and when its memory is given back."""
+class _AllocationCounter(TorchDispatchMode):
+    """Counts the storage of every tensor that an operation returns, until it is freed."""
 
-    def __init__(self, there: Iterable[Tensor]) -> None:
+    def __init__(self, resident: Iterable[Tensor]) -> None:
         super().__init__()
-        self._known = set(_storages(there))
-        self.now = self.most = 0
+        self._known = set(_storages(resident))
+        self.current = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # Tensors made of others: what is done with those comes here again.
+            return NotImplemented  # A wrapper subclass: the operations on its inner tensors come here, too.
         returned = func(*args, **(kwargs or {}))
-        for place, storage in _storages(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)).items():
-            if place not in self._known:
-                self._known.add(place)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._gone, place, storage.nbytes()).atexit = False
-        self.most = max(self.most, self.now)
+        for key, storage in _storages(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)).items():
+            if key not in self._known:
+                self._known.add(key)
+                self.current += storage.nbytes()
+                weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
+        self.peak = max(self.peak, self.current)
         return returned
 
-    def _gone(self, place: int, num_bytes: int) -> None:
-        self._known.discard(place)
-        self.now -= num_bytes
+    def _freed(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.current -= num_bytes
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of tensors some of which may be views of others, or given twice."""
+    """Return the bytes of all storages of some tensors, each storage once, though views share it."""
     return sum(storage.nbytes() for storage in _storages(tensors).values())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """By where they are; sparse tensors have none of their own."""
+    """Return storages by identity; sparse tensors have none of their own."""
     dense = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
     return {storage._cdata: storage for storage in dense}

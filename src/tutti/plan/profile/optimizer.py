@@ -1,4 +1,4 @@
-"""An optimiser's step, on a copy: the model and the optimiser itself are left alone."""
+"""The cost of an optimiser's step, measured on a copy: the model and the optimiser are not changed."""
 
 import copy
 from dataclasses import dataclass
@@ -11,54 +11,54 @@ from torch.optim import Optimizer
 from tutti.errors import ConfigError
 from tutti.plan.profile.clock import Clock
 from tutti.plan.profile.layers import tensors_in
-from tutti.plan.profile.memory import most_bytes, storage_bytes
-from tutti.plan.profile.passes import rounds
-from tutti.plan.profile.problem import Problem
+from tutti.plan.profile.memory import peak_bytes, storage_bytes
+from tutti.plan.profile.passes import repeated
+from tutti.plan.profile.training_pass import TrainingPass
 
 
 @dataclass(frozen=True)
-class Stepping:
-    """What a step takes."""
+class OptimizerCost:
+    """Time and memory of an optimiser's step."""
 
     seconds: float = 0.0
     state_bytes: int = 0
-    """That stay from step to step."""
-    passing_bytes: int = 0
-    """That are in use only during a step, at most."""
+    """Bytes of state that stay from step to step."""
+    temporary_bytes: int = 0
+    """Peak bytes that are in use only during a step."""
 
 
-def step(problem: Problem, optimizer: Optimizer | None, clock: Clock, repeats: int) -> Stepping:
-    """Of the optimiser, given the gradients that the model has."""
+def measure_step(training_pass: TrainingPass, optimizer: Optimizer | None, clock: Clock, repeats: int) -> OptimizerCost:
+    """Measure a step of the optimiser with the gradients that the model has; nothing without an optimiser."""
     if optimizer is None:
-        return Stepping()
+        return OptimizerCost()
     trained = {p for group in optimizer.param_groups for p in group["params"]}
-    if not trained & set(problem.model.parameters()):
+    if not trained & set(training_pass.model.parameters()):
         raise ConfigError("the optimizer trains no parameter of the model. Make it from model.parameters().")
-    double = _copied(optimizer, trained)
+    twin = _copied(optimizer, trained)
 
-    def take() -> float:
+    def measure() -> float:
         clock.settle()
         start = clock.now()
-        double.step()
+        twin.step()
         end = clock.now()
         clock.settle()
         return clock.seconds(start, end)
 
     try:
-        seconds = median(rounds(take, repeats))
+        seconds = median(repeated(measure, repeats))
     except Exception as error:
         raise ConfigError(
             f"a step of {type(optimizer).__name__} fails: {type(error).__name__}: {error}. Without an optimizer, "
             "profile leaves the step out."
         ) from error
-    state = tensors_in(list(double.state.values()))
-    there = [*state, *(tensor for group in double.param_groups for p in group["params"] for tensor in (p, p.grad))]
-    passing = most_bytes(double.step, [tensor for tensor in there if tensor is not None], problem.device)
-    return Stepping(seconds, storage_bytes(state), passing)
+    state = tensors_in(list(twin.state.values()))
+    resident = [*state, *(tensor for group in twin.param_groups for p in group["params"] for tensor in (p, p.grad))]
+    temporary = peak_bytes(twin.step, [tensor for tensor in resident if tensor is not None], training_pass.device)
+    return OptimizerCost(seconds, storage_bytes(state), temporary)
 
 
 def _copied(optimizer: Optimizer, trained: set[nn.Parameter]) -> Optimizer:
-    """An optimiser in the same state, without its hooks, of copies of the parameters with the same gradients."""
+    """Return a copy of the optimiser, without its hooks, for copies of the parameters with the same gradients."""
     memo: dict[int, Any] = {}
     for parameter in trained:
         memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)

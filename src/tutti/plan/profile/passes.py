@@ -1,36 +1,36 @@
-"""Take measurements often enough, and of whole passes."""
+"""Repeated measurements, and the time of an undisturbed forward and backward pass."""
 
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from tutti.plan.profile.clock import Clock
-from tutti.plan.profile.problem import Problem
+from tutti.plan.profile.training_pass import TrainingPass
 
 T = TypeVar("T")
 
-_ENOUGH_S = 1.5
-_LEAST = 3
+_MAX_SECONDS = 1.5
+_MIN_REPEATS = 3
 
 
-def rounds(take: Callable[[], T], at_most: int) -> list[T]:
-    """Take a measurement up to so many times, or for a second and a half, but three times at least.
+def repeated(measure: Callable[[], T], at_most: int) -> list[T]:
+    """Repeat a measurement `at_most` times or for 1.5 seconds, but at least three times.
 
-    The first is left out: caches and kernels have yet to be warm.
+    One more is made first and left out: it warms up caches and kernels.
     """
-    take()
-    taken: list[T] = []
+    measure()
+    results: list[T] = []
     start_s = time.monotonic()
-    while len(taken) < _LEAST or (len(taken) < at_most and time.monotonic() - start_s < _ENOUGH_S):
-        taken.append(take())
-    return taken
+    while len(results) < _MIN_REPEATS or (len(results) < at_most and time.monotonic() - start_s < _MAX_SECONDS):
+        results.append(measure())
+    return results
 
 
-def forward_and_backward(problem: Problem, clock: Clock) -> tuple[float, float]:
-    """Seconds of each, in a pass that nothing disturbs."""
+def forward_and_backward(training_pass: TrainingPass, clock: Clock) -> tuple[float, float]:
+    """Return the seconds of forward and of backward, in passes without hooks."""
     clock.settle()
     start = clock.now()
-    loss = problem.forward()
+    loss = training_pass.forward()
     middle = clock.now()
     loss.backward()
     end = clock.now()

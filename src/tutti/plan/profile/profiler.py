@@ -1,4 +1,4 @@
-"""Measure a model's training step, and write it down as a profile."""
+"""`profile`: measure a model's training step, layer by layer."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 from tutti.cost import Gradient, LayerProfile, Profile
 from tutti.errors import ConfigError
 from tutti.plan.profile.clock import Clock, clock_of
-from tutti.plan.profile.layers import Layer, examine, num_bytes, tensors_in
-from tutti.plan.profile.memory import most_bytes, storage_bytes
-from tutti.plan.profile.optimizer import step
-from tutti.plan.profile.passes import forward_and_backward, rounds
-from tutti.plan.profile.problem import Loss, Problem
-from tutti.plan.profile.timeline import Timeline
-from tutti.plan.profile.trace import Shares, Trace, typical
-from tutti.plan.profile.untouched import forget, untouched
+from tutti.plan.profile.layer_timer import LayerTimer
+from tutti.plan.profile.layers import Layer, find_layers, num_bytes, tensors_in
+from tutti.plan.profile.memory import peak_bytes, storage_bytes
+from tutti.plan.profile.optimizer import measure_step
+from tutti.plan.profile.passes import forward_and_backward, repeated
+from tutti.plan.profile.preserved import drop_gradients, preserved
+from tutti.plan.profile.trace import PassTrace, TimeShares, median_trace
+from tutti.plan.profile.training_pass import Loss, TrainingPass
 
 
 def profile(
@@ -31,7 +31,7 @@ def profile(
 ) -> Profile:
     """Measure a training step of `model` on this machine, layer by layer, in a second or two.
 
-    `batch` is what the model is given: one input, several in a tuple, or (input, target). The target is what `loss`
+    `batch` is the model's input: one tensor, several in a tuple, or (input, target). The target is what `loss`
     gets beside the model's output; without a loss, backward begins with the mean of every output. `optimizer` is
     measured too, if given.
 
@@ -41,48 +41,50 @@ def profile(
     """
     if repeats < 1:
         raise ConfigError(f"profile needs 1 repeat or more, got {repeats}.")
-    problem = Problem.of(model, batch, loss)
-    clock = clock or clock_of(problem.device)
-    with untouched(model, problem.device):
-        layers = examine(problem)
-        forward_s, backward_s, shares = _passes(problem, layers, clock, repeats)
-        stepping = step(problem, optimizer, clock, repeats)
-        forget(model)
-        there = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-        passing_bytes = most_bytes(lambda: problem.forward().backward(), there, problem.device)
+    training_pass = TrainingPass.from_batch(model, batch, loss)
+    clock = clock or clock_of(training_pass.device)
+    with preserved(model, training_pass.device):
+        layers = find_layers(training_pass)
+        forward_s, backward_s, shares = _passes(training_pass, layers, clock, repeats)
+        optimizer_cost = measure_step(training_pass, optimizer, clock, repeats)
+        drop_gradients(model)
+        resident = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+        pass_bytes = peak_bytes(lambda: training_pass.forward().backward(), resident, training_pass.device)
     gradient_bytes = sum(num_bytes(p) for layer in layers for p in layer.gradients.values())
-    standing = storage_bytes(there) + stepping.state_bytes
+    permanent_bytes = storage_bytes(resident) + optimizer_cost.state_bytes
     return Profile(
-        num_samples=problem.num_samples,
+        num_samples=training_pass.num_samples,
         layers=tuple(_layers(layers, shares, forward_s, backward_s)),
         gradients=tuple(_gradients(model, shares, backward_s)),
         forward_s=forward_s,
         backward_s=backward_s,
-        step_s=stepping.seconds,
-        peak_bytes=standing + max(passing_bytes, gradient_bytes + stepping.passing_bytes),
-        state_bytes=stepping.state_bytes,
+        step_s=optimizer_cost.seconds,
+        peak_bytes=permanent_bytes + max(pass_bytes, gradient_bytes + optimizer_cost.temporary_bytes),
+        state_bytes=optimizer_cost.state_bytes,
     )
 
 
-def _passes(problem: Problem, layers: list[Layer], clock: Clock, repeats: int) -> tuple[float, float, Shares]:
-    """Seconds of forward and backward, and who has which part of them.
+def _passes(
+    training_pass: TrainingPass, layers: list[Layer], clock: Clock, repeats: int
+) -> tuple[float, float, TimeShares]:
+    """Return the seconds of forward and of backward, and each layer's shares of them.
 
-    Passes that nothing disturbs say how long they take, by turns with passes that are taken apart.
+    Passes without hooks give the seconds; they alternate with passes with hooks, which give the shares.
     """
-    timeline = Timeline(problem, layers, clock)
+    timer = LayerTimer(training_pass, layers, clock)
 
-    def take() -> tuple[tuple[float, float], Trace]:
-        forget(problem.model)
-        undisturbed = forward_and_backward(problem, clock)
-        forget(problem.model)
-        return undisturbed, timeline.take()
+    def measure() -> tuple[tuple[float, float], PassTrace]:
+        drop_gradients(training_pass.model)
+        undisturbed = forward_and_backward(training_pass, clock)
+        drop_gradients(training_pass.model)
+        return undisturbed, timer.measure()
 
-    taken = rounds(take, repeats)
-    forward_s, backward_s = (median(seconds[part] for seconds, _ in taken) for part in range(2))
-    return forward_s, backward_s, typical([trace for _, trace in taken]).shares(len(layers))
+    measured = repeated(measure, repeats)
+    forward_s, backward_s = (median(seconds[part] for seconds, _ in measured) for part in range(2))
+    return forward_s, backward_s, median_trace([trace for _, trace in measured]).shares(len(layers))
 
 
-def _layers(layers: list[Layer], shares: Shares, forward_s: float, backward_s: float) -> Iterator[LayerProfile]:
+def _layers(layers: list[Layer], shares: TimeShares, forward_s: float, backward_s: float) -> Iterator[LayerProfile]:
     for layer, forward, backward in zip(layers, shares.forward, shares.backward, strict=True):
         ready = [shares.ready.get(name, 1.0) for name in layer.gradients]
         yield LayerProfile(
@@ -99,8 +101,8 @@ def _layers(layers: list[Layer], shares: Shares, forward_s: float, backward_s: f
         )
 
 
-def _gradients(model: nn.Module, shares: Shares, backward_s: float) -> list[Gradient]:
-    """Of all trained parameters; that one is without a gradient is known when backward ends, and it is sent then."""
+def _gradients(model: nn.Module, shares: TimeShares, backward_s: float) -> list[Gradient]:
+    """Return the gradients of all trained parameters. One without a gradient counts as ready at the end of backward."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ready = shares.ready | {name: 1.0 for name in trained if name not in shares.ready}
     return [

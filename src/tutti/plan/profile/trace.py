@@ -1,61 +1,63 @@
-"""A pass taken apart into intervals, each of which is somebody's; and what many passes have in common."""
+"""`PassTrace`: the intervals of a forward and a backward pass, each owned by a layer, and the median of many passes."""
 
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 
-BETWEEN = -1
-"""Whose time it is when it is no layer's: functions between layers, the loss."""
+OUTSIDE_LAYERS = -1
+"""The owner of time that belongs to no layer: functions between layers, and the loss."""
 HOOKS = -2
-"""Time that passes only because it is measured: it counts nowhere."""
+"""The owner of time that measuring itself takes: it counts nowhere."""
 
 Interval = tuple[int, float]
-"""Whose, a layer's number or one of the above; and its seconds."""
+"""The owner, a layer's number or one of the above, and the seconds."""
 
 
 @dataclass(frozen=True)
-class Trace:
-    """A pass forward and backward."""
+class PassTrace:
+    """The intervals of a forward and a backward pass."""
 
     forward: list[Interval]
     backward: list[Interval]
     ready: dict[str, int]
-    """How many intervals of backward had passed when a parameter's gradient was there, by name, in that order."""
+    """The number of backward intervals before each gradient was ready, by parameter, in that order."""
 
     @property
-    def course(self) -> tuple[list[int], list[int], dict[str, int]]:
-        """Without the seconds."""
-        return [whose for whose, _ in self.forward], [whose for whose, _ in self.backward], self.ready
+    def owners(self) -> tuple[list[int], list[int], dict[str, int]]:
+        """The same without the seconds, to compare two passes."""
+        return [owner for owner, _ in self.forward], [owner for owner, _ in self.backward], self.ready
 
-    def shares(self, num_layers: int) -> "Shares":
+    def shares(self, num_layers: int) -> "TimeShares":
+        """Return the share of each layer in both passes."""
         elapsed_s = list(accumulate(_counted(self.backward), initial=0.0))
         ready = {name: elapsed_s[passed] / (elapsed_s[-1] or 1.0) for name, passed in self.ready.items()}
-        return Shares(_parts(self.forward, num_layers), _parts(self.backward, num_layers), ready)
+        return TimeShares(_parts(self.forward, num_layers), _parts(self.backward, num_layers), ready)
 
 
 @dataclass(frozen=True)
-class Shares:
-    """What parts of a pass belong to whom."""
+class TimeShares:
+    """TimeShares of the time of a forward and a backward pass, from 0 to 1."""
 
     forward: list[float]
-    """By layer."""
+    """The share of each layer in forward."""
     backward: list[float]
+    """The share of each layer in backward."""
     ready: dict[str, float]
-    """How much of backward had passed when a parameter's gradient was there, by name, in that order."""
+    """The share of backward after which each gradient was ready, by parameter, in that order."""
 
 
-def typical(traces: list[Trace]) -> Trace:
-    """The trace in which every interval is as long as usual.
+def median_trace(traces: list[PassTrace]) -> PassTrace:
+    """Return the trace of the median length of every interval.
 
-    A pass that something else has interrupted is too long in one interval, another pass in another. Of passes that do
-    not go through the same layers, the one of the usual length.
+    An interrupted pass is too long in one interval, another pass in another; the median of each interval is right.
+    If passes do not go through the same layers, the pass of median length is returned.
     """
     first = traces[0]
-    if any(trace.course != first.course for trace in traces):
+    if any(trace.owners != first.owners for trace in traces):
         return sorted(traces, key=lambda trace: sum(_counted(trace.backward)))[len(traces) // 2]
     forward, backward = _medians([each.forward for each in traces]), _medians([each.backward for each in traces])
-    return Trace(forward, backward, first.ready)
+    return PassTrace(forward, backward, first.ready)
 
 
 def _medians(passes: list[list[Interval]]) -> list[Interval]:
@@ -63,12 +65,12 @@ def _medians(passes: list[list[Interval]]) -> list[Interval]:
 
 
 def _counted(intervals: list[Interval]) -> list[float]:
-    return [seconds if whose != HOOKS else 0.0 for whose, seconds in intervals]
+    return [seconds if owner != HOOKS else 0.0 for owner, seconds in intervals]
 
 
 def _parts(intervals: list[Interval], num_layers: int) -> list[float]:
     spent: dict[int, float] = defaultdict(float)
-    for whose, seconds in intervals:
-        spent[whose] += seconds
+    for owner, seconds in intervals:
+        spent[owner] += seconds
     whole_s = sum(_counted(intervals)) or 1.0
     return [spent[number] / whole_s for number in range(num_layers)]

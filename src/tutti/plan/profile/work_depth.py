@@ -1,8 +1,8 @@
-"""Work and depth of layers: how many operations there are, and how many of them must wait for each other.
+"""Work and depth of layers: the number of operations, and the longest chain of dependent ones.
 
 After the table of Ben-Nun and Hoefler (2019) that Fourie (2019) prints as figure 6, with constants: a multiplication
-counts together with its addition, and a sum is a tree. `OPERATORS` has one function for each kind of layer; what none
-of them is for counts as elementwise.
+counts together with its addition, and a sum is a tree. `WORK_COUNTERS` has one function for each kind of layer;
+any other layer counts as elementwise.
 """
 
 import math
@@ -23,11 +23,11 @@ from torch.nn.modules.pooling import (
 
 from tutti.cost.work_depth import WorkDepth
 
-NOTHING = WorkDepth(0, 0)
+NO_WORK = WorkDepth(0, 0)
 
 
-class Operator(NamedTuple):
-    """The three evaluations of a layer."""
+class LayerWork(NamedTuple):
+    """Work and depth of the three computations of a layer."""
 
     output: WorkDepth
     by_weights: WorkDepth
@@ -36,25 +36,25 @@ class Operator(NamedTuple):
     """The gradient by its input."""
 
     def needed(self, weights: bool, inputs: bool) -> WorkDepth:
-        """Forward, and of backward what someone needs: the two gradients depend on the output's, not on each other."""
-        back = (self.by_weights if weights else NOTHING).beside(self.by_input if inputs else NOTHING)
+        """Return forward and the gradients that are needed; both depend on the output's gradient, not on each other."""
+        back = (self.by_weights if weights else NO_WORK).beside(self.by_input if inputs else NO_WORK)
         return self.output.after(back)
 
 
-Count = Callable[[nn.Module, Sequence[Tensor], Sequence[Tensor]], Operator]
-"""From a layer, the tensors it was given and those it returned."""
+WorkCounter = Callable[[nn.Module, Sequence[Tensor], Sequence[Tensor]], LayerWork]
+"""A function from a layer, its input tensors and its output tensors to its work."""
 
 
-def operator(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
-    """What a call of the layer takes."""
+def layer_work(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
+    """Return the work of one call of a layer."""
     if not outputs:
-        return Operator(NOTHING, NOTHING, NOTHING)
-    return (known(module) or elementwise)(module, inputs or outputs, outputs)
+        return LayerWork(NO_WORK, NO_WORK, NO_WORK)
+    return (counter_for(module) or elementwise)(module, inputs or outputs, outputs)
 
 
-def known(module: nn.Module) -> Count | None:
-    """The function for what the module is, or is made from."""
-    return next((OPERATORS[kind] for kind in type(module).__mro__ if kind in OPERATORS), None)
+def counter_for(module: nn.Module) -> WorkCounter | None:
+    """Return the counter for the module's class, or for the nearest class it is derived from."""
+    return next((WORK_COUNTERS[kind] for kind in type(module).__mro__ if kind in WORK_COUNTERS), None)
 
 
 def sum_depth(num_terms: float) -> int:
@@ -62,30 +62,30 @@ def sum_depth(num_terms: float) -> int:
     return 1 + math.ceil(math.log2(max(1.0, num_terms)))
 
 
-def elementwise(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def elementwise(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """Activations: every element by itself. A parameter's gradient is a sum over all of them."""
     once = WorkDepth(outputs[0].numel(), 1)
-    return Operator(once, WorkDepth(once.work, sum_depth(once.work)), once)
+    return LayerWork(once, WorkDepth(once.work, sum_depth(once.work)), once)
 
 
-def view(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def view(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """The same values in another shape: nothing is computed."""
-    return Operator(NOTHING, NOTHING, NOTHING)
+    return LayerWork(NO_WORK, NO_WORK, NO_WORK)
 
 
-def linear(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def linear(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """Fully connected: three products of matrices, N C_in C_out each."""
     c_in, c_out = inputs[0].shape[-1], outputs[0].shape[-1]
     n = outputs[0].numel() // max(1, c_out)
     return _products(n * c_in * c_out, c_in, n, c_out)
 
 
-def _products(work: float, *num_terms: float) -> Operator:
+def _products(work: float, *num_terms: float) -> LayerWork:
     """Three times the same work, as sums of so many terms each: output, by weights, by input."""
-    return Operator(*(WorkDepth(work, sum_depth(terms)) for terms in num_terms))
+    return LayerWork(*(WorkDepth(work, sum_depth(terms)) for terms in num_terms))
 
 
-def convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """Direct convolution: N C_out C_in H' W' K_x K_y, divided by groups.
 
     The table prints the depth of the output for the gradients too, and H W for H' W' in one of them. Here they are
@@ -100,7 +100,7 @@ def convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[T
     return _products(positions * module.out_channels * c_in * kernel, c_in * kernel, positions, c_out * kernel)
 
 
-def transposed_convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def transposed_convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """A convolution the other way: every input is multiplied by the kernel."""
     assert isinstance(module, _ConvNd)
     kernel = math.prod(module.kernel_size)
@@ -109,7 +109,7 @@ def transposed_convolution(module: nn.Module, inputs: Sequence[Tensor], outputs:
     return _products(positions * module.in_channels * c_out * kernel, c_in * kernel, positions, c_out * kernel)
 
 
-def pooling(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def pooling(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """A tree over each window; back, every input by itself. Windows that overlap are computed one by one."""
     window = inputs[0].numel() / max(1, outputs[0].numel())  # Of adaptive ones, on average.
     size = getattr(module, "kernel_size", None)
@@ -118,50 +118,50 @@ def pooling(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tenso
     elif isinstance(size, tuple):
         window = float(math.prod(size))
     work = max(inputs[0].numel(), outputs[0].numel() * window)
-    return Operator(WorkDepth(work, max(1, math.ceil(math.log2(window)))), NOTHING, WorkDepth(work, 1))
+    return LayerWork(WorkDepth(work, max(1, math.ceil(math.log2(window)))), NO_WORK, WorkDepth(work, 1))
 
 
-def batch_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def batch_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """A mean and a variance of each channel: over samples, the table's N, and over positions where there are any."""
     channels = inputs[0].shape[1] if inputs[0].dim() > 1 else 1
     return _normalised(inputs[0].numel(), inputs[0].numel() / max(1, channels), None)
 
 
-def layer_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def layer_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """A mean and a variance of each sample; gradients of the parameters are sums over samples."""
     group = math.prod(getattr(module, "normalized_shape", inputs[0].shape[-1:]))
     return _normalised(inputs[0].numel(), group, inputs[0].numel() / max(1, group))
 
 
-def group_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def group_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """A mean and a variance of each sample's groups of channels; of each channel in InstanceNorm."""
     samples, channels = inputs[0].shape[0], inputs[0].shape[1]
     groups = getattr(module, "num_groups", channels)
     return _normalised(inputs[0].numel(), inputs[0].numel() / max(1, samples * groups), inputs[0].numel() / channels)
 
 
-def _normalised(numel: int, num_averaged: float, num_summed: float | None) -> Operator:
+def _normalised(numel: int, num_averaged: float, num_summed: float | None) -> LayerWork:
     """Means over so many values; sums over so many for the parameters, as many if not said."""
     once = WorkDepth(numel, sum_depth(num_averaged))
-    return Operator(once, WorkDepth(numel, sum_depth(num_averaged if num_summed is None else num_summed)), once)
+    return LayerWork(once, WorkDepth(numel, sum_depth(num_averaged if num_summed is None else num_summed)), once)
 
 
-def softmax(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def softmax(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """A sum over the classes, forward and back."""
     dim = getattr(module, "dim", None)
     once = WorkDepth(outputs[0].numel(), sum_depth(outputs[0].shape[-1 if dim is None else dim]))
-    return Operator(once, NOTHING, once)
+    return LayerWork(once, NO_WORK, once)
 
 
-def embedding(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def embedding(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """Rows are looked up; back, they are added up where they came from: all to the same one, at worst."""
     numel, rows = outputs[0].numel(), inputs[0].numel()
     width = outputs[0].shape[-1]
     summed = rows * width / max(1, numel)  # In an EmbeddingBag, rows of one bag.
-    return Operator(WorkDepth(rows * width, sum_depth(summed)), WorkDepth(rows * width, sum_depth(rows)), NOTHING)
+    return LayerWork(WorkDepth(rows * width, sum_depth(summed)), WorkDepth(rows * width, sum_depth(rows)), NO_WORK)
 
 
-def recurrent(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def recurrent(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """RNN, GRU and LSTM: fully connected layers with the hidden state between, so that depth grows with length.
 
     The layers of a stack follow each other by one step; with both directions, each waits for the whole one below.
@@ -178,7 +178,7 @@ def recurrent(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Ten
     return _unrolled(work, steps, max(widths) + carried, gates, rows)
 
 
-def recurrent_cell(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def recurrent_cell(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """One step of a recurrent layer."""
     assert isinstance(module, nn.RNNCellBase)
     gates = module.weight_hh.shape[0]
@@ -191,14 +191,14 @@ _GATING = 4
 """Operations in a row between the products of two steps: a gate, its use, the cell's nonlinearity, the output."""
 
 
-def _unrolled(work: float, steps: int, wide: int, gates: int, rows: int) -> Operator:
+def _unrolled(work: float, steps: int, wide: int, gates: int, rows: int) -> LayerWork:
     """Steps in a row, each a product over `wide` and its gates; the weights' gradient needs the last of them."""
     forward, back = steps * (sum_depth(wide) + _GATING), steps * (sum_depth(gates) + _GATING)
     by_weights = WorkDepth(work, back + sum_depth(rows))
-    return Operator(WorkDepth(work, forward), by_weights, WorkDepth(work, back))
+    return LayerWork(WorkDepth(work, forward), by_weights, WorkDepth(work, back))
 
 
-def attention(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operator:
+def attention(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """Four fully connected layers, and between them every query with every key: scores, a softmax, a mixture."""
     assert isinstance(module, nn.MultiheadAttention)
     query, key = inputs[0], inputs[min(1, len(inputs) - 1)]
@@ -211,10 +211,10 @@ def attention(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Ten
     forward = WorkDepth(projected + mixed, 2 * sum_depth(width) + between)
     by_input = WorkDepth(projected + 2 * mixed, forward.depth)
     # The weights of the first three layers need the gradient to have come back to them.
-    return Operator(forward, WorkDepth(projected, sum_depth(width) + between + sum_depth(rows)), by_input)
+    return LayerWork(forward, WorkDepth(projected, sum_depth(width) + between + sum_depth(rows)), by_input)
 
 
-OPERATORS: dict[type[nn.Module], Count] = {
+WORK_COUNTERS: dict[type[nn.Module], WorkCounter] = {
     nn.Identity: view,
     nn.Flatten: view,
     nn.Unflatten: view,
@@ -239,4 +239,4 @@ OPERATORS: dict[type[nn.Module], Count] = {
     nn.RNNCellBase: recurrent_cell,
     nn.MultiheadAttention: attention,
 }
-"""By class; a class of its own counts as the nearest it is made from."""
+"""Counters by class; a derived class uses that of its nearest base class."""

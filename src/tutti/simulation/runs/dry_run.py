@@ -46,9 +46,8 @@ def dry_run(strategy: Strategy | str, profile: Profile, workers: int, cluster: C
 
 def _num_steps(strategy: Strategy, cluster: Cluster) -> int:
     """Return how many steps to simulate: three blocks at least, where the strategy has blocks."""
-    every = getattr(strategy, "every", 1)
     uneven = not strategy.synchronous or cluster.jitter is not None or cluster.pauses is not None
-    return max(3 * every if isinstance(every, int) else 1, _UNEVEN_STEPS if uneven else _STEPS)
+    return max(3 * (strategy.steps_per_exchange or 1), _UNEVEN_STEPS if uneven else _STEPS)
 
 
 def _train(strategy: Strategy, parts: tuple[nn.Module, Workload], num_samples: int, steps: int) -> list[float]:

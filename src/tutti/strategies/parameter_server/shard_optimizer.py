@@ -110,6 +110,7 @@ class ShardOptimizer:
         Returns:
             One flag per segment: whether any update has a gradient for it.
         """
+        # One update that needs no scaling is its own mean: no pass over memory at all.
         if len(updates) == 1 and scales[0] == 1.0 and updates[0].values.dtype == self.values.dtype:
             self._mean = updates[0].values
             return np.asarray(updates[0].has_grad)
@@ -153,12 +154,13 @@ class ShardOptimizer:
             factor: what the mean is scaled by.
         """
         if not self.shard.is_trained:
-            self.values.copy_(self._mean)
+            self.values.copy_(self._mean)  # Running statistics: the mean over workers is the new value.
             return
         if factor != 1.0:
             torch.mul(self._mean, factor, out=self._sum)
             self._mean = self._sum
         gradients = self._gradient_views(self._mean)
+        # Options change only when a scheduler steps; to write them costs more than to compare them.
         if not np.array_equal(options, self._current_options):
             self._options.write(self._optimizer.param_groups, options)
             self._current_options = options

@@ -126,7 +126,7 @@ class ParameterServerWorker(Exchange):
     def before_step(self) -> None:
         if not self._strategy.overlap and self._num_backwards:
             self._options = self._options_reader.read()
-            for bucket in self.replica.buckets:
+            for bucket in self.replica.buckets:  # The user may have replaced gradients since backward.
                 _refill(bucket)
             self._unpushed = list(self.replica.buckets)
             self._push_waiting()

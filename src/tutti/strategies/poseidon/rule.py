@@ -7,8 +7,7 @@ M N numbers, or as sufficient factors of K (M + N) numbers:
 | --- | --- | --- |
 | "full" | all-reduce of the matrix | 2 (P-1)/P M N |
 | "broadcast" | factors to all workers; each multiplies all of them | (P-1) K (M + N) |
-| "owners" | factors to the owners of rows; each multiplies its rows, and sends them to all | (P-1) K (M/P + N) +
-(P-1)/P M N |
+| "owners" | factors to owners of rows, which multiply and send the rows to all | (P-1) (K (M/P + N) + M N/P) |
 """
 
 from collections.abc import Callable

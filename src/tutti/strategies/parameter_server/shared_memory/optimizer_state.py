@@ -103,7 +103,7 @@ class SharedOptimizerState:
             state = self.state_of(index)
             for key, value in state.items():
                 if value is None:
-                    continue
+                    continue  # Some optimisers keep None in place of state that they do not use.
                 if (index, key) not in self._entries:
                     self._entries[index, key] = self._allocate(key, value)
                     has_new_entries = True

@@ -74,7 +74,7 @@ def _shared_optimizer(
     shard: ParameterShard, bucket: Bucket, values: Tensor, replica: Replica, transport: "SharedMemoryTransport"
 ) -> tuple[ShardOptimizer, SharedOptimizerState | None]:
     optimizer = ShardOptimizer(shard, bucket, replica.optimizer, values[shard.bucket_range])
-    optimizer.mean_kernel = KERNELS.get(values.dtype)
+    optimizer.mean_kernel = KERNELS.get(values.dtype)  # Compiled: one pass over all workers' gradients.
     if not shard.is_trained:
         return optimizer, None
     num_segments = len(shard.segments)

@@ -71,7 +71,7 @@ class PushBuffers:
             base_version,
             weight=float(numbers[0]),
             norm=float(numbers[1]),
-            options=numbers[2:options_stop].copy(),
+            options=numbers[2:options_stop].copy(),  # Kept by the optimiser, longer than the entry lasts.
             has_grad=flags[[segment.slot_index for segment in shard.segments]] != 0,
             values=self._gradients[shard.bucket_index][worker][entry][shard.bucket_range],
             clock=clock,

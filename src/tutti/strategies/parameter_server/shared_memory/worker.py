@@ -52,8 +52,8 @@ class SharedMemoryWorker(ParameterServerWorker):
     def _map(self, transport: "SharedMemoryTransport") -> SharedMemoryContext:
         """Map everything that is shared. Collective."""
         replica, strategy, consistency = self.replica, self._strategy, self._consistency
-        buckets, own = replica.buckets, applies_own_updates(consistency)
-        shards = cut_for_host(replica, transport.size, whole_buckets=own or steps_jointly(strategy))
+        buckets, applies_own = replica.buckets, applies_own_updates(consistency)
+        shards = cut_for_host(replica, transport.size, whole_buckets=applies_own or steps_jointly(strategy))
         layout = CounterLayout()
         registry = WorkerRegistry(transport, layout)
         counters = ShardCounters(layout, len(buckets), len(shards), transport.size)
@@ -61,11 +61,12 @@ class SharedMemoryWorker(ParameterServerWorker):
         registry.open(flags)
         counters.open(flags)
         registry.clock = lambda worker: int(counters.values[counters.clock[0, worker]])
+        # Grows with every push and every step, so a wait goes on as long as any worker trains.
         registry.progress = lambda: int(counters.values[counters.clock].sum() + counters.values[counters.version].sum())
-        if self._rank == 0:
+        if self._rank == 0:  # Once, for all: the last collective call below orders it before the others' first read.
             counters.values[counters.is_member] = 1
         parameters = SharedParameters(replica, transport, shards)
-        depth = 0 if own else (consistency.bound or 0) + 1
+        depth = 0 if applies_own else (consistency.bound or 0) + 1
         num_options = len(OptimizerOptions(replica.optimizer))
         pushes = PushBuffers(replica, transport, parameters.by_bucket, num_options, depth)
         transport.shared_tensor(1, torch.uint8)  # Collective: no rank goes on before rank 0 has filled in its values.
@@ -121,6 +122,7 @@ class SharedMemoryWorker(ParameterServerWorker):
 
     def finish(self) -> None:
         self.consensus()
+        # The barrier has made this worker a member again: others that still train must not wait for it.
         self._membership.withdraw()
         self._context.registry.leave()
         self.close()

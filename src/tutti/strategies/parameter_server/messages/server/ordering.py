@@ -6,11 +6,11 @@ Under `SoftSync(n)` a version is made of any n updates. Updates reach each serve
 chose for themselves would mix, in one version of the model, gradients of different workers. Therefore the server of
 the lowest rank decides. It keeps a ledger without values, to which every push of its first shard is added. Whenever
 that ledger has a version due, the server appends the version's (worker, clock) pairs to its own `UpdateOrder` and sends
-them to the other servers, which append them to theirs in `receive_order`. Ledgers of all shards follow the order.
+them to the other servers, which append them to theirs in `_receive_order`. Ledgers of all shards follow the order.
 
-A message holds `quorum` pairs of int64; fewer updates are padded with `NO_PULL`. `receive_order` waits for the deciding
-server only and ends when no worker is alive. If the deciding server is lost, its shards are too, and training ends:
-the transport fails the receive, and each worker finds its own wait for that server failed.
+A message holds `quorum` pairs of int64; fewer updates are padded with `NO_PULL`. `_receive_order` waits for the
+deciding server only and ends when no worker is alive. If the deciding server is lost, its shards are too, and training
+ends: the transport fails the receive, and each worker finds its own wait for that server failed.
 """
 
 from collections.abc import Callable

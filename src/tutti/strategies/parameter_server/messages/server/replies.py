@@ -48,7 +48,7 @@ class ReplySender:
 
     def reply(self, worker: int, shard: ServerShard, status: ReplyStatus) -> None:
         """Reply to a worker about a shard, now if it is on this rank, else when its outbox comes to it."""
-        index = shard.shard.index
+        index = shard.spec.index
         if worker == self._transport.rank:
             values = shard.value_bytes() if status == ReplyStatus.VALUES else None
             self.deliver_locally(index, self._header(worker, shard, status), values)
@@ -96,6 +96,6 @@ class ReplySender:
     def _header(self, worker: int, shard: ServerShard, status: ReplyStatus) -> ReplyHeader:
         stopped = status == ReplyStatus.STOPPED
         version = (self._membership.stopped_by or 0) if stopped else shard.version
-        num_bytes = shard.shard.num_bytes if status == ReplyStatus.VALUES else 0
+        num_bytes = shard.spec.num_bytes if status == ReplyStatus.VALUES else 0
         staleness = shard.staleness.get(worker, 0)
         return ReplyHeader(status, version, staleness, num_bytes, self._membership.leader)

@@ -161,7 +161,7 @@ class Server:
         if not valid_weight or not 0 <= header.base_version <= shard.ledger.version:
             raise PacketError(f"an update of weight {header.weight}, computed from version {header.base_version}")
         gradient = self._decoder.decode(shard, payload)
-        has_grad = has_grad[: len(shard.shard.segments)]  # Requests are as long as the shard with most segments needs.
+        has_grad = has_grad[: len(shard.spec.segments)]  # Requests are as long as the shard with most segments needs.
         update = Update(worker, header.base_version, header.weight, header.norm, options, has_grad, gradient)
         shard.ledger.push(update)
         self._versions.pushed(shard, worker, header.wanted_version)

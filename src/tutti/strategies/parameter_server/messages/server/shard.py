@@ -24,12 +24,13 @@ class ShardSnapshot:
 class ServerShard:
     """A shard, and everything that its server knows of it."""
 
-    def __init__(self, shard: ParameterShard, ledger: Ledger, optimizer: ShardOptimizer | None, like: Tensor) -> None:
-        self.shard = shard
+    def __init__(self, spec: ParameterShard, ledger: Ledger, optimizer: ShardOptimizer | None, like: Tensor) -> None:
+        self.spec = spec
+        """Which part of the model the shard is."""
         self.ledger = ledger
         self.optimizer = optimizer
         """Holds the values and steps them; None in a dry run, where there are only sizes."""
-        self.buffers = BufferPool(shard.num_bytes, like)
+        self.buffers = BufferPool(spec.num_bytes, like)
         self.waiting_pulls: dict[int, int] = {}
         """The version that each waiting worker wants."""
         self.version = 0

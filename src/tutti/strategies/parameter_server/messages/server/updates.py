@@ -32,10 +32,10 @@ class UpdateDecoder:
         if (
             shard is None
             or header.kind != RequestKind.PUSH
-            or not 0 < header.num_bytes <= self._config.max_push_bytes(shard.shard)
+            or not 0 < header.num_bytes <= self._config.max_push_bytes(shard.spec)
         ):
             raise PacketError(f"{header.num_bytes} bytes for shard {header.shard}, which no push of it can have")
-        if header.num_bytes == shard.shard.num_bytes:
+        if header.num_bytes == shard.spec.num_bytes:
             return shard.buffers.take()
         return new_message(header.num_bytes, shard.value_bytes())
 
@@ -46,7 +46,7 @@ class UpdateDecoder:
         """
         if shard.optimizer is None:
             return None
-        spec, dtype, codec = shard.shard, shard.optimizer.values.dtype, self._config.codec
+        spec, dtype, codec = shard.spec, shard.optimizer.values.dtype, self._config.codec
         if self._config.factors and payload.numel() < spec.num_bytes:
             gradient = shard.buffers.take().view(dtype)
             unpack(payload, spec, self._matrix_shapes[spec.index], gradient)
@@ -75,12 +75,12 @@ class UpdateApplier:
         now = self._transport.now()
         for update in due:
             shard.staleness[update.worker] = update.staleness
-            about = (shard.shard.index, shard.ledger.version, update.worker, update.clock)
+            about = (shard.spec.index, shard.ledger.version, update.worker, update.clock)
             self._events.record(Event(APPLY, now, now, 0, about))
         if shard.optimizer is None:
             return np.empty(0)
         clip = None if self._config.clips_means else self._config.clip
-        return shard.optimizer.combine(due, update_scales(due, shard.shard, self._config.consistency, clip))
+        return shard.optimizer.combine(due, update_scales(due, shard.spec, self._config.consistency, clip))
 
     def step(self, shard: ServerShard, due: list[Update], has_grad: np.ndarray, factor: float = 1.0) -> None:
         """Step by the mean that `combine` made of these updates, scaled by `factor`, and free their memory."""

@@ -46,7 +46,7 @@ class VersionMaker:
     def pushed(self, shard: ServerShard, worker: int, wanted_version: int) -> None:
         """Go on after an update of a shard: take steps that are due, and answer pulls, the worker's own included."""
         first_shard = min(self.shards)
-        if self.ordering is not None and shard.shard.index == first_shard and self.ordering.record_push(worker):
+        if self.ordering is not None and shard.spec.index == first_shard and self.ordering.record_push(worker):
             self.settle(list(self.shards.values()))
         # After the order was settled, before this shard is: the update itself may make the wanted version.
         if wanted_version != NO_PULL:
@@ -114,7 +114,7 @@ class VersionMaker:
             shard.answered_version, shard.version = -1, 0
             shard.discard_snapshot()
             if shard.optimizer is not None:
-                shard.optimizer.values.copy_(state["values"][str(shard.shard.index)])
+                shard.optimizer.values.copy_(state["values"][str(shard.spec.index)])
                 shard.optimizer.load_state(state["optimizer"])
 
     def copy_state(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class ShardPuller:
                 yield shard.local_reply
                 shard.local_reply = None
             return
-        header_tag, payload_tag = reply_tags(shard.shard.index)
+        header_tag, payload_tag = reply_tags(shard.spec.index)
         reply = ReplyHeader(ReplyStatus.KEEP_ALIVE)
         # Each KEEP_ALIVE moves the deadline of the wait on.
         while reply.status == ReplyStatus.KEEP_ALIVE:
@@ -73,7 +73,7 @@ class ShardPuller:
         shard.pending_pull = None
         self._context.events.record(Event(PULL, start_s, self._transport.now()))
         self.load(shard)
-        if bound is None and shard.shard.index == 0:
+        if bound is None and shard.spec.index == 0:
             assert shard.reply is not None
             self._context.staleness[shard.reply.staleness] += 1
 
@@ -86,7 +86,7 @@ class ShardPuller:
             raise NonFiniteLoss(rank, [reply.version], self._context.replica.steps)
         if reply.status == ReplyStatus.REJECTED:
             raise WorkerDropped(
-                f"rank {rank}: the server on rank {shard.server} rejected an update of shard {shard.shard.index} as "
+                f"rank {rank}: the server on rank {shard.server} rejected an update of shard {shard.spec.index} as "
                 "malformed, and takes nothing more from this worker. The output of that rank says what was wrong."
             )
         # In a dry run there are no values to copy, but versions count as in a real run.

@@ -44,7 +44,7 @@ class ShardPusher:
         sizes_only = self._replica.sizes_only
         has_grad = np.ones(len(bucket.slots), bool) if sizes_only else np.array(gradient_flags(bucket))
         for shard in shards:
-            spec = shard.shard
+            spec = shard.spec
             payload = self._payload(shard, bucket)
             wanted = self._wanted_version(shard)
             now = self._transport.now()
@@ -53,6 +53,7 @@ class ShardPusher:
             shard_flags = has_grad[[segment.slot_index for segment in spec.segments]]
             if bound is not None:
                 self._context.staleness[shard.clock - shard.version] += spec.index == 0
+            # Before the push begins: a server on this rank may reply at once.
             shard.clock += 1
             if wanted != NO_PULL:
                 shard.reply = None
@@ -89,11 +90,11 @@ class ShardPusher:
 
     def _payload(self, shard: WorkerShard, bucket: Bucket) -> Tensor:
         """Return a shard's gradient as bytes. A copy: the bucket's memory is the user's, who may change it at once."""
-        spec, codec = shard.shard, self._config.codec
+        spec, codec = shard.spec, self._config.codec
         if codec is not None and spec.groups is not None:
             if self._replica.sizes_only:
                 return BufferPool(codec.packet_bytes(spec.numel, spec.groups), bucket.flat).take()
-            values = bucket.flat[spec.bucket_range].to("cpu", torch.float32)
+            values = bucket.flat[spec.bucket_range].to("cpu", torch.float32)  # Codecs work in float32 on the CPU.
             packet, shard.codec_state = codec.encode(values, shard.codec_state, groups=spec.groups)
             return packet
         if self._config.factors and (packed := self._pack_factors(spec, bucket)) is not None:

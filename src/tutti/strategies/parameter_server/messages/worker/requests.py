@@ -53,6 +53,8 @@ class RequestSender:
             self.local_server.handle_request(self._rank, header, options, has_grad, payload)
         else:
             message = self._config.request_format.pack(header, options, has_grad)
+            # Both begin before either is awaited: payloads must follow in the order of their headers, and another push
+            # may begin at any wait.
             sends = [self._transport.isend(message, server, REQUEST_TAG)]
             sends.append(self._transport.isend(payload, server, PAYLOAD_TAG))
             yield from sends
@@ -92,6 +94,7 @@ class RequestSender:
         try:
             work.wait()
         except RankLost as loss:
+            # The failed server has interrupted this wait, which looks like a loss: its own error says more.
             if self.local_server is not None and self.local_server.failure is not None:
                 raise self.local_server.failure from None
             if lost := sorted(loss.gone.keys() & set(self.servers)):

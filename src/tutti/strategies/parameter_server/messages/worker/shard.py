@@ -22,8 +22,9 @@ class WorkerShard:
     `received` belong to the generator that receives it.
     """
 
-    def __init__(self, shard: ParameterShard, server: int, buffers: BufferPool, codec_state: State) -> None:
-        self.shard = shard
+    def __init__(self, spec: ParameterShard, server: int, buffers: BufferPool, codec_state: State) -> None:
+        self.spec = spec
+        """Which part of the model the shard is."""
         self.server = server
         """Rank of its server."""
         self.buffers = buffers
@@ -49,8 +50,8 @@ class WorkerShard:
 
     def allocate(self, bucket: Bucket) -> None:
         """Make memory for pulled values, and views to copy them into the model."""
-        self.received = torch.empty(self.shard.numel, dtype=bucket.flat.dtype, device="cpu")
-        for segment in self.shard.segments:
+        self.received = torch.empty(self.spec.numel, dtype=bucket.flat.dtype, device="cpu")
+        for segment in self.spec.segments:
             parameter = in_memory_order(bucket.slots[segment.slot_index].tensor)
             self.targets.append(parameter[segment.start : segment.stop])
             self.sources.append(self.received[segment.shard_range])

@@ -40,10 +40,10 @@ class MessageWorker(ParameterServerWorker):
         self._shards_by_server: dict[int, list[WorkerShard]] = {}
         self._shards_by_slot: dict[Slot, list[WorkerShard]] = {}
         for shard in self._shards:
-            self._shards_by_bucket[shard.shard.bucket_index].append(shard)
+            self._shards_by_bucket[shard.spec.bucket_index].append(shard)
             self._shards_by_server.setdefault(shard.server, []).append(shard)
-            for segment in shard.shard.segments:
-                slot = replica.buckets[shard.shard.bucket_index].slots[segment.slot_index]
+            for segment in shard.spec.segments:
+                slot = replica.buckets[shard.spec.bucket_index].slots[segment.slot_index]
                 self._shards_by_slot.setdefault(slot, []).append(shard)
         servers = sorted(self._shards_by_server)
         self._requests = RequestSender(self._channel, self._config, self._server, servers)
@@ -52,7 +52,7 @@ class MessageWorker(ParameterServerWorker):
         self._pusher = ShardPusher(context, self._requests, self._puller)
         if self._server is not None:
             self._server.connect_local_worker(self._puller.deliver_locally)
-        self._bytes_sent_before = self._channel.bytes_sent
+        self._bytes_sent_before = self._channel.bytes_sent  # Setting up is no part of the first step.
         if self._config.factors:
             replica.keep_factors()
         self._start_listening()
@@ -96,11 +96,12 @@ class MessageWorker(ParameterServerWorker):
             self._pull_all(RequestKind.JOIN)
 
     def finish(self) -> None:
-        self.consensus()
+        self.consensus()  # Every worker is here: no server has an update left to apply.
         self._requests.disconnect()
         self.close()
 
     def _request_stop(self) -> None:
+        # First to all servers, then leave: a server that lost this worker before STOP would go on without it.
         self._requests.send_to_all(RequestKind.STOP)
         self._requests.disconnect_after_stop()
 
@@ -185,7 +186,7 @@ class MessageWorker(ParameterServerWorker):
         self._pull_all(RequestKind.BARRIER)
 
     def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
-        shards = [shard.shard for shard in self._shards_by_server[server]]
+        shards = [shard.spec for shard in self._shards_by_server[server]]
         values = {str(shard.index): images[shard.bucket_index][shard.bucket_range].clone() for shard in shards}
         server_state = {"values": values, "optimizer": state["optimizer"]}
         yield from self._requests.load_state(server, server_state, shards[0].index)

@@ -1,4 +1,4 @@
-"""Train on somebody's model, and leave it as it was."""
+"""Run training passes on a model and leave it as it was."""
 
 import gc
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put values, gradients, buffers and random numbers back at the end; in between there are no gradients.
+def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within it the model has no gradients; afterwards values, gradients, buffers and random state are as before.
 
-    The garbage collector rests meanwhile: it would come in the middle of something that is timed.
+    The garbage collector is off meanwhile: it would run in the middle of something that is timed.
     """
     values = [(p, p._version, _kept(p)) for p in model.parameters()]
     gradients = [(p, p.grad) for p in model.parameters()]
@@ -21,7 +21,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     gpus = [device] if device.type == "cuda" else []
     try:
         gc.disable()
-        forget(model)
+        drop_gradients(model)
         with torch.random.fork_rng(devices=gpus), torch.enable_grad():
             yield
     finally:
@@ -38,12 +38,12 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def forget(model: nn.Module) -> None:
-    """Drop all gradients."""
+def drop_gradients(model: nn.Module) -> None:
+    """Set all gradients to None."""
     for parameter in model.parameters():
         parameter.grad = None
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """In the computer's memory: a GPU may have no room for two."""
+    """Copy a tensor to the CPU: a GPU may have no room for two."""
     return tensor.detach().to("cpu", copy=True)

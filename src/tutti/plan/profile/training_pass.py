@@ -1,4 +1,4 @@
-"""What a pass forward and backward computes: a model, what it is given, and what it is judged by."""
+"""`TrainingPass`: a model, a batch and a loss, to run forward and backward."""
 
 import inspect
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.samples import num_rows
 
 Loss = Callable[[Any, Any], Tensor]
-"""From a model's output and the target to a number."""
+"""A function from the model's output and the target to a scalar tensor."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A model with a batch."""
+class TrainingPass:
+    """A model with a batch and a loss."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -29,8 +29,8 @@ class Problem:
     device: torch.device
 
     @classmethod
-    def of(cls, model: nn.Module, batch: Any, loss: Loss | None) -> "Problem":
-        """Tell arguments and target apart; refuse what cannot be trained."""
+    def from_batch(cls, model: nn.Module, batch: Any, loss: Loss | None) -> "TrainingPass":
+        """Split the batch into arguments and target; raise `ConfigError` for what cannot be trained or profiled."""
         if not isinstance(model, nn.Module):
             raise ConfigError(f"profile takes a model, which is an nn.Module, got {type(model).__name__}.")
         args, target = _split(model, batch, loss)
@@ -38,25 +38,26 @@ class Problem:
 
     @property
     def num_samples(self) -> int:
+        """Samples of the batch."""
         return num_rows(self.args)
 
     def output(self) -> Any:
-        """What the model returns for the batch."""
+        """Run the model on the batch and return its output."""
         return self.model(*self.args)
 
-    def judge(self, output: Any) -> Tensor:
-        """The loss."""
+    def compute_loss(self, output: Any) -> Tensor:
+        """Return the loss of an output; without a loss function, the mean of every output."""
         return _mean(output) if self.loss is None else self.loss(output, self.target)
 
     def forward(self) -> Tensor:
-        """Both."""
-        return self.judge(self.output())
+        """Run the model and return the loss."""
+        return self.compute_loss(self.output())
 
 
 def _split(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[tuple[Any, ...], Any]:
-    """The model's arguments, and the target, or None.
+    """Return the model's arguments, and the target or None.
 
-    The last of several is the target if there is a loss to give it to, or if the model can do without that one.
+    The last of several is the target if there is a loss, or if the model does not require it as an argument.
     """
     parts = tuple(batch) if type(batch) in (tuple, list) else (batch,)
     if not parts:
@@ -67,7 +68,7 @@ def _split(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[tuple[Any, 
 
 
 def _num_needed(model: nn.Module, given: int) -> int:
-    """How many of so many arguments the model does not work without."""
+    """Return how many of `given` arguments the model requires."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return given
@@ -76,7 +77,7 @@ def _num_needed(model: nn.Module, given: int) -> int:
 
 
 def _check(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
-    """Where the model is; raise if it is nowhere, in several places, or has nothing to learn from so little."""
+    """Return the model's device; raise `ConfigError` if the model or the batch cannot be profiled."""
     if hasattr(model, "_orig_mod") or any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
         raise ConfigError("layers of a compiled model cannot be told apart. Profile it before torch.compile or script.")
     if any(isinstance(hook, OwnedHook) for hook in model._forward_pre_hooks.values()):
@@ -95,7 +96,7 @@ def _check(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
 
 
 def _mean(output: Any) -> Tensor:
-    """The means of all that backward can begin with, added up."""
+    """Return the sum of the means of all outputs that need a gradient."""
     tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not tensors:
         raise ConfigError(
