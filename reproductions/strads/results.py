@@ -20,7 +20,7 @@ class StradsConfig:
     """Passes over all blocks that the rounds would make if no candidate were refused."""
     workers: int = 2
     """Number of real processes."""
-    transports: tuple[str, ...] = ("shared_memory", "process_group")
+    transports: tuple[str, ...] = ("shared_memory", "sockets")
     repeats: int = 3
     simulated_workers: int = 8
 
