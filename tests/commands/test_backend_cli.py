@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from command import Call, assert_refused
-from tutti.bench.backend import OPERATIONS, WAYS
+from tutti.bench.backend import OPERATIONS, WRAPPERS
 from tutti.bench.backend_fidelity import FSDPFidelity
 from tutti.launch.lab.lab import missing
 
@@ -17,10 +17,10 @@ def test_a_table(call: Call, tmp_path: Path) -> None:
     words = ["--models", "digits", "--lab", "hosts=2,rate=1gbit", "--rounds", "1", "--json", "backend.json"]
     ended = call("bench", "backend", *words)
     assert ended.status == 0, ended.err
-    for said in ("DDP", "FSDP2", "digits", "send and back", "256 KiB", "×"):
+    for said in ("DDP", "FSDP2", "digits", "ping-pong", "256 KiB", "×"):
         assert said in ended.out
     rows = json.loads((tmp_path / "backend.json").read_text())["rows"]
-    assert len(rows) == len(WAYS) + 3 * len(OPERATIONS)
+    assert len(rows) == len(WRAPPERS) + 3 * len(OPERATIONS)
     assert all(set(row["seconds"]) == {"gloo", "tutti"} for row in rows)
 
 

@@ -104,6 +104,20 @@ REFUSED = {
     "nothing is measured": (["reproduce", "strads", "--quick", "--report-only"], r"--quick has no effect with"),
     "nothing is stored": (["reproduce", "strads", "--report-only", "--name", "x"], r"no stored results in runs/x"),
     "no such lab rate": (["reproduce", "allreduce-mnist", "--rate", "x"], r"'x' is not a rate"),
+    "rounds of nothing": (["bench", "meshes", "--rounds", "3"], r"--rounds changes nothing without --lab"),
+    "rates of a lab": (
+        ["bench", "meshes", "--lab", "hosts=2", "--rates", "1gbit"],
+        r"--rates changes nothing",
+    ),
+    "models not simulated": (
+        ["bench", "backend", "--simulate", "digits", "--lab", "hosts=2", "--models", "digits"],
+        r"--models changes nothing with --simulate",
+    ),
+    "a strategy to calibrate": (
+        ["simulate", "--calibrate", "x.toml", "--strategy", "ring"],
+        r"--strategy changes nothing with --calibrate",
+    ),
+    "data to plan": (["plan", "digits", "--data", "."], r"--data changes nothing without --target-accuracy"),
     "no rounds": (["bench", "allreduce", "--rounds", "0"], r"Invalid value for '--rounds'"),
 }
 

@@ -91,7 +91,7 @@ def test_bench_compression(call: Call, tmp_path: Path) -> None:
     ("onebit_s", "fp16_s", "says"),
     [
         (0.5, 1.3, "use onebit: 1.8 times as fast as native. Accuracy was not measured."),
-        (0.5, 0.52, "use fp16: 1.7 times as fast as native; onebit is 1.8 times as fast, and says less. "),
+        (0.5, 0.52, "use fp16: 1.7 times as fast as native; onebit is 1.8 times as fast, and sends less. "),
         (1.2, 1.3, "none: the fastest codec, onebit, takes 133% of the time of native. Do not compress here."),
         (0.9 / GAIN + 0.01, 1.3, "none: "),
     ],

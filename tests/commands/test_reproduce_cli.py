@@ -27,6 +27,20 @@ def test_the_registry_needs_neither_torch_nor_tutti() -> None:
     assert found.stdout == "[]\n"
 
 
+def test_the_command_needs_torch_only_to_run() -> None:
+    """Neither its help nor the list: the package `tutti.cli`, which has the other commands too, is left out."""
+    script = """
+import sys, types, tutti
+package = types.ModuleType("tutti.cli")
+package.__path__ = [tutti.__path__[0] + "/cli"]
+sys.modules["tutti.cli"] = package
+import tutti.cli.reproduce
+print("torch" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
+
+
 def test_the_registry_and_the_folders_agree() -> None:
     folders = {path.parent.name for path in (ROOT / "reproductions").glob("*/run.py")}
     assert folders == {entry.folder for entry in REPRODUCTIONS.values()}

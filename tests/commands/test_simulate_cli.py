@@ -125,7 +125,7 @@ def test_many_workers_match_one() -> None:
 
 def test_help_shows_the_default_and_the_commands(call: Call) -> None:
     out = call("simulate", "--help").out
-    assert re.search(r"Usage: tutti simulate \[OPTIONS\] \[?RECIPE\]? \| COMMAND", out), out
+    assert re.search(r"Usage: tutti simulate \[OPTIONS\] \[?RECIPE\|MODULE:FACTORY\]? \| COMMAND", out), out
     for words in ("--workers", "--cluster", "--slow", "--jitter", "africa-wan", "mnist-mlp"):
         assert words in out
     assert re.search(r"^│ clusters +\S", out, re.MULTILINE), out

@@ -183,11 +183,11 @@ def owner(name: str) -> Iterator[subprocess.Popen[str]]:
         process.kill()
         process.wait(20)
         process.stdout.close()
-        ownership.clear()
+        ownership.remove_orphans()
 
 
 def claim_of(name: str) -> Claim | None:
-    return next((claim for claim in ownership.found() if claim.name == name), None)
+    return next((claim for claim in ownership.existing() if claim.name == name), None)
 
 
 def test_what_a_killed_owner_left_is_cleared_by_the_next() -> None:
@@ -375,7 +375,7 @@ def test_killing_the_owner_ends_its_commands() -> None:
         process.kill()
         process.wait(20)
         process.stdout.close()
-        ownership.clear()
+        ownership.remove_orphans()
 
 
 def test_a_spec_makes_the_lab_it_says() -> None:

@@ -354,7 +354,7 @@ def test_auto_keeps_communication_to_its_share(overlap: bool) -> None:
             if step == 100:  # By then it has found its compute_clock.
                 before = job.metrics
             step_on(model, optimizer, batch(tutti.world().rank, step))
-        after, length = job.metrics, job._exchange._cadence.length  # type: ignore[attr-defined]
+        after, length = job.metrics, job._exchange._schedule.num_steps  # type: ignore[attr-defined]
         job.finish()
         return (after.waiting_s - before.waiting_s) / (after.seconds - before.seconds), length
 
@@ -376,7 +376,7 @@ def test_auto_takes_short_blocks_where_the_link_is_fast() -> None:
         job = distribute(model, optimizer, Averaging("auto"), world=tutti.init())
         for step in range(40):
             step_on(model, optimizer, batch(tutti.world().rank, step))
-        found: int = job._exchange._cadence.length  # type: ignore[attr-defined]
+        found: int = job._exchange._schedule.num_steps  # type: ignore[attr-defined]
         job.finish()
         return found
 
@@ -603,11 +603,11 @@ def test_ranks_that_come_together_for_different_things_are_told() -> None:
         (lambda: BlockMomentum(momentum=float("nan")), "momentum must be 0 or more and below 1, got nan"),
         (lambda: BlockMomentum(lr=0.0), "lr must be above 0, got 0.0"),
         (lambda: Averaging(optimizer_state="forget"), "one of keep, average, reset, got 'forget'"),  # type: ignore[arg-type]
-        (lambda: Averaging(overlap=True, optimizer_state="reset"), "stays 'keep'"),
+        (lambda: Averaging(overlap=True, optimizer_state="reset"), "optimizer_state must be 'keep'"),
         (lambda: Averaging(codec="onebit"), "codec must be an object"),  # type: ignore[arg-type]
         (lambda: BlockMomentum(0, momentum=2.0), "every must be 1 step or more, got 0; momentum must be"),
         (lambda: parse("bmuf:momentum=much"), "bmuf: momentum= takes a number, got 'much'"),
-        (lambda: parse("averaging:momentum=0.5"), "averaging: 'momentum' is none of its options: every=, overlap="),
+        (lambda: parse("averaging:momentum=0.5"), "averaging: 'momentum' is not an option; it takes every=, overlap="),
         (lambda: parse("averaging:every=0"), "every must be 1 step or more, got 0"),
         (lambda: parse("diloco:nesterov=yes"), "nesterov= takes 0 or 1, got 'yes'"),
     ],

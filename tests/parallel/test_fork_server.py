@@ -77,7 +77,7 @@ def examine() -> dict[str, Any]:
     }
 
 
-CHANGING = ("TUTTI_LINK", "TUTTI_PARENT", "TUTTI_START", "MASTER_PORT", "_")
+CHANGING = ("TUTTI_SUPERVISOR_PIPE", "TUTTI_PARENT", "TUTTI_START", "MASTER_PORT", "_")
 
 
 def streams() -> list[Any]:

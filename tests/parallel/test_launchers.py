@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from tutti.bench import under_mpi
-from tutti.launch.environment import read
+from tutti.launch.environment import read_environment
 from tutti.launch.interpreter import main_of
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_a_little.py")
@@ -92,7 +92,7 @@ def slurm_variables() -> dict[str, str]:
             "SLURM_STEP_NODELIST": "localhost",
             "SLURM_STEP_NUM_NODES": "1",
         }
-        place = read({**variables, "SLURM_PROCID": "0"})
+        place = read_environment({**variables, "SLURM_PROCID": "0"})
         with socket.socket() as probe, suppress(OSError):
             probe.bind((place.address, place.port))
             return variables

@@ -16,7 +16,7 @@ from test_launch import runs
 
 import tutti
 from tutti.errors import WorkerFailed
-from tutti.launch.supervisor_pipe import VARIABLE, Inbox, SupervisorPipe
+from tutti.launch.supervisor_pipe import PIPE_VARIABLE, Inbox, SupervisorPipe
 
 GO_ON = "the others go on without it"
 
@@ -227,7 +227,7 @@ def test_a_simulated_rank_does_not_speak_for_its_process(monkeypatch: pytest.Mon
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as source:
         with os.fdopen(writer, "wb"):
-            monkeypatch.setenv(VARIABLE, str(writer))
+            monkeypatch.setenv(PIPE_VARIABLE, str(writer))
             tutti.simulate(lambda: SupervisorPipe().tolerate_loss(), workers=2)
             SupervisorPipe().tolerate_loss()
             SupervisorPipe().tolerate_loss(False)

@@ -104,7 +104,7 @@ def test_names_say_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = Claim.mine("a-1-2"), Claim("b", 2**22 + 1, 7)
     there = ["tutti-host0", "else", mine.host(10), mine.switch, mine.host(9), other.host(0), "tutti-b-x-1-host0"]
     monkeypatch.setattr(namespaces, "names", lambda: there)
-    assert ownership.found() == [mine, other]
+    assert ownership.existing() == [mine, other]
     assert mine.namespaces() == [mine.host(9), mine.host(10), mine.switch]
     assert mine.alive
     assert not other.alive

@@ -1,4 +1,4 @@
-"""All-reduce alone: Tutti's shared memory beside Gloo and Open MPI, over message sizes."""
+"""`tutti bench allreduce`: the all-reduce in Tutti's shared memory beside Gloo and Open MPI."""
 
 import statistics
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from tutti.transports import AllReduces, SharesMemory
 from tutti.world import World
 
 SIZES = [2**exponent for exponent in range(10, 27, 2)]
-"""Bytes: 1 KiB to 64 MiB."""
+"""Message sizes in bytes, from 1 KiB to 64 MiB."""
 
 ROUND_BYTES = 64 * 2**20
 MAX_PER_ROUND = 300
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
-    """Time every size on this rank and its peers; the rows, on every rank."""
+    """Time every size on all ranks. Returns one row per size, on every rank."""
     world, supervisor = init(), SupervisorPipe()
     rows = []
     for number, num_bytes in enumerate(SIZES):
@@ -31,15 +31,15 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def _measure_size(num_bytes: int, world: World, rounds: int) -> dict[str, Any]:
-    ways = _ways(num_bytes // 4, world)
+    candidates = _candidates(num_bytes // 4, world)
     per_round = max(1, min(MAX_PER_ROUND, ROUND_BYTES // num_bytes))
-    samples: dict[str, list[float]] = {name: [] for name in ways}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds + 1):
-        for name, way in ways.items():
-            way()  # A barrier, and a warm cache.
+        for name, candidate in candidates.items():
+            candidate()  # A barrier, and a warm cache.
             start = world.transport.now()
             for _ in range(per_round):
-                way()
+                candidate()
             if number:  # The first round only warms up.
                 samples[name].append((world.transport.now() - start) / per_round)
     seconds = {name: statistics.median(values) for name, values in samples.items()}
@@ -49,21 +49,21 @@ def _measure_size(num_bytes: int, world: World, rounds: int) -> dict[str, Any]:
     return {"num_bytes": num_bytes, "workers": world.size, "seconds": seconds, **ratios}
 
 
-def _ways(numel: int, world: World) -> dict[str, Callable[[], Any]]:
+def _candidates(numel: int, world: World) -> dict[str, Callable[[], Any]]:
     transport = world.transport
     if not isinstance(transport, SharesMemory) or not isinstance(transport, AllReduces):
         raise ConfigError("bench allreduce needs ranks that share memory: all on one Linux host.")
     gloo = transport.inner
     assert isinstance(gloo, AllReduces)
     shared, private = transport.empty(numel, torch.float32).zero_(), torch.zeros(numel)
-    ways: dict[str, Callable[[], Any]] = {
+    candidates: dict[str, Callable[[], Any]] = {
         "tutti": lambda: transport.all_reduce(shared).wait(),
         "tutti-copied": lambda: transport.all_reduce(private).wait(),
         "gloo": lambda: gloo.all_reduce(private).wait(),
     }
-    if (everyone := communicator()) is not None:
+    if (mpi_world := communicator()) is not None:
         from mpi4py import MPI
 
         array = private.numpy()
-        ways["mpi"] = lambda: everyone.Allreduce(MPI.IN_PLACE, array)
-    return ways
+        candidates["mpi"] = lambda: mpi_world.Allreduce(MPI.IN_PLACE, array)
+    return candidates

@@ -1,4 +1,4 @@
-"""`Auto` beside DDP: what its choice is worth once it is made, and what making it cost."""
+"""`tutti bench auto`: steps under the strategy that `Auto` auto_model beside DDP, and the cost of choosing."""
 
 import copy
 from dataclasses import dataclass
@@ -16,56 +16,58 @@ from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.plan.auto import Auto, PlanStatus
 from tutti.strategies import AllReduce
 
-MOST_STEPS = 100
-"""In which it should have settled."""
+_MOST_STEPS = 100
+"""Limit of the steps in which `Auto` should have decided."""
 
 
 @dataclass(frozen=True)
 class AutoReport:
-    """Of one model in one place."""
+    """Step times of one model, and the choice of `Auto` for it."""
 
     model: str
     workers: int
     seconds: dict[str, float]
-    """A step without exchange ("solo"), and under DDP, plain all-reduce ("native") and what Auto chose ("auto")."""
+    """Seconds per step: without exchange ("solo"), under DDP, all-reduce ("native") and the choice of Auto ("auto")."""
     chosen: str
     steps: int
-    """Until nothing was watched or tried any more."""
+    """Steps until `Auto` had decided."""
     planning_s: float
-    """Beyond what as many steps take under the choice."""
+    """Time of those steps beyond what they take under the choice."""
 
     @property
     def times_ddp(self) -> float:
+        """Speed of the choice relative to DDP."""
         return self.seconds["DDP"] / self.seconds["auto"]
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {**vars(self), "times_ddp": self.times_ddp}
 
 
 def measure(model: str, rounds: int) -> AutoReport:
-    """Train until Auto has settled, and then time its steps and others' in turns, on this rank and its peers."""
+    """Train until Auto has decided, then time its steps interleaved with the others, on all ranks."""
     world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
-    case = make_benchmark_model(model, world.size)
-    chooses, plain = copy.deepcopy(case.model), copy.deepcopy(case.model)
-    ways: Candidates = {"solo": solo_step(case)}
-    ways["native"], optimizer = make_step(plain, case)
-    ways["auto"], other = make_step(chooses, case)
+    benchmark = make_benchmark_model(model, world.size)
+    auto_model, native_model = copy.deepcopy(benchmark.model), copy.deepcopy(benchmark.model)
+    candidates: Candidates = {"solo": solo_step(benchmark)}
+    candidates["native"], native_optimizer = make_step(native_model, benchmark)
+    candidates["auto"], auto_optimizer = make_step(auto_model, benchmark)
     now = world.transport.now
-    with torch_group(world), distribute(plain, optimizer, AllReduce(), world=world):
-        ways["DDP"] = ddp_step(case)
+    with torch_group(world), distribute(native_model, native_optimizer, AllReduce(), world=world):
+        candidates["DDP"] = ddp_step(benchmark)
         for _ in range(3):
             for name in ("solo", "native", "DDP"):
-                ways[name]()
-        supervisor.progress(doing="auto plans")
-        with distribute(chooses, other, Auto(), world=world) as job:
+                candidates[name]()
+        supervisor.progress(doing="auto is planning")
+        with distribute(auto_model, auto_optimizer, Auto(), world=world) as job:
             start_s, steps = now(), 0
-            while steps < MOST_STEPS and not _settled(job.metrics.strategy.get("planned")):
-                ways["auto"]()
+            while steps < _MOST_STEPS and not _settled(job.metrics.strategy.get("planned")):
+                candidates["auto"]()
                 steps += 1
             spent_s = max(all_gather_json(now() - start_s, world.transport))
-            turns = InterleavedTimer(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
-            seconds = turns.medians(ways, world.transport, lambda text: supervisor.progress(doing=text))
+            timer = InterleavedTimer(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
+            seconds = timer.medians(candidates, world.transport, lambda text: supervisor.progress(doing=text))
             planned = job.metrics.strategy.get("planned")
     return AutoReport(
         model, world.size, seconds, planned.chosen if planned else "", steps, spent_s - steps * seconds["auto"]

@@ -1,4 +1,4 @@
-"""torch's own ways to train, on Tutti's groups and on Gloo's: in turn, in the same processes."""
+"""`tutti bench backend`: DDP, FSDP2 and single operations on Tutti's process groups and on Gloo's."""
 
 import copy
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from tutti.launch.supervisor_pipe import SupervisorPipe
 
 BACKENDS = ("gloo", "tutti")
 SIZES, LAB_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20), (4, 4 * 2**10, 256 * 2**10)
-"""Of the operations that are timed alone, in bytes: on one host, and over links that are slow."""
+"""Bytes of the operations that are timed alone: on one host, and over slow links."""
 
-_WARM_UP = 4
+_WARM_UP_STEPS = 4
 
 
 @dataclass(frozen=True)
 class BackendBenchmark:
-    """What to time."""
+    """Models to train, and sizes of single operations."""
 
     models: tuple[str, ...]
     rounds: int
@@ -36,7 +36,7 @@ class BackendBenchmark:
 
 
 def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
-    """Time steps and single operations on both backends, on this rank and its peers; the rows, on every rank."""
+    """Time steps and single operations on both backends, on all ranks. Returns one row each, on every rank."""
     world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     rows = []
@@ -44,25 +44,25 @@ def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
         groups = {"gloo": dist.group.WORLD, "tutti": dist.new_group(backend="tutti")}
         jobs: list[tuple[str, str, Callable[[Any], Callable[[], Any]]]] = []
         for model in benchmark.models:
-            case = make_benchmark_model(model, world.size)
-            jobs += [(way, model, partial(_stepper, case, way)) for way in WAYS]
+            benchmark_model = make_benchmark_model(model, world.size)
+            jobs += [(wrapper, model, partial(_stepper, benchmark_model, wrapper)) for wrapper in WRAPPERS]
         for size in benchmark.sizes:
             jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
         for name, subject, make in jobs:
             supervisor.progress(doing=f"{name} {subject}")
-            ways: Candidates = {backend: make(groups[backend]) for backend in BACKENDS}
-            for way in ways.values():
-                for _ in range(_WARM_UP):
-                    way()
+            candidates: Candidates = {backend: make(groups[backend]) for backend in BACKENDS}
+            for candidate in candidates.values():
+                for _ in range(_WARM_UP_STEPS):
+                    candidate()
             times = InterleavedTimer(benchmark.rounds, benchmark.round_s, 200, total_s=60.0).medians(
-                ways, world.transport
+                candidates, world.transport
             )
             rows.append({"operation": name, "subject": subject, "workers": world.size, "seconds": times})
     return rows
 
 
-def _stepper(case: BenchmarkModel, way: str, group: Any) -> Callable[[], None]:
-    return make_step(WAYS[way](copy.deepcopy(case.model), group), case)[0]
+def _stepper(benchmark_model: BenchmarkModel, wrapper: str, group: Any) -> Callable[[], None]:
+    return make_step(WRAPPERS[wrapper](copy.deepcopy(benchmark_model.model), group), benchmark_model)[0]
 
 
 def _ddp(model: nn.Module, group: Any) -> nn.Module:
@@ -70,8 +70,8 @@ def _ddp(model: nn.Module, group: Any) -> nn.Module:
 
 
 def shard(model: nn.Module, group: Any) -> nn.Module:
-    """The model under FSDP2: every layer that has parameters by itself, and the rest as one."""
-    from torch.distributed.fsdp import fully_shard  # Here: every command would wait for it otherwise.
+    """Wrap the model in FSDP2: every layer with parameters is a group, and the rest is one group."""
+    from torch.distributed.fsdp import fully_shard  # Imported here, because it is slow to import.
 
     mesh = DeviceMesh.from_group(group, "cpu")
     for layer in layers(model):
@@ -81,7 +81,7 @@ def shard(model: nn.Module, group: Any) -> nn.Module:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that FSDP2 gathers one at a time."""
+    """The parts of a model that FSDP2 gathers one at a time: its blocks, or every layer with parameters."""
     blocks = getattr(model, "blocks", None)
     if blocks is not None:
         return list(blocks)
@@ -110,8 +110,8 @@ def _broadcast(size: int, group: Any) -> Callable[[], None]:
     return lambda: dist.broadcast(tensor, src=0, group=group)
 
 
-def _to_and_fro(size: int, group: Any) -> Callable[[], None]:
-    """A message to the next rank and back, by the first two ranks."""
+def _ping_pong(size: int, group: Any) -> Callable[[], None]:
+    """A message from rank 0 to rank 1 and back."""
     tensor, rank = torch.zeros(size // 4), dist.get_rank(group)
 
     def call() -> None:
@@ -130,7 +130,7 @@ OPERATIONS: dict[str, Callable[[int, Any], Callable[[], None]]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "broadcast": _broadcast,
-    "send and back": _to_and_fro,
+    "ping-pong": _ping_pong,
 }
 
-WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {"DDP": _ddp, "FSDP2": shard}
+WRAPPERS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {"DDP": _ddp, "FSDP2": shard}

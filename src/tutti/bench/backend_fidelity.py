@@ -1,4 +1,4 @@
-"""FSDP2 in virtual time beside the same in a lab: the same bits, and about the same time."""
+"""FSDP2 in virtual time beside the same job in a lab: parameters and step times are compared."""
 
 import hashlib
 import statistics
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tutti.bench.backend import BACKENDS, WAYS, shard
+from tutti.bench.backend import BACKENDS, WRAPPERS, shard
 from tutti.cluster import Cluster, Compute
 from tutti.collectives import all_gather_json, recursive_doubling, run
 from tutti.launch import init, launch
@@ -28,74 +28,82 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class FSDPFidelity:
-    """One model under FSDP2."""
+    """Step times and parameters of one model under FSDP2, in a lab and simulated."""
 
     model: str
     workers: int
     lab_s: dict[str, float]
-    """Median seconds a step in the lab, by backend."""
+    """Median seconds per step in the lab, by backend."""
     simulated_s: float
     same_bits: dict[str, bool]
-    """Whether parameters end as those in the lab, by backend."""
+    """Whether the final parameters in the lab are bit-identical to the simulated ones, by backend."""
 
     @property
     def error(self) -> float:
-        """Of the simulated step's time."""
+        """Relative error of the simulated step time."""
         return self.simulated_s / self.lab_s["tutti"] - 1
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {**vars(self), "error": self.error}
 
 
-def compare(model: str, hosts: Lab, steps: int) -> FSDPFidelity:
+def compare(model: str, lab: Lab, steps: int) -> FSDPFidelity:
     """Train under FSDP2 in a lab, on Gloo and on Tutti, and in virtual time.
 
-    What a step of DDP takes in the lab beyond the same in virtual time is charged to every step: threads that wake each
-    other, cores that computing keeps from the network.
+    The time that a step of DDP takes in the lab beyond its simulated time is added to every simulated step. It is the
+    cost of waking threads and of cores that compute and communicate.
     """
-    everyones = launch(_in_lab, model, steps, lab=hosts)
-    found, workers = everyones[0], len(everyones)
-    compute = Compute(flops=found["flops"], step_s=found["step_s"])
-    cluster = cluster_with(found["network"], "calibrated", compute=compute)
-    unexplained_s = found["reference_s"] - _simulated(model, "DDP", steps, workers, cluster)[0]
-    charged = replace(compute, step_s=found["step_s"] + max(0.0, unexplained_s))
+    of_ranks = launch(_in_lab, model, steps, lab=lab)
+    measured, workers = of_ranks[0], len(of_ranks)
+    compute = Compute(flops=measured["flops"], step_s=measured["step_s"])
+    cluster = cluster_with(measured["network"], "calibrated", compute=compute)
+    unexplained_s = measured["reference_s"] - _simulated(model, "DDP", steps, workers, cluster)[0]
+    charged = replace(compute, step_s=measured["step_s"] + max(0.0, unexplained_s))
     step_s, digest = _simulated(model, "FSDP2", steps, workers, replace(cluster, compute=charged))
-    same_bits = {backend: found["digests"][backend] == digest for backend in BACKENDS}
-    return FSDPFidelity(model, workers, found["seconds"], step_s, same_bits)
+    same_bits = {backend: measured["digests"][backend] == digest for backend in BACKENDS}
+    return FSDPFidelity(model, workers, measured["seconds"], step_s, same_bits)
 
 
-def _simulated(model: str, way: str, steps: int, workers: int, cluster: Cluster) -> tuple[float, str]:
-    results = simulate(train_steps, model, way, steps, workers=workers, cluster=cluster).results
+def _simulated(model: str, wrapper: str, steps: int, workers: int, cluster: Cluster) -> tuple[float, str]:
+    results = simulate(train_steps, model, wrapper, steps, workers=workers, cluster=cluster).results
     return max(seconds for seconds, _ in results), results[0][1]
 
 
 def _in_lab(model: str, steps: int) -> dict[str, Any]:
-    """On one rank: how fast it computes while all do, and steps and parameters on both backends."""
-    here = init()
-    store = here.transport.membership.store  # type: ignore[attr-defined]
-    found: dict[str, Any] = {"network": measure_network(here.transport), **_measure_computing(model, here, store)}
+    """Measure the computing speed while all ranks compute, and train on both backends, on one rank. Collective."""
+    own_world = init()
+    store = own_world.transport.membership.store  # type: ignore[attr-defined]
+    measured: dict[str, Any] = {
+        "network": measure_network(own_world.transport),
+        **_measure_computing(model, own_world, store),
+    }
 
-    def trained(way: str, backend: str) -> tuple[float, str]:
-        where = {"store": dist.PrefixStore(f"{way}/{backend}", store), "rank": here.rank, "world_size": here.size}
-        mine_s, digest = train_steps(model, way, steps, backend, where)
-        return max(all_gather_json(mine_s, here.transport)), digest
+    def trained(wrapper: str, backend: str) -> tuple[float, str]:
+        where = {
+            "store": dist.PrefixStore(f"{wrapper}/{backend}", store),
+            "rank": own_world.rank,
+            "world_size": own_world.size,
+        }
+        mine_s, digest = train_steps(model, wrapper, steps, backend, where)
+        return max(all_gather_json(mine_s, own_world.transport)), digest
 
     fsdp = {backend: trained("FSDP2", backend) for backend in BACKENDS}
-    found["reference_s"] = trained("DDP", "tutti")[0]
-    found["seconds"] = {backend: seconds for backend, (seconds, _) in fsdp.items()}
-    found["digests"] = {backend: digest for backend, (_, digest) in fsdp.items()}
-    return found
+    measured["reference_s"] = trained("DDP", "tutti")[0]
+    measured["seconds"] = {backend: seconds for backend, (seconds, _) in fsdp.items()}
+    measured["digests"] = {backend: digest for backend, (_, digest) in fsdp.items()}
+    return measured
 
 
 def train_steps(
-    model: str, way: str, steps: int, backend: str = "tutti", where: dict[str, Any] | None = None
+    model: str, wrapper: str, steps: int, backend: str = "tutti", where: dict[str, Any] | None = None
 ) -> tuple[float, str]:
     """Train a recipe under DDP or FSDP2 for some steps: the median seconds of one, and a digest of the parameters."""
     dist.init_process_group(backend, **(where or {}))
     rank, size = dist.get_rank(), dist.get_world_size()
     made = recipe(model)
     torch.manual_seed(0)
-    wrapped = WAYS[way](made.model(), dist.group.WORLD)
+    wrapped = WRAPPERS[wrapper](made.model(), dist.group.WORLD)
     optimizer = made.optimizer(wrapped)
     batch_size = batch_size_of(model, size)
     x, y = (part[rank * batch_size : (rank + 1) * batch_size] for part in made.example(batch_size * size))
@@ -116,17 +124,17 @@ def _whole(parameter: Any) -> torch.Tensor:
     return whole
 
 
-def _measure_computing(model: str, here: World, store: dist.Store) -> dict[str, float]:
+def _measure_computing(model: str, own_world: World, store: dist.Store) -> dict[str, float]:
     """FLOP/s reached and seconds of an optimiser's step under FSDP2, of ranks by themselves, all at the same time."""
-    where: dict[str, Any] = {"store": dist.PrefixStore(f"alone{here.rank}", store), "rank": 0, "world_size": 1}
+    where: dict[str, Any] = {"store": dist.PrefixStore(f"alone{own_world.rank}", store), "rank": 0, "world_size": 1}
     dist.init_process_group("tutti", **where)
     made = recipe(model)
     sharded = shard(made.model(), dist.group.WORLD)
     optimizer = made.optimizer(sharded)
-    x, y = made.example(batch_size_of(model, here.size))
+    x, y = made.example(batch_size_of(model, own_world.size))
     rows = []
     for _ in range(_WARM_UP + 15):
-        run(recursive_doubling.steps(torch.zeros(1), here.transport))  # All start together.
+        run(recursive_doubling.steps(torch.zeros(1), own_world.transport))  # All start together.
         times = [time.perf_counter()]
         made.loss(sharded(x), y).backward()
         times.append(time.perf_counter())
@@ -138,6 +146,6 @@ def _measure_computing(model: str, here: World, store: dist.Store) -> dict[str, 
         made.loss(sharded(x), y).backward()
     dist.destroy_process_group()
     computing_s, step_s = (statistics.median(column) for column in zip(*rows[_WARM_UP:], strict=True))
-    everyones = all_gather_json([computing_s, step_s], here.transport)
-    slowest_s, step_s = (max(column) for column in zip(*everyones, strict=True))
+    of_ranks = all_gather_json([computing_s, step_s], own_world.transport)
+    slowest_s, step_s = (max(column) for column in zip(*of_ranks, strict=True))
     return {"flops": counter.get_total_flops() / slowest_s, "step_s": step_s}

@@ -1,4 +1,4 @@
-"""Codecs alone: how fast they encode and decode on one core or one GPU, beside a copy, and what they lose."""
+"""`tutti bench codecs`: the speed and the error of every codec, on one core or one GPU, beside a copy."""
 
 import statistics
 import time
@@ -29,25 +29,27 @@ CODECS: tuple[Codec, ...] = (
 )
 
 ROW = 1024
-"""Elements of a row of the tensor that is encoded."""
+"""Elements per row of the tensor that is encoded."""
 CALLS = {"cpu": 1, "cuda": 10}
-"""Calls timed as one; on a GPU several, so that it is not their start that takes the time."""
+"""Calls that are timed together: several on a GPU, so that launching a kernel does not dominate."""
 
 
-def measure(device: str, num_bytes: int, rounds: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Time every codec, bare and under `ErrorFeedback`, in turns with a copy of the same tensor.
+def measure(
+    device: str, num_bytes: int, rounds: int, show: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Time every codec, with and without `ErrorFeedback`, interleaved with a copy of the same tensor.
 
     Args:
-        num_bytes: of the tensor in float32; what is not a whole row of it is left out.
-        say: told what is done now.
+        num_bytes: size of the float32 tensor, rounded down to whole rows.
+        show: called with a description of the current activity.
 
-    Returns: `rows`, one for every codec and way, and `copy_s`, the median seconds of a copy of the same `num_bytes`.
+    Returns: `rows`, one per codec with and without feedback, and `copy_s`, the median seconds of a copy.
     """
     _check(device, num_bytes)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _measure(device, num_bytes // (4 * ROW), rounds, say)
+        return _measure(device, num_bytes // (4 * ROW), rounds, show)
     finally:
         torch.set_num_threads(threads)
 
@@ -61,18 +63,18 @@ def _check(device: str, num_bytes: int) -> None:
         raise ConfigError(f"--size takes a row of {4 * ROW} bytes or more, got {num_bytes}.")
 
 
-def _measure(device: str, num_rows: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+def _measure(device: str, num_rows: int, rounds: int, show: Callable[[str], None]) -> dict[str, Any]:
     values = torch.randn(num_rows, ROW, generator=torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(values)
-    of_packages = [REGISTERED[name]() for name in REGISTERED if name not in REGISTERED.built_in]
-    ways = [way for codec in (*CODECS, *of_packages) for way in (codec, ErrorFeedback(codec))]
+    from_plugins = [REGISTERED[name]() for name in REGISTERED if name not in REGISTERED.built_in]
+    variants = [variant for codec in (*CODECS, *from_plugins) for variant in (codec, ErrorFeedback(codec))]
     trials = []
-    for way in ways:
-        say(f"compiling and warming up {_label(way)}")
-        trials.append(_Trial(way, values, out))
+    for variant in variants:
+        show(f"compiling and warming up {_label(variant)}")
+        trials.append(_Trial(variant, values, out))
     copies = []
     for number in range(rounds):
-        say(f"round {number + 1} of {rounds}")
+        show(f"round {number + 1} of {rounds}")
         for trial in trials:
             copies.append(_seconds(lambda: out.copy_(values), values.device))
             trial.round()
@@ -82,13 +84,13 @@ def _measure(device: str, num_rows: int, rounds: int, say: Callable[[str], None]
 
 
 class _Trial:
-    """One codec on one tensor: its state, and what was measured."""
+    """One codec on one tensor: its state and its measured times."""
 
     def __init__(self, codec: Codec, values: Tensor, out: Tensor) -> None:
         self.codec, self.values, self.out = codec, values, out
         self.state = codec.start(values.numel(), 0, values.device)
         self.samples: dict[str, list[float]] = {"encode": [], "decode": []}
-        # The first packet tells what one call loses: later ones say what was left out before, too.
+        # The error is that of the first call: with error feedback, later packets also contain earlier residuals.
         self._encode()
         self._decode()
         self.error = float((values - out).double().square().sum() / values.double().square().sum())
@@ -96,10 +98,12 @@ class _Trial:
         self._decode()
 
     def round(self) -> None:
+        """Time one encoding and one decoding."""
         self.samples["encode"].append(_seconds(self._encode, self.values.device))
         self.samples["decode"].append(_seconds(self._decode, self.values.device))
 
     def row(self, copy_s: float) -> dict[str, Any]:
+        """The medians of all rounds, for a table and for JSON."""
         seconds = {name: statistics.median(samples) for name, samples in self.samples.items()}
         seconds["both"] = statistics.median(map(sum, zip(*self.samples.values(), strict=True)))
         num_bytes = 4 * self.values.numel()
@@ -111,7 +115,7 @@ class _Trial:
             "ratio": num_bytes / self.packet.numel(),
             "error": self.error,
             "seconds": seconds,
-            "gb_per_s": {name: num_bytes / each / 1e9 for name, each in seconds.items()},
+            "gb_per_s": {name: num_bytes / value / 1e9 for name, value in seconds.items()},
             "of_copy": copy_s / seconds["both"],
         }
 

@@ -1,4 +1,4 @@
-"""Every all-reduce beside Gloo's and Open MPI's own and beside what its formula predicts, over message sizes."""
+"""`tutti bench collectives`: every all-reduce algorithm beside its predicted cost, and beside Gloo and Open MPI."""
 
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ _ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0
 
 
 def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
-    """Time every algorithm at every size, on this rank and its peers; the same result on every rank."""
+    """Time every algorithm at every size in bytes, on all ranks. Returns the same on every rank."""
     transport, reporter = init().transport, SupervisorPipe()
     choice = measure_collectives(transport)
     link = choice.link or measure_links(transport).link
@@ -34,8 +34,8 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     rows = []
     for number, num_bytes in enumerate(sizes):
         reporter.progress(done=number, total=len(sizes))
-        ways = _ways(torch.zeros(num_bytes // 4), transport, choice)
-        seconds = InterleavedTimer(rounds, _ROUND_S, _MOST_REPEATS, _SIZE_S).medians(ways, transport)
+        candidates = _candidates(torch.zeros(num_bytes // 4), transport, choice)
+        seconds = InterleavedTimer(rounds, _ROUND_S, _MOST_REPEATS, _SIZE_S).medians(candidates, transport)
         best = choice.best(num_bytes).name
         rows.append(
             {
@@ -53,26 +53,28 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     }
 
 
-def _ways(tensor: torch.Tensor, transport: Transport, choice: CollectiveChoice) -> Candidates:
+def _candidates(tensor: torch.Tensor, transport: Transport, choice: CollectiveChoice) -> Candidates:
     collectives = {**ALGORITHMS, "cheapest": choice.best(tensor.nbytes)}
-    ways: Candidates = {name: partial(_take, each, tensor, transport) for name, each in collectives.items()}
+    candidates: Candidates = {
+        name: partial(_run, collective, tensor, transport) for name, collective in collectives.items()
+    }
     if isinstance(transport, SharesMemory) and isinstance(transport.inner, AllReduces):
         gloo = transport.inner
-        ways["gloo"] = lambda: gloo.all_reduce(tensor).wait()
-    if (everyone := communicator()) is not None:
+        candidates["gloo"] = lambda: gloo.all_reduce(tensor).wait()
+    if (mpi_world := communicator()) is not None:
         from mpi4py import MPI
 
         array = tensor.numpy()
-        ways["mpi"] = lambda: everyone.Allreduce(MPI.IN_PLACE, array)
-    return ways
+        candidates["mpi"] = lambda: mpi_world.Allreduce(MPI.IN_PLACE, array)
+    return candidates
 
 
-def _take(collective: Collective, tensor: torch.Tensor, transport: Transport) -> None:
+def _run(collective: Collective, tensor: torch.Tensor, transport: Transport) -> None:
     run(collective.steps(tensor, transport))
 
 
 def _links(transport: Transport, link: Link) -> dict[str, Link]:
-    """The link as measured; but the transport's own sums have a latency of their own."""
+    """The link for each algorithm's formula: the measured one; for native, that of the transport's own all-reduce."""
     links = dict.fromkeys(ALGORITHMS, link)
     if native_all_reduce(transport, "cpu") is not None:
         links["native"] = link_as_used_by(ALGORITHMS["native"], transport.size, transport, link)

@@ -1,4 +1,4 @@
-"""Is a codec worth it here: training steps with each, beside exact ones, DDP and its hooks."""
+"""`tutti bench compression`: training steps with every codec, beside exact strategies, DDP and its hooks."""
 
 import copy
 from collections.abc import Callable
@@ -20,77 +20,86 @@ from tutti.launch.supervisor_pipe import SupervisorPipe
 
 DEFAULT_CODECS = (*CODECS, "quantize:4", "topk:0.001", print_codec(ErrorFeedback(Chain(TopK(), Quantize(8)))))
 
-WARM_UP = 4
+_WARM_UP_STEPS = 4
 
 EXACT = ("ddp", "native")
 """What is exact and always timed, beside the exact strategy that was asked for."""
 
 GAIN = 1.1
-"""What is lossy must be faster than what is exact by this to be worth it."""
+"""Speed of a codec, relative to the fastest exact candidate, from which on it is recommended."""
 
 NEAR = 1.15
-"""What takes no longer than this times the fastest is about as fast."""
+"""Step time, relative to the fastest codec, up to which a codec counts as equally fast."""
 
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """What was found for one model and one link."""
+    """Measured step times and traffic of one model on one link."""
 
     model: str
     num_parameters: int
     workers: int
     seconds: dict[str, float]
-    """A step, by way: "solo", "ddp" and its hooks, and strategies as texts."""
+    """Seconds per step, by candidate: "solo", "ddp" and its hooks, and strategies."""
     bytes_sent: dict[str, float]
-    """By a rank in a step, by strategy."""
+    """Bytes that one rank sends per step, by strategy."""
     exact: str
     """The exact strategy that codecs are compared with."""
 
     @property
     def codecs(self) -> list[str]:
-        return [way for way in self.bytes_sent if way not in (*EXACT, self.exact)]
+        """The candidates that compress."""
+        return [name for name in self.bytes_sent if name not in (*EXACT, self.exact)]
 
     def recommendation(self) -> str:
-        """Which to use, or none, and why: the one that says most among those that are about as fast as the fastest."""
-        exact = min((way for way in self.seconds if way in (*EXACT, self.exact)), key=self.seconds.__getitem__)
+        """Which codec to use, or none, and why.
+
+        Among the codecs that are about as fast as the fastest, it is the one that sends most, and so loses least.
+        """
+        exact = min((name for name in self.seconds if name in (*EXACT, self.exact)), key=self.seconds.__getitem__)
         fastest = min(self.codecs, key=self.seconds.__getitem__)
         gain = self.seconds[exact] / self.seconds[fastest]
         if gain < GAIN:
             share = f"takes {1 / gain:.0%} of the time of {exact}"
             return f"none: the fastest codec, {fastest}, {share}. Do not compress here."
-        near = [way for way in self.codecs if self.seconds[way] <= NEAR * self.seconds[fastest]]
+        near = [name for name in self.codecs if self.seconds[name] <= NEAR * self.seconds[fastest]]
         best = max(near, key=self.bytes_sent.__getitem__)
         text = f"use {best}: {self.seconds[exact] / self.seconds[best]:.1f} times as fast as {exact}"
         if best != fastest:
-            text += f"; {fastest} is {gain:.1f} times as fast, and says less"
+            text += f"; {fastest} is {gain:.1f} times as fast, and sends less"
         return f"{text}. Accuracy was not measured."
 
 
-def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int) -> dict[str, Any]:
-    """Time a step of every way, on this rank and its peers; the fields of `CompressionReport`, on every rank."""
+def measure(model: str, exact: str, codecs: list[str], ddp_hooks: bool, rounds: int) -> dict[str, Any]:
+    """Time a step of every candidate on all ranks. Returns the fields of a `CompressionReport`, on every rank."""
     world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
-    case = make_benchmark_model(model, world.size)
+    benchmark = make_benchmark_model(model, world.size)
     supervisor.progress(doing="warming up")
     with torch_group(world):
-        ways: Candidates = {"solo": solo_step(case), "ddp": ddp_step(case)}
-        if peers:
-            ways |= {"ddp fp16": _hooked(case, None, fp16_compress_hook), "ddp powersgd": _power_sgd(case)}
+        candidates: Candidates = {"solo": solo_step(benchmark), "ddp": ddp_step(benchmark)}
+        if ddp_hooks:
+            candidates |= {
+                "ddp fp16": _hooked(benchmark, None, fp16_compress_hook),
+                "ddp powersgd": _power_sgd(benchmark),
+            }
         jobs: dict[str, Job] = {}
         for text in [*dict.fromkeys(("native", exact)), *codecs]:
-            ways[text], jobs[text] = tutti_step(case, world, text)
-        for way in ways.values():
-            for _ in range(WARM_UP):
-                way()
+            candidates[text], jobs[text] = tutti_step(benchmark, world, text)
+        for candidate in candidates.values():
+            for _ in range(_WARM_UP_STEPS):
+                candidate()
         seconds = InterleavedTimer(rounds, round_s=0.3, most_repeats=20, total_s=240.0).medians(
-            ways, world.transport, lambda text: supervisor.progress(doing=f"{text} of {len(ways)} ways")
+            candidates,
+            world.transport,
+            lambda text: supervisor.progress(doing=f"{text} of {len(candidates)} candidates"),
         )
     sent = {text: job.metrics.bytes_sent / job.metrics.steps for text, job in jobs.items()}
     for job in jobs.values():
         job.finish()
     return {
         "model": model,
-        "num_parameters": sum(p.numel() for p in case.model.parameters()),
+        "num_parameters": sum(p.numel() for p in benchmark.model.parameters()),
         "workers": world.size,
         "seconds": seconds,
         "bytes_sent": sent,
@@ -98,13 +107,13 @@ def measure(model: str, exact: str, codecs: list[str], peers: bool, rounds: int)
     }
 
 
-def _hooked(case: BenchmarkModel, state: Any, hook: Callable[..., Any], **options: Any) -> Callable[[], None]:
-    model = DistributedDataParallel(copy.deepcopy(case.model), gradient_as_bucket_view=True, **options)
+def _hooked(benchmark: BenchmarkModel, state: Any, hook: Callable[..., Any], **options: Any) -> Callable[[], None]:
+    model = DistributedDataParallel(copy.deepcopy(benchmark.model), gradient_as_bucket_view=True, **options)
     model.register_comm_hook(state, hook)
-    return make_step(model, case)[0]
+    return make_step(model, benchmark)[0]
 
 
-def _power_sgd(case: BenchmarkModel) -> Callable[[], None]:
-    """torch's own, of rank 1, in one bucket: with several it hangs on Gloo."""
+def _power_sgd(benchmark: BenchmarkModel) -> Callable[[], None]:
+    """DDP's PowerSGD hook of rank 1, in one bucket: with several buckets it hangs on Gloo."""
     state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    return _hooked(case, state, powerSGD_hook, bucket_cap_mb=10_000)
+    return _hooked(benchmark, state, powerSGD_hook, bucket_cap_mb=10_000)

@@ -1,4 +1,4 @@
-"""The simulator against reality: the same job in the lab and in virtual time, step by step and bit by bit."""
+"""`tutti bench fidelity`: the same jobs in a lab and in virtual time; step times and parameters are compared."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,85 +13,88 @@ from tutti.recipes import recipe
 from tutti.simulation.runs.calibrate import cluster_of, measure_training, train_steps
 from tutti.simulation.runs.simulate import simulate
 
-MODELS = ("mnist-mlp", "cifar-quick", "char-gpt")
 STRATEGIES = {"ring": 1, "tree": 1, "butterfly": 1, "hierarchical": 2}
-"""And how many ranks a host has: with one, the last would have one level only."""
-RATES = ("100mbit", "1gbit")
+"""Strategies, with the ranks per host: with one rank per host, hierarchical would have one level only."""
 HOSTS = 4
 
 
 @dataclass(frozen=True)
 class SimulationCheck:
-    """One job, both ways."""
+    """One job, measured in the lab and simulated."""
 
     model: str
     strategy: str
     rate: str
     ranks: int
+    """Ranks per host."""
     real_s: float
+    """Seconds per step in the lab."""
     simulated_s: float
+    """Seconds per step in virtual time."""
     same_bits: bool
+    """Whether all final parameters are bit-identical."""
 
     @property
     def error(self) -> float:
-        """How far the simulator is off, relative to reality."""
+        """Relative error of the simulated step time."""
         return self.simulated_s / self.real_s - 1
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {**asdict(self), "error": self.error}
 
 
 def in_lab(pairs: list[tuple[str, str]], steps: int) -> dict[str, Any]:
-    """All that is done on the hosts of one lab: links and computing measured, and every job, on this rank."""
+    """Measure links and computation, and run every job, on one rank of a lab. Collective."""
     transport, reporter = init().transport, SupervisorPipe()
-    found: dict[str, Any] = {"network": measure_network(transport), "training": {}, "jobs": {}}
+    results: dict[str, Any] = {"network": measure_network(transport), "training": {}, "jobs": {}}
     for number, (model, strategy) in enumerate(pairs):
         reporter.progress(done=number, total=len(pairs), job=f"{model}, {strategy}")
-        if model not in found["training"]:
-            found["training"][model] = measure_training(model, transport)
-        found["jobs"][model, strategy] = train_steps(model, strategy, steps)
-    return found
+        if model not in results["training"]:
+            results["training"][model] = measure_training(model, transport)
+        results["jobs"][model, strategy] = train_steps(model, strategy, steps)
+    return results
 
 
 JobsByLab = dict[tuple[str, int], list[tuple[str, str]]]
-"""For a rate and a number of ranks per host: pairs of model and strategy."""
+"""Pairs of model and strategy, by the lab that they need: its rate, and its ranks per host."""
 
 
 def jobs_by_lab(models: list[str], strategies: list[str], rates: list[str]) -> JobsByLab:
-    """All combinations, sorted by the lab that they need."""
+    """All combinations of models, strategies and rates, grouped by the lab that they need."""
     for model in models:
         recipe(model)
     for strategy in strategies:
         if strategy not in STRATEGIES:
             raise UnknownName("strategy", strategy, STRATEGIES)
-    found: JobsByLab = {}
+    jobs: JobsByLab = {}
     for rate in rates:
         LabSpec.parse(f"rate={rate}")
         for model in models:
             for strategy in strategies:
-                found.setdefault((rate, STRATEGIES[strategy]), []).append((model, strategy))
-    return found
+                jobs.setdefault((rate, STRATEGIES[strategy]), []).append((model, strategy))
+    return jobs
 
 
-def compare(cases: JobsByLab, steps: int, say: Callable[[str], None]) -> list[SimulationCheck]:
-    """Run and simulate everything."""
+def compare(jobs: JobsByLab, steps: int, show_activity: Callable[[str], None]) -> list[SimulationCheck]:
+    """Run every job in its lab, simulate it on the cluster that was measured there, and compare both."""
     rows = []
-    for (rate, ranks), pairs in cases.items():
+    for (rate, ranks), pairs in jobs.items():
         spec = LabSpec.parse(f"hosts={HOSTS},rate={rate},ranks={ranks}")
 
         def show(rank: int, values: dict[str, Any], spec: LabSpec = spec) -> None:
             if rank == 0:
-                say(f"lab {spec}: {values['job']}, {values['done'] + 1} of {values['total']}")
+                show_activity(f"lab {spec}: {values['job']}, {values['done'] + 1} of {values['total']}")
 
-        say(f"lab {spec}: measuring its links")
+        show_activity(f"lab {spec}: measuring its links")
         with Lab(spec) as lab:
-            real = launch(in_lab, pairs, steps, lab=lab, watch=show)
+            of_ranks = launch(in_lab, pairs, steps, lab=lab, watch=show)
         for model, strategy in pairs:
-            say(f"simulating {spec}: {model}, {strategy}")
-            cluster = cluster_of(real[0]["network"] | real[0]["training"][model])
+            show_activity(f"simulating {spec}: {model}, {strategy}")
+            cluster = cluster_of(of_ranks[0]["network"] | of_ranks[0]["training"][model])
             simulated = simulate(train_steps, model, strategy, steps, workers=spec.num_workers, cluster=cluster).results
-            lived = [mine["jobs"][model, strategy] for mine in real]
-            bits = {digest for _, digest in (*lived, *simulated) if digest}
-            seconds = [max(step_s for step_s, _ in run) for run in (lived, simulated)]
+            measured = [of_rank["jobs"][model, strategy] for of_rank in of_ranks]
+            bits = {digest for _, digest in (*measured, *simulated) if digest}
+            seconds = [max(step_s for step_s, _ in run) for run in (measured, simulated)]
             rows.append(SimulationCheck(model, strategy, rate, ranks, seconds[0], seconds[1], len(bits) == 1))
     return rows

@@ -1,6 +1,6 @@
-"""How fast one GPU trains the large models: `python -m tutti.bench.gpu_step_times` prints it as JSON.
+"""Step times of the large models on one GPU: `python -m tutti.bench.gpu_step_times` prints them as JSON.
 
-Forward, backward and a step of SGD on random images in float32, without TF32, which GPUs of before 2020 do not have.
+It times forward, backward and a step of SGD on random images in float32, without TF32, which GPUs before 2020 lack.
 """
 
 import json
@@ -17,7 +17,8 @@ from tutti.recipes.models import LARGE, large
 BATCHES = (64, 128, 256, 512)
 _WARM_UP, _ROUNDS = 10, 30
 _HEAD_START = 200_000_000
-"""Cycles that the GPU waits before a step, a tenth of a second: Python asks for all of it meanwhile, untimed."""
+"""Cycles that the GPU waits before a step, about 0.1 s. Python enqueues the whole step meanwhile, so that launching
+kernels is not timed."""
 
 
 def measure(name: str, batch_size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Time several ways of doing the same, in turn, so that noise is noise to all of them."""
+"""Interleaved timing: candidates are timed in turn, so that noise affects all of them alike."""
 
 import statistics
 from collections.abc import Callable
@@ -12,49 +12,55 @@ from tutti.collectives import all_gather_json, recursive_doubling, run
 from tutti.transports import Transport
 
 Candidates = dict[str, Callable[[], Any]]
+"""Functions to time, by name. Every rank has the same names in the same order."""
 
 
 @dataclass(frozen=True)
 class InterleavedTimer:
-    """How often to do what."""
+    """Times candidates in rounds: every round calls each of them several times, in another order."""
 
     rounds: int
+    """Number of rounds, unless `total_s` allows fewer only."""
     round_s: float
-    """A round repeats a way for about so long."""
+    """Approximate time of one candidate in one round; it sets the number of calls."""
     most_repeats: int
+    """Largest number of calls of one candidate in one round."""
     total_s: float
-    """All of it takes no longer than about this, as far as the fewest rounds allow."""
+    """Approximate limit of the whole measurement."""
     fewest: int = 3
+    """Number of rounds that are made even if they exceed `total_s`."""
     before: Candidates = field(default_factory=dict)
-    """What is done before a way is timed, by name: what it leaves under way is then there at the start too."""
+    """Functions to call, untimed, before a candidate: they bring it into the state that it has in the long run."""
     after: Candidates = field(default_factory=dict)
-    """And after it: what is still under way would be in the way of the next."""
+    """Functions to call, untimed, after a candidate: they complete work that would disturb the next one."""
 
     def medians(
-        self, ways: Candidates, transport: Transport, say: Callable[[str], object] = lambda text: None
+        self, candidates: Candidates, transport: Transport, show: Callable[[str], object] = lambda text: None
     ) -> dict[str, float]:
-        """Median over rounds of the slowest rank's seconds, of every way; the same on all ranks."""
-        first = self._times(ways, transport, dict.fromkeys(ways, 1))
-        guess = {name: max(seconds) for name, seconds in _by_way(first, ways, transport).items()}
-        repeats = {name: max(1, min(self.most_repeats, int(self.round_s / guess[name]))) for name in ways}
-        per_round = sum(guess[name] * repeats[name] for name in ways)
-        rounds = max(min(self.fewest, self.rounds), min(self.rounds, int(self.total_s / per_round)))
+        """The median over rounds of the slowest rank's seconds per call; the same on all ranks. Collective."""
+        first = self._time(candidates, transport, dict.fromkeys(candidates, 1))
+        estimates = {name: max(seconds) for name, seconds in _by_name(first, candidates, transport).items()}
+        repeats = {name: max(1, min(self.most_repeats, int(self.round_s / estimates[name]))) for name in candidates}
+        per_round_s = sum(estimates[name] * repeats[name] for name in candidates)
+        rounds = max(min(self.fewest, self.rounds), min(self.rounds, int(self.total_s / per_round_s)))
         samples = []
         for number in range(rounds):
-            say(f"round {number + 1} of {rounds}")
-            # Each time in another order, the same on all ranks: what follows a certain one may suffer from it.
-            turned = {name: ways[name] for name in Random(number).sample(list(ways), len(ways))}
-            samples.append(_by_way(self._times(turned, transport, repeats), turned, transport))
-        return {name: statistics.median(max(sample[name]) for sample in samples) for name in ways}
+            show(f"round {number + 1} of {rounds}")
+            # Another order in every round, the same on all ranks: a candidate may suffer from the one before it.
+            order = Random(number).sample(list(candidates), len(candidates))
+            shuffled = {name: candidates[name] for name in order}
+            samples.append(_by_name(self._time(shuffled, transport, repeats), shuffled, transport))
+        return {name: statistics.median(max(sample[name]) for sample in samples) for name in candidates}
 
-    def _times(self, ways: Candidates, transport: Transport, repeats: dict[str, int]) -> list[float]:
+    def _time(self, candidates: Candidates, transport: Transport, repeats: dict[str, int]) -> list[float]:
+        """This rank's seconds per call of every candidate, in order."""
         times = []
-        for name, way in ways.items():
+        for name, candidate in candidates.items():
             self.before.get(name, _nothing)()
-            run(recursive_doubling.steps(torch.zeros(1), transport))  # All start together.
+            run(recursive_doubling.steps(torch.zeros(1), transport))  # A barrier: all ranks start together.
             start = transport.now()
             for _ in range(repeats[name]):
-                way()
+                candidate()
             times.append((transport.now() - start) / repeats[name])
             self.after.get(name, _nothing)()
         return times
@@ -64,7 +70,7 @@ def _nothing() -> None:
     return None
 
 
-def _by_way(times: list[float], ways: Candidates, transport: Transport) -> dict[str, list[float]]:
-    """Every rank's seconds, the same on all ranks."""
-    everyones = all_gather_json(times, transport)
-    return {name: [mine[number] for mine in everyones] for number, name in enumerate(ways)}
+def _by_name(times: list[float], candidates: Candidates, transport: Transport) -> dict[str, list[float]]:
+    """The seconds of every rank by candidate, the same on all ranks."""
+    of_ranks = all_gather_json(times, transport)
+    return {name: [of_rank[number] for of_rank in of_ranks] for number, name in enumerate(candidates)}

@@ -1,4 +1,4 @@
-"""Meshes as the planner prices them, beside the same jobs in virtual time, or in a lab."""
+"""`tutti bench meshes`: the planner's prediction for every mesh, beside simulated or measured step times."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -26,11 +26,8 @@ from tutti.simulation import operator_clock
 from tutti.simulation.runs.calibrate import measure_network
 from tutti.simulation.runs.simulate import simulate
 
-MODELS = ("mnist-mlp", "char-gpt", "cifar-quick")
-RATES = ("100mbit", "1gbit", "10gbit")
-WORKERS = (2, 4, 8)
 SAMPLES = 64
-"""Of all ranks together, a step: as many microbatches as any mesh of 8 needs divide what each replica has of them."""
+"""Samples per step over all ranks. Each replica's share divides into the microbatches of any mesh of 8 ranks."""
 
 _COMPUTE = Compute(flops="10gflops")
 _LATENCY = "50us"
@@ -38,45 +35,49 @@ _LATENCY = "50us"
 
 @dataclass(frozen=True)
 class MeshCheck:
-    """One mesh for one model on one link."""
+    """The predicted step time of one mesh, beside the simulated or measured one."""
 
     model: str
     rate: str
     prediction: MeshPrediction
     taken_s: float
-    """A step, in virtual time or as measured."""
+    """Seconds per step, simulated or measured."""
 
     @property
     def error(self) -> float:
-        """How far the prediction is off."""
+        """Relative error of the predicted step time."""
         return self.prediction.step_s / self.taken_s - 1
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         about = {"model": self.model, "rate": self.rate, "workers": self.prediction.mesh.size}
         return {**about, **self.prediction.as_dict(), "taken_s": self.taken_s, "error": self.error}
 
 
 @dataclass(frozen=True)
 class MeshComparison:
-    """All meshes of so many workers for one model on one link, and what the planner makes of them."""
+    """All meshes of a number of workers for one model on one link, and the plan for them."""
 
     rows: Sequence[MeshCheck]
     plan: MeshPlan
 
     @property
     def chosen(self) -> MeshCheck:
+        """The planner's first choice."""
         return next(row for row in self.rows if row.prediction is self.plan.best)
 
     @property
     def fastest(self) -> MeshCheck:
+        """The mesh with the shortest step."""
         return min(self.rows, key=lambda row: row.taken_s)
 
     @property
     def times(self) -> float:
-        """What the planner's first choice takes, in steps of the fastest."""
+        """Step time of the planner's first choice, relative to the fastest mesh."""
         return self.chosen.taken_s / self.fastest.taken_s
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         named = {
             "chosen": describe_mesh(self.chosen.prediction.mesh),
             "fastest": describe_mesh(self.fastest.prediction.mesh),
@@ -85,7 +86,7 @@ class MeshComparison:
 
 
 def profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelParts]:
-    """What the planner goes by, in virtual time: a step of a model, and all that ranks of meshes would do of it."""
+    """Profile a step of a model in virtual time, and the parts of it that ranks of meshes would compute."""
     return simulate(_profile_parts, model, numbers, workers=1, cluster=Cluster(compute=_COMPUTE)).results[0]
 
 
@@ -95,35 +96,35 @@ def _profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelPa
         return _measured(recipe(model), numbers, TransportClock(transport))
 
 
-def _measured(found: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, ModelParts]:
+def _measured(made: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, ModelParts]:
     torch.manual_seed(0)
-    model, batch = found.model(), found.example(SAMPLES)
-    profile = profile_model(model, batch, loss=found.loss, optimizer=_optimizer(model), clock=clock, repeats=5)
+    model, batch = made.model(), made.example(SAMPLES)
+    profile = profile_model(model, batch, loss=made.loss, optimizer=_optimizer(model), clock=clock, repeats=5)
     parts = ModelParts(model, batch[0]) if clock is None else ModelParts(model, batch[0], clock.now)
     for mesh in (mesh for number in numbers for mesh in meshes(number)):
-        with suppress(ConfigError):  # The planner says so too.
+        with suppress(ConfigError):  # The planner reports the reason.
             parts.stages(mesh.tensor, mesh.pipe)
     return profile, parts
 
 
 def compare(
-    model: str, rate: str, workers: int, tried: tuple[Profile, ModelParts], say: Callable[[str], Any]
+    model: str, rate: str, workers: int, profiled: tuple[Profile, ModelParts], show: Callable[[str], Any]
 ) -> MeshComparison:
-    """Price every mesh of so many workers, and simulate each."""
-    profile, parts = tried
+    """Predict the step time of every mesh of so many workers, and simulate each."""
+    profile, parts = profiled
     cluster = Cluster(link=Link(rate, _LATENCY), compute=_COMPUTE)
     plan = plan_meshes(parts, profile, workers, cluster, total_samples=SAMPLES)
     rows = []
-    for each in plan.predictions:
-        say(f"{model}, {rate}, {describe_mesh(each.mesh)}")
-        ends = simulate(train, model, each.mesh, workers=workers, cluster=cluster).results
+    for prediction in plan.predictions:
+        show(f"{model}, {rate}, {describe_mesh(prediction.mesh)}")
+        ends = simulate(train, model, prediction.mesh, workers=workers, cluster=cluster).results
         first, second = (max(of_ranks) for of_ranks in zip(*ends, strict=True))
-        rows.append(MeshCheck(model, rate, each, second - first))
+        rows.append(MeshCheck(model, rate, prediction, second - first))
     return MeshComparison(rows, plan)
 
 
 def train(model: str, mesh: Mesh) -> list[float]:
-    """When each of two steps ended on this rank."""
+    """The times at which two steps ended on this rank; every rank of a simulation runs this."""
     transport = init().transport
     step, job = _job(recipe(model), mesh)
     ends = []
@@ -134,20 +135,20 @@ def train(model: str, mesh: Mesh) -> list[float]:
     return ends
 
 
-def _job(found: Recipe, mesh: Mesh) -> tuple[Callable[[], Any], Job]:
-    """A step on a mesh, of this replica's part of the samples."""
+def _job(made: Recipe, mesh: Mesh) -> tuple[Callable[[], Any], Job]:
+    """A function that takes one step on a mesh with this replica's share of the samples, and its job."""
     torch.manual_seed(0)
-    model, (x, y) = found.model(), found.example(SAMPLES // mesh.data)
+    model, (x, y) = made.model(), made.example(SAMPLES // mesh.data)
     optimizer = _optimizer(model)
     job = distribute(model, optimizer, mesh=mesh, example=x)
-    pipeline = job.pipeline(found.loss) if mesh.pipe > 1 else None
+    pipeline = job.pipeline(made.loss) if mesh.pipe > 1 else None
 
     def step() -> None:
         optimizer.zero_grad()
         if pipeline is not None:
             pipeline(x, y)
         else:
-            found.loss(model(x), y).backward()
+            made.loss(model(x), y).backward()
         optimizer.step()
 
     return step, job
@@ -158,33 +159,33 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def in_lab(model: str, lab: Lab, rounds: int) -> MeshComparison:
-    """Price every mesh of a lab's ranks from what was measured there, and time each."""
+    """Predict the step time of every mesh of a lab's ranks from measurements there, and time each."""
     (case, *_) = launch(_in_lab, model, str(lab.spec), rounds, lab=lab)
     return case
 
 
 def _in_lab(model: str, name: str, rounds: int) -> MeshComparison:
-    """On one rank, with all others at the same."""
-    world, found = init(), recipe(model)
+    """The part of `in_lab` on one rank. Collective."""
+    world, made = init(), recipe(model)
     torch.set_num_threads(1)
     rate, latency_s = measure_network(world.transport)["links"]["link"]
-    profile, parts = _measured(found, [world.size])
+    profile, parts = _measured(made, [world.size])
     plan = plan_meshes(parts, profile, world.size, Cluster(link=Link(rate, latency_s)), total_samples=SAMPLES)
     rows = []
     for mesh in meshes(world.size):
-        each = next((it for it in plan.predictions if it.mesh == mesh), None)
-        if each is None:
+        prediction = next((candidate for candidate in plan.predictions if candidate.mesh == mesh), None)
+        if prediction is None:
             continue
-        step, job = _job(found, mesh)
-        taken = InterleavedTimer(rounds, round_s=0.5, most_repeats=5, total_s=30).medians(
+        step, job = _job(made, mesh)
+        measured = InterleavedTimer(rounds, round_s=0.5, most_repeats=5, total_s=30).medians(
             {"step": step}, world.transport
         )
         job.finish()
-        rows.append(MeshCheck(model, name, each, taken["step"]))
+        rows.append(MeshCheck(model, name, prediction, measured["step"]))
     return MeshComparison(rows, plan)
 
 
 def error_summary(rows: Sequence[MeshCheck]) -> tuple[float, float]:
-    """The median and the worst of the errors, too fast or too slow."""
+    """The median and the largest absolute error."""
     errors = [abs(row.error) for row in rows]
     return statistics.median(errors), max(errors)

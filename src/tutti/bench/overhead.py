@@ -1,4 +1,4 @@
-"""What Tutti costs a run that does not need it: one rank beside the bare step, on CPU or GPU, plain and compiled."""
+"""`tutti bench overhead`: one rank under Tutti beside the bare training step, on CPU or GPU, eager and compiled."""
 
 import copy
 import statistics
@@ -19,7 +19,7 @@ CASES = {
     "convolutional": ("cifar-quick", {"cpu": 64, "cuda": 4096}),
     "transformer": ("char-gpt", {"cpu": 16, "cuda": 4096}),
 }
-"""A recipe's model, and samples per step: enough that the device is what takes the time."""
+"""A recipe's model, and samples per step: enough that the device, not Python, takes the time."""
 
 PRECISIONS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
     "float32": lambda device: nullcontext(),
@@ -30,25 +30,25 @@ STEPS_PER_ROUND = {"cpu": 2, "cuda": 20}
 
 
 def measure(device: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
-    """Median seconds a step, bare and under Tutti, of every case, precision and way to run.
+    """Median seconds per step, bare and under Tutti, of every model and precision, eager and compiled.
 
-    The ratio is the median over rounds of each round's own ratio: the two halves of a round are neighbours
-    in time, so what disturbs one mostly disturbs the other.
+    The ratio is the median of the rounds' ratios. Both halves of a round are close in time, so a disturbance mostly
+    affects both.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device here; use --device cpu.")
     world = init()
     rows = []
-    for case in CASES:
+    for model_name in CASES:
         for precision in PRECISIONS:
-            for compile_it in (False, True) if compiled else (False,):
-                samples = _measure_case(case, precision, compile_it, device, rounds)
+            for use_compile in (False, True) if compiled else (False,):
+                samples = _measure_model(model_name, precision, use_compile, device, rounds)
                 pairs = zip(samples["tutti"], samples["bare"], strict=True)
                 rows.append(
                     {
-                        "case": case,
+                        "case": model_name,
                         "precision": precision,
-                        "compiled": compile_it,
+                        "compiled": use_compile,
                         "device": device,
                         "seconds": {name: statistics.median(values) for name, values in samples.items()},
                         "ratio": statistics.median(tutti / bare for tutti, bare in pairs),
@@ -58,20 +58,22 @@ def measure(device: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _measure_case(case: str, precision: str, compile_it: bool, device: str, rounds: int) -> dict[str, list[float]]:
-    name, batch_sizes = CASES[case]
+def _measure_model(
+    model_name: str, precision: str, use_compile: bool, device: str, rounds: int
+) -> dict[str, list[float]]:
+    name, batch_sizes = CASES[model_name]
     made = recipe(name)
     model = made.model().to(device)
     batch = tuple(tensor.to(device) for tensor in made.example(batch_sizes[device]))
-    ways = {}
-    for way in ("bare", "tutti"):
-        own = copy.deepcopy(model)
-        optimizer = made.optimizer(own)
-        if way == "tutti":
-            distribute(own, optimizer)
-        runner = torch.compile(own) if compile_it else own
-        ways[way] = _stepper(runner, optimizer, (batch, made.loss), lambda: PRECISIONS[precision](device))
-    return _interleaved(ways, device, rounds)
+    candidates = {}
+    for candidate in ("bare", "tutti"):
+        replica = copy.deepcopy(model)
+        optimizer = made.optimizer(replica)
+        if candidate == "tutti":
+            distribute(replica, optimizer)
+        runner = torch.compile(replica) if use_compile else replica
+        candidates[candidate] = _stepper(runner, optimizer, (batch, made.loss), lambda: PRECISIONS[precision](device))
+    return _interleaved(candidates, device, rounds)
 
 
 def _stepper(
@@ -89,19 +91,19 @@ def _stepper(
     return step
 
 
-def _interleaved(ways: dict[str, Callable[[], None]], device: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds a step of each way in every round."""
+def _interleaved(candidates: dict[str, Callable[[], None]], device: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds per step of each candidate in every round."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for step in ways.values():
+    for step in candidates.values():
         for _ in range(5):
             step()
-    samples: dict[str, list[float]] = {name: [] for name in ways}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
-        for name in sorted(ways, reverse=bool(number % 2)):
+        for name in sorted(candidates, reverse=bool(number % 2)):
             wait()
             start = time.perf_counter()
             for _ in range(STEPS_PER_ROUND[device]):
-                ways[name]()
+                candidates[name]()
             wait()
             samples[name].append((time.perf_counter() - start) / STEPS_PER_ROUND[device])
     return samples

@@ -1,4 +1,4 @@
-"""The benefit of overlap: how much of the communication that could run behind backward does."""
+"""`tutti bench overlap`: how much of the communication that could be hidden behind backward is hidden."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,45 +13,49 @@ from tutti.launch.lab.lab import Lab
 from tutti.plan import price
 from tutti.strategies import parse
 
-WAYS = ("poseidon", "poseidon:overlap=0")
+STRATEGIES = ("poseidon", "poseidon:overlap=0")
 
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Seconds a step of one model between some hosts."""
+    """Seconds per step of one model, with and without overlap."""
 
     model: str
     solo_s: float
-    """Without exchange."""
+    """Seconds per step without any exchange."""
     with_s: float
     without_s: float
     possible_s: float
-    """What overlap could save: by formula, from the link, the moments at which gradients are ready, and the step."""
+    """Seconds that overlap could save, by the cost formula for the measured link and gradient times."""
 
     @property
     def hidden_s(self) -> float:
+        """Seconds per step that overlap saves."""
         return self.without_s - self.with_s
 
     @property
     def share(self) -> float:
-        """Of what could be hidden, what is."""
+        """The saving as a fraction of the possible one."""
         return self.hidden_s / self.possible_s if self.possible_s else 1.0
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {**vars(self), "hidden_s": self.hidden_s, "share": self.share}
 
 
 def in_lab(benchmark: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
-    """What the formula needs, and the seconds of a step, on this rank and its peers."""
+    """Measure the inputs of the cost formula and the step times, on one rank of a lab. Collective."""
     return measure_planner_inputs(benchmark.model, init().transport), strategies.measure(benchmark)["seconds"]
 
 
-def measure_overlap(model: str, hosts: Lab, rounds: int) -> OverlapReport:
-    """Time steps with and without overlap in a lab, and say what could have been gained."""
-    everyones = launch(in_lab, StrategyBenchmark(model, WAYS, rounds), lab=hosts)
-    found, seconds = everyones[0]
-    profile = slowed(found.profile, seconds["solo"] / found.profile.seconds)
-    cluster = Cluster(link=Link(*found.link))
-    quick_s, slow_s = (price(parse(way), profile, len(everyones), cluster).step_s for way in WAYS)
-    with_s, without_s = (seconds[way] for way in WAYS)
-    return OverlapReport(model, seconds["solo"], with_s, without_s, possible_s=max(0.0, slow_s - quick_s))
+def measure_overlap(model: str, lab: Lab, rounds: int) -> OverlapReport:
+    """Time steps with and without overlap in a lab, and compute the saving that was possible."""
+    of_ranks = launch(in_lab, StrategyBenchmark(model, STRATEGIES, rounds), lab=lab)
+    inputs, seconds = of_ranks[0]
+    profile = slowed(inputs.profile, seconds["solo"] / inputs.profile.seconds)
+    cluster = Cluster(link=Link(*inputs.link))
+    overlapped_s, sequential_s = (
+        price(parse(strategy), profile, len(of_ranks), cluster).step_s for strategy in STRATEGIES
+    )
+    with_s, without_s = (seconds[strategy] for strategy in STRATEGIES)
+    return OverlapReport(model, seconds["solo"], with_s, without_s, possible_s=max(0.0, sequential_s - overlapped_s))

@@ -1,4 +1,4 @@
-"""A model in stages on as many processes, under every schedule, beside the whole of it in one."""
+"""`tutti bench pipeline`: a model in pipeline stages under every schedule, beside the whole model in one process."""
 
 import copy
 import statistics
@@ -23,12 +23,12 @@ from tutti.parallel.pipeline.timeline import Span, Timeline, played
 from tutti.recipes.models import mlp
 from tutti.world import World
 
-SOLO = "one process"
+_SOLO = "one process"
 
 
 @dataclass(frozen=True)
 class PipelineBenchmark:
-    """What to measure: an MLP of equal layers, each process on one core; or layers that take `layer_s` a sample."""
+    """Schedules to time on a perceptron of equal layers, or on layers that take `layer_s` per sample."""
 
     schedules: Sequence[ScheduleName]
     microbatches: int
@@ -40,7 +40,7 @@ class PipelineBenchmark:
 
 
 def measure(benchmark: PipelineBenchmark) -> dict[str, Any]:
-    """Time all schedules on this rank and its peers; the result on every rank."""
+    """Time all schedules on all ranks, each on one core. Returns the same on every rank."""
     world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -48,25 +48,27 @@ def measure(benchmark: PipelineBenchmark) -> dict[str, Any]:
     if benchmark.layer_s is not None:
         model = nn.Sequential(*(_FixedTimeLayer(benchmark.layer_s) for _ in range(benchmark.depth)))
     batch = torch.randn(benchmark.batch, benchmark.width), torch.randn(benchmark.batch, benchmark.width)
-    ways: dict[str, Callable[[], Any]] = {SOLO: _solo(model, batch, world)}
-    lines: dict[str, tuple[Job, PipelineStep]] = {}
+    candidates: dict[str, Callable[[], Any]] = {_SOLO: _solo(model, batch, world)}
+    pipelines: dict[str, tuple[Job, PipelineStep]] = {}
     for schedule in benchmark.schedules:
         supervisor.progress(doing=f"cutting the model for {schedule}")
         settings = Pipeline(schedule=schedule, microbatches=benchmark.microbatches)
-        ways[schedule], job, pipeline = _pipelined(model, batch, world, settings)
-        lines[schedule] = job, pipeline
+        candidates[schedule], job, pipeline = _pipelined(model, batch, world, settings)
+        pipelines[schedule] = job, pipeline
     rounds = InterleavedTimer(benchmark.rounds, round_s=0.5, most_repeats=4, total_s=90)
-    seconds = rounds.medians(ways, world.transport, lambda text: supervisor.progress(doing=text))
+    seconds = rounds.medians(candidates, world.transport, lambda text: supervisor.progress(doing=text))
     rows = []
-    for name, (job, pipeline) in lines.items():
+    for name, (job, pipeline) in pipelines.items():
         supervisor.progress(doing=f"waiting in {name}")
-        rows.append({"schedule": name, "seconds": seconds[name], **_bubbles(ways[name], pipeline, benchmark.rounds)})
+        rows.append(
+            {"schedule": name, "seconds": seconds[name], **_bubbles(candidates[name], pipeline, benchmark.rounds)}
+        )
         job.finish()
-    return {"workers": world.size, "microbatches": benchmark.microbatches, "solo_s": seconds[SOLO], "rows": rows}
+    return {"workers": world.size, "microbatches": benchmark.microbatches, "solo_s": seconds[_SOLO], "rows": rows}
 
 
 class _FixedTimeLayer(nn.Module):
-    """A layer that takes so many seconds a sample forward, by the clock, and twice as many backward."""
+    """A layer that takes a fixed time per sample in forward, and twice that in backward."""
 
     def __init__(self, sample_s: float) -> None:
         super().__init__()
@@ -98,13 +100,13 @@ def _spin(seconds: float) -> None:
 
 
 def _solo(model: nn.Module, batch: tuple[Tensor, Tensor], world: World) -> Callable[[], Any]:
-    mine = copy.deepcopy(model)
-    optimizer = SGD(mine.parameters(), lr=1e-3)
+    replica = copy.deepcopy(model)
+    optimizer = SGD(replica.parameters(), lr=1e-3)
 
     def step() -> None:
         if world.rank == 0:
             optimizer.zero_grad()
-            F.mse_loss(mine(batch[0]), batch[1]).backward()
+            F.mse_loss(replica(batch[0]), batch[1]).backward()
             optimizer.step()
 
     return step
@@ -113,9 +115,9 @@ def _solo(model: nn.Module, batch: tuple[Tensor, Tensor], world: World) -> Calla
 def _pipelined(
     model: nn.Module, batch: tuple[Tensor, Tensor], world: World, settings: Pipeline
 ) -> tuple[Callable[[], Any], Job, PipelineStep]:
-    mine = copy.deepcopy(model)
-    optimizer = SGD(mine.parameters(), lr=1e-3)
-    job = distribute(mine, optimizer, world=world, mesh=Mesh(pipe=world.size, pipeline=settings), example=batch[0])
+    replica = copy.deepcopy(model)
+    optimizer = SGD(replica.parameters(), lr=1e-3)
+    job = distribute(replica, optimizer, world=world, mesh=Mesh(pipe=world.size, pipeline=settings), example=batch[0])
     pipeline = job.pipeline(F.mse_loss)
 
     def step() -> None:
@@ -127,13 +129,13 @@ def _pipelined(
 
 
 def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> dict[str, Any]:
-    """How much of the time ranks wait: as measured, by a clock that knows what each stage takes, and by formula."""
-    seen = []
+    """The share of the time that ranks wait: measured, modelled from the stages' median times, and by formula."""
+    timelines = []
     for _ in range(max(3, rounds)):
         step()
-        seen.append(pipeline.timeline())
-    middle = sorted(seen, key=lambda it: it.bubble)[len(seen) // 2]
-    clock = played(pipeline.plan.orders, _typical(seen))
+        timelines.append(pipeline.timeline())
+    middle = sorted(timelines, key=lambda timeline: timeline.bubble)[len(timelines) // 2]
+    clock = played(pipeline.plan.orders, _median_times(timelines))
     return {
         "bubble": middle.bubble,
         "clock_bubble": clock.bubble,
@@ -143,15 +145,15 @@ def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> di
     }
 
 
-def _typical(seen: list[Timeline]) -> Callable[[Any], float]:
-    """What each kind of work takes on each stage, in the median."""
-    found: dict[tuple[str, int], list[float]] = {}
-    for timeline in seen:
+def _median_times(timelines: list[Timeline]) -> Callable[[Any], float]:
+    """The median time of each kind of work on each stage."""
+    times: dict[tuple[str, int], list[float]] = {}
+    for timeline in timelines:
         for span in timeline.spans:
-            found.setdefault((span.kind, span.stage), []).append(span.stop_s - span.start_s)
-    return lambda action: statistics.median(found[action.kind, action.stage])
+            times.setdefault((span.kind, span.stage), []).append(span.stop_s - span.start_s)
+    return lambda action: statistics.median(times[action.kind, action.stage])
 
 
 def timeline_from(spans: Sequence[dict[str, Any]], result: dict[str, Any]) -> Timeline:
-    """From what `measure` returned."""
-    return Timeline(result["workers"], result["microbatches"], tuple(Span(**each) for each in spans))
+    """A timeline from the spans that `measure` returned."""
+    return Timeline(result["workers"], result["microbatches"], tuple(Span(**span) for span in spans))

@@ -1,4 +1,4 @@
-"""The planner against reality: what it says steps take in the lab, from what was measured there, and what they take."""
+"""`tutti bench plan`: the planner's predictions from measurements in a lab, beside measured step times."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,9 +18,6 @@ from tutti.plan import Overhead, price
 from tutti.plan.candidates import has_cost
 from tutti.strategies import parse
 
-MODELS = ("mlp-1.9M", "cifar-quick", "char-gpt")
-RATES = ("100mbit", "1gbit", "10gbit")
-"""The last is more than these cores can send: then it is they that limit it, as where a link is not the problem."""
 HOSTS = 4
 
 STRATEGIES = (
@@ -45,65 +42,66 @@ STRATEGIES = (
     "gossip",
     "peers+threshold",
 )
-"""What the planner considers, but for those that differ little from these, or take minutes to measure."""
+"""Strategies that the planner considers, without those that differ little or take minutes to measure."""
 
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """One model on one link."""
+    """Predicted and measured step times of one model on one link."""
 
     rows: list[PredictionCheck]
     link: Link
     overhead: Overhead
-    given_s: dict[str, float]
-    """What it follows from: steps without exchange ("solo"), and of the reference jobs."""
+    input_s: dict[str, float]
+    """Measured seconds per step that the predictions use: without exchange ("solo"), and of the reference jobs."""
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         link = {"bits_per_s": self.link.bits_per_s, "latency_s": self.link.latency_s}
         where = {"model": self.rows[0].model, "rate": self.rows[0].rate}
-        return {**where, "link": link, "overhead": asdict(self.overhead), "given_s": self.given_s}
+        return {**where, "link": link, "overhead": asdict(self.overhead), "input_s": self.input_s}
 
 
-def check(models: list[str], rates: list[str], ways: list[str]) -> None:
-    """Refuse what cannot be measured, before anything is."""
+def check(models: list[str], rates: list[str], texts: list[str]) -> None:
+    """Refuse models, rates and strategies that cannot be compared, before anything is measured."""
     check_model_names(models)
     for rate in rates:
         if len(set(LabSpec.parse(f"hosts={HOSTS},rate={rate}").rates)) > 1:
             raise ConfigError(
                 f"'{rate}' gives hosts links of their own, for which formulas do not hold: give one rate."
             )
-    for way in ways:
-        strategy = parse(way)
+    for text in texts:
+        strategy = parse(text)
         if not has_cost(strategy):
-            raise NotPriced(f"strategy '{way}' has no cost formula: nothing to compare its measurement with.")
+            raise NotPriced(f"strategy '{text}' has no cost formula: nothing to compare its measurement with.")
         strategy.check_size(HOSTS + strategy.num_dedicated_servers)
 
 
 def in_lab(benchmark: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float]]:
-    """What predictions need, and the seconds of every way, measured on this rank and its peers."""
+    """Measure the planner's inputs and the step times of every strategy, on one rank of a lab. Collective."""
     reporter = SupervisorPipe()
     reporter.progress(doing="measuring links and a step")
-    found = measure_planner_inputs(benchmark.model, init().transport)
-    return found, strategies.measure(benchmark)["seconds"]
+    inputs = measure_planner_inputs(benchmark.model, init().transport)
+    return inputs, strategies.measure(benchmark)["seconds"]
 
 
-def compare(model: str, rate: str, ways: list[str], rounds: int, say: Callable[[str], None]) -> PlanComparison:
-    """Measure every way in a lab of such links, and predict each from the same lab."""
+def compare(model: str, rate: str, texts: list[str], rounds: int, show: Callable[[str], None]) -> PlanComparison:
+    """Measure every strategy in a lab with such links, and predict each from measurements in the same lab."""
     jobs = reference_jobs(model, HOSTS)
-    beside = [way for way in ways if not parse(way).num_dedicated_servers]
-    benchmark = StrategyBenchmark(model, tuple(dict.fromkeys((*beside, *jobs))), rounds)
-    everyones = _launched(in_lab, benchmark, rate, HOSTS, say)
-    seconds = dict(everyones[0][1])
-    for way in ways:
-        if num_dedicated_servers := parse(way).num_dedicated_servers:
-            alone = StrategyBenchmark(model, (way,), rounds)
-            measured = _launched(strategies.measure, alone, rate, HOSTS + num_dedicated_servers, say)[0]
-            seconds[way] = measured["seconds"][way]
-    slowest = max((found for found, _ in everyones), key=lambda found: found.profile.seconds)
+    without_servers = [text for text in texts if not parse(text).num_dedicated_servers]
+    benchmark = StrategyBenchmark(model, tuple(dict.fromkeys((*without_servers, *jobs))), rounds)
+    of_ranks = _launched(in_lab, benchmark, rate, HOSTS, show)
+    seconds = dict(of_ranks[0][1])
+    for text in texts:
+        if num_servers := parse(text).num_dedicated_servers:
+            single = StrategyBenchmark(model, (text,), rounds)
+            measured = _launched(strategies.measure, single, rate, HOSTS + num_servers, show)[0]
+            seconds[text] = measured["seconds"][text]
+    slowest = max((inputs for inputs, _ in of_ranks), key=lambda inputs: inputs.profile.seconds)
     profile, link = profile_with_overhead(slowest, HOSTS, seconds, jobs)
     cluster = Cluster(name=rate, link=link)
-    rows = [PredictionCheck(model, rate, price(parse(way), profile, HOSTS, cluster), seconds[way]) for way in ways]
-    return PlanComparison(rows, link, profile.overhead, {way: seconds[way] for way in ("solo", *jobs)})
+    rows = [PredictionCheck(model, rate, price(parse(text), profile, HOSTS, cluster), seconds[text]) for text in texts]
+    return PlanComparison(rows, link, profile.overhead, {text: seconds[text] for text in ("solo", *jobs)})
 
 
 def _launched(
@@ -111,12 +109,12 @@ def _launched(
     benchmark: StrategyBenchmark,
     rate: str,
     hosts: int,
-    say: Callable[[str], None],
+    show_activity: Callable[[str], None],
 ) -> list[Any]:
     def show(rank: int, values: dict[str, Any]) -> None:
         if rank == 0 and "doing" in values:
-            say(f"{benchmark.model}, {hosts} hosts at {rate}: {values['doing']}")
+            show_activity(f"{benchmark.model}, {hosts} hosts at {rate}: {values['doing']}")
 
-    say(f"{benchmark.model}, {hosts} hosts at {rate}: starting")
+    show_activity(f"{benchmark.model}, {hosts} hosts at {rate}: starting")
     with Lab(LabSpec.parse(f"hosts={hosts},rate={rate}")) as lab:
         return launch(function, benchmark, lab=lab, watch=show)

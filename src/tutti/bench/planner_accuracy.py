@@ -1,4 +1,4 @@
-"""How far predictions are off, and whether what the planner would choose is what was fastest."""
+"""The accuracy of the planner: errors of its predictions, and its first choice beside the fastest strategy."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from tutti.plan import Prediction
 from tutti.plan.choose import choose
 
 NEAR_BEST = 1.1
-"""A choice is right if it takes no longer than this times the fastest that was measured."""
+"""A choice is right if its measured time is at most this many times that of the fastest."""
 
 Allowed = Literal["exact", "lossy too"]
 
@@ -22,17 +22,20 @@ class PredictionCheck:
     rate: str
     prediction: Prediction
     measured_s: float
+    """Seconds per step."""
 
     @property
     def strategy(self) -> str:
+        """The strategy's text."""
         return str(self.prediction.strategy)
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, relative to what was measured."""
+        """Relative error of the predicted step time."""
         return self.prediction.step_s / self.measured_s - 1
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {
             "model": self.model,
             "rate": self.rate,
@@ -46,7 +49,7 @@ class PredictionCheck:
 
 @dataclass(frozen=True)
 class PlannerChoice:
-    """What the planner puts first for one model on one link, beside what was fastest."""
+    """The planner's first choice for one model on one link, beside the fastest strategy."""
 
     model: str
     rate: str
@@ -54,34 +57,38 @@ class PlannerChoice:
     chosen: str
     fastest: str
     times: float
-    """What was chosen takes so many times as long as the fastest, both as measured."""
+    """Measured time of the choice, relative to that of the fastest."""
 
     @property
     def right(self) -> bool:
+        """Whether the choice is about as fast as the fastest."""
         return self.times <= NEAR_BEST
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {**asdict(self), "right": self.right}
 
 
 def planner_choices(rows: Sequence[PredictionCheck]) -> list[PlannerChoice]:
-    """For every model and link: among exact strategies, and among all if others were measured too."""
+    """The planner's choices for every model and link: among exact strategies, and among all if others were measured."""
     cases: dict[tuple[str, str], list[PredictionCheck]] = {}
     for row in rows:
         cases.setdefault((row.model, row.rate), []).append(row)
-    found = []
+    choices = []
     for case in cases.values():
         exact = [row for row in case if row.prediction.exact]
         if exact:
-            found.append(_choice(exact, "exact"))
+            choices.append(_choice(exact, "exact"))
         if len(exact) < len(case):
-            found.append(_choice(case, "lossy too"))
-    return found
+            choices.append(_choice(case, "lossy too"))
+    return choices
 
 
 def _choice(rows: Sequence[PredictionCheck], allowed: Allowed) -> PlannerChoice:
-    exacts, lossies = ([row.prediction for row in rows if row.prediction.exact is yes] for yes in (True, False))
-    first = choose(exacts, lossies)
+    exact_predictions, lossy_predictions = (
+        [row.prediction for row in rows if row.prediction.exact is wanted] for wanted in (True, False)
+    )
+    first = choose(exact_predictions, lossy_predictions)
     chosen = next(row for row in rows if row.prediction is first)
     fastest = min(rows, key=lambda row: row.measured_s)
     times = chosen.measured_s / fastest.measured_s
@@ -89,12 +96,12 @@ def _choice(rows: Sequence[PredictionCheck], allowed: Allowed) -> PlannerChoice:
 
 
 def error_summary(rows: Sequence[PredictionCheck]) -> tuple[float, float]:
-    """The median and the worst of the errors, too fast or too slow."""
+    """The median and the largest absolute error."""
     errors = [abs(row.error) for row in rows]
     return statistics.median(errors), max(errors)
 
 
 def num_right(choices: Sequence[PlannerChoice], allowed: Allowed) -> tuple[int, int]:
-    """How many of the choices among these are right, and of how many."""
-    alike = [choice for choice in choices if choice.allowed == allowed]
-    return sum(choice.right for choice in alike), len(alike)
+    """The number of right choices among those with this `allowed`, and the number of all of them."""
+    selected = [choice for choice in choices if choice.allowed == allowed]
+    return sum(choice.right for choice in selected), len(selected)

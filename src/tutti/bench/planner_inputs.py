@@ -1,4 +1,4 @@
-"""What the planner goes by, measured where ranks train: all of them at once, on the cores that they share."""
+"""The planner's inputs, measured while all ranks train at once on the cores that they share."""
 
 import os
 import statistics
@@ -24,18 +24,21 @@ from tutti.transports import Transport
 from tutti.transports.base import Operation
 
 REFERENCE_CODEC = "topk:0.0001"
-"""It says next to nothing, so that what its steps take is not the link."""
+"""A codec that sends almost nothing, so that the link takes no part of a step."""
 
 WHOLE_BYTES, NUM_PARTS = 2**30, 8
-"""Reference jobs have one bucket, and about so many."""
+"""The two reference jobs have one bucket, and about `NUM_PARTS`."""
 
-_LONG_BYTES, _RINGS = 4 * 2**20, 5
-_BURSTS, _BURST_S = 5, 0.1
-_CROWDS, _CROWDED_S, _CROWDED_STEPS = 3, 0.5, 10
+_RING_BYTES, _NUM_RINGS = 4 * 2**20, 5
+_NUM_BURSTS, _BURST_S = 5, 0.1
+_CONTENTION_ROUNDS, _CONTENTION_S, _CONTENTION_STEPS = 3, 0.5, 10
 
 
 def reference_jobs(model: str, workers: int) -> tuple[str, str]:
-    """Jobs that send next to nothing, in one bucket and in several: what they take beyond formulas is overhead."""
+    """Strategies that send almost nothing, in one bucket and in several.
+
+    The time that their steps take beyond the cost formula is the overhead of an exchange.
+    """
     num_bytes = sum(p.nbytes for p in make_benchmark_model(model, workers).model.parameters())
     sizes = (WHOLE_BYTES, max(1, num_bytes // NUM_PARTS))
     one, several = (f"{REFERENCE_CODEC},bucket_bytes={size}" for size in sizes)
@@ -44,77 +47,90 @@ def reference_jobs(model: str, workers: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class PlannerInputs:
-    """On one rank, with all others at the same."""
+    """Measurements of one rank, made while all other ranks made them too."""
 
     link: tuple[float, float]
-    """Bits a second and latency, the same on every rank."""
-    coding: float
-    """How many times as long as on a core of its own a codec takes: as many ranks as share one."""
-    crowding: float
-    """The part of computing that is lost while the link is in use, the same on every rank."""
-    alone: float
-    """How many times as fast the link is while only some ranks send, in pairs, the same on every rank."""
+    """Bits per second and latency in seconds; the same on every rank."""
+    coding_factor: float
+    """Factor on the time of a codec, because ranks share cores: the number of ranks per core."""
+    contention: float
+    """Fraction of the computing speed that is lost while the link is in use; the same on every rank."""
+    uncontended_factor: float
+    """Factor on the link's rate while only pairs of ranks send; the same on every rank."""
     profile: Profile
 
 
 def measure_planner_inputs(model: str, transport: Transport) -> PlannerInputs:
-    """The link, the codecs and a step of a model, on this rank and its peers, one on each host. Collective."""
-    case = make_benchmark_model(model, transport.size)
-    link, alone = _busy_link(transport)
-    coding = max(1.0, transport.size / len(os.sched_getaffinity(0)))  # All hosts of a lab are on this machine.
-    crowding = statistics.median(_crowding(case, link, transport) for _ in range(_CROWDS))
-    return PlannerInputs((link.bits_per_s, link.latency_s), coding, crowding, alone, _profile(case, transport))
+    """Measure the link, the contention and a step of a model, with one rank per host. Collective."""
+    benchmark = make_benchmark_model(model, transport.size)
+    link, uncontended_factor = _busy_link(transport)
+    coding_factor = max(1.0, transport.size / len(os.sched_getaffinity(0)))  # All hosts of a lab are on this machine.
+    contention = statistics.median(_contention(benchmark, link, transport) for _ in range(_CONTENTION_ROUNDS))
+    return PlannerInputs(
+        (link.bits_per_s, link.latency_s), coding_factor, contention, uncontended_factor, _profile(benchmark, transport)
+    )
 
 
 def profile_with_overhead(
-    found: PlannerInputs, workers: int, seconds: Mapping[str, float], jobs: tuple[str, str]
+    inputs: PlannerInputs, workers: int, seconds: Mapping[str, float], jobs: tuple[str, str]
 ) -> tuple[Profile, Link]:
-    """What to predict from: a profile with its overhead, and the link.
+    """The profile to predict from, with its overhead, and the link.
 
     Args:
-        seconds: of a step without exchange ("solo"), and of both reference jobs, in turns with whatever else was timed.
-        jobs: the names of those, as `reference_jobs` gave them.
+        seconds: measured seconds per step without exchange ("solo") and of both reference jobs.
+        jobs: the reference jobs, as `reference_jobs` returned them.
 
-    A profile says which part of a step is whose; how long a step takes while all ranks compute, "solo" says.
+    The profile divides a step into its parts. "solo" gives the time of a whole step while all ranks compute.
     """
-    link = Link(*found.link)
-    own = slowed(found.profile, seconds["solo"] / found.profile.seconds)
-    own = replace(
-        own, overhead=Overhead(coding_factor=found.coding, contention=found.crowding, uncontended_factor=found.alone)
+    link = Link(*inputs.link)
+    scaled = slowed(inputs.profile, seconds["solo"] / inputs.profile.seconds)
+    scaled = replace(
+        scaled,
+        overhead=Overhead(
+            coding_factor=inputs.coding_factor,
+            contention=inputs.contention,
+            uncontended_factor=inputs.uncontended_factor,
+        ),
     )
-    return replace(own, overhead=_overhead(own, workers, link, [(job, seconds[job]) for job in jobs])), link
+    return replace(scaled, overhead=_overhead(scaled, workers, link, [(job, seconds[job]) for job in jobs])), link
 
 
 def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, float]]) -> Overhead:
-    """A line through what both jobs take beyond their formulas, over their buckets: as near as one comes to both that
-    neither falls nor begins below nothing."""
+    """The overhead per exchange and per bucket, from the time of both jobs beyond their cost formulas.
+
+    It is the line through both times over their numbers of buckets. Where that has a negative slope or start, it is
+    the nearest line that has not.
+    """
     strategies = [parse(text) for text, _ in jobs]
     cluster = Cluster(link=link)
-    left_s = [
-        max(0.0, taken_s - price(strategy, profile, workers, cluster).step_s)
-        for strategy, (_, taken_s) in zip(strategies, jobs, strict=True)
+    overhead_s = [
+        max(0.0, measured_s - price(strategy, profile, workers, cluster).step_s)
+        for strategy, (_, measured_s) in zip(strategies, jobs, strict=True)
     ]
     few, many = (num_buckets(profile, strategy) for strategy in strategies if isinstance(strategy, AllReduce))
-    bucket_s = (left_s[1] - left_s[0]) / (many - few) if many > few else 0.0
+    bucket_s = (overhead_s[1] - overhead_s[0]) / (many - few) if many > few else 0.0
     if bucket_s <= 0:
-        return replace(profile.overhead, exchange_s=statistics.fmean(left_s))
-    if (exchange_s := left_s[0] - few * bucket_s) < 0:
-        exchange_s, bucket_s = 0.0, (few * left_s[0] + many * left_s[1]) / (few**2 + many**2)
+        return replace(profile.overhead, exchange_s=statistics.fmean(overhead_s))
+    if (exchange_s := overhead_s[0] - few * bucket_s) < 0:
+        exchange_s, bucket_s = (
+            0.0,
+            (few * overhead_s[0] + many * overhead_s[1]) / (few**2 + many**2),
+        )
     return replace(profile.overhead, exchange_s=exchange_s, bucket_s=bucket_s)
 
 
 def num_buckets(profile: Profile, strategy: AllReduce) -> int:
-    """Of a step."""
+    """Number of buckets per step."""
     return len(bucket_loads(profile, strategy.bucket_bytes, strategy.exact_below if strategy.codec is not None else 0))
 
 
 def _busy_link(transport: Transport) -> tuple[Link, float]:
-    """Latency as in a calibration, and the rate at which all ranks send at once, as they do in a ring.
+    """The link with the rate at which all ranks send at once in a ring, and with the latency of a calibration.
 
-    And how many times as fast it is in that calibration, in which ranks send in pairs and take turns.
+    Also returns the rate of the calibration, in which pairs of ranks send in turn, relative to that rate.
     """
     rate, latency_s = measure_network(transport)["links"]["link"]
-    tensor = torch.zeros(_LONG_BYTES // 4)
+    tensor = torch.zeros(_RING_BYTES // 4)
 
     def ring_s() -> float:
         start_s = transport.now()
@@ -122,30 +138,33 @@ def _busy_link(transport: Transport) -> tuple[Link, float]:
         return transport.now() - start_s
 
     ring_s()
-    taken_s = _slowest(statistics.median(ring_s() for _ in range(_RINGS)), transport)
+    measured_s = _slowest(statistics.median(ring_s() for _ in range(_NUM_RINGS)), transport)
     sent = 2 * (transport.size - 1) / transport.size * tensor.nbytes
-    link = Link(8 * sent / max(taken_s - latency_s, 1e-9), latency_s)
+    link = Link(8 * sent / max(measured_s - latency_s, 1e-9), latency_s)
     return link, max(1.0, rate / link.bits_per_s)
 
 
 def _burst_s(call: Callable[[], Any], transport: Transport) -> float:
-    """Of one call while all ranks make them: the slowest rank's, the median of several bursts."""
+    """Seconds per call while all ranks call: the median of several bursts, of the slowest rank."""
     bursts = []
-    for _ in range(_BURSTS):
-        _together(transport)
+    for _ in range(_NUM_BURSTS):
+        _barrier(transport)
         bursts.append(_mean_s(call))
     return _slowest(statistics.median(bursts), transport)
 
 
-def _crowding(case: BenchmarkModel, link: Link, transport: Transport) -> float:
-    """Rings behind steps that exchange nothing: what both take together beyond the longer of them, of the shorter."""
-    step = solo_step(case)
+def _contention(benchmark: BenchmarkModel, link: Link, transport: Transport) -> float:
+    """Contention: steps are computed while rings run in the background.
+
+    It is the time that both take together beyond the longer one, as a fraction of the shorter one.
+    """
+    step = solo_step(benchmark)
     step()
     step_s = _burst_s(step, transport)
-    tensor = torch.zeros(_LONG_BYTES // 4)
+    tensor = torch.zeros(_RING_BYTES // 4)
     ring_s = ring.cost(transport.size, tensor.nbytes, link)
-    num_rings = max(1, round(max(_CROWDED_S, _CROWDED_STEPS * step_s) / ring_s))
-    _together(transport)
+    num_rings = max(1, round(max(_CONTENTION_S, _CONTENTION_STEPS * step_s) / ring_s))
+    _barrier(transport)
     start_s, num_steps = transport.now(), 0
     work = transport.start(_rings(tensor, num_rings, transport))
     while not work.done():
@@ -163,7 +182,7 @@ def _rings(tensor: Tensor, number: int, transport: Transport) -> Operation:
 
 
 def _mean_s(call: Callable[[], Any]) -> float:
-    """Of as many calls as fit in a burst."""
+    """Mean seconds of as many calls as fit in a burst."""
     start_s, calls = time.perf_counter(), 0
     while (spent_s := time.perf_counter() - start_s) < _BURST_S:
         call()
@@ -171,14 +190,14 @@ def _mean_s(call: Callable[[], Any]) -> float:
     return spent_s / calls
 
 
-def _profile(case: BenchmarkModel, transport: Transport) -> Profile:
-    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.001)
-    _together(transport)
-    return profile_model(case.model, case.batch, loss=case.loss, optimizer=optimizer)
+def _profile(benchmark: BenchmarkModel, transport: Transport) -> Profile:
+    optimizer = torch.optim.SGD(benchmark.model.parameters(), lr=0.001)
+    _barrier(transport)
+    return profile_model(benchmark.model, benchmark.batch, loss=benchmark.loss, optimizer=optimizer)
 
 
-def _together(transport: Transport) -> None:
-    """All ranks go on from here at once."""
+def _barrier(transport: Transport) -> None:
+    """A barrier: all ranks continue together."""
     run(recursive_doubling.steps(torch.zeros(1), transport))
 
 

@@ -1,4 +1,4 @@
-"""Training steps under any strategies, beside each other, torch's own ways, and workers that exchange nothing."""
+"""`tutti bench strategies`: training steps under several strategies, beside DDP and workers that exchange nothing."""
 
 import copy
 import time
@@ -20,77 +20,79 @@ from tutti.launch import init
 from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.strategies import parse
 
-WARM_UP = 4
+_WARM_UP_STEPS = 4
 
 
 @dataclass(frozen=True)
 class StrategyBenchmark:
-    """What to time."""
+    """A model and the strategies to time it under."""
 
     model: str
     strategies: tuple[str, ...]
-    """Strategies, which need the same ranks to train; "solo" is beside them."""
+    """Strategies that all need the same number of dedicated servers. "solo", without exchange, is added to them."""
     rounds: int
+    """Repetitions, whose median is reported."""
     slowness: float = 1.0
-    """How many times as long the last worker takes to compute."""
+    """Factor on the computing time of the last worker."""
     post_local_sgd: int | None = None
-    """Also time DDP, and PostLocalSGD that averages every so many steps."""
+    """If given, also time DDP, and PostLocalSGD that averages every so many steps."""
     batch_size: int | None = None
-    """Of a worker; the model's own by default."""
+    """Samples of a worker. Default: the model's own."""
 
 
 def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
-    """Time a step of every way, on this rank and its peers: seconds, the slowest rank's, and bytes, on every rank.
+    """Time a step under every strategy on all ranks. Returns seconds of the slowest rank and bytes, on every rank.
 
-    A rank that serves only takes part in the one way there is then, and gives nothing.
+    A rank that only serves takes part in the single strategy that there is then, and returns nothing useful.
     """
     world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
     num_dedicated_servers = parse(benchmark.strategies[0]).num_dedicated_servers
-    case = make_benchmark_model(benchmark.model, world.size - num_dedicated_servers, benchmark.batch_size)
+    benchmark_model = make_benchmark_model(benchmark.model, world.size - num_dedicated_servers, benchmark.batch_size)
     supervisor.progress(doing="warming up")
     jobs: dict[str, Job] = {}
-    ways: Candidates = {}
+    candidates: Candidates = {}
     for text in benchmark.strategies:
-        ways[text], jobs[text] = tutti_step(case, world, text)
-    trains = jobs[benchmark.strategies[0]].world
-    ways = {"solo": solo_step(case), **ways}
+        candidates[text], jobs[text] = tutti_step(benchmark_model, world, text)
+    workers = jobs[benchmark.strategies[0]].world
+    candidates = {"solo": solo_step(benchmark_model), **candidates}
     with ExitStack() as stack:
         if benchmark.post_local_sgd is not None:
             stack.enter_context(torch_group(world))
-            ways |= {
-                "DDP": ddp_step(case),
-                f"PostLocalSGD({benchmark.post_local_sgd})": _post_local_sgd(case, benchmark.post_local_sgd),
+            candidates |= {
+                "DDP": ddp_step(benchmark_model),
+                f"PostLocalSGD({benchmark.post_local_sgd})": _post_local_sgd(benchmark_model, benchmark.post_local_sgd),
             }
-        seconds = _timed(ways, jobs, benchmark, supervisor)
+        seconds = _timed(candidates, jobs, benchmark, supervisor)
     metrics = {text: job.metrics for text, job in jobs.items()}
     for job in jobs.values():
         job.finish()
     return {
         "model": benchmark.model,
-        "workers": trains.size,
+        "workers": workers.size,
         "slowness": benchmark.slowness,
         "seconds": seconds,
-        "bytes_sent": {text: its.bytes_sent / its.steps for text, its in metrics.items()},
-        "staleness": {text: its.strategy.get("staleness", {}) for text, its in metrics.items()},
+        "bytes_sent": {text: job_metrics.bytes_sent / job_metrics.steps for text, job_metrics in metrics.items()},
+        "staleness": {text: job_metrics.strategy.get("staleness", {}) for text, job_metrics in metrics.items()},
     }
 
 
 def _timed(
-    ways: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark, supervisor: SupervisorPipe
+    candidates: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark, supervisor: SupervisorPipe
 ) -> dict[str, float]:
-    """Seconds a step, of every way."""
-    trains = jobs[benchmark.strategies[0]].world
-    if benchmark.slowness > 1 and trains.rank == trains.size - 1:
-        extra_s = (benchmark.slowness - 1) * _seconds(ways["solo"])
-        ways = {name: _slowed(way, extra_s) for name, way in ways.items()}
-    lengths = {name: _block(name, benchmark) for name in ways}
-    blocks: Candidates = {name: _repeated(way, lengths[name]) for name, way in ways.items()}
-    # What is still under way would be in the way of others, and peers wait for those who train elsewhere.
+    """Seconds per step of every candidate."""
+    workers = jobs[benchmark.strategies[0]].world
+    if benchmark.slowness > 1 and workers.rank == workers.size - 1:
+        extra_s = (benchmark.slowness - 1) * _seconds(candidates["solo"])
+        candidates = {name: _slowed(candidate, extra_s) for name, candidate in candidates.items()}
+    lengths = {name: _block(name, benchmark) for name in candidates}
+    blocks: Candidates = {name: _repeated(candidate, lengths[name]) for name, candidate in candidates.items()}
+    # An exchange that is still in progress would slow the next candidate down, and ranks of an asynchronous
+    # strategy may wait for peers that already time the next candidate.
     settled = [name for name in jobs if lengths[name] > 1 or not parse(name).synchronous]
     settle: Candidates = {name: partial(_settle, jobs[name]) for name in settled}
     for name, block in blocks.items():
-        for _ in range(-(-WARM_UP // lengths[name])):
+        for _ in range(-(-_WARM_UP_STEPS // lengths[name])):
             block()
         settle.get(name, _nothing)()
     rounds = InterleavedTimer(
@@ -102,13 +104,13 @@ def _timed(
         after=settle,
     )
     seconds = rounds.medians(
-        blocks, trains.transport, lambda text: supervisor.progress(doing=f"{text} of {len(ways)} ways")
+        blocks, workers.transport, lambda text: supervisor.progress(doing=f"{text} of {len(candidates)} candidates")
     )
     return {name: each / lengths[name] for name, each in seconds.items()}
 
 
 def _block(name: str, benchmark: StrategyBenchmark) -> int:
-    """After how many steps a way has done all that it does."""
+    """The number of steps in which a candidate communicates once."""
     if name not in benchmark.strategies:
         return benchmark.post_local_sgd if benchmark.post_local_sgd and name.startswith("Post") else 1
     every = getattr(parse(name), "every", 1)
@@ -124,43 +126,45 @@ def _settle(job: Job) -> None:
         return
 
 
-def _repeated(way: Callable[[], Any], times: int) -> Callable[[], None]:
+def _repeated(candidate: Callable[[], Any], times: int) -> Callable[[], None]:
     def block() -> None:
         for _ in range(times):
-            way()
+            candidate()
 
     return block
 
 
-def _post_local_sgd(case: BenchmarkModel, every: int) -> Callable[[], None]:
-    """torch's own: gradients stay on each rank, and parameters are averaged by a flat all-reduce."""
-    # They cost a compiler's import, and a warning.
+def _post_local_sgd(benchmark_model: BenchmarkModel, every: int) -> Callable[[], None]:
+    """A step under torch's PostLocalSGD: gradients stay on each rank, and parameters are averaged periodically."""
+    # Imported here: these modules import a compiler and raise a warning.
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    model = DistributedDataParallel(copy.deepcopy(case.model), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(copy.deepcopy(benchmark_model.model), gradient_as_bucket_view=True)
     alone, _ = dist.new_subgroups(1)
     state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
     model.register_comm_hook(state, post_localSGD_hook)
     averager = PeriodicModelAverager(period=every, warmup_steps=0)
-    return make_step(model, case, wrap_optimizer=lambda optimizer: PostLocalSGDOptimizer(optimizer, averager))[0]
+    return make_step(
+        model, benchmark_model, wrap_optimizer=lambda optimizer: PostLocalSGDOptimizer(optimizer, averager)
+    )[0]
 
 
-def _seconds(way: Callable[[], Any], repeats: int = 10) -> float:
-    for _ in range(WARM_UP):
-        way()
+def _seconds(candidate: Callable[[], Any], repeats: int = 10) -> float:
+    for _ in range(_WARM_UP_STEPS):
+        candidate()
     start = time.perf_counter()
     for _ in range(repeats):
-        way()
+        candidate()
     return (time.perf_counter() - start) / repeats
 
 
-def _slowed(way: Callable[[], Any], extra_s: float) -> Callable[[], None]:
-    """The same on a slower machine, which takes nothing from the others."""
+def _slowed(candidate: Callable[[], Any], extra_s: float) -> Callable[[], None]:
+    """The step on a slower worker. It sleeps, and so takes no core from the others."""
 
     def slow() -> None:
         time.sleep(extra_s)
-        way()
+        candidate()
 
     return slow

@@ -21,8 +21,9 @@ from tutti.world import World
 def torch_group(world: World) -> Iterator[None]:
     """Make torch's default process group (Gloo) between the ranks of `world`, and destroy it at the end."""
     transport = world.transport.inner if isinstance(world.transport, HostsTransport) else world.transport
-    roster = getattr(transport, "roster", None)
-    store = dist.PrefixStore("ddp", roster.store) if roster is not None else dist.HashStore()
+    # One rank alone has no membership, and needs no store that others can reach.
+    membership = getattr(transport, "membership", None)
+    store = dist.PrefixStore("ddp", membership.store) if membership is not None else dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     try:
         yield

@@ -22,7 +22,7 @@ _GRACE_S = 10.0
 
 
 def communicator() -> Any:
-    """MPI's world, if this process was started by mpirun; None otherwise."""
+    """MPI's world communicator if mpirun started this process; None otherwise."""
     if "OMPI_COMM_WORLD_SIZE" not in os.environ or not available():
         return None
     from mpi4py import MPI
@@ -37,9 +37,9 @@ def run(
     lab: Lab | None = None,
     watch: Watcher | None = None,
 ) -> Any:
-    """Rank 0's result of `function(*args)`, under mpirun if there is one, else under Tutti's own launcher.
+    """Run `function(*args)` on several ranks, under mpirun if it is installed, and return rank 0's result.
 
-    The function is a module's, its arguments and result JSON. With a lab, its ranks are on the lab's hosts.
+    The function belongs to a module; its arguments and its result are JSON. With a lab, ranks run on the lab's hosts.
     """
     if workers == 1 or not available():
         return launch(function, *args, workers=workers, lab=lab, watch=watch)[0]
@@ -49,7 +49,7 @@ def run(
         task = json.dumps([function.__module__, function.__name__, args, str(result)])
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
         environment = {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "default", **os.environ}
-        # A rank's first act, before it imports anything, is to have itself ended with mpirun.
+        # Before a rank imports anything, it asks the kernel to end it together with mpirun.
         become = [sys.executable, "-I", "-S", command.__file__, "0"]
         argv = [*become, *main_of("tutti.bench.under_mpi"), task]
         with nullcontext(mpirun(workers, argv)) if lab is None else _in_lab(lab, argv) as words:
@@ -82,7 +82,7 @@ def _in_lab(lab: Lab, argv: list[str]) -> AbstractContextManager[list[str]]:
 
 
 def main() -> None:
-    """What a rank under mpirun does."""
+    """Run the function that `run` passed; the entry point of every rank under mpirun."""
     module, name, args, path = json.loads(sys.argv[1])
     value = getattr(importlib.import_module(module), name)(*args)
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":

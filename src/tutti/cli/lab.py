@@ -56,7 +56,7 @@ def list_labs() -> None:
     from tutti.launch.lab import ownership
 
     _check_possible()
-    labs = ownership.found()
+    labs = ownership.existing()
     if not labs:
         print("There are no labs on this machine.")
         return
@@ -76,7 +76,7 @@ def clear() -> None:
     from tutti.launch.lab import ownership
 
     _check_possible()
-    cleared = ownership.clear()
+    cleared = ownership.remove_orphans()
     for claim in cleared:
         print(f"removed lab '{claim.name}' of process {claim.pid}, which has ended")
     if not cleared:

@@ -4,6 +4,7 @@ Nothing here imports torch, so that `--help` of every command is quick.
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,6 +91,21 @@ def parse_recipe_options(texts: list[str] | None) -> dict[str, Any]:
         return {key: json.loads(value) for key, _, value in pairs}
     except json.JSONDecodeError:
         raise ConfigError(f"--option takes NAME=NUMBER, got {', '.join(texts or [])}.") from None
+
+
+def refuse_given(context: typer.Context, names: Collection[str], reason: str) -> None:
+    """Refuse options that would change nothing, if they are on the command line.
+
+    Args:
+        names: of the command's parameters. Defaults and environment variables do not count as given.
+        reason: the end of the message, after the names of the options.
+    """
+    sources = {name: context.get_parameter_source(name) for name in names}
+    # Compared by name: typer may use click's enumeration or a copy of its own.
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+        raise ConfigError(f"{', '.join(options[name] for name in given)} {reason}")
 
 
 def split_list(text: str) -> list[str]:

@@ -26,6 +26,10 @@ def run(
         typer.Option(metavar="DURATION", help="Time to wait for a rank before giving up: seconds, or 40s, 5m, 1h."),
     ] = None,
     lab: LabText = None,
+    spawn: Annotated[
+        bool,
+        typer.Option("--spawn", help="Start each worker as a new Python process, instead of forking them from one."),
+    ] = False,
 ) -> None:
     """Run a script in several processes on this machine, or on the emulated hosts of a lab (see `tutti lab`).
 
@@ -42,6 +46,8 @@ def run(
         environment["TUTTI_STRATEGY"] = _checked_strategy(strategy, workers)
     if timeout is not None:
         environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout, "--timeout").total_seconds())
+    if spawn:
+        environment["TUTTI_START"] = "spawn"
     if workers is None and lab is None:
         workers = len(os.sched_getaffinity(0))
     with open_lab(lab) as hosts:

@@ -1,6 +1,7 @@
-"""Find out who we are from what the launcher left in the environment.
+"""Rank, world size and rendezvous address of this process, read from the variables that its launcher set.
 
-The only place, with the rest of `launch/`, that reads environment variables.
+Only `launch/` reads environment variables. One reader per launcher (`READERS`) returns None if its launcher left
+nothing.
 """
 
 import os
@@ -17,26 +18,36 @@ class RankEnvironment:
     """What a launcher says about this process."""
 
     launcher: str
+    """Name of the launcher, for messages; "none" if there is none."""
     rank: int
     size: int
+    """Number of ranks in the world."""
     local_rank: int
+    """Number of this process among those of its host."""
     address: str | None
+    """Address of the store through which ranks meet."""
     port: int | None
+    """Port of that store."""
     hosted: bool = False
     """Whether the launcher itself runs the store at `address`; otherwise rank 0 does."""
     attempt: str = "0"
-    """Which restart of the job this is: what an earlier one left in the store is not ours."""
+    """Which restart of the job this is. Keys that an earlier attempt left in the store must not be read."""
     innermost: bool = False
-    """Whether it is sure that this launcher, and no other one around it, started this process."""
+    """Whether this launcher itself started the process, so that variables of others around it do not count."""
+
+    @property
+    def store(self) -> str:
+        """Address and port of the store, for messages."""
+        return f"{self.address}:{self.port}"
 
 
-def read(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """This process's place.
+def read_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
+    """Read which rank this process is, and where ranks meet.
 
-    A launcher that another one started wins: torchrun under Slurm, say. Otherwise launchers that
-    both left their mark must agree.
+    The innermost launcher wins, for example torchrun under Slurm. Otherwise all launchers that left variables must
+    agree. Raises `EnvironmentConflict` with the names and values that contradict each other.
     """
-    found = [place for reader in READERS.values() if (place := reader(environment)) is not None]
+    found = [described for reader in READERS.values() if (described := reader(environment)) is not None]
     if not found:
         return RankEnvironment("none", 0, 1, 0, None, None)
     first = found[0]
@@ -60,7 +71,7 @@ def read(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
 
 
 def _torchrun(environment: Mapping[str, str]) -> RankEnvironment | None:
-    """torchrun's variables, which `tutti run` sets as well."""
+    """Read torchrun's variables, which `tutti run` sets as well."""
     names = ("RANK", "WORLD_SIZE")
     given = [name for name in names if name in environment]
     if not given:
@@ -69,11 +80,11 @@ def _torchrun(environment: Mapping[str, str]) -> RankEnvironment | None:
         missing = next(name for name in names if name not in environment)
         raise EnvironmentConflict(f"{given[0]} is set but {missing} is not: set both, or neither.")
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    place = _place("RANK/WORLD_SIZE", (rank, size, _number(environment, "LOCAL_RANK", 0)), environment)
+    described = _checked("RANK/WORLD_SIZE", (rank, size, _number(environment, "LOCAL_RANK", 0)), environment)
     hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     innermost = hosted or "TORCHELASTIC_RUN_ID" in environment
-    return replace(place, hosted=hosted, attempt=attempt, innermost=innermost)
+    return replace(described, hosted=hosted, attempt=attempt, innermost=innermost)
 
 
 def _open_mpi(environment: Mapping[str, str]) -> RankEnvironment | None:
@@ -81,7 +92,7 @@ def _open_mpi(environment: Mapping[str, str]) -> RankEnvironment | None:
         return None
     rank, size = _number(environment, "OMPI_COMM_WORLD_RANK"), _number(environment, "OMPI_COMM_WORLD_SIZE")
     local_rank = _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0)
-    return _place("Open MPI", (rank, size, local_rank), environment, _meet_through_mpi)
+    return _checked("Open MPI", (rank, size, local_rank), environment, _rendezvous_through_mpi)
 
 
 def _mpich(environment: Mapping[str, str]) -> RankEnvironment | None:
@@ -89,7 +100,7 @@ def _mpich(environment: Mapping[str, str]) -> RankEnvironment | None:
         return None
     rank, size = _number(environment, "PMI_RANK"), _number(environment, "PMI_SIZE")
     local_rank = _number(environment, "MPI_LOCALRANKID", 0)
-    return _place("MPICH", (rank, size, local_rank), environment, _meet_through_mpi)
+    return _checked("MPICH", (rank, size, local_rank), environment, _rendezvous_through_mpi)
 
 
 def _slurm(environment: Mapping[str, str]) -> RankEnvironment | None:
@@ -99,17 +110,17 @@ def _slurm(environment: Mapping[str, str]) -> RankEnvironment | None:
     rank, size = _number(environment, "SLURM_PROCID"), _slurm_size(environment)
     local_rank = _number(environment, "SLURM_LOCALID", 0)
 
-    def meet() -> tuple[str | None, int | None]:
+    def first_host() -> tuple[str | None, int | None]:
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
         job = _number(environment, "SLURM_JOB_ID", 0) * 64 + int(environment["SLURM_STEP_ID"])
         alone = environment.get("SLURM_STEP_NUM_NODES") == "1" or environment.get("SLURM_NNODES") == "1"
         return (LOOPBACK if alone else _first_node(nodes)), 20_000 + job % 20_000
 
-    return _place("Slurm", (rank, size, local_rank), environment, meet)
+    return _checked("Slurm", (rank, size, local_rank), environment, first_host)
 
 
 def _slurm_size(environment: Mapping[str, str]) -> int:
-    """The tasks of this step; inside a step, SLURM_NTASKS may still be the whole allocation's."""
+    """Number of tasks of this step; inside a step, SLURM_NTASKS may still be the whole allocation's."""
     step = "SLURM_STEP_NUM_TASKS"
     return _number(environment, step if step in environment else "SLURM_NTASKS")
 
@@ -121,13 +132,15 @@ READERS: dict[str, Callable[[Mapping[str, str]], RankEnvironment | None]] = {
     "slurm": _slurm,
 }
 
-Meeting = Callable[[], tuple[str | None, int | None]]
+Rendezvous = Callable[[], tuple[str | None, int | None]]
+"""Returns address and port of the store, where no variable gives them."""
 
 
-def _place(
-    launcher: str, who: tuple[int, int, int], environment: Mapping[str, str], fallback: Meeting | None = None
+def _checked(
+    launcher: str, numbers: tuple[int, int, int], environment: Mapping[str, str], fallback: Rendezvous | None = None
 ) -> RankEnvironment:
-    rank, size, local_rank = who
+    """Check a launcher's numbers and add where ranks meet: MASTER_ADDR and MASTER_PORT, or what `fallback` finds."""
+    rank, size, local_rank = numbers
     if size < 1 or not 0 <= rank < size:
         raise EnvironmentConflict(
             f"{launcher} says this is rank {rank} of {size}; a rank is 0 or more and less than the number of ranks."
@@ -161,8 +174,8 @@ def _first_node(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 
-def _meet_through_mpi() -> tuple[str | None, int | None]:
-    """Let rank 0 choose a free port and tell the others over MPI itself."""
+def _rendezvous_through_mpi() -> tuple[str | None, int | None]:
+    """Have rank 0 choose a free port and broadcast its address over MPI; None without mpi4py."""
     try:
         from mpi4py import MPI
     except ImportError:

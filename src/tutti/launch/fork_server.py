@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from tutti.launch.command import die_with, outlive
-from tutti.launch.supervisor_pipe import PARENT, VARIABLE
+from tutti.launch.supervisor_pipe import PARENT, PIPE_VARIABLE
 
 MAX_FILES = 6
 """Files that come with a request: description, working directory, stdout, stderr, supervisor pipe, payload."""
@@ -250,7 +250,7 @@ def _become(files: list[int], variables: dict[str, str]) -> None:
     for file in (pipe, *payload):
         os.set_inheritable(file, True)  # As the files that subprocess passes on are.
     os.environ.clear()
-    os.environ.update({**description["environment"], VARIABLE: str(pipe), **variables})
+    os.environ.update({**description["environment"], PIPE_VARIABLE: str(pipe), **variables})
     os.umask(description["umask"])
     os.sched_setaffinity(0, description["cores"])
     sys.argv = ["-c", *description["arguments"], *map(str, payload)]

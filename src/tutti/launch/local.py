@@ -12,7 +12,7 @@ from tutti.launch.lab.lab import Lab
 from tutti.launch.lab.placement import ProcessPlacement, here
 from tutti.launch.start import Program, modules_for
 from tutti.launch.supervisor import Supervisor
-from tutti.launch.supervisor_pipe import IMPORTING, VARIABLE, Watcher
+from tutti.launch.supervisor_pipe import IMPORTING, PIPE_VARIABLE, Watcher
 from tutti.simulation import guard
 
 
@@ -43,7 +43,7 @@ def launch(
     if IMPORTING in os.environ:
         return []
     guard.refuse("tutti.launch")
-    if VARIABLE in os.environ:
+    if PIPE_VARIABLE in os.environ:
         raise ConfigError(
             "launch was called inside a worker: workers cannot start workers. A script that calls launch is started "
             "with python; under tutti run or torchrun, call the function itself."

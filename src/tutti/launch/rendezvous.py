@@ -1,4 +1,20 @@
-"""`init`: meet the other ranks and choose how to talk to them."""
+"""`init`: rendezvous with the other ranks, and the choice of a transport to them.
+
+How it works. Ranks find each other through one key-value store (torch's TCPStore). The launcher serves it, or rank 0 if
+the launcher does not. Each world of a process uses keys under a prefix of its own, which holds the attempt of the job
+and the number of the world, so that nothing an earlier one wrote is read.
+
+1. Every rank adds 1 to `came/RANK`. Who gets more than 1 back knows that two processes have the same rank, and raises.
+2. Every rank writes `peer/RANK`: its host, process number and the process's start time. Nobody else writes that key.
+3. Every rank waits for all `peer/` keys. The wait ends when all are there, at the deadline (the error names the missing
+   ranks), or when the store's process is gone (`RankLost`).
+4. All have the same list now, and build the transport together: a collective step, in which each rank listens on the
+   address that faces rank 0, and connects.
+
+A rank that fails or ends says so in the store (`Membership.leave`), by an exception hook and an exit handler. The
+others may still wait for it while its process lives on. A rank that is killed cannot; the others see that its process
+is gone.
+"""
 
 import atexit
 import fcntl
@@ -18,9 +34,10 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from tutti.cluster import Duration, parse_duration
+from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch import mpi
-from tutti.launch.environment import LOOPBACK, RankEnvironment, read
+from tutti.launch.environment import RankEnvironment, read_environment
 from tutti.launch.supervisor_pipe import HOST, SupervisorPipe
 from tutti.simulation import guard
 from tutti.strategies import parse
@@ -31,21 +48,21 @@ from tutti.transports.membership import wait_for_keys
 from tutti.world import World, current_world, set_world
 
 _world_numbers = count()
-"""Worlds of one process, one after the other, meet under names of their own."""
+"""Numbers of the worlds that this process opens one after the other."""
 
 _SIOCGIFADDR = 0x8915
 
 _ELSEWHERE = "192.0.2.1"
-"""An address of no host (RFC 5737), to ask by which way this one would send."""
+"""An address that no host has (RFC 5737): the route to it shows which interface faces other hosts."""
 
-KINDS = ("auto", "sockets", "shared_memory", "mpi")
-"""Transports by name; "mpi:" takes an all-reduce algorithm of Open MPI's as well, as in "mpi:ring"."""
+TRANSPORTS = ("auto", "sockets", "shared_memory", "mpi")
+"""Names of transports; "mpi:ring" also selects the all-reduce algorithm of Open MPI."""
 
 
 def init(*, timeout: Duration | None = None, transport: str | None = None) -> World:
-    """Meet the other ranks of this run, as torchrun, mpirun, srun or `tutti run` describe it; alone otherwise.
+    """Join the world of this run, as torchrun, mpirun, srun or `tutti run` describe it; a world of one otherwise.
 
-    Called again, it returns the same world.
+    Collective: waits until every rank has called it. Called again, it returns the same world.
 
     Args:
         timeout: how long to wait for ranks to come, and for any answer later: seconds, a text such as "40s" or a
@@ -59,32 +76,37 @@ def init(*, timeout: Duration | None = None, transport: str | None = None) -> Wo
     limit = _timeout_from_environment() if timeout is None else parse_duration(timeout)
     kind = transport or os.environ.get("TUTTI_TRANSPORT", "auto")
     if mpi.is_mpi(kind):
-        mpi.prepare(kind)  # Before `read`, which may start MPI.
-    elif kind not in KINDS:
-        raise ConfigError(f"transport '{kind}' is not one of {', '.join(KINDS)}.")
-    place = read()
+        mpi.prepare(kind)  # Before `read_environment`, which may start MPI.
+    elif kind not in TRANSPORTS:
+        raise ConfigError(f"transport '{kind}' is not one of {', '.join(TRANSPORTS)}.")
+    environment = read_environment()
     if mpi.is_mpi(kind):
-        mpi.check(place, kind)
-    if place.size == 1:
-        world = World(0, 1, place.local_rank, _host_name(), SingleRankTransport(limit))
+        mpi.check(environment, kind)
+    if environment.size == 1:
+        world = World(0, 1, environment.local_rank, _host_name(), SingleRankTransport(limit))
     else:
-        store = PrefixStore(f"tutti/{place.attempt}/{next(_world_numbers)}", _open_store(place, limit))
-        membership = meet(place, store, limit)
+        store = PrefixStore(f"tutti/{environment.attempt}/{next(_world_numbers)}", _open_store(environment, limit))
+        membership = wait_for_ranks(environment, store, limit)
         if mpi.is_mpi(kind):
-            link: Transport = mpi.connect(membership)
+            joined: Transport = mpi.connect(membership)
         else:
-            link = connect(membership, listen_address(place, membership), kind)
+            joined = connect(membership, listen_address(environment, membership), kind)
         me = membership.peers[membership.rank]
-        who = (membership.rank, membership.size, place.local_rank, me.host)
-        world = World(*who, link, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss)
-        _say_goodbye(world)
+        numbers = (membership.rank, membership.size, environment.local_rank, me.host)
+        world = World(*numbers, joined, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss)
+        _leave_at_exit(world)
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
     return set_world(world)
 
 
 def connect(membership: Membership, address: str = LOOPBACK, kind: str = "auto") -> Transport:
-    """A transport to everyone in `membership`. Collective."""
+    """Open a transport to all ranks in `membership`. Collective.
+
+    Args:
+        address: where this rank's sockets listen.
+        kind: one of `TRANSPORTS` other than "mpi".
+    """
     transport = SocketTransport(membership, address=address)
     if kind == "shared_memory":
         from tutti.transports.shared_memory.transport import SharedMemoryTransport  # Costs a compiler's import.
@@ -95,9 +117,13 @@ def connect(membership: Membership, address: str = LOOPBACK, kind: str = "auto")
     return transport
 
 
-def meet(place: RankEnvironment, store: Store, timeout: timedelta) -> Membership:
-    """Wait until every rank has come, and learn who they are."""
-    rank, size = place.rank, place.size
+def wait_for_ranks(environment: RankEnvironment, store: Store, timeout: timedelta) -> Membership:
+    """Wait until every rank has registered in the store, and return who they are.
+
+    Raises `DeadlineExceeded` with the missing ranks after `timeout`, `EnvironmentConflict` if two processes have the
+    same rank, `RankLost` if the process that serves the store is gone.
+    """
+    rank, size = environment.rank, environment.size
     keys = [f"peer/{other}" for other in range(size)]
     missing: list[int] = []
     deadline = time.monotonic() + timeout.total_seconds()
@@ -108,30 +134,32 @@ def meet(place: RankEnvironment, store: Store, timeout: timedelta) -> Membership
         while not wait_for_keys(store, keys, min(1.0, timeout.total_seconds() / 4)):
             missing = [other for other in range(size) if not store.check([keys[other]])]
             if missing and time.monotonic() > deadline:
-                raise _never_came(place, missing, timeout)
+                raise _missing_ranks(environment, missing, timeout)
         return Membership(rank, [Peer.from_json(store.get(key)) for key in keys], store, timeout)
     except DistError as error:
-        if missing:  # Whoever kept the store has given up waiting for them, a moment before this rank would have.
-            raise _never_came(place, missing, timeout) from error
+        if missing:  # The rank that served the store gave up on them, a moment before this rank would have.
+            raise _missing_ranks(environment, missing, timeout) from error
         raise RankLost(
-            f"rank {rank}: the store at {place.address}:{place.port}, where ranks meet, is gone, and so is the process "
+            f"rank {rank}: the store at {environment.store}, where ranks meet, is gone, and so is the process "
             "that kept it (the launcher, or rank 0). See its output."
         ) from error
 
 
-def _never_came(place: RankEnvironment, missing: list[int], timeout: timedelta) -> DeadlineExceeded:
+def _missing_ranks(environment: RankEnvironment, missing: list[int], timeout: timedelta) -> DeadlineExceeded:
+    size = environment.size
     return DeadlineExceeded(
-        f"rank {place.rank}: after {timeout.total_seconds():g} s {place.size - len(missing)} of {place.size} ranks are "
+        f"rank {environment.rank}: after {timeout.total_seconds():g} s {size - len(missing)} of {size} ranks are "
         f"here; missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they reach "
-        f"{place.address}:{place.port}; tutti.init(timeout=...) waits longer."
+        f"{environment.store}; tutti.init(timeout=...) waits longer."
     )
 
 
-def _say_goodbye(world: World) -> None:
-    """Have the others told when this rank's script fails or ends, even if its process lives on for a while.
+def _leave_at_exit(world: World) -> None:
+    """Tell the others when this rank's script fails or ends, even if its process lives on for a while.
 
-    A process does: mpi4py's own exit waits for the other ranks, and Python waits for the user's threads. And groups
-    that are still open when Python itself ends make torch abort the process.
+    It may live on because mpi4py's exit waits for the other ranks, or Python for the user's threads. The world is
+    closed
+    too: groups that are open when Python ends make torch abort the process.
     """
     before = sys.excepthook
 
@@ -143,16 +171,16 @@ def _say_goodbye(world: World) -> None:
     atexit.register(world.close)
 
 
-@cache  # A second world of this process meets in the same store.
-def _open_store(place: RankEnvironment, timeout: timedelta) -> Store:
-    assert place.address is not None
-    assert place.port is not None
-    serve = place.rank == 0 and not place.hosted
-    listener = _listener(place.address, place.port) if serve else None
+@cache  # A second world of this process uses the same connection.
+def _open_store(environment: RankEnvironment, timeout: timedelta) -> Store:
+    assert environment.address is not None
+    assert environment.port is not None
+    serve = environment.rank == 0 and not environment.hosted
+    listener = _listener(environment.address, environment.port) if serve else None
     try:
         return TCPStore(
-            place.address,
-            place.port,
+            environment.address,
+            environment.port,
             is_master=serve,
             wait_for_workers=False,
             timeout=timeout,
@@ -160,13 +188,13 @@ def _open_store(place: RankEnvironment, timeout: timedelta) -> Store:
         )
     except DistError as error:
         raise RankLost(
-            f"rank {place.rank}: nobody answers at {place.address}:{place.port} ({str(error).splitlines()[0]}). "
+            f"rank {environment.rank}: nobody answers at {environment.store} ({str(error).splitlines()[0]}). "
             "Rank 0 was not started, MASTER_ADDR or MASTER_PORT is wrong, or a firewall is between."
         ) from error
 
 
 def _listener(address: str, port: int) -> int:
-    """A listening socket: on loopback only, where that is all the ranks need."""
+    """Open the store's listening socket: on loopback only, where `address` is this host alone."""
     six = ":" in address
     local = {"localhost": LOOPBACK, LOOPBACK: LOOPBACK, "::1": "::1"}.get(address, "")
     listener = socket.socket(socket.AF_INET6 if six else socket.AF_INET)
@@ -182,8 +210,8 @@ def _listener(address: str, port: int) -> int:
     return listener.detach()
 
 
-def listen_address(place: RankEnvironment, membership: Membership) -> str:
-    """Where this rank's own sockets listen: loopback on one host, else the address that faces rank 0."""
+def listen_address(environment: RankEnvironment, membership: Membership) -> str:
+    """Choose where this rank's sockets listen: loopback on one host, else the address that faces rank 0."""
     if membership.one_host:
         return LOOPBACK
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -195,12 +223,13 @@ def listen_address(place: RankEnvironment, membership: Membership) -> str:
                 f"rank {membership.world_rank}: GLOO_SOCKET_IFNAME names '{names}', which has no address here "
                 f"({error.strerror}). Known: {known}."
             ) from None
-    assert place.address is not None
-    # Towards rank 0; on rank 0's own host, towards anywhere else; or whatever this host has.
-    tries = [lambda: _facing(place.address), lambda: _facing(_ELSEWHERE), *_interfaces()]
-    for attempt in tries:
+    assert environment.address is not None
+    # First the address towards rank 0. On rank 0's own host that is loopback, so towards any other host. Then whatever
+    # address an interface has.
+    candidates = [lambda: _address_towards(environment.address), lambda: _address_towards(_ELSEWHERE), *_interfaces()]
+    for candidate in candidates:
         with suppress(OSError):
-            address = attempt()
+            address = candidate()
             if not address.startswith("127.") and address != "::1":
                 return address
     raise ConfigError(
@@ -209,8 +238,8 @@ def listen_address(place: RankEnvironment, membership: Membership) -> str:
     )
 
 
-def _facing(address: str | None) -> str:
-    """This host's address on the way to another. Sends nothing: it only picks a route."""
+def _address_towards(address: str | None) -> str:
+    """This host's address on the route to another. Nothing is sent: connecting a datagram socket only picks a route."""
     family, _, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -233,7 +262,7 @@ def _host_name() -> str:
 
 
 def _host_id() -> str:
-    """The same for processes that can share memory and loopback: one kernel, one network namespace."""
+    """An identifier that is equal for processes that share memory and loopback: one kernel, one network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             kernel = boot.read().strip()

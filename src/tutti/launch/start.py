@@ -25,7 +25,7 @@ from tutti.launch import command, fork_client
 from tutti.launch.fork_client import ForkChannel, ForkedProcess, ForkRefused, file_with
 from tutti.launch.interpreter import main_of
 from tutti.launch.lab.placement import ProcessPlacement
-from tutti.launch.supervisor_pipe import PARENT, VARIABLE
+from tutti.launch.supervisor_pipe import PARENT, PIPE_VARIABLE
 
 START = "TUTTI_START"
 """Variable that says how workers start: "fork" (where possible; the default) or "spawn"."""
@@ -155,7 +155,7 @@ class WorkerStarter:
         description = {
             "arguments": ["--store", address, str(port)],
             "environment": environment,
-            "namespace": self._placement.meeting.namespace,
+            "namespace": self._placement.store_host.namespace,
         }
         nowhere = os.open(os.devnull, os.O_RDWR)
         try:
@@ -203,7 +203,7 @@ class WorkerStarter:
             stdout=out,
             stderr=err,
             pass_fds=[pipe, *payload],
-            env={**environment, VARIABLE: str(pipe), PARENT: str(os.getpid())},
+            env={**environment, PIPE_VARIABLE: str(pipe), PARENT: str(os.getpid())},
             start_new_session=True,  # So that its own children can be ended with it.
         )
 

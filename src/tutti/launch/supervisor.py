@@ -121,7 +121,7 @@ class Supervisor:
             from tutti.launch.store import serve  # Imports torch.
 
             address, file = self._placement.address, os.dup(listener.fileno())
-            if (namespace := self._placement.meeting.namespace) is None:
+            if (namespace := self._placement.store_host.namespace) is None:
                 self._store = serve(address, self._port, file)
             else:
                 self._store = namespaces.inside(namespace, lambda: serve(address, self._port, file))

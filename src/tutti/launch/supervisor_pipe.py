@@ -1,4 +1,17 @@
-"""What a worker tells the supervisor that started it, over a pipe of their own."""
+"""Supervisor pipe: messages from a worker to the supervisor that started it.
+
+How it works. Each worker has one pipe, on which it writes and the supervisor reads; nothing goes the other way. A
+message is a header (one byte for its kind, eight for its length) and a payload. The kinds: progress (JSON numbers for
+whoever watches), a failure (JSON), the result of the function (pickled), and whether the run tolerates the loss of this
+worker (JSON).
+
+Only one process of a worker writes at a time; a message larger than the pipe is written in parts, while the supervisor
+reads. The supervisor never waits for a message to be complete: `Inbox.feed` keeps the part that has come. The end of
+the pipe says nothing about the worker, because its children may hold it open; the supervisor watches the process for
+that.
+
+A simulated rank has no pipe of its own: what it reports goes to a function of the process it runs in (`report_to`).
+"""
 
 import json
 import os
@@ -8,22 +21,23 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-VARIABLE = "TUTTI_LINK"
-"""Where a worker finds the number of its end of the pipe."""
+PIPE_VARIABLE = "TUTTI_SUPERVISOR_PIPE"
+"""Environment variable with the file number of the worker's end of the pipe."""
 
 IMPORTING = "TUTTI_IMPORTING"
-"""Set while a worker imports the user's script, whose own call of `launch` must then do nothing."""
+"""Environment variable that is set while a worker imports the user's script, in which `launch` then does nothing."""
 
 PARENT = "TUTTI_PARENT"
-"""The process that a worker must not outlive."""
+"""Environment variable with the number of the process that a worker must not outlive."""
 
 HOST = "TUTTI_HOST"
-"""What the host of a worker is called, where that is not the machine's own name."""
+"""Environment variable with the name of a worker's host, where that is not the machine's own name."""
 
 Watcher = Callable[[int, dict[str, Any]], None]
-"""Is told a rank, and what it reported."""
+"""A function that is called with a rank and the values it reported."""
 
-_tell: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("tutti_tell", default=None)
+_reporter: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("tutti_reporter", default=None)
+"""Where reports of this thread go instead of the pipe: set in simulated ranks."""
 
 _HEADER = struct.Struct("<cQ")
 
@@ -39,38 +53,39 @@ class Failure(NamedTuple):
     """Whether it failed only because another rank did."""
 
 
-def telling(whom: Callable[[dict[str, Any]], None]) -> None:
-    """Let what this thread reports go to `whom`, who is in the same process, and nowhere else."""
-    _tell.set(whom)
+def report_to(reporter: Callable[[dict[str, Any]], None]) -> None:
+    """Send what this thread reports to a function of this process, and not over the pipe."""
+    _reporter.set(reporter)
 
 
 class SupervisorPipe:
-    """A worker's end. Without a supervisor everything it is told goes nowhere."""
+    """The worker's end of the pipe. Without a supervisor, messages are dropped."""
 
     def __init__(self) -> None:
-        number = os.environ.get(VARIABLE)
+        number = os.environ.get(PIPE_VARIABLE)
         self._file = int(number) if number else None
 
     def tolerate_loss(self, yes: bool = True) -> None:
-        """If this worker ends early, the others go on; with False, its loss stops them again.
+        """Have the run continue if this worker is lost; with False, its loss stops the run again.
 
-        Simulated ranks have no need to say so: one that dies as the cluster says never stops the others.
+        Does nothing in a simulated rank: one that dies as the cluster describes never stops the others.
         """
-        if _tell.get() is None:  # A simulation must not speak for the process it runs in.
+        if _reporter.get() is None:  # A simulation must not speak for the process it runs in.
             self._send(_TOLERATES_LOSS, json.dumps(yes).encode())
 
     def failed(self, failure: Failure) -> None:
+        """Report that this worker's code failed."""
         self._send(_FAILED, json.dumps(failure._asdict()).encode())
 
     def progress(self, **values: Any) -> None:
-        """Numbers for whoever watches; JSON."""
-        if (tell := _tell.get()) is not None:
-            tell(values)
+        """Report values, which must be valid JSON, to the function that watches the run."""
+        if (reporter := _reporter.get()) is not None:
+            reporter(values)
             return
         self._send(_PROGRESS, json.dumps(values).encode())
 
     def result(self, value: Any) -> None:
-        """The worker's result: pickled, but only ever between a process and its own child, over a pipe."""
+        """Send the worker's result. It is pickled: the pipe joins a process and its own child, and nobody else."""
         self._send(_RESULT, pickle.dumps(value))
 
     def _send(self, kind: bytes, payload: bytes) -> None:
@@ -82,18 +97,18 @@ class SupervisorPipe:
 
 
 class Inbox:
-    """The supervisor's end: bytes in, what the worker said out."""
+    """The supervisor's end of the pipe: takes bytes, holds what the worker has reported so far."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self.tolerates_loss = False
         self.ever_tolerated_loss = False
-        """At any time, whatever it said later."""
+        """Whether it tolerated its loss at any time, even if it took that back."""
         self.failure: Failure | None = None
         self.result: Any = None
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Take in what was read; returns the progress messages in it."""
+        """Take in bytes from the pipe; return the values of all progress messages that they complete."""
         self._buffer += data
         progress = []
         while len(self._buffer) >= _HEADER.size:

@@ -1,4 +1,8 @@
-"""Groups of torch.distributed: how their ranks meet."""
+"""Process groups of torch.distributed on the "tutti" backend: rendezvous of their ranks, and choice of a transport.
+
+Groups in a world that is simulated, or runs over MPI, use a channel of that world's transport. All others meet through
+the store that torch gives them, and open sockets and shared memory of their own.
+"""
 
 import sys
 from collections import Counter
@@ -10,44 +14,50 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from tutti.backend import GroupConnection
 from tutti.launch.environment import RankEnvironment
-from tutti.launch.rendezvous import listen_address, meet
+from tutti.launch.rendezvous import listen_address, wait_for_ranks
 from tutti.simulation import operator_clock
 from tutti.transports import Membership, SingleRankTransport, SocketTransport, Transport
 from tutti.transports.base import TransportWrapper
 from tutti.transports.hosts import shared_where_possible
 from tutti.world import current_world
 
-_generations: Counter[str] = Counter()
-"""How often a group of each name was made here: a store may remember the ones before."""
+_num_opened: Counter[str] = Counter()
+"""How often this process opened a group of each name. The store may still hold keys of the earlier ones."""
 
 
 def open_group(options: Any) -> GroupConnection:
-    """Meet the other ranks of a group through its store, and choose how to talk to them."""
+    """Join the ranks of a group and return their transport. Collective.
+
+    Args:
+        options: torch's description of the group (`DistributedBackendOptions`).
+    """
     rank, size = options.group_rank, options.group_size
     numbers = list(options.global_ranks_in_group) or list(range(size))
     world = current_world()
-    along = None if world is None else _taken_along(world.transport)
+    shared = None if world is None else _transport_for_groups(world.transport)
     with ExitStack() as stack:
-        if along is not None and along.cluster is not None:
-            stack.enter_context(operator_clock.counting(along))
+        if shared is not None and shared.cluster is not None:
+            stack.enter_context(operator_clock.counting(shared))
         if size == 1:
             transport: Transport = SingleRankTransport(options.timeout)
-        elif along is not None:
-            transport = along.channel(f"torch {options.group_id}", numbers)
+        elif shared is not None:
+            transport = shared.channel(f"torch {options.group_id}", numbers)
         else:
-            membership, address = _meet(options, numbers)
+            membership, address = _rendezvous(options, numbers)
             stack.callback(membership.leave)
             transport = _connect(membership, address)
         return GroupConnection(transport, numbers[rank], stack.pop_all().close)
 
 
-def _meet(options: Any, numbers: list[int]) -> tuple[Membership, str]:
-    """Who the others are, and where to listen for them."""
-    _generations[options.group_id] += 1
-    store = PrefixStore(f"tutti/{_generations[options.group_id]}", options.store)
-    place = RankEnvironment("torch.distributed", options.group_rank, options.group_size, 0, *_address(options.store))
-    membership = _in_the_world(meet(place, store, options.timeout), numbers)
-    return membership, listen_address(place, membership)
+def _rendezvous(options: Any, numbers: list[int]) -> tuple[Membership, str]:
+    """Wait for the ranks of the group; returns them, and the address on which to listen for them."""
+    _num_opened[options.group_id] += 1
+    store = PrefixStore(f"tutti/{_num_opened[options.group_id]}", options.store)
+    environment = RankEnvironment(
+        "torch.distributed", options.group_rank, options.group_size, 0, *_address(options.store)
+    )
+    membership = _with_global_ranks(wait_for_ranks(environment, store, options.timeout), numbers)
+    return membership, listen_address(environment, membership)
 
 
 def _connect(membership: Membership, address: str) -> Transport:
@@ -59,8 +69,8 @@ def _connect(membership: Membership, address: str) -> Transport:
         raise
 
 
-def _taken_along(transport: Transport) -> Transport | None:
-    """The transport of the world there is, if groups are to use that: ranks that are simulated, or on MPI."""
+def _transport_for_groups(transport: Transport) -> Transport | None:
+    """The world's transport, if groups must use it: in a simulation, and over MPI. None otherwise."""
     while isinstance(transport, TransportWrapper):
         transport = transport.inner
     if transport.cluster is not None:
@@ -69,16 +79,16 @@ def _taken_along(transport: Transport) -> Transport | None:
     return transport if mpi is not None and isinstance(transport, mpi.MpiTransport) else None
 
 
-def _in_the_world(membership: Membership, numbers: list[int]) -> Membership:
-    """The same ranks, named as in the whole world."""
+def _with_global_ranks(membership: Membership, numbers: list[int]) -> Membership:
+    """The same members, with their ranks in the whole world, which error messages show."""
     peers = [replace(peer, rank=number) for peer, number in zip(membership.peers, numbers, strict=True)]
-    made = Membership(membership.rank, peers, membership.store, membership.timeout)
-    made.timeout_hint = "the timeout of init_process_group or new_group"
-    return made
+    renumbered = Membership(membership.rank, peers, membership.store, membership.timeout)
+    renumbered.timeout_hint = "the timeout of init_process_group or new_group"
+    return renumbered
 
 
 def _address(store: Store) -> tuple[str | None, int | None]:
-    """Where the store is, if it is on the network."""
+    """Address and port of the store, if it is on the network."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, TCPStore) else (None, None)

@@ -1,8 +1,7 @@
-"""The datasets of the recipes: tensors in memory, served a whole batch at a time.
+"""The datasets of the recipes: tensors in memory, from which a whole batch is taken by one indexing.
 
-Each function takes the data folder and returns `Splits`; docs/data.md has the layout of the folder.
-Datasets of the same files share their tensors, however often they are made in a process.
-Images stay bytes until they are fetched, which takes a quarter of the memory in every process.
+Each function takes the data folder and returns `Splits`; docs/data.md has the layout of the folder. Datasets of the
+same files share their tensors within a process. Images are stored as bytes, a quarter of the memory of float32.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from tutti.errors import DataError
-from tutti.recipes.files import Shape, Source, kept, read_idx, read_npz, read_text
+from tutti.recipes.files import Shape, Source, cached, read_idx, read_npz, read_text
 
 Sample = tuple[Tensor, Tensor]
 
@@ -38,7 +37,7 @@ _FASHION_MD5 = {
 
 
 class MapDataset(Dataset[Sample], ABC):
-    """Samples by number, each an input and a target."""
+    """A dataset of (input, target) pairs."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -48,7 +47,7 @@ class MapDataset(Dataset[Sample], ABC):
 
 
 class Splits(NamedTuple):
-    """What a recipe trains on, and what it is measured on."""
+    """The training set and the test set of a recipe."""
 
     train: MapDataset
     test: MapDataset
@@ -56,10 +55,10 @@ class Splits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch(Sequence[Sample]):
-    """Samples that were fetched together and are stacked already.
+    """Samples that were fetched by one indexing and are stacked already.
 
-    `DataLoader` hands this to its collate function, which expects a list of samples. Most people's
-    loaders have the default one, so a batch also reads as that list; `collate` skips the detour.
+    `DataLoader` passes it to its collate function, which expects a list of samples. So that torch's default function
+    works too, a batch is also a sequence of samples; `collate` takes the stacked tensors directly.
     """
 
     inputs: Tensor
@@ -73,7 +72,7 @@ class Batch(Sequence[Sample]):
 
 
 def collate(samples: Sequence[Sample]) -> Sample:
-    """Inputs and targets of a batch, stacked: at no cost for a `Batch`, as usual for anything else."""
+    """The stacked inputs and targets of a batch: without a copy for a `Batch`, as torch does for anything else."""
     if isinstance(samples, Batch):
         return samples.inputs, samples.targets
     inputs, targets = default_collate(list(samples))
@@ -81,10 +80,10 @@ def collate(samples: Sequence[Sample]) -> Sample:
 
 
 class ArrayDataset(MapDataset):
-    """Rows of two tensors as samples; with `collate_fn=collate` a `DataLoader` takes a batch in one indexing.
+    """A dataset of the rows of two tensors; with `collate_fn=collate` a `DataLoader` takes a batch in one indexing.
 
-    `prepare` turns stored inputs, one row or many, into what the model reads. What is fetched is a copy: other
-    datasets may share `inputs` and `targets`, which nobody should write into.
+    `prepare` turns stored inputs, one row or many, into the model's input. Items are copies: other datasets may share
+    `inputs` and `targets`, which must not be written to.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -110,9 +109,9 @@ class ArrayDataset(MapDataset):
 
 @dataclass(frozen=True)
 class Normalize:
-    """Bytes (..., channel, height, width) as floats, with mean 0 and deviation 1 in each channel.
+    """Converts bytes of shape (..., channel, height, width) to floats with mean 0 and deviation 1 per channel.
 
-    `mean` and `std` have one number for each channel, in units of `full_scale`, the largest byte.
+    `mean` and `std` have one number per channel, in units of `full_scale`, the largest byte.
     """
 
     mean: tuple[float, ...]
@@ -127,18 +126,18 @@ class Normalize:
 
 
 def digits(root: Path | None = None) -> Splits:
-    """1,437 and 360 images of 8 x 8: the set that ships with Tutti, so `root` is not looked at.
+    """1,437 and 360 images of 8 x 8: the set that ships with Tutti, so `root` is not used.
 
-    Every fifth image is for testing. Stretches of rows seem to be by one writer, so a split at a row would
-    measure how unlike a few writers are (0.91 on the last 360, 0.95 on the first, 0.97 on every fifth).
-    This one is for comparing runs; it says little about hands never seen.
+    Every fifth image is a test image. Consecutive rows seem to be by one writer, so a split at one row would measure
+    how much a few writers differ (0.91 on the last 360, 0.95 on the first, 0.97 on every fifth). This split is for
+    comparing runs; it says little about unknown writers.
     """
     prepare = Normalize(mean=(0.3053,), std=(0.3760,), full_scale=16)
     train, test = (ArrayDataset(images, labels, prepare=prepare) for images, labels in _embedded_digits())
     return Splits(train, test)
 
 
-@kept(maxsize=1)
+@cached(maxsize=1)
 def _embedded_digits() -> tuple[Sample, Sample]:
     arrays = read_npz(Path(__file__).with_name("digits.npz"), {"images": (1797, 8, 8), "labels": (1797,)})
     images, labels = arrays["images"].unsqueeze(1), arrays["labels"]

@@ -1,8 +1,8 @@
-"""Read idx.gz, npz and text files, and say exactly what is wrong with one that cannot be used.
+"""Readers of idx.gz, npz and text files, with exact messages about files that cannot be used.
 
-Nothing here unpickles. A file read once is kept, because ranks that live in one process would
-otherwise each unpack and hold their own copy; it is read again when its size or time changes. So
-callers must not write into what they get.
+Nothing here unpickles. The contents of a file are cached, because simulated ranks in one process would otherwise each
+unpack and hold a copy. A file is read again when its size or modification time changes. Callers must not write into
+the tensors that they receive.
 """
 
 import gzip
@@ -22,23 +22,23 @@ from torch import Tensor
 from tutti.errors import DataError
 
 Shape = tuple[int | None, ...]
-"""An array's shape, with None where any size will do."""
+"""The shape of an array; None stands for any size."""
 
 _Arguments = ParamSpec("_Arguments")
-_Kept = TypeVar("_Kept")
+_Result = TypeVar("_Result")
 
 
-def kept(maxsize: int) -> Callable[[Callable[_Arguments, _Kept]], Callable[_Arguments, _Kept]]:
-    """Keep the last `maxsize` results of a function, one copy even when threads ask at once; errors are not kept."""
+def cached(maxsize: int) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Cache the last `maxsize` results of a function. Concurrent calls share one result; errors are not cached."""
 
-    def decorate(read: Callable[_Arguments, _Kept]) -> Callable[_Arguments, _Kept]:
+    def decorate(read: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         lock = Lock()
-        cached: Callable[_Arguments, _Kept] = lru_cache(maxsize)(read)  # type: ignore[assignment]  # typed for any
+        remembered: Callable[_Arguments, _Result] = lru_cache(maxsize)(read)  # type: ignore[assignment]  # typed for any
 
         @wraps(read)
-        def locked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Kept:
-            with lock:  # lru_cache alone lets each thread that misses compute, and keep, a result of its own
-                return cached(*args, **kwargs)
+        def locked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with lock:  # Without the lock, threads that miss at the same time would each compute and hold a result.
+                return remembered(*args, **kwargs)
 
         return locked
 
@@ -47,13 +47,13 @@ def kept(maxsize: int) -> Callable[[Callable[_Arguments, _Kept]], Callable[_Argu
 
 @dataclass(frozen=True)
 class Source:
-    """One data file: its path under the data folder, and where it can be had."""
+    """One data file: its path under the data folder, and where to get it."""
 
     path: str
     origin: str
 
     def under(self, root: Path | None) -> Path:
-        """The full path of the file, which exists."""
+        """The full path of the file; raises `DataError` if there is no such file."""
         if root is None:
             raise DataError(
                 f"no data folder given, and '{self.path}' is needed. "
@@ -66,17 +66,17 @@ class Source:
 
 
 def read_idx(path: Path, num_dims: int) -> Tensor:
-    """The bytes in a gzipped idx file, the format of MNIST (LeCun 1998); int64 if they are labels, in one dimension."""
+    """Read a gzipped idx file, the format of MNIST (LeCun 1998). One dimension is read as labels, in int64."""
     return _read_idx(path, num_dims, _stamp(path))
 
 
 def read_npz(path: Path, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The arrays of bytes named in `shapes` from an npz file; int64 where they are labels, in one dimension."""
+    """Read the byte arrays named in `shapes` from an npz file. One dimension is read as labels, in int64."""
     return dict(_read_npz(path, tuple(shapes.items()), _stamp(path)))
 
 
 def read_text(path: Path, alphabet: str) -> Tensor:
-    """The text as int64 positions in `alphabet`, whose characters are ASCII."""
+    """Read a text as int64 indices into `alphabet`, whose characters are ASCII."""
     return _read_text(path, alphabet, _stamp(path))
 
 
@@ -88,14 +88,14 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-@kept(maxsize=8)
+@cached(maxsize=8)
 def _read_idx(path: Path, num_dims: int, stamp: tuple[int, int]) -> Tensor:
     try:
         with gzip.open(path) as file:
-            raw = bytearray(file.read())  # writable, which torch.frombuffer wants
+            raw = bytearray(file.read())  # Writable, as torch.frombuffer requires.
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot unpack {path}: {error}. It is cut off or not gzip: fetch it again.") from error
-    header, magic = 4 + 4 * num_dims, bytes([0, 0, 8, num_dims])  # 8 stands for unsigned bytes
+    header, magic = 4 + 4 * num_dims, bytes([0, 0, 8, num_dims])  # 8 is the idx code of unsigned bytes.
     if raw[:4] != magic:
         raise DataError(
             f"{path} is not the idx file wanted: it starts with 0x{raw[:4].hex()}, "
@@ -111,7 +111,7 @@ def _read_idx(path: Path, num_dims: int, stamp: tuple[int, int]) -> Tensor:
     return _widened(torch.frombuffer(raw, dtype=torch.uint8, offset=header).view(shape))
 
 
-@kept(maxsize=4)
+@cached(maxsize=4)
 def _read_npz(
     path: Path, shapes: tuple[tuple[str, Shape], ...], stamp: tuple[int, int]
 ) -> tuple[tuple[str, Tensor], ...]:
@@ -137,7 +137,7 @@ def _read_npz(
 
 
 def _widened(array: Tensor) -> Tensor:
-    """Labels as the int64 that losses want: here, so that what is kept needs no copy."""
+    """Convert labels to int64, which losses require. Done before caching, so that no copy is needed later."""
     return array.long() if array.dim() == 1 else array
 
 
@@ -151,7 +151,7 @@ def _fault(name: str, shape: Shape, array: np.ndarray | None) -> str | None:
     return None if fits and array.size else f"'{name}' has shape {array.shape}, wanted ({wanted})"
 
 
-@kept(maxsize=2)
+@cached(maxsize=2)
 def _read_text(path: Path, alphabet: str, stamp: tuple[int, int]) -> Tensor:
     try:
         raw = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Recipes that tell images apart."""
+"""Recipes for image classification."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from tutti.recipes.base import Recipe, accuracy, cross_entropy
 
 
 def digits() -> Recipe:
-    """8 x 8 digits, which ship with Tutti: the recipe that always works, in a second or two."""
+    """Handwritten digits of 8 x 8 pixels, which ship with Tutti. The recipe needs no data folder and takes seconds."""
     return Recipe(
         name="digits",
         summary="8x8 handwritten digits with a small perceptron; needs no data folder",
@@ -28,7 +28,7 @@ def digits() -> Recipe:
 
 
 def mnist_mlp(second_hidden: int = 100) -> Recipe:
-    """MNIST with the four-layer perceptron of Fourie (2019), whose second hidden width is the argument."""
+    """MNIST with the four-layer perceptron of Fourie (2019); `second_hidden` is its second hidden width."""
     if second_hidden < 1:
         raise ConfigError(f"mnist-mlp needs a second_hidden of 1 or more, got {second_hidden}. The default is 100.")
     return Recipe(
@@ -66,7 +66,7 @@ def fashion_cnn() -> Recipe:
 def cifar_quick() -> Recipe:
     """A fifth of CIFAR-10 with Caffe's cifar10_quick, the network of Poseidon (Zhang 2015) and Kim (2016).
 
-    10,000 training images are few: the target is far below what the network reaches on all 50,000.
+    With 10,000 training images the target is far below what the network reaches on all 50,000.
     """
     return Recipe(
         name="cifar-quick",
@@ -89,7 +89,7 @@ def sgd(model: nn.Module, lr: float, weight_decay: float = 0.0) -> torch.optim.O
 
 
 def image_batch(num_samples: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """Noise (sample, *shape) and labels of ten classes, always the same for the same arguments."""
-    generator = torch.Generator().manual_seed(0)  # its own, so as not to move the caller's
+    """Random images of shape (sample, *shape) and labels of ten classes; the same for the same arguments."""
+    generator = torch.Generator().manual_seed(0)  # A separate generator leaves torch's random state unchanged.
     images = torch.randn(num_samples, *shape, generator=generator)
     return images, torch.randint(10, (num_samples,), generator=generator)

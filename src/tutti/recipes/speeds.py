@@ -1,7 +1,7 @@
-"""How fast an accelerator trains the large models, as published: what a simulation charges for a sample.
+"""Published training speeds of the large models, which simulations use as the computing time of a sample.
 
-The figures are of different years, software and batch sizes: they say what is plausible, and are no
-comparison of accelerators. What nobody seems to have published is left out.
+The figures are from different years, with different software and batch sizes. They are plausible values, and no
+comparison of accelerators. Combinations without a published figure are left out.
 """
 
 from tutti.errors import ConfigError, UnknownName
@@ -37,7 +37,7 @@ IMAGES_PER_S: dict[str, dict[str, float]] = {
 
 
 def seconds_per_sample(accelerator: str, model: str) -> float:
-    """How long one `accelerator` takes to train `model` on one image, in batches as large as was published."""
+    """Seconds that one `accelerator` takes to train `model` on one image, at the published batch size."""
     if accelerator not in IMAGES_PER_S:
         raise UnknownName("accelerator", accelerator, IMAGES_PER_S)
     speeds = IMAGES_PER_S[accelerator]

@@ -1,7 +1,7 @@
-"""How long a training step of the large models takes at several batch sizes: measured on one GPU, scaled to another.
+"""Step times of the large models at several batch sizes: measured on one GPU, scaled to another.
 
-Published speeds (`tutti.recipes.speeds`) are of one batch size each. Here what one H200 takes at four says how a
-step's time goes with its batch, and published speeds say how much slower another GPU is.
+Published speeds (`tutti.recipes.speeds`) are for one batch size each. The measurements of an H200 at four batch sizes
+give the dependence on the batch size, and the published speeds give the factor to another GPU.
 """
 
 import math
@@ -12,15 +12,16 @@ from tutti.recipes.speeds import seconds_per_sample
 
 
 class StepTime(NamedTuple):
-    """Milliseconds of the parts of a step."""
+    """Milliseconds of the parts of a training step."""
 
     forward_ms: float
     backward_ms: float
     step_ms: float
-    """Of the optimiser."""
+    """Milliseconds of the optimiser's step."""
 
     @property
     def seconds(self) -> float:
+        """Seconds of the whole step."""
         return sum(self) / 1e3
 
 
@@ -51,7 +52,7 @@ PUBLISHED_AT = {"resnet50": 64, "alexnet": 512}
 
 
 def k80_ratios() -> dict[str, float]:
-    """How many times as long as an H200 one half of a K80, which is one of its two GPUs, takes for a step."""
+    """Step time of one GPU of a K80 (which has two), relative to an H200, by model."""
     return {
         model: batch_size * seconds_per_sample("k80", model) / H200[model][batch_size].seconds
         for model, batch_size in PUBLISHED_AT.items()
@@ -59,7 +60,7 @@ def k80_ratios() -> dict[str, float]:
 
 
 def k80_factor() -> float:
-    """The geometric mean of `k80_ratios`: what a step of any model is scaled by."""
+    """The geometric mean of `k80_ratios`: the factor on the step times of all models."""
     ratios = k80_ratios().values()
     return math.prod(ratios) ** (1 / len(ratios))
 
@@ -69,12 +70,12 @@ K20_TO_K40 = 26.5 / 36.0
 
 
 def k20(model: str) -> Compute:
-    """How long a K20 would compute, with Caffe and cuDNN: as a K40 does, and slower by as much as without cuDNN."""
+    """Computing times of a K20 with Caffe and cuDNN: those of a K40, scaled by the ratio of both without cuDNN."""
     return Compute(sample_s=seconds_per_sample("k40", model) / K20_TO_K40)
 
 
 def k80(model: str, batch_size: int) -> Compute:
-    """How long one GPU of a K80 would compute for a step of so many images."""
+    """Computing times of one GPU of a K80 for steps of `batch_size` images."""
     forward_ms, backward_ms, step_ms = H200[model][batch_size]
     scale = k80_factor() / 1e3
     computing_ms = forward_ms + backward_ms

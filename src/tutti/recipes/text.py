@@ -1,4 +1,4 @@
-"""Recipes that guess the next character."""
+"""Recipes for predicting the next character of a text."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ _WINDOW = 64
 
 
 def char_lstm() -> Recipe:
-    """Shakespeare, a character at a time, with a one-layer LSTM."""
+    """Characters of Shakespeare with a one-layer LSTM."""
     return Recipe(
         name="char-lstm",
         summary="next character of Shakespeare with an LSTM",
@@ -29,7 +29,7 @@ def char_lstm() -> Recipe:
 
 
 def char_gpt() -> Recipe:
-    """Shakespeare, a character at a time, with a three-block transformer."""
+    """Characters of Shakespeare with a three-block transformer."""
     return Recipe(
         name="char-gpt",
         summary="next character of Shakespeare with a small transformer",
@@ -51,7 +51,7 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def char_batch(num_samples: int) -> tuple[Tensor, Tensor]:
-    """Random characters (sample, time) and the ones after them, always the same for the same number."""
-    generator = torch.Generator().manual_seed(0)  # its own, so as not to move the caller's
+    """Random characters of shape (sample, time) and their successors; the same for the same number of samples."""
+    generator = torch.Generator().manual_seed(0)  # A separate generator leaves torch's random state unchanged.
     tokens = torch.randint(len(data.ALPHABET), (num_samples, _WINDOW + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]

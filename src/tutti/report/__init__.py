@@ -1,1 +1,1 @@
-"""Figures and pages of what was measured."""
+"""Figures of measurements and of simulated runs."""

@@ -1,4 +1,4 @@
-"""Pictures of pipelines: which rank works on which microbatch when."""
+"""Timelines of pipelines: which rank works on which microbatch at what time."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +8,13 @@ from tutti.parallel.pipeline.timeline import Span, Timeline
 from tutti.report.plots import pyplot
 
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#e69f00", "W": "#009e73"}
+"""Colour of each kind of work."""
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
 
 
 def plot_timelines(panels: Mapping[str, Timeline], title: str, path: Path) -> None:
-    """One panel below the other, on one time axis; a row for each rank, a box for each microbatch."""
+    """Draw timelines below each other on one time axis: a row per rank, a box per microbatch."""
     plt = pyplot()
     num_rows = sum(timeline.num_ranks for timeline in panels.values())
     figure, axes = plt.subplots(
@@ -33,7 +34,7 @@ def plot_timelines(panels: Mapping[str, Timeline], title: str, path: Path) -> No
         )
     kinds = sorted({span.kind for timeline in panels.values() for span in timeline.spans}, key="FBIW".index)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind], label=MEANINGS[kind]) for kind in kinds]
-    axes[-1, 0].set_xlabel("ms")
+    axes[-1, 0].set_xlabel("time (ms)")
     figure.legend(handles=handles, frameon=False, fontsize=8, ncols=len(handles), loc="outside lower right")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)

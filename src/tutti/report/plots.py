@@ -1,4 +1,7 @@
-"""Plots, as PNG or SVG by the name of the file. They need matplotlib: `pip install 'tutti[report]'`."""
+"""Figures of collectives, and what all figures share. The file's suffix selects PNG or SVG.
+
+Figures need matplotlib (`pip install 'tutti[report]'`), which is imported only when one is drawn.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +21,7 @@ COLOURS = {
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a plot that cannot be made, before the work that it should show."""
+    """Refuse a figure that cannot be written or drawn, before anything is measured."""
     if path is None:
         return
     if path.suffix not in FORMATS:
@@ -29,20 +32,22 @@ def check_plot(path: Path | None) -> None:
 
 
 def plot_collectives(result: Mapping[str, Any], title: str, path: Path) -> None:
-    """Seconds against message size, a line per algorithm, and its prediction dashed."""
+    """Draw the time of an all-reduce against the message size: a line per algorithm, its prediction dotted."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     rows = result["rows"]
     sizes = [row["num_bytes"] for row in rows]
     for name in rows[0]["seconds"]:
-        width, height = (5.0, 1) if name == "cheapest" else (1.6, 3)  # The choice is a broad band behind what it chose.
+        width, height = (
+            (5.0, 1) if name == "cheapest" else (1.6, 3)
+        )  # A broad band behind the algorithms that it chose.
         style = {"color": COLOURS[name], "linewidth": width, "zorder": height, "label": label(name)}
         axes.plot(sizes, [row["seconds"][name] for row in rows], marker="o", markersize=4, **style)
         if name in rows[0]["predicted"]:
             predicted = [row["predicted"][name] for row in rows]
             axes.plot(sizes, predicted, linestyle=":", linewidth=1.2, color=COLOURS[name], zorder=2)
     axes.plot([], [], linestyle=":", color="#444444", label="predicted")
-    axes.set(xscale="log", yscale="log", xlabel="message", ylabel="time of an all-reduce", title=title)
+    axes.set(xscale="log", yscale="log", xlabel="message size", ylabel="time per all-reduce", title=title)
     _name_ticks(axes, sizes)
     axes.legend(frameon=False, fontsize=8, ncols=2)
     figure.savefig(path, dpi=130)
@@ -52,7 +57,11 @@ def plot_collectives(result: Mapping[str, Any], title: str, path: Path) -> None:
 def plot_lines(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], labels: tuple[str, str], title: str, path: Path
 ) -> None:
-    """A panel for each key, a line for each algorithm in it."""
+    """Draw a panel per key of `panels`, with a line of (bytes, seconds) per algorithm.
+
+    Args:
+        labels: of the x axis and of the y axis.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(
         1, len(panels), figsize=(4.4 * len(panels), 4.2), sharey=True, layout="constrained", squeeze=False
@@ -71,12 +80,14 @@ def plot_lines(
 
 
 def plot_spread(values: Mapping[str, Sequence[float]], unit: str, title: str, path: Path) -> None:
-    """A dot for every run, a bar at the mean, an algorithm beside the other."""
+    """Draw a dot per run and a bar at the mean, for each algorithm."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
-    for place, (name, runs) in enumerate(values.items()):
-        axes.plot([place] * len(runs), runs, "o", color=COLOURS[name], alpha=0.8, zorder=3)
-        axes.hlines(sum(runs) / len(runs), place - 0.25, place + 0.25, color=COLOURS[name], linewidth=3, alpha=0.5)
+    for position, (name, runs) in enumerate(values.items()):
+        axes.plot([position] * len(runs), runs, "o", color=COLOURS[name], alpha=0.8, zorder=3)
+        axes.hlines(
+            sum(runs) / len(runs), position - 0.25, position + 0.25, color=COLOURS[name], linewidth=3, alpha=0.5
+        )
     axes.set_xticks(range(len(values)), [label(name) for name in values])
     axes.set(ylabel=unit, title=title)
     axes.grid(axis="y", alpha=0.2)
@@ -85,7 +96,7 @@ def plot_spread(values: Mapping[str, Sequence[float]], unit: str, title: str, pa
 
 
 def _name_ticks(axes: Any, sizes: Sequence[float]) -> None:
-    """Bytes along the bottom, at the sizes that were measured, and seconds up the side, both in words."""
+    """Label the x axis with the measured sizes in bytes, and the y axis with times."""
     axes.set_xticks(sizes, [format_size(size) for size in sizes], rotation=45)
     axes.set_xticks([], minor=True)
     axes.yaxis.set_major_formatter(lambda seconds, _: format_time(seconds))
@@ -94,12 +105,12 @@ def _name_ticks(axes: Any, sizes: Sequence[float]) -> None:
 
 
 def label(name: str) -> str:
-    """An algorithm in words."""
+    """The name of an algorithm for tables and legends."""
     return {"mpi": "Open MPI", "gloo": "Gloo"}.get(name, name.replace("_", " "))
 
 
 def pyplot() -> Any:
-    """matplotlib's, drawing to files only; raises `ConfigError` where it is missing."""
+    """Import matplotlib.pyplot for drawing to files; raises `ConfigError` if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:

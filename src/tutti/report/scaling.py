@@ -1,4 +1,4 @@
-"""Figures of how training scales."""
+"""Figures of throughput and efficiency over the number of workers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,20 +14,20 @@ _STYLES = (
 )  # fmt: skip
 """Colour and marker of each strategy."""
 _WIDTHS = (5.0, 1.2)
-"""From the first line, which lies below, to the last: where lines coincide, all are seen."""
+"""Widths of the first line, which is drawn below, and of the last: lines that coincide all stay visible."""
 _FULL_SCALE = 50
-"""Efficiency is drawn up to 100 % if any is above this."""
+"""The efficiency axis ends at 100 % if any efficiency is above this percentage."""
 
 
 def plot_scaling(results: Mapping[str, Rows], title: str, path: Path) -> None:
-    """Images a second and efficiency: lines against workers, a line for each strategy; bars if the number is one."""
+    """Draw images per second and efficiency against workers, a line per strategy; bars if there is one number."""
     plt = pyplot()
     workers = sorted({row["workers"] for rows in results.values() for row in rows})
     figure, (speed, efficiency) = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
     (_bars if len(workers) == 1 else _lines)(speed, efficiency, results, workers)
     most = max(100 * row["efficiency"] for rows in results.values() for row in rows)
-    speed.set(ylabel="images a second")
-    efficiency.set(ylabel="efficiency, %", ylim=(0, 103 if most > _FULL_SCALE else 1.25 * most))
+    speed.set(ylabel="images per second")
+    efficiency.set(ylabel="efficiency (%)", ylim=(0, 103 if most > _FULL_SCALE else 1.25 * most))
     speed.yaxis.set_major_formatter(_plain)
     for axes in (speed, efficiency):
         axes.set_axisbelow(True)
@@ -40,9 +40,9 @@ def plot_scaling(results: Mapping[str, Rows], title: str, path: Path) -> None:
 
 
 def plot_panels(panels: Panels, ylabel: str, title: str, path: Path, scale: Literal["log", "linear"] = "log") -> None:
-    """A panel for each key, in it a line of (workers, value) for each name; dotted: the first line, were it linear.
+    """Draw a panel per key, with a line of (workers, value) per name.
 
-    `scale` is that of both axes.
+    The dotted line extrapolates the first point of the first line linearly. `scale` applies to both axes.
     """
     plt = pyplot()
     size = (4.2 * len(panels) + 0.8, 4.4)
@@ -63,11 +63,11 @@ def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: 
     (fewest, start), *_, (_, end) = next(iter(lines.values()))
     power = 1 if end > start else -1
     linear = [start * (number / fewest) ** power for number in workers]
-    axis.plot(workers, linear, ":", color="#222222", zorder=3, label="nothing lost")
-    for place, (label, points) in enumerate(lines.items()):
-        colour, marker = _STYLES[place % len(_STYLES)]
+    axis.plot(workers, linear, ":", color="#222222", zorder=3, label="linear scaling")
+    for position, (label, points) in enumerate(lines.items()):
+        colour, marker = _STYLES[position % len(_STYLES)]
         xs, ys = zip(*points, strict=True)
-        width = _width(place, len(lines))
+        width = _width(position, len(lines))
         axis.plot(xs, ys, color=colour, marker=marker, markersize=3 + width, linewidth=width, label=label)
     axis.set(xscale=scale, yscale=scale, xlabel="workers")
     if scale == "log":
@@ -81,11 +81,11 @@ def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: 
 
 def _lines(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
     ideal = [_ideal(results) * number for number in workers]
-    speed.plot(workers, ideal, ":", color="#888888", label="nothing lost")
-    for place, (name, unsorted) in enumerate(results.items()):
+    speed.plot(workers, ideal, ":", color="#888888", label="linear scaling")
+    for position, (name, unsorted) in enumerate(results.items()):
         rows = sorted(unsorted, key=lambda row: row["workers"])
-        colour, marker = _STYLES[place % len(_STYLES)]
-        width = _width(place, len(results))
+        colour, marker = _STYLES[position % len(_STYLES)]
+        width = _width(position, len(results))
         style = {"color": colour, "marker": marker, "markersize": 4 + width, "linewidth": width, "label": name}
         numbers = [row["workers"] for row in rows]
         speed.plot(numbers, [row["images_per_s"] for row in rows], **style)
@@ -98,18 +98,18 @@ def _lines(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: li
     _space_ticks(speed)
 
 
-def _width(place: int, count: int) -> float:
-    """Of a line among so many."""
+def _width(position: int, count: int) -> float:
+    """The width of line number `position` of `count` lines."""
     thick, thin = _WIDTHS
-    return thick - (thick - thin) * place / (count - 1) if count > 1 else 2.0
+    return thick - (thick - thin) * position / (count - 1) if count > 1 else 2.0
 
 
 def _bars(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
-    speed.axhline(_ideal(results) * workers[0], linestyle=":", color="#888888", label="nothing lost")
-    for place, (name, (row, *_)) in enumerate(results.items()):
-        colour, _ = _STYLES[place % len(_STYLES)]
+    speed.axhline(_ideal(results) * workers[0], linestyle=":", color="#888888", label="linear scaling")
+    for position, (name, (row, *_)) in enumerate(results.items()):
+        colour, _ = _STYLES[position % len(_STYLES)]
         for axes, value in ((speed, row["images_per_s"]), (efficiency, 100 * row["efficiency"])):
-            bar = axes.bar(place, value, color=colour, width=0.7, label=name)
+            bar = axes.bar(position, value, color=colour, width=0.7, label=name)
             axes.bar_label(bar, [f"{value:,.0f}" if axes is speed else f"{value:.1f}"], padding=2)
     for axes in (speed, efficiency):
         axes.set(xlim=(-0.8, len(results) - 0.2), xlabel=f"{workers[0]:,} worker{'s' if workers[0] > 1 else ''}")
@@ -117,13 +117,13 @@ def _bars(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: lis
 
 
 def _ideal(results: Mapping[str, Rows]) -> float:
-    """Images a second of one worker that is alone."""
+    """Images per second of a single worker."""
     first = next(iter(results.values()))[0]
     return float(first["images_per_s"] / first["workers"] / first["efficiency"])
 
 
 def _space_ticks(axes: Any) -> None:
-    """Ticks at 1, 2 and 5 of each power of ten; where that would be few, evenly."""
+    """Put ticks at 1, 2 and 5 times each power of ten; evenly spaced where those would be few."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     low, high = axes.get_ylim()

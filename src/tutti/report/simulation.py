@@ -1,4 +1,4 @@
-"""Pictures of a simulated run: how it learnt, and what its ranks did with their time."""
+"""Figures of a simulated run: its learning curve, and how its ranks spent their time."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,27 +13,27 @@ from tutti.report.plots import pyplot
 from tutti.simulation.runs.simulate import Simulation
 
 USES = ("computing", "communicating", "waiting")
-"""What a rank does with its time, in the order of a `Strip`'s kinds."""
+"""The states of a rank, in the order of a `Strip`'s kinds."""
 
 COLOURS = ("#0072b2", "#e69f00", "#d4d4d4")
-"""Of each use."""
+"""Colour of each state."""
 
 _ENDED = "#ffffff"
 
 _UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _SMOOTH = 15
-"""A curve is smoothed over one part in so many of its points."""
+"""A curve is smoothed over a window of its length divided by this."""
 _MOST_EPOCHS = 10
 _FEW_RANKS = 16
 _PIXELS_OF_A_ROW = 64
 
 
 def plot_progress(reports: Sequence[Mapping[str, Any]], target: float, title: str, path: Path) -> None:
-    """Loss, and accuracy where it was tested more than once, against virtual time and the epochs done by then.
+    """Draw the loss against virtual time and epochs, and the test accuracy if it was measured more than once.
 
     Args:
-        reports: with `seconds`, `epoch` and `loss`, and `accuracy` where the model was tested.
-        target: the accuracy to reach.
+        reports: dicts with `seconds`, `epoch` and `loss`, and `accuracy` where the model was evaluated.
+        target: the test accuracy to reach, from 0 to 1.
     """
     plt = pyplot()
     unit, size = _unit(max(report["seconds"] for report in reports))
@@ -65,9 +65,9 @@ def plot_progress(reports: Sequence[Mapping[str, Any]], target: float, title: st
 
 
 def plot_utilisation(simulation: Simulation, cluster: Cluster, title: str, path: Path) -> None:
-    """A row per rank: what it did over the course of virtual time, and in all.
+    """Draw a row per rank: its states over virtual time, and their totals.
 
-    Of a few ranks the shares are shown, from the bottom of a row up; of many, what each mostly did.
+    With few ranks a row shows the shares of all states; with many, the most frequent state.
     """
     plt = pyplot()
     ranks = simulation.ranks
@@ -80,15 +80,15 @@ def plot_utilisation(simulation: Simulation, cluster: Cluster, title: str, path:
     extent = (0, stop_s / size, len(ranks) - 0.5, -0.5)
     strips.imshow(picture, aspect="auto", interpolation="nearest", extent=extent)
     strips.set(xlim=(0, simulation.seconds / size), xlabel=f"virtual time ({unit})", ylabel="rank")
-    shown = "how its time was divided" if len(ranks) <= _FEW_RANKS else "what it did most"
+    shown = "shares of its time" if len(ranks) <= _FEW_RANKS else "its most frequent state"
     bin_s = float(f"{stop_s / picture.shape[1]:.2g}")
-    strips.set_title(f"A row for each rank: {shown}, {format_time(bin_s)} at a time", fontsize=9)
+    strips.set_title(f"One row per rank: {shown}, in bins of {format_time(bin_s)}", fontsize=9)
     left = np.zeros(len(ranks))
     for use, colour, spent in zip(USES, COLOURS, _spent(simulation), strict=True):
         width = 100 * spent / simulation.seconds
         totals.barh(range(len(ranks)), width, left=left, height=1.0, color=colour, label=use, linewidth=0)
         left += width
-    totals.set(xlim=(0, 100), xlabel="share of the time (%)")
+    totals.set(xlim=(0, 100), xlabel="share of time (%)")
     names = rank_names(cluster, len(ranks))
     strips.set_yticks(list(names), list(names.values()))
     if len(ranks) <= _FEW_RANKS:
@@ -101,41 +101,41 @@ def plot_utilisation(simulation: Simulation, cluster: Cluster, title: str, path:
 
 
 def _draw_loss(axis: Any, xs: list[float], losses: list[float]) -> None:
-    """Each report, and their running mean if there are enough for one; single reports may go beyond the top."""
+    """Draw every report, and their running mean if there are enough. Single reports may exceed the axis."""
     mean = _running_mean(np.array(losses))
     smooth = len(losses) // _SMOOTH >= 2
     style = {"color": "#56b4e9", "linewidth": 0.8} if smooth else {"color": "#0072b2", "marker": "o", "markersize": 4}
-    axis.plot(xs, losses, label="of each step", **style)
+    axis.plot(xs, losses, label="per step", **style)
     if smooth:
         axis.plot(xs, mean, color="#0072b2", linewidth=2, label="running mean")
         axis.legend(frameon=False)
     axis.set_ylim(0, 1.15 * mean.max() or 1.0)
-    axis.set_ylabel("training loss" if smooth else "training loss of each step")
+    axis.set_ylabel("training loss" if smooth else "training loss per step")
 
 
 def _count_epochs(axis: Any, tested: Sequence[Mapping[str, Any]], size: float) -> None:
-    """Along the top: when epochs ended."""
+    """Mark the ends of epochs along the top axis."""
     every = 1 + (len(tested) - 1) // _MOST_EPOCHS
     shown = tested[every - 1 :: every]
     top = axis.secondary_xaxis("top")
     top.set_xticks([report["seconds"] / size for report in shown], [f"{report['epoch']:g}" for report in shown])
-    top.set_xlabel("epochs done")
+    top.set_xlabel("epochs")
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """Over a window around each value: narrower at the start, where much happens, and cut off at the end."""
+    """The mean over a window around each value; the window is narrower at the start, and cut off at the end."""
     half = len(values) // _SMOOTH // 2
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    reach = np.minimum(half, places)
-    stops = np.minimum(places + reach + 1, len(values))
-    return (sums[stops] - sums[places - reach]) / (stops - places + reach)
+    indices = np.arange(len(values))
+    reach = np.minimum(half, indices)
+    stops = np.minimum(indices + reach + 1, len(values))
+    return (sums[stops] - sums[indices - reach]) / (stops - indices + reach)
 
 
 def rank_names(cluster: Cluster, workers: int) -> dict[int, str]:
-    """By rank, of as many as there is room for: with its host, where that says more, and how slow it is."""
+    """Labels of as many ranks as there is room for: rank, host if hosts differ, and slowdown."""
     hosts = cluster.place(workers)
-    tell_hosts = isinstance(cluster.hosts, tuple) or len({host.name for host in hosts}) < workers
+    show_hosts = isinstance(cluster.hosts, tuple) or len({host.name for host in hosts}) < workers
     speeds = [cluster.speed_of(rank, host) for rank, host in enumerate(hosts)]
     usual = statistics.median_high(speeds)
     slow = [rank for rank, speed in enumerate(speeds) if speed < usual][:_FEW_RANKS]
@@ -143,28 +143,30 @@ def rank_names(cluster: Cluster, workers: int) -> dict[int, str]:
     near = {rank + offset for rank in slow for offset in range(1 - every, every)}
     names = {}
     for rank in sorted({*slow, *(rank for rank in range(0, workers, every) if rank not in near)}):
-        names[rank] = f"{rank}, {hosts[rank].name}" if tell_hosts else f"{rank}"
+        names[rank] = f"{rank}, {hosts[rank].name}" if show_hosts else f"{rank}"
         names[rank] += f", {usual / speeds[rank]:.3g}× slower" if rank in slow else ""
     return names
 
 
 def _spent(simulation: Simulation) -> np.ndarray:
-    """Seconds of each use (use, rank)."""
+    """Seconds by state and rank, of shape (state, rank)."""
     return np.array([[rank.busy_s, rank.communicating_s, rank.waiting_s] for rank in simulation.ranks]).T
 
 
 def _picture(strips: Sequence[Strip], seconds: float) -> tuple[np.ndarray, float]:
-    """Pixels (one or more rows for a rank, bin, colour), and when the last bin stops. White: the rank has ended."""
+    """Pixels of shape (rows, bin, colour), and the time at which the last bin ends. White: the rank has ended."""
     bin_s = max(strip.bin_s for strip in strips)
     num_bins = int(np.ceil(seconds / bin_s)) or 1
     shares = np.stack([_widened(strip, bin_s)[:, :num_bins] for strip in strips]) / bin_s
-    shares[:, :, -1] *= bin_s / (seconds - (num_bins - 1) * bin_s)  # The last bin is not over.
+    shares[:, :, -1] *= bin_s / (seconds - (num_bins - 1) * bin_s)  # The last bin is shorter than the others.
     shares = np.concatenate([shares, 1 - shares.sum(1, keepdims=True)], 1)
     if len(strips) > _FEW_RANKS:
         use = shares.argmax(1)
     else:
         heights = 1 - (np.arange(_PIXELS_OF_A_ROW) + 0.5) / _PIXELS_OF_A_ROW
-        use = (heights[:, None] > np.cumsum(shares, 1)[:, :-1, None, :]).sum(1)  # As many uses as lie below.
+        use = (heights[:, None] > np.cumsum(shares, 1)[:, :-1, None, :]).sum(
+            1
+        )  # The number of states that lie below each pixel.
     colours = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in (*COLOURS, _ENDED)], np.uint8)
     return colours[use].reshape(-1, num_bins, 3), bin_s * num_bins
 
@@ -181,6 +183,6 @@ def _widened(strip: Strip, bin_s: float) -> np.ndarray:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """The largest unit of which there are two or more, and its seconds."""
+    """The largest unit of which `seconds` are two or more, and its length in seconds."""
     fitting = [(name, size) for name, size in _UNITS.items() if seconds >= 2 * size]
     return fitting[-1] if fitting else ("µs", _UNITS["µs"])

@@ -11,13 +11,14 @@ from tutti.bench.models import MODEL_NAMES, check_model_names
 from tutti.cli.bench.output import plain_table, show_activity
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.lab_option import check_workers_or_lab, open_lab
-from tutti.cli.options import JsonFile, LabText, NumRounds, parse_worker_counts, split_list
+from tutti.cli.options import JsonFile, LabText, NumRounds, parse_worker_counts, refuse_given, split_list
 from tutti.cluster import format_size
 from tutti.errors import ConfigError
 from tutti.recipes import recipe
 
 
 def backend(
+    context: typer.Context,
     models: Annotated[
         str,
         typer.Option(
@@ -46,6 +47,7 @@ def backend(
     check_workers_or_lab(workers, lab)
     console = Console()
     if simulate is not None:
+        refuse_given(context, ("models", "workers"), "changes nothing with --simulate.")
         _compare_simulation(simulate, lab, rounds, json_file, console)
         return
     rows = _measure(names, rounds, workers or "2,4", lab, console)

@@ -11,7 +11,7 @@ from rich.table import Table
 from tutti.cli.bench.output import plain_table
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.lab_option import open_lab
-from tutti.cli.options import JsonFile, LabText, NumRounds, parse_worker_counts, split_list
+from tutti.cli.options import JsonFile, LabText, NumRounds, parse_worker_counts, refuse_given, split_list
 from tutti.cluster import Link, format_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.recipes import RECIPES
@@ -25,6 +25,7 @@ _MOST_WORKERS = 8
 
 
 def meshes(
+    context: typer.Context,
     models: Annotated[str, typer.Option(help=f"Comma-separated recipes: {', '.join(RECIPES)}.")] = _MODELS,
     rates: Annotated[
         str, typer.Option(help="Comma-separated rates of the simulated links. Each host has one rank.")
@@ -42,9 +43,15 @@ def meshes(
     """Compare the planner's predictions for every mesh with simulated step times, or with measured ones (--lab).
 
     A step has 64 samples over all ranks. Simulated ranks compute at 10 Gflop/s. --rates and --workers apply to the
-    simulation, --rounds to the lab.
+    simulation only, --rounds to the lab only.
     """
     check_writable(json_file)
+    if lab is not None:
+        refuse_given(context, ("rates", "workers", "quick"), "changes nothing with --lab, which has its own.")
+    else:
+        refuse_given(context, ("rounds",), "changes nothing without --lab: simulated steps need no repetition.")
+    if quick:
+        refuse_given(context, ("models", "rates", "workers"), "changes nothing with --quick, which has its own.")
     names = split_list(_MODELS)[:1] if quick else split_list(models)
     speeds = ["1gbit"] if quick else split_list(rates)
     numbers = [4] if quick else parse_worker_counts(workers, 2, "2,4")

@@ -13,12 +13,14 @@ from tutti.cli.options import (
     ModelText,
     RecipeOptions,
     parse_recipe_options,
+    refuse_given,
 )
 from tutti.cli.plan.request import ALLOWED, MEASURED, PlanRequest, parse_allowed, parse_memory
 from tutti.cluster import PRESETS
 
 
 def plan(
+    context: typer.Context,
     model: ModelText,
     workers: Annotated[
         int, typer.Option("--workers", "-n", help="Number of training workers. Dedicated servers are added on top.")
@@ -76,6 +78,8 @@ def plan(
     Example: tutti plan mnist-mlp --workers 8 --cluster ethernet-1g --allow lossy
     """
     check_writable(json_file)
+    if target_accuracy is None:
+        refuse_given(context, ("data",), "changes nothing without --target-accuracy.")
     request = PlanRequest(
         model=model,
         options=parse_recipe_options(option),

@@ -17,6 +17,7 @@ from tutti.cli.options import (
     Seed,
     StrategyText,
     parse_recipe_options,
+    refuse_given,
 )
 from tutti.cli.simulate.cluster_options import JitterSpread, Slow, load_cluster
 from tutti.errors import ConfigError
@@ -24,8 +25,14 @@ from tutti.recipes import RECIPES
 
 _DEFAULT_WORKERS = 16
 
+_TRAINING_OPTIONS = (
+    "cluster", "strategy", "slow", "jitter", "data", "epochs", "option", "seed", "lr_scale", "name", "json_file",
+)  # fmt: skip
+"""Options that `--calibrate` does not use."""
+
 
 def run(
+    context: typer.Context,
     recipe: Annotated[
         str | None,
         typer.Argument(
@@ -74,6 +81,7 @@ def run(
     Example: tutti simulate digits --workers 64 --cluster ethernet-1g --slow 3=2.0
     """
     if calibration is not None:
+        refuse_given(context, _TRAINING_OPTIONS, "changes nothing with --calibrate, which trains nothing.")
         from tutti.cli.simulate.calibrate import calibrate
 
         calibrate(recipe or "mnist-mlp", calibration, workers, lab)

@@ -1,4 +1,13 @@
-"""Linux network namespaces by name, as `ip netns` keeps them."""
+"""Linux network namespaces by name, as `ip netns` keeps them.
+
+How it works. A namespace is a file in /run/netns that keeps it alive without a process. Files in /etc/netns/NAME stand
+for those of /etc inside it. Commands enter a namespace with `ip netns exec`. A thread can enter one too (`enter`), for
+good; so `inside` uses a thread of its own, and a forked worker enters before it starts any thread. A socket stays in
+the namespace it was made in, whichever thread uses it later.
+
+`remove` first kills all processes inside, until there are none: one of them may fork meanwhile. Only then the names are
+deleted, because a namespace without a name that a process still uses could not be found again.
+"""
 
 import ctypes
 import os
@@ -19,7 +28,7 @@ from tutti.errors import ConfigError, DeadlineExceeded
 FOLDER = Path("/run/netns")
 
 _FILES = Path("/etc/netns")
-"""What is in a folder here with a namespace's name stands for files of /etc in it: iproute2's custom."""
+"""Folder whose subfolder NAME holds files that replace those of /etc in that namespace, as iproute2 defines."""
 
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000
@@ -27,13 +36,13 @@ _MNT_DETACH = 2
 _NET_ADMIN, _SYS_ADMIN = 12, 21
 
 _DEADLINE_S = 20.0
-"""For anything here: all of it takes milliseconds."""
+"""Limit for any operation here; each takes milliseconds."""
 
 Result = TypeVar("Result")
 
 
 def missing() -> str | None:
-    """What this machine lacks to make hosts, and how to get it, in one line; None if nothing."""
+    """Describe in one line what this machine lacks to make hosts, and how to get it; None if nothing."""
     if platform.system() != "Linux":
         return f"the lab needs Linux's network namespaces, and this is {platform.system()}."
     lacking = []
@@ -54,12 +63,12 @@ def _privileged() -> bool:
 
 
 def names() -> list[str]:
-    """Of all namespaces there are, and of those that only left files: /etc outlives a restart of the machine."""
+    """Names of all namespaces, and of those of which only files are left: /etc outlives a restart of the machine."""
     return sorted({entry.name for folder in (FOLDER, _FILES) if folder.is_dir() for entry in folder.iterdir()})
 
 
 def prefix(name: str) -> list[str]:
-    """What goes before a command to run it in a namespace, as the same process."""
+    """The words that go before a command to run it in a namespace, without another process in between."""
     return ["ip", "netns", "exec", name]
 
 

@@ -1,4 +1,13 @@
-"""Who owns which lab: the names of its namespaces say so, and nothing else has to be kept."""
+"""Ownership of labs: which process made which network namespaces, and removal of those whose owner is gone.
+
+How it works. A lab has no registry and no lock file of its own: the names of its namespaces hold the lab's name, the
+number of the process that made it and that process's start time. So whether the owner is alive can be read from /proc,
+also after its number was used again, and a killed owner leaves nothing but namespaces that show that they are orphans.
+
+Only the owner removes its namespaces while it lives. Orphans are removed by the next process that starts a lab, or by
+`tutti lab clean`. Starting is serialised over the machine by a lock on one file: between the check that a name is free
+and the first namespace with that name no other lab can start. The kernel frees the lock if its holder is killed.
+"""
 
 import fcntl
 import os
@@ -13,7 +22,7 @@ from tutti.errors import ConfigError, DeadlineExceeded
 from tutti.launch.lab import namespaces
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-"""What a lab may be called."""
+"""Pattern of valid names of labs."""
 
 _NAMESPACE = re.compile(rf"tutti-({NAME})-(\d+)-(\d+)-(switch|host\d+)")
 
@@ -28,10 +37,11 @@ class Claim:
     name: str
     pid: int
     started: int
-    """When that process started, in ticks since boot: process numbers are used again."""
+    """When that process started, in ticks since boot. A process number alone may be another process's by now."""
 
     @classmethod
     def mine(cls, name: str) -> "Claim":
+        """The claim of this process to a name."""
         return cls(name, os.getpid(), _start_time(os.getpid()))
 
     @property
@@ -48,12 +58,12 @@ class Claim:
         return self._namespace(f"host{number}")
 
     def namespaces(self) -> list[str]:
-        """Those that exist, the switch last."""
+        """Names of its namespaces that exist, the switch last."""
         mine = [name for name in namespaces.names() if _owner(name) == self]
         return sorted(mine, key=lambda name: (name == self.switch, len(name), name))
 
     def owner(self) -> str:
-        """The owner in words."""
+        """Describe the owner for an error message."""
         try:
             command = Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
@@ -64,14 +74,14 @@ class Claim:
         return f"tutti-{self.name}-{self.pid}-{self.started}-{part}"
 
 
-def found() -> list[Claim]:
-    """All labs of which anything is there."""
+def existing() -> list[Claim]:
+    """All labs of which any namespace exists."""
     return sorted({claim for name in namespaces.names() if (claim := _owner(name)) is not None})
 
 
-def clear() -> list[Claim]:
-    """Remove what labs of dead owners left, and only that; returns whose it was."""
-    dead = [claim for claim in found() if not claim.alive]
+def remove_orphans() -> list[Claim]:
+    """Remove namespaces whose owner is gone, and no others; return the labs they belonged to."""
+    dead = [claim for claim in existing() if not claim.alive]
     for claim in dead:
         namespaces.remove(claim.namespaces())
     return dead
@@ -79,10 +89,10 @@ def clear() -> list[Claim]:
 
 @contextmanager
 def claiming(name: str) -> Iterator[Claim]:
-    """This process's claim to a name, refused if a living lab has it. No other lab starts meanwhile."""
+    """Claim a name for this process while the context lasts, in which no other lab starts; refused if a lab has it."""
     with _one_at_a_time():
-        clear()
-        for other in found():
+        remove_orphans()
+        for other in existing():
             if other.name == name:
                 raise ConfigError(
                     f"a lab named '{name}' exists already; {other.owner()} owns it. Choose another name, or end that "

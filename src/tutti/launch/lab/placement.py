@@ -1,4 +1,4 @@
-"""Where workers run and where they meet: this machine as it is, or hosts of a lab."""
+"""Placement of ranks on hosts: this machine itself, or the network namespaces of a lab."""
 
 import socket
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tutti.launch.supervisor_pipe import HOST
 
 @dataclass(frozen=True)
 class LabHost:
-    """A place for workers: a network namespace, or without one this machine itself."""
+    """A host for workers: a network namespace, or this machine itself if it has none."""
 
     name: str | None = None
     namespace: str | None = None
@@ -24,12 +24,12 @@ class ProcessPlacement:
 
     hosts: tuple[LabHost, ...]
     ranks_per_host: int
-    meeting: LabHost = field(default_factory=LabHost)
-    """Where the store is."""
+    store_host: LabHost = field(default_factory=LabHost)
+    """The host of the store through which ranks meet."""
     address: str = LOOPBACK
-    """The store's, as every host reaches it."""
+    """Address of the store, as every host reaches it."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that all workers need there."""
+    """Environment variables that workers on these hosts need."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -49,7 +49,7 @@ class ProcessPlacement:
         return [] if namespace is None else namespaces.prefix(namespace)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Who `rank` is, in torchrun's words."""
+        """Environment variables that tell `rank` which rank it is, under torchrun's names."""
         name = self._host(rank).name
         return {
             **self.variables,
@@ -63,9 +63,9 @@ class ProcessPlacement:
 
     def listen(self) -> socket.socket:
         """A listening socket for the store through which workers meet, on `address` only."""
-        if self.meeting.namespace is None:
+        if self.store_host.namespace is None:
             return _listener(self.address)
-        return namespaces.inside(self.meeting.namespace, lambda: _listener(self.address))
+        return namespaces.inside(self.store_host.namespace, lambda: _listener(self.address))
 
     def _host(self, rank: int) -> LabHost:
         return self.hosts[rank // self.ranks_per_host]

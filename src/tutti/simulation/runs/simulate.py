@@ -33,7 +33,7 @@ import torch
 from tutti.cluster import Cluster, Duration, Host, format_time, parse_duration
 from tutti.errors import ConfigError, Deadlock, NoLink, WorkerFailed
 from tutti.events import EventLog, Strip
-from tutti.launch.supervisor_pipe import Watcher, telling
+from tutti.launch.supervisor_pipe import Watcher, report_to
 from tutti.launch.worker import describe
 from tutti.simulation import guard
 from tutti.simulation.engine import Engine
@@ -180,7 +180,7 @@ def _run_rank(registry: ChannelRegistry, rank: Rank, watch: Watcher | None, func
     transport = levelled(SimulatedTransport(registry, rank))
     local = [host.name for host in registry.network.hosts[: rank.number]].count(rank.host.name)
     set_world(World(rank.number, len(registry.ranks), local, rank.host.name, transport))
-    telling(_ignore if watch is None else partial(watch, rank.number))
+    report_to(_ignore if watch is None else partial(watch, rank.number))
     return function()
 
 

@@ -1,4 +1,18 @@
-"""What ranks tell each other before they exchange anything: why they have come, and what theirs counts for."""
+"""Block status: a small message from every rank to every other before an exchange of a block.
+
+How it works
+------------
+Before ranks exchange anything they must agree on three things: whether a block ends, or all have come to `consensus`,
+`state_dict` or `finish`; how many samples each rank's change counts for; and whether any rank saw a loss that was not
+finite. Each rank sends one row of float64 (`RankStatus`) to every other and waits for theirs. When all rows are
+there, `BlockStatus` is the same on every rank, so all of them take the same branch without further messages.
+
+Ranks may be many steps apart when one of them waits here. The wait is ended by the last rank's row. It must not run
+into the transport's deadline only because a peer is slow, so a rank that is still computing sends keep-alive rows
+(`keep_alive`) now and then. Their first element is 1 instead of 0; the receiver drops them and waits again, with a
+new deadline. If a peer is gone, the transport raises `RankLost` in the receive. Messages of one channel arrive in
+order, so a rank's keep-alive rows always precede its status for the same exchange.
+"""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -10,12 +24,14 @@ from tutti.errors import ConfigError
 from tutti.transports import SharesMemory, Transport, Work
 from tutti.transports.base import Operation
 
-_BEATS = 8
-"""In the time that a wait may last."""
+_KEEP_ALIVES_PER_TIMEOUT = 8
 
 
 class Intent(IntEnum):
-    """Why a rank has come: to end a block, or for what all do together between blocks."""
+    """Why a rank sends its status: to end a block, or for a collective call between blocks.
+
+    The order matters: the smallest intent of all ranks is what happens, so a block that one rank ends goes first.
+    """
 
     BLOCK = 0
     CONSENSUS = 1
@@ -23,99 +39,103 @@ class Intent(IntEnum):
     FINISH = 3
 
 
-class Entry(NamedTuple):
-    """What one rank says."""
+class RankStatus(NamedTuple):
+    """The status of one rank; every field is sent as a float64."""
 
     intent: Intent
     weight: float
-    """Its samples in this block."""
+    """Samples of this rank in the block; NaN if one of its losses was not finite."""
     step_s: float
+    """Seconds per step of this rank in the block."""
     exchange_s: float
-    """How long the last exchange took; 0 if that was the first, which opened connections."""
-    states: int
-    """A digest of what its optimiser remembers: names and sizes."""
+    """Seconds of the last exchange; 0 after the first, which also opened connections."""
+    optimizer_digest: int
+    """A checksum of the names and shapes of the optimiser's state."""
 
 
-class Roll:
-    """What every rank says before an exchange, a row for each; the same on all when they have heard each other."""
+class BlockStatus:
+    """The status of all ranks: one row per rank, the same on every rank once received."""
 
-    def __init__(self, rank: int, size: int, mine: Entry) -> None:
-        self.rows = torch.zeros(size, len(mine), dtype=torch.float64, device="cpu")
-        self.rows[rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
+    def __init__(self, rank: int, size: int, own: RankStatus) -> None:
+        self.rows = torch.zeros(size, len(own), dtype=torch.float64, device="cpu")
+        self.rows[rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
 
     @property
     def intents(self) -> list[Intent]:
+        """The intent of each rank."""
         return [Intent(int(number)) for number in self.rows[:, 0]]
 
     @property
     def weights(self) -> Tensor:
+        """The number of samples of each rank."""
         return self.rows[:, 1]
 
     @property
-    def refused(self) -> list[int]:
-        """Ranks with a loss that was not finite."""
+    def non_finite(self) -> list[int]:
+        """The ranks with a loss that was not finite."""
         return self.weights.isnan().nonzero().flatten().tolist()
 
     @property
     def step_s(self) -> float:
-        """Of the slowest, for whom the others wait."""
+        """Seconds per step of the slowest rank, which the others wait for."""
         return float(self.rows[:, 2].max())
 
     @property
     def exchange_s(self) -> float:
-        """Of the one that came last, and so waited for nobody."""
+        """Seconds of the last exchange on the rank that came last, and so waited for nobody."""
         return float(self.rows[:, 3].min())
 
     @property
-    def states_alike(self) -> bool:
-        """Whether all optimisers remember the same things."""
+    def same_optimizer_state(self) -> bool:
+        """Whether all optimisers keep state of the same names and shapes."""
         return bool((self.rows[:, 4] == self.rows[0, 4]).all())
 
 
-class RollCall:
-    """Has ranks tell each other, in a conversation of its own, in which those who are slow show that they go on."""
+class StatusExchange:
+    """Exchanges the status of ranks on a channel of its own."""
 
     def __init__(self, transport: Transport) -> None:
         plain = transport.inner if isinstance(transport, SharesMemory) else transport
-        self._wire = plain.channel("calls")
-        self._others = [rank for rank in range(transport.size) if rank != transport.rank]
-        self._beat_s = self._wire.now()
+        self._channel = plain.channel("calls")
+        self._peers = [rank for rank in range(transport.size) if rank != transport.rank]
+        self._last_sent_s = self._channel.now()
 
-    def start(self, mine: Entry) -> tuple[Roll, Work]:
-        """What all ranks say, and the work that is done when they have."""
-        roll = Roll(self._wire.rank, self._wire.size, mine)
-        return roll, self._wire.spawn(self._call(roll))
+    def start(self, own: RankStatus) -> tuple[BlockStatus, Work]:
+        """Send this rank's status; return the status of all ranks, and the work after which it is complete."""
+        status = BlockStatus(self._channel.rank, self._channel.size, own)
+        return status, self._channel.spawn(self._exchange(status))
 
-    def _call(self, roll: Roll) -> Operation:
-        heard = torch.cat([torch.zeros(len(roll.rows), 1, dtype=torch.float64, device="cpu"), roll.rows], dim=1)
-        rows = heard.unbind()
-        sending = [self._wire.isend(rows[self._wire.rank], peer) for peer in self._others]
-        waited = self._others
-        while waited:
-            yield from [self._wire.irecv(rows[peer], peer) for peer in waited]
-            beats = heard[:, 0].tolist()
-            waited = [peer for peer in waited if beats[peer]]  # They are slow, and on their way.
-        roll.rows.copy_(heard[:, 1:])
-        yield from sending
+    def _exchange(self, status: BlockStatus) -> Operation:
+        keep_alive_flag = torch.zeros(len(status.rows), 1, dtype=torch.float64, device="cpu")
+        received = torch.cat([keep_alive_flag, status.rows], dim=1)
+        rows = received.unbind()
+        sends = [self._channel.isend(rows[self._channel.rank], peer) for peer in self._peers]
+        missing = self._peers
+        while missing:
+            yield from [self._channel.irecv(rows[peer], peer) for peer in missing]
+            flags = received[:, 0].tolist()
+            missing = [peer for peer in missing if flags[peer]]  # A keep-alive row: that peer still computes.
+        status.rows.copy_(received[:, 1:])
+        yield from sends
 
-    def beat(self) -> None:
-        """Now and then, tell those who may wait for this rank that it goes on."""
-        now_s = self._wire.now()
-        if now_s - self._beat_s > self._wire.timeout.total_seconds() / _BEATS:
-            self._beat_s = now_s
-            self._wire.spawn(self._beats())
+    def keep_alive(self) -> None:
+        """Tell ranks that may wait for this one that it is still computing; sends something now and then only."""
+        now_s = self._channel.now()
+        if now_s - self._last_sent_s > self._channel.timeout.total_seconds() / _KEEP_ALIVES_PER_TIMEOUT:
+            self._last_sent_s = now_s
+            self._channel.spawn(self._send_keep_alive())
 
-    def _beats(self) -> Operation:
-        beat = torch.ones(1 + len(Entry._fields), dtype=torch.float64, device="cpu")
-        yield from [self._wire.isend(beat, peer) for peer in self._others]
+    def _send_keep_alive(self) -> Operation:
+        row = torch.ones(1 + len(RankStatus._fields), dtype=torch.float64, device="cpu")
+        yield from [self._channel.isend(row, peer) for peer in self._peers]
 
 
-def refuse_different(intents: list[Intent], rank: int) -> ConfigError:
-    """The error for ranks that are all between blocks, and not for the same."""
-    doing = {
+def different_calls_error(intents: list[Intent], rank: int) -> ConfigError:
+    """Return the error for ranks that are all between blocks, but in different collective calls."""
+    calls = {
         Intent.CONSENSUS: "consensus()",
         Intent.SAVE: "state_dict() or load_state_dict()",
         Intent.FINISH: "finish()",
     }
-    said = ", ".join(f"rank {number} in {doing[intent]}" for number, intent in enumerate(intents))
-    return ConfigError(f"rank {rank}: ranks came together for different things: {said}. Call them alike on all ranks.")
+    listed = ", ".join(f"rank {number} in {calls[intent]}" for number, intent in enumerate(intents))
+    return ConfigError(f"rank {rank}: ranks are in different collective calls: {listed}. Call the same on all ranks.")

@@ -4,18 +4,18 @@ from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from tutti.cost import CommunicationCost, Placement, Profile, all_reduce_cost, bucket_loads, compressed_sum_cost
-from tutti.strategies.averaging.cadence import block_seconds
+from tutti.strategies.averaging.block_schedule import block_seconds
 
 if TYPE_CHECKING:
-    from tutti.strategies.averaging.strategy import Blocks
+    from tutti.strategies.averaging.strategy import LocalSteps
 
 _STATUS_BYTES = 48
-"""Bytes that each rank sends to every other before an exchange (`BlockStatus`)."""
+"""Bytes that each rank sends to every other before an exchange (`RankStatus`)."""
 
 _MAX_BLOCK_STEPS = 10_000
 
 
-def communication_cost(strategy: "Blocks", profile: Profile, placement: Placement) -> CommunicationCost:
+def communication_cost(strategy: "LocalSteps", profile: Profile, placement: Placement) -> CommunicationCost:
     """Return the cost per step: all buckets, one after another, once per block.
 
     With overlap the exchange runs behind the computation of the next block.
@@ -47,7 +47,7 @@ def _status_s(placement: Placement) -> float:
     return placement.link.latency_s + (placement.num_ranks - 1) * _STATUS_BYTES * placement.link.seconds_per_byte
 
 
-def _steps_per_block(strategy: "Blocks", exchange_s: float, computing_s: float) -> float:
+def _steps_per_block(strategy: "LocalSteps", exchange_s: float, computing_s: float) -> float:
     if isinstance(strategy.every, int):
         return strategy.every
     if strategy.every == "end":
@@ -58,6 +58,6 @@ def _steps_per_block(strategy: "Blocks", exchange_s: float, computing_s: float) 
     return max(1, min(_MAX_BLOCK_STEPS, ceil(block_s / computing_s) if computing_s else _MAX_BLOCK_STEPS))
 
 
-def _num_copies(strategy: "Blocks", placement: Placement) -> int:
+def _num_copies(strategy: "LocalSteps", placement: Placement) -> int:
     """Return how many copies of the model a worker keeps: the block's start, buckets, momentum, overlap, residual."""
     return 2 + bool(strategy.outer(placement.num_ranks).momentum) + strategy.overlap + (strategy.codec is not None)

@@ -1,4 +1,28 @@
-"""Blocks of local steps, and what ranks do together at their ends."""
+"""Blocks of local steps at work: each rank trains by itself, and at the end of a block all ranks combine their changes.
+
+How it works
+------------
+The user's optimiser steps on local gradients. `after_step` counts steps and time; when the schedule says that a block
+is over, `_end_block` runs an exchange in three parts, as one operation of the transport's queue:
+
+1. Status. Ranks send each other a `RankStatus` (block_status.py). From then on all of them know the same and take the
+   same branch. If a loss was not finite somewhere, every rank raises. If no rank ends a block, there is nothing to
+   sum.
+2. Mean. The buckets hold this rank's change since the start of its block. They are averaged, weighted by samples,
+   exactly or compressed, and so is the optimiser's state if asked for.
+3. Apply. Each rank applies the mean change to the block's start (`BlockParameters.apply_mean`). `start` has the same
+   bits on all ranks before and after.
+
+Without overlap, `_end_block` waits for the exchange at once. With overlap it only waits for the exchange of the block
+before, and the new one runs while the next block is computed. At most one exchange is pending (`_pending`); its
+memory, the buckets, is not written until it has been waited for.
+
+Ranks may take different numbers of steps. A rank that calls `consensus`, `state_dict` or `finish` sends its status
+with that intent. While another rank still ends blocks, the smallest intent, BLOCK, wins: the waiting rank takes part
+in that block and sends its status again (`_synchronise`). It returns when all ranks have come with the same intent.
+So nobody waits for a rank that waits for somebody else. A rank that is lost ends the wait of all others through the
+transport (`RankLost`), and one that computes for long sends keep-alives.
+"""
 
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any
@@ -13,11 +37,17 @@ from tutti.events import EXCHANGE, Event
 from tutti.replica import Replica
 from tutti.replica.gathered import gather_state
 from tutti.replica.state import share_buffers
-from tutti.strategies.averaging import saved_state as saved
-from tutti.strategies.averaging.block_status import Entry, Intent, Roll, RollCall, refuse_different
-from tutti.strategies.averaging.cadence import cadence
-from tutti.strategies.averaging.optimizer_state import StateMean, reset
-from tutti.strategies.averaging.outer import Outer, Stretch
+from tutti.strategies.averaging.block_schedule import make_schedule
+from tutti.strategies.averaging.block_status import (
+    BlockStatus,
+    Intent,
+    RankStatus,
+    StatusExchange,
+    different_calls_error,
+)
+from tutti.strategies.averaging.optimizer_state import OptimizerStateMean, reset
+from tutti.strategies.averaging.outer_optimizer import BlockParameters, OuterStep
+from tutti.strategies.averaging.saved_state import mean_parameters
 from tutti.strategies.base import Exchange
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.means import CollectiveMean, when_filled
@@ -25,246 +55,247 @@ from tutti.transports import HostsTransport, SharesMemory, Transport, Work
 from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
-    from tutti.strategies.averaging.strategy import Blocks
+    from tutti.strategies.averaging.strategy import LocalSteps
 
 
 class BlockExchange(Exchange):
-    """Lets the optimiser of this rank step by itself, and at the end of a block goes on from what all ranks made.
+    """Runs local steps, and combines the ranks' changes at the end of every block."""
 
-    With overlap the exchange of a block runs behind the computation of the next, at whose end it is waited for: every
-    rank then holds what all agree on and its own progress since.
-
-    A rank that comes to `consensus`, `state_dict` or `finish` takes part in the blocks of those who are still on their
-    way there, so that ranks may take different numbers of steps.
-    """
-
-    def __init__(self, replica: Replica, transport: Transport, strategy: "Blocks", outer: Outer) -> None:
+    def __init__(self, replica: Replica, transport: Transport, strategy: "LocalSteps", outer: OuterStep) -> None:
         super().__init__(replica, transport)
         codec = None if transport.size == 1 else strategy.codec
         if codec is not None and isinstance(transport, SharesMemory) and not isinstance(transport, HostsTransport):
-            transport = transport.inner  # What is encoded travels in messages.
-        self._wire = transport
+            transport = transport.inner  # Packets travel as messages: shared memory sums only plain buckets.
+        self._channel = transport
         self._strategy = strategy
         replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
         replica.arrange([slot.name for slot in replica.slots])
-        self._exactly = CollectiveMean(transport, lambda num_bytes: native)
-        self._compressed = None if codec is None else CompressedMean(replica, transport, codec)
+        self._exact_mean = CollectiveMean(transport, lambda num_bytes: native)
+        self._compressed_mean = None if codec is None else CompressedMean(replica, transport, codec)
         buckets = [] if replica.sizes_only else replica.buckets
-        self._stretches = [Stretch(bucket, outer, strategy.overlap) for bucket in buckets]
-        self._cadence = cadence(strategy.every, strategy.share, strategy.overlap)
-        self._states = StateMean(replica, self._exactly) if strategy.optimizer_state == "average" else None
-        self._calls = RollCall(transport)
-        self._under_way: Work | None = None
-        self._own: list[list[Tensor]] = []
-        self._own_buffers: list[Tensor] = []
-        self._steps, self._weight, self._blocks = 0, 0.0, 0
+        self._parameters = [BlockParameters(bucket, outer, strategy.overlap) for bucket in buckets]
+        self._schedule = make_schedule(strategy.every, strategy.share, strategy.overlap)
+        averages_state = strategy.optimizer_state == "average"
+        self._optimizer_mean = OptimizerStateMean(replica, self._exact_mean) if averages_state else None
+        self._status_exchange = StatusExchange(transport)
+        self._pending: Work | None = None
+        self._local_parameters: list[list[Tensor]] = []  # Kept while `consensus` shows the mean.
+        self._local_buffers: list[Tensor] = []
+        self._num_steps, self._weight, self._num_blocks = 0, 0.0, 0
         self._trained_s, self._since_s = 0.0, transport.now()
         self._exchange_s, self._sent_before = 0.0, self.bytes_sent
         replica.listen(self, to="samples")
 
     def metrics(self) -> dict[str, Any]:
-        return {"blocks": self._blocks}
+        """`blocks` is the number of blocks that have ended."""
+        return {"blocks": self._num_blocks}
 
     def before_step(self) -> None:
         weight = self.replica.take_samples()
         self._weight += weight
-        if weight == 0:  # A batch that does not count.
+        if weight == 0:  # A batch that does not count must not change parameters either.
             self.replica.hide_gradients()
 
     def after_step(self) -> None:
         self.replica.show_gradients()
-        now_s = self._wire.now()
-        self._steps, self._trained_s, self._since_s = self._steps + 1, self._trained_s + now_s - self._since_s, now_s
-        if self._cadence.due(self._steps, self._trained_s):
+        now_s = self._channel.now()
+        self._num_steps += 1
+        self._trained_s += now_s - self._since_s
+        self._since_s = now_s
+        if self._schedule.is_over(self._num_steps, self._trained_s):
             self._end_block()
         else:
-            self._calls.beat()
+            self._status_exchange.keep_alive()
 
     @torch.no_grad()
     def _end_block(self) -> None:
-        start_s = self._wire.now()
-        if self._under_way is not None:
-            self._receive(since=True)
-        self._send(Intent.BLOCK)
+        start_s = self._channel.now()
+        if self._pending is not None:
+            self._complete(keep_local_change=True)
+        self._start_exchange(Intent.BLOCK)
         self._begin_block()
         if self._strategy.overlap:
-            for stretch in self._stretches:
-                stretch.go_on()
+            for parameters in self._parameters:
+                parameters.rebase()
         else:
-            self._receive(since=False)
+            self._complete(keep_local_change=False)
         self._record(start_s)
 
     def _begin_block(self) -> None:
-        self._steps, self._weight, self._trained_s = 0, 0.0, 0.0
+        self._num_steps, self._weight, self._trained_s = 0, 0.0, 0.0
 
     def _record(self, start_s: float) -> None:
-        """Write down that this rank has waited since then, and train on from now."""
-        self._since_s, sent = self._wire.now(), self.bytes_sent
+        """Record that this rank exchanged from `start_s` until now; training time counts again from now on."""
+        self._since_s, sent = self._channel.now(), self.bytes_sent
         self.events.record(Event(EXCHANGE, start_s, self._since_s, sent - self._sent_before))
         self._sent_before = sent
 
-    def _send(self, intent: Intent) -> None:
-        """Start the exchange of what was done since the last."""
-        for stretch in self._stretches:
-            stretch.pack()
-        states = 0 if self._states is None else self._states.pack()
-        step_s = self._trained_s / self._steps if self._steps else 0.0
-        self._roll, called = self._calls.start(Entry(intent, self._weight, step_s, self._exchange_s, states))
-        self._under_way = self._start(self._exchange(self._roll, called))
+    def _start_exchange(self, intent: Intent) -> None:
+        """Start the exchange of this rank's change since its block began."""
+        for parameters in self._parameters:
+            parameters.pack_change()
+        digest = 0 if self._optimizer_mean is None else self._optimizer_mean.pack()
+        step_s = self._trained_s / self._num_steps if self._num_steps else 0.0
+        own = RankStatus(intent, self._weight, step_s, self._exchange_s, digest)
+        self._status, status_known = self._status_exchange.start(own)
+        self._pending = self._start(self._exchange(self._status, status_known))
 
-    def _start(self, steps: Operation) -> Work:
+    def _start(self, operation: Operation) -> Work:
         for flat in {bucket.flat.device: bucket.flat for bucket in self.replica.buckets}.values():
-            steps = when_filled(flat, steps)
-        return self._wire.start(steps)
+            operation = when_filled(flat, operation)
+        return self._channel.start(operation)
 
-    def _exchange(self, roll: Roll, called: Work) -> Operation:
-        start_s = self._wire.now()
-        yield called
-        if roll.refused or Intent.BLOCK not in roll.intents:
+    def _exchange(self, status: BlockStatus, status_known: Work) -> Operation:
+        start_s = self._channel.now()
+        yield status_known
+        if status.non_finite or Intent.BLOCK not in status.intents:
             return
-        mean = self._compressed or self._exactly
-        yield from in_turns(mean.steps(bucket, roll.weights) for bucket in self.replica.buckets)
-        if self._states is not None and roll.states_alike:
-            yield from self._states.steps(roll.weights)
-        self._exchange_s = self._wire.now() - start_s if self._blocks else 0.0
+        mean = self._compressed_mean or self._exact_mean
+        yield from interleaved(mean.steps(bucket, status.weights) for bucket in self.replica.buckets)
+        if self._optimizer_mean is not None and status.same_optimizer_state:
+            yield from self._optimizer_mean.steps(status.weights)
+        # The first exchange also opened connections: it says nothing about the later ones.
+        self._exchange_s = self._channel.now() - start_s if self._num_blocks else 0.0
 
-    def _receive(self, since: bool) -> Intent:
-        """Wait for the exchange under way, and go on from what it brought, if it ended a block; why all have come."""
-        assert self._under_way is not None
-        self._under_way.wait()
-        self._under_way = None
-        roll, intents = self._roll, self._roll.intents
-        if roll.refused:
-            raise NonFiniteLoss(self._wire.rank, roll.refused, self.replica.steps)
+    def _complete(self, keep_local_change: bool) -> Intent:
+        """Wait for the pending exchange, apply it if it ended a block, and return the smallest intent of all ranks."""
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+        status, intents = self._status, self._status.intents
+        if status.non_finite:
+            raise NonFiniteLoss(self._channel.rank, status.non_finite, self.replica.steps)
         if Intent.BLOCK in intents:
-            for stretch in self._stretches:
-                stretch.step(since)
-            self._follow_states()
-            self._cadence.learn(roll)
-            self._blocks += 1
+            for parameters in self._parameters:
+                parameters.apply_mean(keep_local_change)
+            self._update_optimizer_state()
+            self._schedule.update(status)
+            self._num_blocks += 1
         elif len(set(intents)) > 1:
-            raise refuse_different(intents, self._wire.rank)
+            raise different_calls_error(intents, self._channel.rank)
         return min(intents)
 
-    def _follow_states(self) -> None:
-        if self._states is not None and self._roll.states_alike:
-            self._states.unpack()
+    def _update_optimizer_state(self) -> None:
+        if self._optimizer_mean is not None and self._status.same_optimizer_state:
+            self._optimizer_mean.unpack()
         elif self._strategy.optimizer_state == "reset":
             reset(self.replica.optimizer)
 
-    # Together
+    # Collective calls between blocks.
 
-    def _meet(self, intent: Intent) -> None:
-        """Come together with all ranks, in the middle of a block."""
-        if self._under_way is not None:
-            self._receive(since=True)
+    def _synchronise(self, intent: Intent) -> None:
+        """Return when all ranks have come with the same intent, in the middle of a block or not."""
+        if self._pending is not None:
+            self._complete(keep_local_change=True)
         while True:
-            self._send(intent)
-            if self._receive(since=False) == intent:
+            self._start_exchange(intent)
+            if self._complete(keep_local_change=False) == intent:
                 return
-            self._begin_block()  # What was done is in the block that another rank ended.
+            self._begin_block()  # This rank's change was part of the block that another rank ended.
 
-    def _average(self) -> None:
-        """Hold the mean of all ranks' parameters, which have come together."""
-        weights = self._roll.weights
-        if weights.any() and self._stretches:
-            for stretch in self._stretches:
-                stretch.pack()
-            self._start(in_turns(self._exactly.steps(each.bucket, weights) for each in self._stretches)).wait()
-            for stretch in self._stretches:
-                stretch.agree()
+    def _set_to_mean(self) -> None:
+        """Set the model to the mean of all ranks' parameters; all ranks have synchronised."""
+        weights = self._status.weights
+        if weights.any() and self._parameters:
+            for parameters in self._parameters:
+                parameters.pack_change()
+            means = (self._exact_mean.steps(parameters.bucket, weights) for parameters in self._parameters)
+            self._start(interleaved(means)).wait()
+            for parameters in self._parameters:
+                parameters.set_to_mean()
         share_buffers(self.replica.model, self.transport)
 
     @torch.no_grad()
     def consensus(self) -> None:
-        start_s = self._wire.now()
-        self._meet(Intent.CONSENSUS)
-        self._own = [[tensor.clone() for tensor in stretch.tensors] for stretch in self._stretches]
-        self._own_buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
-        self._average()
+        start_s = self._channel.now()
+        self._synchronise(Intent.CONSENSUS)
+        self._local_parameters = [[tensor.clone() for tensor in block.tensors] for block in self._parameters]
+        self._local_buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
+        self._set_to_mean()
         self._record(start_s)
 
     @torch.no_grad()
     def restore_local(self) -> None:
-        for buffer, own in zip(self.replica.model.buffers(), self._own_buffers, strict=True):
-            buffer.copy_(own)
-        for stretch, values in zip(self._stretches, self._own, strict=True):
-            torch._foreach_copy_(stretch.tensors, values)
-        self._own, self._own_buffers = [], []
-        self._since_s = self._wire.now()
+        for buffer, local in zip(self.replica.model.buffers(), self._local_buffers, strict=True):
+            buffer.copy_(local)
+        for parameters, values in zip(self._parameters, self._local_parameters, strict=True):
+            torch._foreach_copy_(parameters.tensors, values)
+        self._local_parameters, self._local_buffers = [], []
+        self._since_s = self._channel.now()
 
     @torch.no_grad()
     def finish(self) -> None:
-        start_s = self._wire.now()
-        self._meet(Intent.FINISH)
-        self._average()
+        start_s = self._channel.now()
+        self._synchronise(Intent.FINISH)
+        self._set_to_mean()
         self._record(start_s)
 
-    # Saving
+    # Checkpoints.
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Where the block started, and what each rank has done since, with its optimiser."""
-        self._meet(Intent.SAVE)
+        """Return the block's start, and each rank's parameters and optimiser, so that a block continues exactly."""
+        self._synchronise(Intent.SAVE)
         start: dict[str, Tensor] = {}
         velocity: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
-        values = self._own or [stretch.tensors for stretch in self._stretches]  # Within consensus, or not.
-        for stretch, mine in zip(self._stretches, values, strict=True):
-            names = [slot.name for slot in stretch.bucket.slots]
-            starts, velocities = stretch.saved()
+        # Inside `consensus` the model shows the mean, and the rank's own parameters are kept aside.
+        values = self._local_parameters or [parameters.tensors for parameters in self._parameters]
+        for parameters, local in zip(self._parameters, values, strict=True):
+            names = [slot.name for slot in parameters.bucket.slots]
+            starts, velocities = parameters.saved()
             start.update(zip(names, starts, strict=True))
             velocity.update(zip(names, velocities, strict=False))
-            own.update(zip(names, mine, strict=True))
+            own.update(zip(names, local, strict=True))
         optimizer = self.replica.optimizer.state_dict()
-        entry = {"own": own, "weight": self._weight, "steps": self._steps, "optimizer": optimizer}
-        ranks = gather_state(entry, self._wire)
-        compressed = None if self._compressed is None else self._compressed.state_dict()
-        self._since_s = self._wire.now()
+        entry = {"own": own, "weight": self._weight, "steps": self._num_steps, "optimizer": optimizer}
+        ranks = gather_state(entry, self._channel)
+        codec = None if self._compressed_mean is None else self._compressed_mean.state_dict()
+        self._since_s = self._channel.now()
         return {
             "start": start,
             "velocity": velocity,
             "ranks": ranks,
-            "block": self._cadence.length,
-            "blocks": self._blocks,
-            "coded": compressed,
+            "block": self._schedule.num_steps,
+            "blocks": self._num_blocks,
+            "codec": codec,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; if ranks are now more or fewer, from the mean of what they had."""
-        self._meet(Intent.SAVE)  # Nothing of before may be under way.
+        """Continue from `state`; with another number of ranks, from the mean of the saved ranks' parameters."""
+        self._synchronise(Intent.SAVE)  # No exchange of earlier blocks may be pending.
         ranks = state["ranks"]
-        mine = ranks[self._wire.rank % len(ranks)]
+        saved = ranks[self._channel.rank % len(ranks)]
         self._begin_block()
-        own = mine["own"] if len(ranks) == self._wire.size else saved.mean(ranks)
-        if len(ranks) == self._wire.size:
-            self._steps, self._weight = mine["steps"], mine["weight"]
-        for stretch in self._stretches:
-            names = [slot.name for slot in stretch.bucket.slots]
+        own = saved["own"] if len(ranks) == self._channel.size else mean_parameters(ranks)
+        if len(ranks) == self._channel.size:
+            self._num_steps, self._weight = saved["steps"], saved["weight"]
+        for parameters in self._parameters:
+            names = [slot.name for slot in parameters.bucket.slots]
             parts = (state["start"], state["velocity"], own)
-            stretch.load(*([part[name] for name in names if name in part] for part in parts))
-        self._cadence.length, self._blocks = state["block"], state["blocks"]
-        self.replica.optimizer.load_state_dict(mine["optimizer"])
-        if self._compressed is not None and state["coded"]:
-            self._compressed.load_state_dict(state["coded"])
-        self._since_s = self._wire.now()
+            parameters.load(*([part[name] for name in names if name in part] for part in parts))
+        self._schedule.num_steps, self._num_blocks = state["block"], state["blocks"]
+        self.replica.optimizer.load_state_dict(saved["optimizer"])
+        if self._compressed_mean is not None and state["codec"]:
+            self._compressed_mean.load_state_dict(state["codec"])
+        self._since_s = self._channel.now()
 
 
-def in_turns(many: Iterable[Operation]) -> Operation:
-    """All of these steps, each up to where they pause, in turn: links are busy while ranks wait."""
-    going = list(many)
-    while going:
-        left = []
-        for steps in going:
-            if (yield from _up_to_pause(steps)):
-                left.append(steps)
-        going = left
+def interleaved(operations: Iterable[Operation]) -> Operation:
+    """Run all operations in turn, each up to its next stage boundary, so that links are busy while ranks wait."""
+    running = list(operations)
+    while running:
+        unfinished = []
+        for operation in running:
+            if (yield from _until_stage_boundary(operation)):
+                unfinished.append(operation)
+        running = unfinished
 
 
-def _up_to_pause(steps: Operation) -> Generator[Work, None, bool]:
-    """Whether there are more."""
-    for work in steps:
+def _until_stage_boundary(operation: Operation) -> Generator[Work, None, bool]:
+    """Run an operation up to its next stage boundary; return whether it has more to do."""
+    for work in operation:
         if work is STAGE_BOUNDARY:
             return True
         yield work

@@ -1,4 +1,4 @@
-"""What the optimiser of each rank remembers, when a block ends: momentum, say."""
+"""The optimiser's state at the end of a block: averaged over ranks, or reset."""
 
 import json
 from binascii import crc32
@@ -14,12 +14,16 @@ from tutti.transports.base import Operation
 
 
 def reset(optimizer: Optimizer) -> None:
-    """Have it begin anew."""
+    """Clear the optimiser's state, as if it had not stepped yet."""
     optimizer.state.clear()
 
 
-class StateMean:
-    """Averages what optimisers remember of each element, where all of them remember the same things."""
+class OptimizerStateMean:
+    """Averages the element-wise state of optimisers (momentum, second moments) over ranks.
+
+    Ranks average only if all of them keep state of the same names and shapes; the digest that `pack` returns says so.
+    Values travel in float64, so that one flat tensor holds states of every dtype without loss.
+    """
 
     def __init__(self, replica: Replica, mean: CollectiveMean) -> None:
         self._replica = replica
@@ -28,28 +32,29 @@ class StateMean:
         self._flat = torch.empty(0, device="cpu")
 
     def pack(self) -> int:
-        """Let what is remembered now travel; a digest of what that is."""
-        found = list(self._found())
-        self._tensors = [tensor for _, tensor in found]
+        """Copy the current state into the memory that travels; return a checksum of its names and shapes."""
+        named = list(self._elementwise_state())
+        self._tensors = [tensor for _, tensor in named]
         self._flat = torch.cat([tensor.reshape(-1).double() for tensor in self._tensors] or [self._flat.double()])
-        return crc32(json.dumps([(name, list(tensor.shape)) for name, tensor in found]).encode())
+        return crc32(json.dumps([(name, list(tensor.shape)) for name, tensor in named]).encode())
 
     def steps(self, weights: Tensor) -> Operation:
+        """Average what `pack` copied, weighted by the samples of each rank."""
         yield from self._mean.of_flat(self._flat, weights)
 
     def unpack(self) -> None:
-        """Remember the mean."""
+        """Overwrite the optimiser's state with the mean."""
         parts = self._flat.split([tensor.numel() for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
 
-    def _found(self) -> Iterator[tuple[str, Tensor]]:
+    def _elementwise_state(self) -> Iterator[tuple[str, Tensor]]:
         for slot in self._replica.slots:
             for key, value in sorted(self._replica.optimizer.state.get(slot.tensor, {}).items()):
-                if isinstance(value, Tensor) and value.is_floating_point() and _of_elements(value, slot.tensor):
+                if isinstance(value, Tensor) and value.is_floating_point() and _is_elementwise(value, slot.tensor):
                     yield f"{slot.name}.{key}", value
 
 
-def _of_elements(value: Tensor, parameter: Tensor) -> bool:
-    """Whether it is remembered of each element; the number of steps, which is on the CPU, is not."""
+def _is_elementwise(value: Tensor, parameter: Tensor) -> bool:
+    """Whether the state has an element per parameter element; a step counter, which is on the CPU, has not."""
     return value.shape == parameter.shape and value.device == parameter.device

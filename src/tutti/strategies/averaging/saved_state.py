@@ -1,4 +1,4 @@
-"""What every rank has of its own in the middle of a block, for all of them to save."""
+"""Checkpoints from the middle of a block, loaded by another number of ranks."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 
-def mean(ranks: list[Any]) -> dict[str, Tensor]:
-    """Of what ranks had, each counting for its samples since their block started."""
-    total = sum(each["weight"] for each in ranks)
-    shares = [each["weight"] / total if total else 1 / len(ranks) for each in ranks]
+def mean_parameters(ranks: list[Any]) -> dict[str, Tensor]:
+    """Return the mean of all saved ranks' parameters, weighted by each rank's samples since its block started."""
+    total = sum(rank["weight"] for rank in ranks)
+    shares = [rank["weight"] / total if total else 1 / len(ranks) for rank in ranks]
     return {
-        name: torch.stack([share * each["own"][name] for share, each in zip(shares, ranks, strict=True)]).sum(0)
+        name: torch.stack([share * rank["own"][name] for share, rank in zip(shares, ranks, strict=True)]).sum(0)
         for name in ranks[0]["own"]
     }

@@ -1,4 +1,4 @@
-"""Strategies whose ranks train by themselves for a block of steps, and then bring their models together."""
+"""Strategies of local steps: `Averaging`, `BlockMomentum` and `DiLoCo`, with the texts that make them."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -10,10 +10,10 @@ from tutti.codecs import Codec, ErrorFeedback, OneBit, print_codec
 from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
-from tutti.strategies.averaging.cadence import Every, check_every, check_share, duration_text, read_every
+from tutti.strategies.averaging.block_schedule import Every, check_every, check_share, duration_text, read_every
 from tutti.strategies.averaging.cost import communication_cost
 from tutti.strategies.averaging.exchange import BlockExchange
-from tutti.strategies.averaging.outer import PLAIN, Outer
+from tutti.strategies.averaging.outer_optimizer import PLAIN_AVERAGE, OuterStep
 from tutti.strategies.base import Exchange, Strategy
 from tutti.transports import Transport
 
@@ -21,19 +21,20 @@ OptimizerState = Literal["keep", "average", "reset"]
 
 
 @dataclass(frozen=True)
-class Blocks(Strategy):
-    """What all of them have.
+class LocalSteps(Strategy):
+    """The base of strategies whose workers take local steps and combine their models at the end of every block.
 
     Args:
-        every: steps in a block. "2s" (or a timedelta) makes blocks of that much time, in which fast workers take more
-            steps and count for more; "auto" keeps communication below `share` of the time; "end" brings models
-            together once, when the job finishes.
-        codec: how the progress of a block is said in fewer bytes, such as `ErrorFeedback(OneBit())`.
-        overlap: let the exchange of a block run behind the computation of the next, at whose end it counts.
-        optimizer_state: what becomes of the momentum, say, of each worker at the end of a block: it is kept, averaged,
-            which sends as much again for each number that is remembered of a parameter, or begun anew.
-        share: of the time, for `every="auto"`.
-        bucket_bytes: parameters that travel together.
+        every: Steps in a block. "2s" or a timedelta makes blocks of that duration, in which fast workers take more
+            steps and count for more. "auto" keeps communication below `share` of the time. "end" combines the models
+            once, when the job finishes.
+        codec: Compresses the change of a block, such as `ErrorFeedback(OneBit())`; None sends it exactly.
+        overlap: Whether the exchange of a block runs while the next block is computed, at whose end it takes effect.
+        optimizer_state: What happens to each worker's optimiser state (momentum, second moments) at the end of a
+            block: "keep" leaves it alone, "average" averages it, which sends as many bytes again for each state
+            tensor, "reset" clears it.
+        share: The largest share of the time that communication may take, for `every="auto"`.
+        bucket_bytes: Bytes of parameters that are sent together.
     """
 
     preference = 3
@@ -46,7 +47,7 @@ class Blocks(Strategy):
     bucket_bytes: int = field(default=4 * 2**20, kw_only=True)
 
     exact_below = 1024
-    """With a codec, parameters of fewer elements are exact all the same."""
+    """With a codec, parameters with fewer elements than this are sent exactly."""
 
     def __post_init__(self) -> None:
         if isinstance(self.every, timedelta):  # One text for one duration: strategies are equal by value.
@@ -55,14 +56,14 @@ class Blocks(Strategy):
         if self.codec is not None and not isinstance(self.codec, Codec):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
-            mistakes.append(f"{self.codec!r} needs somewhere to add up: wrap it in ErrorFeedback(...)")
+            mistakes.append(f"{self.codec!r} works only with error feedback: wrap it in ErrorFeedback(...)")
         if not isinstance(self.overlap, bool):
             mistakes.append(f"overlap must be True or False, got {self.overlap!r}")
         if self.optimizer_state not in get_args(OptimizerState):
             wanted = ", ".join(get_args(OptimizerState))
             mistakes.append(f"optimizer_state must be one of {wanted}, got {self.optimizer_state!r}")
         elif self.overlap and self.optimizer_state != "keep":
-            mistakes.append("overlap lets steps go on while models come together, so that optimizer_state stays 'keep'")
+            mistakes.append("overlap continues to step while models are exchanged, so optimizer_state must be 'keep'")
         if self.bucket_bytes < 1:
             mistakes.append(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
         if mistakes:
@@ -72,8 +73,8 @@ class Blocks(Strategy):
         return []
 
     @abstractmethod
-    def outer(self, num_workers: int) -> Outer:
-        """What the mean progress of so many workers does."""
+    def outer(self, num_workers: int) -> OuterStep:
+        """Return the outer step that the mean change of `num_workers` workers takes."""
 
     @property
     def exact(self) -> bool:
@@ -89,7 +90,7 @@ class Blocks(Strategy):
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         return BlockExchange(replica, transport, self, self.outer(transport.size))
 
-    def _text(self, name: str, default: "Blocks") -> str:
+    def _text(self, name: str, default: "LocalSteps") -> str:
         keys = [each.name for each in fields(self) if each.name not in ("every", "codec")]
         changed = [(key, getattr(self, key)) for key in keys if getattr(self, key) != getattr(default, key)]
         options = [f"every={self.every}", *(f"{key}={_printed(value)}" for key, value in changed)]
@@ -97,14 +98,14 @@ class Blocks(Strategy):
 
 
 @dataclass(frozen=True)
-class Averaging(Blocks):
-    """Every so many steps, every worker goes on from the mean of all parameters, weighted by samples.
+class Averaging(LocalSteps):
+    """Average the parameters of all workers at the end of every block, weighted by samples.
 
     `every="end"` is ParallelSGD (Zinkevich et al. 2010); `every=1` with plain SGD is `AllReduce`.
     """
 
-    def outer(self, num_workers: int) -> Outer:
-        return PLAIN
+    def outer(self, num_workers: int) -> OuterStep:
+        return PLAIN_AVERAGE
 
     def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
         yield from (Averaging(16, overlap=overlap) for overlap in (False, True))
@@ -114,18 +115,19 @@ class Averaging(Blocks):
 
 
 @dataclass(frozen=True)
-class BlockMomentum(Blocks):
-    """Blockwise model-update filtering, BMUF: what workers have done in a block moves parameters with momentum.
+class BlockMomentum(LocalSteps):
+    """Blockwise model-update filtering (BMUF): the mean change of a block moves the parameters with momentum.
 
-    G is the mean progress of workers in a block; Δ = momentum · Δ + lr · G, and W = W + Δ (Chen & Huo 2016). With
-    Nesterov momentum, which is the default here as in CNTK, and AdamW inside it is what is now called DiLoCo (Douillard
-    et al. 2023).
+    With G the mean change of the workers in a block, Δ = momentum · Δ + lr · G and W = W + Δ (Chen & Huo 2016). With
+    Nesterov momentum, the default here and in CNTK, and AdamW as the local optimiser, this is what is now called
+    DiLoCo (Douillard et al. 2023).
 
     Args:
-        momentum: from 0 to below 1; by default 1 - 1/N for N workers, as CNTK has it: in the long run, a block of N
-            workers then moves parameters as far as N blocks of one.
-        lr: how much of G counts.
-        nesterov: start a block from where the momentum would lead. Without it a coarse codec costs accuracy.
+        momentum: From 0 to below 1. The default is 1 - 1/N for N workers, as in CNTK: in the long run, a block of N
+            workers then moves the parameters as far as N blocks of one worker.
+        lr: The learning rate of the outer step: how much of G counts.
+        nesterov: Whether a block starts from where the momentum would lead. Without it, a coarse codec costs
+        accuracy.
     """
 
     momentum: float | None = None
@@ -142,9 +144,9 @@ class BlockMomentum(Blocks):
             mistakes.append(f"lr must be above 0, got {self.lr}")
         return mistakes
 
-    def outer(self, num_workers: int) -> Outer:
+    def outer(self, num_workers: int) -> OuterStep:
         momentum = 1 - 1 / num_workers if self.momentum is None else self.momentum
-        return Outer(momentum, self.lr, self.nesterov)
+        return OuterStep(momentum, self.lr, self.nesterov)
 
     def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
         for overlap in (False, True):
@@ -160,10 +162,10 @@ class BlockMomentum(Blocks):
 _DILOCO = (0.9, 0.7, True)
 
 
-def DiLoCo(every: Every = 100, **options: Any) -> BlockMomentum:  # It makes one, as a class would.
-    """`BlockMomentum` as Douillard et al. (2023) use it: Nesterov momentum of 0.9 at a rate of 0.7.
+def DiLoCo(every: Every = 100, **options: Any) -> BlockMomentum:  # Named like a class, because it constructs one.
+    """Return `BlockMomentum` with the settings of Douillard et al. (2023): Nesterov momentum 0.9, learning rate 0.7.
 
-    Give it an AdamW inside. `options` are those of `BlockMomentum`.
+    Use AdamW as the local optimiser. `options` are those of `BlockMomentum`.
     """
     momentum, lr, nesterov = _DILOCO
     return BlockMomentum(every, **{"momentum": momentum, "lr": lr, "nesterov": nesterov, **options})
@@ -188,14 +190,14 @@ _MOMENTUM: dict[str, Callable[[str], Any]] = {**_KINDS, "momentum": float, "lr":
 
 
 def _reader(
-    name: str, make: Callable[..., Blocks], kinds: dict[str, Callable[[str], Any]]
-) -> Callable[[dict[str, str], Codec | None], Blocks]:
-    """Makes a strategy from options at the command line."""
+    name: str, make: Callable[..., LocalSteps], kinds: dict[str, Callable[[str], Any]]
+) -> Callable[[dict[str, str], Codec | None], LocalSteps]:
+    """Return a function that makes a strategy from the options of a text."""
 
-    def read(options: dict[str, str], codec: Codec | None) -> Blocks:
+    def read(options: dict[str, str], codec: Codec | None) -> LocalSteps:
         if unknown := options.keys() - kinds.keys():
             raise ConfigError(
-                f"{name}: '{min(unknown)}' is none of its options: {', '.join(f'{key}=' for key in kinds)}."
+                f"{name}: '{min(unknown)}' is not an option; it takes {', '.join(f'{key}=' for key in kinds)}."
             )
         given = {}
         for key, text in options.items():
@@ -214,4 +216,4 @@ READERS = {
     "bmuf": _reader("bmuf", BlockMomentum, _MOMENTUM),
     "diloco": _reader("diloco", DiLoCo, _MOMENTUM),
 }
-"""By name at the command line."""
+"""By name in texts: functions from options and a codec to the strategy."""
