@@ -60,8 +60,7 @@ class SolverRun:
         """Workers and transport, in words."""
         if self.transport == SIMULATED:
             return f"{self.workers} simulated workers"
-        names = {"shared_memory": "shared memory", "process_group": "sockets"}
-        return f"{self.workers} processes, {names.get(self.transport, self.transport)}"
+        return f"{self.workers} processes, {self.transport.replace('_', ' ')}"
 
     def first_at(self, objective: float) -> SolverPoint | None:
         """Return the first point at or below an objective, if any."""

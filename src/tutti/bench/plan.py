@@ -56,6 +56,7 @@ class PlanComparison:
     """Measured seconds per step that the predictions use: without exchange ("solo"), and of the reference jobs."""
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         link = {"bits_per_s": self.link.bits_per_s, "latency_s": self.link.latency_s}
         where = {"model": self.rows[0].model, "rate": self.rows[0].rate}
         return {**where, "link": link, "overhead": asdict(self.overhead), "input_s": self.input_s}
