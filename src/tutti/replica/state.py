@@ -92,11 +92,11 @@ def _layout(model: nn.Module) -> list[list[Any]]:
 
 
 def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int) -> str:
-    for theirs, ours in zip(got, expected, strict=False):
-        if theirs != ours:
+    for other, ours in zip(got, expected, strict=False):
+        if other != ours:
             return (
                 f"the models differ between ranks, first at '{ours[0]}': rank 0 has {_describe(ours)}, "
-                f"rank {rank} has {_describe(theirs)}. Build the same model on every rank."
+                f"rank {rank} has {_describe(other)}. Build the same model on every rank."
             )
     longer, extra = (0, expected) if len(expected) > len(got) else (rank, got)
     name = extra[min(len(expected), len(got))][0]
