@@ -125,7 +125,7 @@ def time_steps(widths: list[int], rounds: int) -> list[dict[str, Any]]:
 
 def _worlds() -> tuple[World, dict[str, World]]:
     """Return the ranks connected by sockets, and the world of each algorithm: only Open MPI's own needs MPI."""
-    world = init(transport="process_group")
+    world = init(transport="sockets")
     worlds = dict.fromkeys(MESSAGE_ALGORITHMS, world)
     if communicator() is not None:
         worlds["mpi"] = replace(world, transport=mpi.connect(world.transport.membership))  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def train_to_the_end(tasks: list[dict[str, Any]]) -> list[FinalAccuracy]:
 
 def measure_rounding() -> dict[str, RoundingError]:
     """Return the rounding error of each algorithm's sum of a million normally distributed numbers per rank."""
-    transport = init(transport="process_group").transport
+    transport = init(transport="sockets").transport
     generator = torch.Generator().manual_seed(transport.rank)
     local = torch.randn(1_000_000, generator=generator)
     exact = local.double()

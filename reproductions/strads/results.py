@@ -20,7 +20,7 @@ class StradsConfig:
     """Passes over all blocks that the rounds would make if no candidate were refused."""
     workers: int = 2
     """Number of real processes."""
-    transports: tuple[str, ...] = ("shared_memory", "process_group")
+    transports: tuple[str, ...] = ("shared_memory", "sockets")
     repeats: int = 3
     simulated_workers: int = 8
 
@@ -60,8 +60,7 @@ class SolverRun:
         """Workers and transport, in words."""
         if self.transport == SIMULATED:
             return f"{self.workers} simulated workers"
-        names = {"shared_memory": "shared memory", "process_group": "sockets"}
-        return f"{self.workers} processes, {names.get(self.transport, self.transport)}"
+        return f"{self.workers} processes, {self.transport.replace('_', ' ')}"
 
     def first_at(self, objective: float) -> SolverPoint | None:
         """Return the first point at or below an objective, if any."""

@@ -1,25 +1,24 @@
-"""Everything Tutti raises on purpose.
+"""The exceptions that Tutti raises on purpose.
 
     TuttiError
-    ├── ConfigError            (also a ValueError) something the caller gave cannot work
-    │   ├── UnknownName        a strategy, recipe or other name nobody knows
-    │   ├── EnvironmentConflict  launchers' variables that contradict each other
+    ├── ConfigError            (also a ValueError) an argument, option or file that cannot work
+    │   ├── UnknownName        the name of a strategy, recipe or the like that does not exist
+    │   ├── EnvironmentConflict  environment variables of launchers that contradict each other
     │   ├── ReplicaMismatch    models, optimisers or tensors that differ between ranks
-    │   ├── NoLink             simulated ranks talk whose hosts no link joins
+    │   ├── NoLink             a simulated message between hosts that no link joins
     │   ├── NotPriced          a strategy without a cost formula
     │   ├── PluginError        a package that offers something by an entry point, and offers it wrongly
-    │   └── DataError          a dataset that is missing, truncated or something else
-    ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank needed it
-    ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) nobody died, but nobody answered either
+    │   └── DataError          a dataset that is missing, truncated or not the one named
+    ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank waited for it
+    ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) no answer in time, and no rank known to be gone
     ├── Deadlock               every simulated rank waits for another
-    ├── WorkerDropped          a server takes nothing more from this worker, which sent what cannot be
-    ├── PacketError            bytes that no codec of that kind could have made for such a tensor
-    ├── WeightRefused          a rank gave NaN as its weight, which asks every rank to stop
+    ├── WorkerDropped          a parameter server has excluded this worker, which sent an invalid update
+    ├── PacketError            bytes that cannot be decoded as a packet for such a tensor
+    ├── WeightRefused          a rank gave NaN as its weight, which stops every rank
     ├── NonFiniteLoss          the loss became NaN or infinite
-    └── WorkerFailed           seen from the launcher: the first worker that failed
+    └── WorkerFailed           raised by the launcher: the first worker that failed
 
-Messages say what was got, what was wanted and what to do next, and start with the rank where
-there is more than one.
+Messages say what was given, what was expected and what to do next. They start with the rank where there are several.
 """
 
 from collections.abc import Iterable
@@ -27,15 +26,15 @@ from difflib import get_close_matches
 
 
 class TuttiError(Exception):
-    """The root of the tree."""
+    """Base class of all exceptions of Tutti."""
 
 
 class ConfigError(TuttiError, ValueError):
-    """Something the caller gave cannot work."""
+    """An argument, option or file of the caller's cannot work."""
 
 
 class UnknownName(ConfigError):
-    """A name that is in no registry."""
+    """The name of a strategy, recipe or the like does not exist; the message lists those that do."""
 
     def __init__(self, kind: str, got: str, known: Iterable[str], notes: Iterable[str] = ()) -> None:
         names = sorted(known)
@@ -46,19 +45,19 @@ class UnknownName(ConfigError):
 
 
 class EnvironmentConflict(ConfigError):
-    """Launchers' environment variables that contradict each other."""
+    """Environment variables of launchers contradict each other."""
 
 
 class ReplicaMismatch(ConfigError):
-    """Models, optimisers or tensors that differ between ranks."""
+    """Models, optimisers or tensors differ between ranks."""
 
 
 class DataError(ConfigError):
-    """A dataset that is missing, truncated or not what its name says."""
+    """A dataset is missing, truncated or not the one that its name says."""
 
 
 class NoLink(ConfigError):
-    """Simulated ranks talk whose hosts no link joins."""
+    """A simulated rank sends to another, and no link of the cluster joins their hosts."""
 
 
 class PluginError(ConfigError):
@@ -70,16 +69,16 @@ class NotPriced(ConfigError):
 
 
 class RankLost(TuttiError, RuntimeError):
-    """A peer died, failed or left while this rank needed it."""
+    """A peer died, failed or left while this rank waited for it."""
 
     def __init__(self, message: str, gone: dict[int, str] | None = None) -> None:
         super().__init__(message)
         self.gone = gone or {}
-        """Who is gone, and how that is known."""
+        """The ranks that are gone, and how each of them went."""
 
 
 class DeadlineExceeded(TuttiError, TimeoutError, RuntimeError):
-    """A wait ended without an answer."""
+    """A wait reached its deadline without an answer, and no rank is known to be gone."""
 
 
 class Deadlock(TuttiError):
@@ -87,7 +86,7 @@ class Deadlock(TuttiError):
 
 
 class WorkerDropped(TuttiError):
-    """A server takes nothing more from this worker."""
+    """A parameter server has excluded this worker and takes no more updates from it."""
 
 
 class PacketError(TuttiError):
@@ -95,7 +94,7 @@ class PacketError(TuttiError):
 
 
 class WeightRefused(TuttiError):
-    """Some ranks gave NaN as their weight: they ask every rank to stop."""
+    """Some ranks gave NaN as their weight, which stops every rank."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)

@@ -1,4 +1,4 @@
-"""Who we are: this rank among all of them."""
+"""`World`: this rank, the number of ranks, and the transport between them; and the world of the current thread."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -12,22 +12,29 @@ from tutti.transports import Transport
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's place in the run, and its transport to the others."""
+    """This rank's number in the run, and its transport to the others."""
 
     rank: int
+    """Number of this rank, from 0."""
     size: int
+    """Number of ranks."""
     local_rank: int
+    """Number of this rank among those of its host, from 0."""
     host: str
+    """Name of its host."""
     transport: Transport
+    """Connects it to the other ranks."""
     sample_counts: SampleCounts = field(default_factory=SampleCounts, repr=False)
+    """What `shard` has given out, for the weights of gradients."""
     strategy: Strategy | None = None
-    """What the launcher was told to use, whatever the script says."""
+    """The strategy that the launcher was given (`tutti run --strategy`), which overrules the script's."""
     leave: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Tells the other ranks that this one leaves."""
     tolerate_loss: Callable[[bool], None] = field(default=lambda yes: None, repr=False)
-    """Tells whoever started this rank whether the others would go on without it."""
+    """Tells the launcher whether the others go on training if this rank is lost."""
 
     def close(self) -> None:
-        """Leave: peers that still wait for this rank are told. `tutti.init` may follow. Idempotent."""
+        """Leave the world: peers that still wait for this rank get an error. `tutti.init` may follow. Idempotent."""
         self.leave()
         self.transport.close()
         if _current.get() is self:
@@ -38,17 +45,18 @@ _current: ContextVar[World | None] = ContextVar("tutti_world", default=None)
 
 
 def world() -> World:
-    """The world that `tutti.init` made."""
+    """Return the world that `tutti.init` made in this thread. Raises `ConfigError` if there is none."""
     if (current := _current.get()) is None:
         raise ConfigError("there is no world yet: call tutti.init() first.")
     return current
 
 
 def set_world(new: World) -> World:
-    """Make `new` what `world()` returns, in this thread."""
+    """Make `new` the world of this thread, and return it."""
     _current.set(new)
     return new
 
 
 def current_world() -> World | None:
+    """Return the world of this thread; None if there is none."""
     return _current.get()

@@ -5,7 +5,7 @@ import typer
 from tutti.cli import app
 
 OPTIONS = {
-    "run": "--lab --strategy --timeout --workers ARGS SCRIPT",
+    "run": "--lab --spawn --strategy --timeout --workers ARGS SCRIPT",
     "train": "--check --data --epochs --json --lr-scale --name --option --seed --strategy --workers RECIPE",
     "profile": "--batch --device --input --json --option MODEL",
     "plan": (

@@ -41,7 +41,7 @@ def test_train_with_a_packages_recipe_and_strategy(strategy: str, command) -> No
 def test_plan_with_a_packages_strategies(command) -> None:  # type: ignore[no-untyped-def]
     ended = command("plan", "small-digits", "--workers", "4", "--cluster", "ethernet-1g", "--allow", "lossy")
     assert ended.returncode == 0, ended.stderr
-    assert "not priced: vote (my_tutti.MajorityVote has no cost)" in ended.stdout
+    assert "no prediction for vote: my_tutti.MajorityVote has no cost" in ended.stdout
 
 
 def test_an_unknown_name_is_a_mistake_explained_in_a_line(command) -> None:  # type: ignore[no-untyped-def]

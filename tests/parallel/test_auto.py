@@ -308,7 +308,7 @@ def test_moments_are_those_of_the_clock_of_the_device() -> None:
         assert step.rows == {"0.weight": 3, "2.weight": 3}
     watch.detach()
     model(torch.ones(3, 100, dtype=torch.float64)).sum().backward()
-    assert not watch.take().seen
+    assert not watch.take().complete
 
 
 def test_it_goes_on_from_what_was_saved() -> None:

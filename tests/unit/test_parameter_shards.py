@@ -13,8 +13,7 @@ from torch import Tensor, nn, optim
 from tutti.codecs.scale_groups import MAX_GROUP_NUMEL
 from tutti.errors import ConfigError
 from tutti.replica import Bucket
-from tutti.replica.buckets import Memory, Slot, kind_of
-from tutti.replica.buckets import cut as cut_buckets
+from tutti.replica.buckets import Memory, Slot, cut_buckets, kind_of
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shard_optimizer import (

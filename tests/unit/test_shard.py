@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 import tutti
 from support import TRANSPORTS, run_ok
-from tutti.data.shard import deal
+from tutti.data.shard import divide_batches
 from tutti.errors import ConfigError
 from tutti.transports import SingleRankTransport
 from tutti.world import World
@@ -59,11 +59,11 @@ def model() -> nn.Module:
     return nn.Linear(1, 1)
 
 
-# --- deal ---
+# --- divide_batches ---
 
 
 @st.composite
-def dealt(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+def divided(draw: st.DrawFn) -> tuple[list[list[int]], int]:
     """Batches of any sizes, and a number of ranks for which there are enough samples."""
     sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=25))
     num_ranks = draw(st.integers(1, min(8, sum(sizes))))
@@ -71,26 +71,26 @@ def dealt(draw: st.DrawFn) -> tuple[list[list[int]], int]:
     return [[next(indices) for _ in range(size)] for size in sizes], num_ranks
 
 
-@given(dealt())
+@given(divided())
 def test_deal_gives_every_index_to_one_rank(case: tuple[list[list[int]], int]) -> None:
     batches, num_ranks = case
-    assert Counter(flat(flat(deal(batches, num_ranks)))) == Counter(flat(batches))
+    assert Counter(flat(flat(divide_batches(batches, num_ranks)))) == Counter(flat(batches))
 
 
-@given(dealt())
+@given(divided())
 def test_deal_keeps_ranks_in_step(case: tuple[list[list[int]], int]) -> None:
     batches, num_ranks = case
-    shares = deal(batches, num_ranks)
+    shares = divide_batches(batches, num_ranks)
     assert len(shares) == num_ranks
     assert len({len(share) for share in shares}) == 1
     assert all(batch for share in shares for batch in share)
 
 
-@given(dealt())
+@given(divided())
 def test_deal_changes_the_last_step_only(case: tuple[list[list[int]], int]) -> None:
     """Each run of `num_ranks` batches is a step as it is; what is left over is split evenly."""
     batches, num_ranks = case
-    steps = list(zip(*deal(batches, num_ranks), strict=True))
+    steps = list(zip(*divide_batches(batches, num_ranks), strict=True))
     num_kept = len(steps) if len(batches) % num_ranks == 0 else len(steps) - 1
     assert [list(step) for step in steps[:num_kept]] == [
         batches[start : start + num_ranks] for start in range(0, num_kept * num_ranks, num_ranks)
@@ -103,15 +103,17 @@ def test_deal_changes_the_last_step_only(case: tuple[list[list[int]], int]) -> N
 
 @given(st.integers(1, 7), st.integers(1, 12))
 def test_deal_refuses_fewer_samples_than_ranks(num_samples: int, more: int) -> None:
-    wanted = f"{num_samples} samples cannot be dealt to {num_samples + more} ranks.*fewer workers, or more data"
+    wanted = f"{num_samples} samples cannot be divided between {num_samples + more} ranks.*fewer workers, or more data"
     with pytest.raises(ConfigError, match=wanted):
-        deal([[index] for index in range(num_samples)], num_samples + more)
+        divide_batches([[index] for index in range(num_samples)], num_samples + more)
 
 
 def test_deal_examples() -> None:
-    assert deal([[0, 1], [2, 3], [4, 5], [6]], 2) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
-    assert deal([[0, 1], [2, 3], [4, 5]], 2) == [[[0, 1], [4]], [[2, 3], [5]]], "a batch left over is split"
-    assert deal([[0, 1], [2, 3], [4]], 2) == [[[0, 1, 2]], [[3, 4]]], "one sample left over joins the step before"
+    assert divide_batches([[0, 1], [2, 3], [4, 5], [6]], 2) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+    assert divide_batches([[0, 1], [2, 3], [4, 5]], 2) == [[[0, 1], [4]], [[2, 3], [5]]], "a batch left over is split"
+    assert divide_batches([[0, 1], [2, 3], [4]], 2) == [[[0, 1, 2]], [[3, 4]]], (
+        "one sample left over joins the step before"
+    )
 
 
 # --- DataLoader ---
@@ -237,12 +239,12 @@ def test_pinning_is_kept() -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_loader_with_fewer_samples_than_ranks(num_samples: int, shuffle: bool) -> None:
     for world in worlds(3):
-        with pytest.raises(ConfigError, match=f"{num_samples} samples cannot be dealt to 3 ranks"):
+        with pytest.raises(ConfigError, match=f"{num_samples} samples cannot be divided between 3 ranks"):
             tutti.shard(DataLoader(numbers(num_samples), batch_size=4, shuffle=shuffle), world=world)
 
 
 def test_loader_without_batches_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batch_size=None cannot be dealt out; give it a batch_size"):
+    with pytest.raises(ConfigError, match="batch_size=None cannot be divided between ranks; give it a batch_size"):
         tutti.shard(DataLoader(numbers(8), batch_size=None), world=worlds(2)[0])
 
 
@@ -400,7 +402,7 @@ ITERABLES = {
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ITERABLES)
-def test_iterable_is_dealt_out_in_turn(kind: str, size: int) -> None:
+def test_items_of_an_iterable_go_to_ranks_in_turn(kind: str, size: int) -> None:
     for rank, sharded in enumerate(on_all_ranks(lambda: ITERABLES[kind](7), size)):
         assert [int(item) for item in sharded] == list(range(rank, 7, size))
 
@@ -597,5 +599,5 @@ def test_training_on_fewer_items_than_ranks_is_refused(kind: str, model: nn.Modu
     world = worlds(3)[2]
     world.sample_counts.models.add(model)
     data = iter(range(2)) if kind == "iterable" else numbers(2)
-    with pytest.raises(ConfigError, match=r"2 .*cannot be dealt to 3 ranks"):
+    with pytest.raises(ConfigError, match=r"2 .*cannot be divided between 3 ranks"):
         list(tutti.shard(data, world=world))

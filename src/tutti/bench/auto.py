@@ -40,6 +40,7 @@ class AutoReport:
         return self.seconds["DDP"] / self.seconds["auto"]
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {**vars(self), "times_ddp": self.times_ddp}
 
 

@@ -44,6 +44,7 @@ class FSDPFidelity:
         return self.simulated_s / self.lab_s["tutti"] - 1
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {**vars(self), "error": self.error}
 
 

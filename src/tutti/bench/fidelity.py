@@ -40,6 +40,7 @@ class SimulationCheck:
         return self.simulated_s / self.real_s - 1
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {**asdict(self), "error": self.error}
 
 

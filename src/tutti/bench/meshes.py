@@ -49,6 +49,7 @@ class MeshCheck:
         return self.prediction.step_s / self.taken_s - 1
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         about = {"model": self.model, "rate": self.rate, "workers": self.prediction.mesh.size}
         return {**about, **self.prediction.as_dict(), "taken_s": self.taken_s, "error": self.error}
 
@@ -62,10 +63,12 @@ class MeshComparison:
 
     @property
     def chosen(self) -> MeshCheck:
+        """The planner's first choice."""
         return next(row for row in self.rows if row.prediction is self.plan.best)
 
     @property
     def fastest(self) -> MeshCheck:
+        """The mesh with the shortest step."""
         return min(self.rows, key=lambda row: row.taken_s)
 
     @property
@@ -74,6 +77,7 @@ class MeshComparison:
         return self.chosen.taken_s / self.fastest.taken_s
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         named = {
             "chosen": describe_mesh(self.chosen.prediction.mesh),
             "fastest": describe_mesh(self.fastest.prediction.mesh),

@@ -56,6 +56,7 @@ class PlanComparison:
     """Measured seconds per step that the predictions use: without exchange ("solo"), and of the reference jobs."""
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         link = {"bits_per_s": self.link.bits_per_s, "latency_s": self.link.latency_s}
         where = {"model": self.rows[0].model, "rate": self.rows[0].rate}
         return {**where, "link": link, "overhead": asdict(self.overhead), "input_s": self.input_s}
@@ -66,9 +67,7 @@ def check(models: list[str], rates: list[str], texts: list[str]) -> None:
     check_model_names(models)
     for rate in rates:
         if len(set(LabSpec.parse(f"hosts={HOSTS},rate={rate}").rates)) > 1:
-            raise ConfigError(
-                f"'{rate}' gives hosts links of their own, for which formulas do not hold: give one rate."
-            )
+            raise ConfigError(f"'{rate}' has several rates, for which the cost formulas do not hold: give one rate.")
     for text in texts:
         strategy = parse(text)
         if not has_cost(strategy):

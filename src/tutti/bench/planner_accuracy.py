@@ -26,6 +26,7 @@ class PredictionCheck:
 
     @property
     def strategy(self) -> str:
+        """The strategy's text."""
         return str(self.prediction.strategy)
 
     @property
@@ -34,6 +35,7 @@ class PredictionCheck:
         return self.prediction.step_s / self.measured_s - 1
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {
             "model": self.model,
             "rate": self.rate,
@@ -63,6 +65,7 @@ class PlannerChoice:
         return self.times <= NEAR_BEST
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {**asdict(self), "right": self.right}
 
 

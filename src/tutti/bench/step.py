@@ -41,6 +41,7 @@ class StepTimes:
         return self.seconds["solo"] / self.seconds["tutti"]
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields and derived numbers, for JSON."""
         return {
             "model": self.model,
             "num_parameters": self.num_parameters,

@@ -45,7 +45,7 @@ def doctor(
     """Report on this machine: libraries, backends, GPUs, cores, shared memory, network and the lab."""
     check_writable(json_file)
     if not network and (workers is not None or lab is not None):
-        raise ConfigError("--workers and --lab say where to measure links: give --network too.")
+        raise ConfigError("--workers and --lab are for measuring links: give --network too.")
     if network:
         check_workers_or_lab(workers, lab)
         write_json(json_file, _measure(workers or 2, lab))

@@ -55,8 +55,9 @@ def train(
 
     Example: tutti train digits --workers 2 --strategy ring --check
 
-    To train a model of your own, write a function that returns a tutti.recipes.Recipe (model, data, optimiser, loss
-    and target accuracy), and name it: tutti train my_recipes:tiny, with a function tiny() in my_recipes.py.
+    To train your own model, name a function that returns a tutti.recipes.Recipe: model, data, optimiser, loss.
+
+    Example: tutti train my_recipes:tiny, with a function tiny() in my_recipes.py
     """
     from tutti.launch.start import warm_up
 

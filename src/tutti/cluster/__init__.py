@@ -1,4 +1,9 @@
-"""Hosts, links and speeds: one model for cost formulas, the lab, the simulator and measurements."""
+"""Hosts, links and speeds: one model for cost formulas, the lab, the simulator and measurements.
+
+- `cluster`: `Cluster`, made of `hosts` (`Host`, `Tier`), `link` (`Link`) and `compute` (`Compute`, `Jitter`, `Pauses`).
+- `check`: validates what a cluster is given. `files`: TOML files. `presets`: clusters by name.
+- `quantities`: rates, times, durations and sizes as texts. `mistakes`: several mistakes in one error.
+"""
 
 from tutti.cluster.cluster import Cluster
 from tutti.cluster.compute import Compute, Jitter, Pauses

@@ -1,4 +1,4 @@
-"""What a cluster may be made of."""
+"""Validation of what a `Cluster` is given."""
 
 import math
 import re
@@ -14,8 +14,8 @@ from tutti.cluster.mistakes import Mistakes, is_count, is_name, is_positive
 from tutti.cluster.quantities import parse_time
 
 
-def settled(given: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
-    """A cluster's fields as they are kept; what cannot be is noted."""
+def normalised(given: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
+    """Return a cluster's fields in their final form; whatever is wrong is added to `mistakes`."""
     mistakes.need(is_name(given["name"]), f"a cluster's name must be printable text, got {given['name']!r}")
     ranks, seed = given["ranks_per_host"], given["seed"]
     mistakes.need(ranks is None or is_count(ranks), f"ranks_per_host must be 1 or more, got {ranks!r}")
@@ -40,7 +40,7 @@ def settled(given: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
 
 
 def pair(one: str, two: str) -> tuple[str, str]:
-    """Two hosts' names in the order in which `links` keeps them."""
+    """Return the names of two hosts in the order in which `links` keeps them."""
     return (one, two) if one <= two else (two, one)
 
 

@@ -1,11 +1,11 @@
-"""Clusters: hosts, links and speeds, for the simulator and the planner."""
+"""`Cluster`: hosts, links and speeds, for the simulator and the planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
 
-from tutti.cluster.check import pair, settled
+from tutti.cluster.check import normalised, pair
 from tutti.cluster.compute import Compute, Jitter, Pauses
 from tutti.cluster.hosts import Host, Tier, share
 from tutti.cluster.link import Link
@@ -18,40 +18,45 @@ _COMPUTE = Compute()
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What training would run on. Ranks are placed on hosts in blocks, in the order of the hosts."""
+    """The machines that training runs on. Ranks are placed on hosts in blocks, in the order of the hosts."""
 
     name: str = "cluster"
     link: Link | None = _LINK
-    """Of every host that has none of its own; None: only `links` join hosts."""
+    """The link of every host that has none of its own; None: only `links` join hosts."""
     hosts: int | tuple[Host, ...] | None = None
-    """How many ("host0", ...), or which; None: as many as it takes."""
+    """The number of hosts ("host0", ...), or the hosts; None: as many as the workers need."""
     ranks_per_host: int | None = None
-    """None: 1 where `hosts` is None; else workers are spread evenly. A host's own `ranks` comes first."""
+    """Ranks on each host. None: 1 where `hosts` is None, else workers are spread evenly. `Host.ranks` overrides it."""
     within: Link = _WITHIN
-    """Between ranks of one host."""
+    """The link between ranks of one host."""
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict, hash=False)
-    """Between two hosts by name, both ways, on top of their own links: a path over the internet, say."""
+    """Links between two hosts by name, both ways, in addition to their own: a path over the internet, for example."""
     tiers: tuple[Tier, ...] = ()
-    """Switches, from the hosts up."""
+    """Levels of switches, from the hosts up."""
     compute: Compute = _COMPUTE
+    """How long a rank of speed 1 computes."""
     slow: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """By rank: 2.0 takes twice as long."""
+    """Factors by rank: a rank with 2.0 takes twice as long to compute."""
     jitter: Jitter | None = None
-    """A plain number is the spread of a log-normal one."""
+    """Random variation of each step's computing time. A plain number is the spread of a log-normal one."""
     pauses: Pauses | None = None
+    """Random stops of each rank."""
     failures: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """By rank: when it dies, in seconds or as a text such as "30s"."""
+    """Times by rank at which it dies, in seconds or as a text such as "30s"."""
     seed: int = 0
-    """Of jitter and pauses."""
+    """Seed of jitter and pauses."""
 
     def __post_init__(self) -> None:
         mistakes = Mistakes()
-        for name, value in settled(vars(self), mistakes).items():
+        for name, value in normalised(vars(self), mistakes).items():
             object.__setattr__(self, name, value)
         mistakes.report()
 
     def place(self, workers: int) -> tuple[Host, ...]:
-        """The host of each rank, by rank, with its link and how many it holds filled in."""
+        """Return the host of each rank, by rank, with its link and number of ranks filled in.
+
+        Raises `ConfigError` if the hosts hold fewer ranks, or if `slow` or `failures` name a rank that is not there.
+        """
         mistakes = Mistakes()
         mistakes.need(is_count(workers), f"workers must be 1 or more, got {workers!r}")
         mistakes.report()
@@ -67,7 +72,7 @@ class Cluster:
         return tuple(chain.from_iterable(map(repeat, filled, filter(None, counts))))
 
     def link_between(self, one: Host, two: Host) -> Link | None:
-        """The way from one host to another, without what tiers add; None if they are not joined."""
+        """Return the link from one host to another, without the latency of tiers; None if they are not joined."""
         if one.name == two.name:
             return self.within
         own = [one.link or self.link, two.link or self.link]
@@ -79,18 +84,18 @@ class Cluster:
         return Link(min(link.bits_per_s for link in there), latency_s)
 
     def speed_of(self, rank: int, host: Host) -> float:
-        """Relative to `compute`."""
+        """Return the speed of a rank, relative to `compute`."""
         return host.speed / self.slow.get(rank, 1.0)
 
     @classmethod
     def load(cls, text: str | Path) -> "Cluster":
-        """A preset by its name, or what a TOML file describes."""
+        """Return a preset by its name, or the cluster that a TOML file describes."""
         from tutti.cluster.files import load
 
         return load(text)
 
     def to_toml(self) -> str:
-        """The text of a file that `load` reads as this cluster."""
+        """Return the text of a file that `load` reads as this cluster."""
         from tutti.cluster.files import write
 
         return write(self)
@@ -107,7 +112,7 @@ class Cluster:
         return "\n  ".join(lines)
 
     def _hosts(self, workers: int) -> list[Host]:
-        """Those that so many workers may need, each with its link and, where known, how many it holds."""
+        """Return the hosts that so many workers may need, each with its link and, where known, its number of ranks."""
         ranks = self.ranks_per_host
         if self.hosts is None:
             ranks = ranks or 1
@@ -122,7 +127,7 @@ class Cluster:
         number = len(self.hosts) if isinstance(self.hosts, tuple) else self.hosts
         words = "as many hosts as it takes" if number is None else _counted(number, "host")
         words += "" if self.ranks_per_host is None else f" of {_counted(self.ranks_per_host, 'rank')}"
-        if number != 1:  # One has nobody to talk to.
+        if number != 1:  # A single host has no network.
             words += f", each on {self.link}" if self.link is not None else ", joined only as said below"
         return words + "".join(f"\n  {_in_words(host, alone=number == 1)}" for host in named)
 
@@ -132,7 +137,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _in_words(host: Host, alone: bool) -> str:
-    """A host, as far as it differs from the rest."""
+    """Describe a host, as far as it differs from the rest."""
     own = [] if host.ranks is None else [_counted(host.ranks, "rank")]
     own += [] if host.link is None or alone else [f"on {host.link}"]
     own += [] if host.speed == 1 else [f"speed {host.speed:g}"]

@@ -1,4 +1,4 @@
-"""How fast ranks compute, and how unevenly."""
+"""Compute times: `Compute` (how fast ranks are), `Jitter` and `Pauses` (how unevenly)."""
 
 import math
 import random
@@ -13,23 +13,23 @@ from tutti.errors import UnknownName
 Shape = Literal["lognormal", "uniform", "exponential"]
 
 _LEAST = 1e-9
-"""No step takes no time at all."""
+"""Least factor of jitter: no step takes no time at all."""
 _MOST = 5
-"""A larger spread is a percentage that was meant as a share."""
+"""Largest spread of log-normal jitter. A larger one is taken for a percentage that was meant as a share."""
 
 
 @dataclass(frozen=True, init=False)
 class Compute:
-    """How long training takes on a rank of speed 1."""
+    """How long computing takes on a rank of speed 1."""
 
     flops: float
-    """FLOP/s in fact reached; used where `sample_s` is None."""
+    """FLOP/s that the model reaches in fact; used where `sample_s` is None."""
     sample_s: float | None
-    """Forward and backward of one sample, measured or from a table."""
+    """Seconds of forward and backward of one sample, measured or from a table."""
     step_s: float
-    """Of every step, whatever is in it: the optimiser, Python."""
+    """Seconds added to every step, whatever the batch: the optimiser, Python."""
     forward: float
-    """The part of `sample_s` that is forward."""
+    """The share of `sample_s` that is the forward pass."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class Jitter:
-    """Each step's computing time is multiplied by a draw of mean 1."""
+    """Random variation: each step's computing time is multiplied by a random factor of mean 1."""
 
     spread: float
-    """The draws' standard deviation."""
+    """Standard deviation of the factors."""
     shape: Shape = "lognormal"
     """"exponential" never falls below 1 - spread: a step that is sometimes late, never early."""
 
@@ -82,7 +82,7 @@ class Jitter:
         mistakes.report()
 
     def draw(self, rng: random.Random) -> float:
-        """A factor, above 0."""
+        """Return a random factor above 0."""
         if self.shape == "uniform":
             width = math.sqrt(3) * self.spread
             factor = rng.uniform(1 - width, 1 + width)
@@ -102,7 +102,9 @@ class Pauses:
     """Random stops of a rank: exponential gaps of mean `every_s`, exponential lengths of mean `length_s`."""
 
     every_s: float
+    """Mean time between the end of a pause and the next."""
     length_s: float
+    """Mean length of a pause."""
 
     def __init__(self, every_s: Duration, length_s: Duration) -> None:
         """Make it from seconds, or texts such as "10s" and "200ms"."""

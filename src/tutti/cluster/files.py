@@ -1,4 +1,4 @@
-"""Clusters in TOML files."""
+"""TOML files of clusters: reading with every mistake in one error, and writing."""
 
 import json
 import tomllib
@@ -19,11 +19,11 @@ from tutti.cluster.quantities import format_rate, format_speed, format_time, par
 from tutti.errors import ConfigError, UnknownName
 
 _NO_LINK = "none"
-"""What a file says for `link=None`: TOML has no word for it."""
+"""The text in a file for `link=None`: TOML has no null."""
 
 
 def load(text: str | Path) -> Cluster:
-    """A preset by its name, or what a TOML file describes."""
+    """Return a preset by its name, or the cluster that a TOML file describes."""
     if text in PRESETS:
         return PRESETS[str(text)]
     try:
@@ -39,7 +39,7 @@ def load(text: str | Path) -> Cluster:
 
 
 def read(text: str, source: str) -> Cluster:
-    """The cluster that a file's text describes, or one error with every mistake in it."""
+    """Return the cluster that a file's text describes. Raises one `ConfigError` with every mistake in it."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -58,7 +58,7 @@ def read(text: str, source: str) -> Cluster:
 
 
 def write(cluster: Cluster) -> str:
-    """The text of a file that is read as this cluster."""
+    """Return the text of a file that is read as this cluster."""
     lines = [f"name = {_text(cluster.name)}"]
     lines += [f"{key} = {getattr(cluster, key)}" for key in ("ranks_per_host", "seed") if getattr(cluster, key)]
     lines += [f"hosts = {cluster.hosts}"] if isinstance(cluster.hosts, int) else []
@@ -85,12 +85,12 @@ def write(cluster: Cluster) -> str:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a table is written: its keys, the arguments they stand for, and those it cannot do without."""
+    """The form of a table: its keys, the arguments that they stand for, and the keys that it needs."""
 
     make: Callable[..., Any]
     arguments: Mapping[str, str]
     needed: Mapping[str, Any] = field(default_factory=dict)
-    """With a stand-in for each, so that the rest is checked without it too."""
+    """Needed keys, with a stand-in for each, so that the rest of a table is checked even if they are missing."""
 
     def read(self, table: Any, where: str, mistakes: Mistakes) -> Any:
         if not isinstance(table, dict):
@@ -115,7 +115,7 @@ def _path(hosts: Any, rate: Any, latency: Any = 0.0) -> tuple[tuple[str, str], L
 
 
 _REFUSED = object()
-"""Stands for a part that could not be made."""
+"""Marks a part that could not be made."""
 
 _LINK = _Form(Link, {"rate": "rate", "latency": "latency"}, {"rate": 1.0})
 _HOST = _Form(Host, {"name": "name", "ranks": "ranks", "link": "link", "speed": "speed"}, {"name": "?"})
@@ -136,25 +136,25 @@ def _read_jitter(value: Any, where: str, mistakes: Mistakes) -> Any:
 
 def _read_hosts(value: Any, where: str, mistakes: Mistakes) -> Any:
     hosts = []
-    for place, table in _each(value, where, mistakes):
+    for place, table in _tables(value, where, mistakes):
         given = dict(table)
         if "link" in given and (link := _LINK.read(given.pop("link"), f"{place} link", mistakes)) is not _REFUSED:
             given["link"] = link
         host = _HOST.read(given, place, mistakes)
-        if host is _REFUSED and is_name(given.get("name")):  # So that what else names it is still checked.
+        if host is _REFUSED and is_name(given.get("name")):  # So that links which name it are still checked.
             host = Host(name=given["name"])
         hosts += [] if host is _REFUSED else [host]
     return tuple(hosts) if hosts or value == [] else _REFUSED
 
 
 def _read_tiers(value: Any, where: str, mistakes: Mistakes) -> Any:
-    tiers = [_TIER.read(table, place, mistakes) for place, table in _each(value, where, mistakes)]
+    tiers = [_TIER.read(table, place, mistakes) for place, table in _tables(value, where, mistakes)]
     return tuple(tier for tier in tiers if tier is not _REFUSED)
 
 
 def _read_between(value: Any, where: str, mistakes: Mistakes) -> Any:
     links: dict[tuple[str, str], Link] = {}
-    for place, table in _each(value, where, mistakes):
+    for place, table in _tables(value, where, mistakes):
         if (path := _PATH.read(table, place, mistakes)) is not _REFUSED:
             names, link = path
             mistakes.need(names not in links, f"{place}: {names[0]} and {names[1]} are joined before")
@@ -185,7 +185,7 @@ _PARTS: dict[str, tuple[str, Callable[[Any, str, Mistakes], Any]]] = {
     "tier": ("tiers", _read_tiers),
     "between": ("links", _read_between),
 }
-"""By key: the cluster's field, and how it is read."""
+"""Keys of tables and arrays: the cluster's field, and the function that reads it."""
 
 
 def _check_keys(table: dict[str, Any], known: Collection[str], where: str, mistakes: Mistakes) -> None:
@@ -193,8 +193,8 @@ def _check_keys(table: dict[str, Any], known: Collection[str], where: str, mista
         mistakes.need(False, where + str(UnknownName("key", key, known)).rstrip("."))
 
 
-def _each(value: Any, where: str, mistakes: Mistakes) -> list[tuple[str, dict[str, Any]]]:
-    """The tables of an array, each with what to call it."""
+def _tables(value: Any, where: str, mistakes: Mistakes) -> list[tuple[str, dict[str, Any]]]:
+    """Return the tables of an array, each with its name for error messages."""
     if not (isinstance(value, list) and all(isinstance(table, dict) for table in value)):
         mistakes.need(False, f"{where} must be [[{where}]] tables, got {value!r}")
         return []
@@ -222,7 +222,7 @@ def _time(seconds: float) -> str:
 
 
 def _exact(value: float, form: Callable[[float], str], parse: Callable[[str], float]) -> str:
-    """With a unit where that gives the same number again, else as a plain number."""
+    """Return a value with a unit where that is read as the same number again, else as a plain number."""
     text = form(value)
     return _text(text) if parse(text) == value else repr(value)
 

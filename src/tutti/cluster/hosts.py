@@ -1,4 +1,4 @@
-"""Hosts and the switches above them."""
+"""`Host` and `Tier`: machines of a cluster, and the switches above them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,13 @@ class Host:
     """One machine of a cluster."""
 
     name: str
+    """Unique within its cluster."""
     ranks: int | None = None
-    """How many it holds; None: as the cluster's `ranks_per_host` says."""
+    """Number of ranks that it holds; None: the cluster's `ranks_per_host`."""
     link: Link | None = None
-    """To the network; None: the cluster's."""
+    """Its link to the network; None: the cluster's."""
     speed: float = 1.0
-    """Of its ranks, relative to the cluster's `compute`."""
+    """Speed of its ranks, relative to the cluster's `compute`."""
 
     def __post_init__(self) -> None:
         mistakes = Mistakes()
@@ -40,6 +41,7 @@ class Tier:
     """A level of switches: every `size` hosts, or switches of the level below, share one switch."""
 
     size: int
+    """Hosts, or switches of the level below, under one switch."""
     oversubscription: float
     """The switch's uplink carries the sum of what is below it, divided by this."""
     latency_s: float
@@ -66,7 +68,7 @@ class Tier:
 
 
 def share(workers: int, holds: Sequence[int | None]) -> list[int]:
-    """How many of the workers go to each host: those that say what they hold are filled, the others share the rest."""
+    """Return how many workers go to each host: hosts that state a number are filled, the others share the rest."""
     counts, left = [], workers
     for hold in holds:
         counts.append(min(hold or 0, left))

@@ -1,4 +1,4 @@
-"""Everything that is wrong with what was given, in one error."""
+"""`Mistakes`: collects everything that is wrong with the input, and raises it as one error."""
 
 import math
 from collections.abc import Callable
@@ -10,47 +10,50 @@ T = TypeVar("T")
 
 
 class Mistakes:
-    """A list of them that becomes one error."""
+    """A list of mistakes that becomes one `ConfigError`."""
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self._mistakes: list[str] = []
 
-    def need(self, fine: bool, mistake: str) -> None:
-        """Note the mistake unless all is fine."""
-        if not fine:
-            self._found.append(mistake)
+    def need(self, condition: bool, mistake: str) -> None:
+        """Note the mistake unless the condition holds."""
+        if not condition:
+            self._mistakes.append(mistake)
 
     def attempt(self, make: Callable[[], T], where: str = "") -> T | None:
-        """What `make` returns; None if it refuses, with its reason noted."""
+        """Return what `make` returns; if it raises `ConfigError`, note its lines after `where` and return None."""
         try:
             return make()
         except ConfigError as error:
-            self._found += [where + line.strip().rstrip(".") for line in str(error).splitlines()]
+            self._mistakes += [where + line.strip().rstrip(".") for line in str(error).splitlines()]
             return None
 
     def report(self, where: str = "") -> None:
-        """Raise the error, if there is anything to say: a line for each mistake."""
-        if not self._found:
+        """Raise one `ConfigError` with a line for each mistake, if there are any."""
+        if not self._mistakes:
             return
         between = "\n  " if where else "\n"
-        several = between if where and len(self._found) > 1 else " " if where else ""
-        raise ConfigError(where + several + between.join(f"{mistake}." for mistake in self._found))
+        several = between if where and len(self._mistakes) > 1 else " " if where else ""
+        raise ConfigError(where + several + between.join(f"{mistake}." for mistake in self._mistakes))
 
 
 def is_count(value: Any, least: float = 1) -> bool:
+    """Whether `value` is an integer, not a boolean, of `least` or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_positive(value: Any) -> bool:
+    """Whether `value` is a finite number above 0."""
     return 0 < number(value) < math.inf
 
 
 def is_name(value: Any) -> bool:
+    """Whether `value` is a printable text that is not blank."""
     return isinstance(value, str) and value.isprintable() and value.strip() != ""
 
 
 def number(value: Any) -> float:
-    """As a float; NaN, which is in no range, for what is no number."""
+    """Return `value` as a float; NaN, which is in no range, for what is no number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return math.nan
     try:

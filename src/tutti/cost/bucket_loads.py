@@ -10,7 +10,7 @@ import torch
 from tutti.codecs.base import TensorLayout
 from tutti.codecs.scale_groups import ScaleGroups
 from tutti.cost.profile import Gradient, Profile
-from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
+from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut_buckets, kind_of
 from tutti.transports import SingleRankTransport
 
 _DTYPES = {2: torch.float16, 8: torch.float64}
@@ -49,7 +49,7 @@ def bucket_loads(profile: Profile, bucket_bytes: int, exact_below: int = 0) -> t
     alone = SingleRankTransport()
     memories = {kind: Memory(alike, alone, True, exact_below) for kind, alike in kinds.items()}
     ready = {gradient.name: gradient.ready_s for gradient in profile.gradients}
-    return tuple(_load(bucket, ready) for bucket in cut((slots, []), memories, bucket_bytes))
+    return tuple(_load(bucket, ready) for bucket in cut_buckets((slots, []), memories, bucket_bytes))
 
 
 def exposed_seconds(loads: Sequence[BucketLoad], seconds: Sequence[float], begin_s: float, backward_s: float) -> float:

@@ -1,4 +1,4 @@
-"""The data of a whole world of ranks, divided between them."""
+"""Data of a world of ranks: `shard` gives each rank its part."""
 
 from tutti.data.global_batches import GlobalBatches
 from tutti.data.shard import shard

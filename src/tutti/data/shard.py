@@ -1,4 +1,4 @@
-"""`shard`: this rank's part of the data, every sample exactly once per epoch over all ranks."""
+"""`shard`: each rank's part of the data. Over all ranks, every sample comes exactly once per epoch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import pairwise
@@ -27,14 +27,14 @@ Batch = list[int]
 def shard(
     data: Dataset[Any] | DataLoader[Any] | Iterable[Any], *, seed: int = 0, world: World | None = None
 ) -> "ShardedLoader | ShardedDataset | ShardedIterable":
-    """This rank's part of `data`, to iterate over once per epoch. Make it once: it counts the epochs.
+    """Return this rank's part of `data`, to iterate over once per epoch. Make it once: it counts the epochs.
 
     Args:
         data: a DataLoader, whose batch size, workers, collation and pinning are kept (the batch size is
             per rank); a map-style dataset, whose samples come one by one, reshuffled every epoch; or any
-            other iterable, whose items are dealt out in turn. Each must be the same on every rank.
-        seed: of the shuffle; each epoch has an order of its own.
-        world: the one `tutti.init` made by default.
+            other iterable, whose items go to the ranks in turn. Each must be the same on every rank.
+        seed: seed of the shuffle; each epoch has an order of its own.
+        world: the ranks to divide between; the world that `tutti.init` made by default.
     """
     world = world or current_world()
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
@@ -47,11 +47,11 @@ def shard(
     return ShardedIterable(data, world)
 
 
-def deal(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]]:
-    """Give each rank a batch of every step, and all ranks the same number of steps, none of them empty.
+def divide_batches(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]]:
+    """Return the batches of each rank: one of every step, the same number of steps on all ranks, none of them empty.
 
-    Each run of `num_ranks` batches is one step. Batches that are left over at the end are pooled and
-    split evenly; where they are too few for every rank, they join the step before.
+    Each `num_ranks` consecutive batches are one step. Samples of batches that are left over at the end are split
+    evenly; where they are fewer than the ranks, they join the step before.
     """
     whole = len(batches) // num_ranks * num_ranks
     steps = [list(batches[start : start + num_ranks]) for start in range(0, whole, num_ranks)]
@@ -81,24 +81,24 @@ def _refuse_empty(num_samples: int) -> None:
 
 
 def _refuse_servers(world: World) -> None:
-    """Data that was dealt to servers as well would be lost."""
+    """Raise if the data is divided between servers as well: their part would never be trained on."""
     if (trained := world.sample_counts.num_training_ranks) not in (None, world.size):
         raise ConfigError(
-            f"shard: this deals to all {world.size} ranks, of which {trained} train and the others serve. Call "
-            "tutti.data.shard after tutti.distribute, or with world=job.world."
+            f"shard: this divides the data between all {world.size} ranks, of which {trained} train and the others "
+            "serve. Call tutti.data.shard after tutti.distribute, or with world=job.world."
         )
 
 
 def _refuse_too_few(num_samples: int, num_ranks: int) -> None:
     if num_samples < num_ranks:
         raise ConfigError(
-            f"shard: {num_samples} samples cannot be dealt to {num_ranks} ranks: each needs at least one. "
+            f"shard: {num_samples} samples cannot be divided between {num_ranks} ranks: each needs at least one. "
             "Use fewer workers, or more data."
         )
 
 
-class _OwnBatches:
-    """A batch sampler that gives this rank's batches and remembers how large each is."""
+class _RankBatches:
+    """A batch sampler that gives this rank's batches of the current epoch."""
 
     def __init__(self, num_batches: int) -> None:
         self.batches: list[Batch] = []
@@ -112,48 +112,51 @@ class _OwnBatches:
 
 
 class ShardedLoader:
-    """A DataLoader's batches, dealt out to ranks."""
+    """The batches of a DataLoader, divided between ranks."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, world: World) -> None:
         if loader.batch_sampler is None:
-            raise ConfigError("shard: a DataLoader with batch_size=None cannot be dealt out; give it a batch_size.")
+            raise ConfigError(
+                "shard: a DataLoader with batch_size=None cannot be divided between ranks; give it a batch_size."
+            )
         _refuse_empty(len(loader.dataset))  # type: ignore[arg-type]
         _refuse_empty(len(loader))
         self._world = world
         self._seed = seed
         self._source = loader
         self._epoch = 0
-        self._own = _OwnBatches(self._num_steps())
-        self._loader = _rebuilt(loader, self._own)
+        self._rank_batches = _RankBatches(self._num_steps())
+        self._loader = _rebuilt(loader, self._rank_batches)
 
     def __iter__(self) -> Iterator[Any]:
         _refuse_servers(self._world)
-        self._own.batches = self._deal(self._epoch_batches())
+        self._rank_batches.batches = self._divide(self._epoch_batches())
         self._epoch += 1
-        sizes = [len(batch) for batch in self._own.batches]
+        sizes = [len(batch) for batch in self._rank_batches.batches]
         return _counted(iter(self._loader), iter(sizes), self._world.sample_counts)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._rank_batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch, as after loading a checkpoint."""
+        """Set the number of the next epoch, as after loading a checkpoint."""
         self._epoch = epoch
 
-    def _deal(self, batches: Sequence[Batch]) -> list[Batch]:
-        if getattr(self._source.batch_sampler, "drop_last", False):  # All batches the same: none joined, none split.
+    def _divide(self, batches: Sequence[Batch]) -> list[Batch]:
+        if getattr(self._source.batch_sampler, "drop_last", False):
+            # All batches stay of one size: none is joined or split.
             batches = batches[: len(batches) // self._world.size * self._world.size]
             _refuse_empty(len(batches))
-        return deal(batches, self._world.size)[self._world.rank]
+        return divide_batches(batches, self._world.size)[self._world.rank]
 
     def _num_steps(self) -> int:
-        """Exact where batches are made from a sampler; from a batch sampler of the user's, the most there can be."""
+        """Return the number of steps: exact for a sampler, the most there can be for a batch sampler of the user's."""
         if self._source.batch_size is not None:
-            return len(self._deal(self._batched(list(range(len(self._source.sampler))))))  # type: ignore[arg-type]
+            return len(self._divide(self._batched(list(range(len(self._source.sampler))))))  # type: ignore[arg-type]
         return -(-len(self._source) // self._world.size)
 
     def _epoch_batches(self) -> Sequence[Batch]:
-        """All ranks' batches of this epoch, the same list on every rank."""
+        """Return the batches of all ranks in this epoch, the same list on every rank."""
         num_samples = len(self._source.dataset)  # type: ignore[arg-type]
         if _is_plain(self._source, SequentialSampler):
             return self._batched(list(range(num_samples)))
@@ -162,9 +165,9 @@ class ShardedLoader:
         assert self._source.batch_sampler is not None
         if getattr(self._source.batch_sampler, "same_on_every_rank", False):
             return list(self._source.batch_sampler)
-        # A sampler of the user's own may draw from any generator: rank 0's draw holds for all.
-        drawn = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None
-        return broadcast_json(drawn, self._world.transport)
+        # A sampler of the user's own may use any generator: rank 0's batches hold for all.
+        batches = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None
+        return broadcast_json(batches, self._world.transport)
 
     def _batched(self, order: Batch) -> Sequence[Batch]:
         assert self._source.batch_size is not None
@@ -183,8 +186,8 @@ def _is_plain(loader: DataLoader[Any], kind: type) -> bool:
     return not isinstance(sampler, RandomSampler) or not (sampler.replacement or sampler._num_samples)
 
 
-def _rebuilt(loader: DataLoader[Any], batches: _OwnBatches) -> DataLoader[Any]:
-    """The same loader over other batches."""
+def _rebuilt(loader: DataLoader[Any], batches: _RankBatches) -> DataLoader[Any]:
+    """Return a copy of the loader over other batches."""
     return DataLoader(
         loader.dataset,
         batch_sampler=batches,
@@ -208,7 +211,7 @@ def _counted(items: Iterator[Any], sizes: Iterator[int], sample_counts: SampleCo
 
 
 class ShardedDataset:
-    """A map-style dataset's samples, dealt out to ranks one by one, in a new order every epoch."""
+    """The samples of a map-style dataset, which go to the ranks one by one, in a new order every epoch."""
 
     def __init__(self, dataset: Any, seed: int, world: World) -> None:
         _refuse_empty(len(dataset))
@@ -225,16 +228,16 @@ class ShardedDataset:
         return _in_turn(enumerate(order), self._world, self._dataset.__getitem__)
 
     def __len__(self) -> int:
-        own = len(range(self._world.rank, len(self._dataset), self._world.size))
-        return -(-len(self._dataset) // self._world.size) if self._world.sample_counts.in_training else own
+        num_items = len(range(self._world.rank, len(self._dataset), self._world.size))
+        return -(-len(self._dataset) // self._world.size) if self._world.sample_counts.in_training else num_items
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch, as after loading a checkpoint."""
+        """Set the number of the next epoch, as after loading a checkpoint."""
         self._epoch = epoch
 
 
 class ShardedIterable:
-    """An iterable's items, dealt out to ranks in turn. Every rank reads all of it and keeps its own."""
+    """The items of an iterable, which go to the ranks in turn. Every rank reads all of them and keeps its own."""
 
     def __init__(self, items: Iterable[Any], world: World) -> None:
         if isinstance(items, Sized) and not isinstance(items, DataLoader):
@@ -248,10 +251,10 @@ class ShardedIterable:
 
 
 def _in_turn(items: Iterator[tuple[int, Any]], world: World, get: Callable[[Any], Any]) -> Iterator[Any]:
-    """Every `size`-th item, from this rank's on.
+    """Yield every `size`-th item, from this rank's first.
 
-    Where the items do not divide by the ranks, some ranks run out one item early. In training, a rank
-    that runs out gets its last item once more with weight 0: it contributes nothing and stays in step.
+    Where the number of items is not a multiple of the ranks, some ranks run out one item early. In training, such a
+    rank gets its last item once more with weight 0: it contributes nothing, but takes part in the others' last step.
     """
     number, mine = -1, []
     for number, item in items:

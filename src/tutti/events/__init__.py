@@ -1,4 +1,4 @@
-"""What happened, when, and how many bytes it moved: written as training goes, read by reports."""
+"""Events of training with start, end and bytes: recorded as it runs, read by metrics and reports."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -18,16 +18,17 @@ APPLY = "apply"
 
 COMPUTE = "compute"
 WAIT = "wait"
-"""What a simulated rank does with its time."""
+"""COMPUTE and WAIT: what a simulated rank does with its time."""
 
 
 class Event(NamedTuple):
-    """One thing that took from `start_s` to `stop_s` on this rank's clock."""
+    """An event that lasted from `start_s` to `stop_s` on this rank's clock."""
 
     kind: str
     start_s: float
     stop_s: float
     num_bytes: int = 0
+    """Bytes that this rank sent meanwhile."""
     about: tuple[int, ...] = ()
     """READ: shard, clock, version. APPLY: shard, version, worker, clock."""
 
@@ -49,6 +50,7 @@ class EventLog:
         self.totals: defaultdict[str, Total] = defaultdict(Total)
 
     def record(self, event: Event) -> None:
+        """Add an event to the log and to the totals of its kind."""
         self._events.append(event)
         total = self.totals[event.kind]
         total.count += 1
@@ -60,16 +62,17 @@ class EventLog:
 
 
 class Strip:
-    """How a span of time was divided between a few kinds of use, in a fixed number of bins that widen as it grows."""
+    """How time was divided between a few kinds of use, in a fixed number of bins that widen as time goes on."""
 
     def __init__(self, kinds: tuple[str, ...], num_bins: int = 256) -> None:
         self.kinds = kinds
         self.seconds = np.zeros((len(kinds), num_bins))
-        """Of each kind in each bin."""
+        """Seconds of each kind (row) in each bin (column)."""
         self.bin_s = 1e-6
+        """Width of a bin."""
 
     def add(self, kind: int, start_s: float, stop_s: float) -> None:
-        """The time from start to stop was spent in that way."""
+        """Add the time from start to stop to one kind, given by its index."""
         if stop_s <= start_s:
             return
         row = self.seconds[kind]

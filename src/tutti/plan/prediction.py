@@ -7,7 +7,7 @@ from typing import Any
 from tutti.cluster import Cluster
 from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.cost.scaled_profile import slowed
-from tutti.strategies import AllReduce, Strategy
+from tutti.strategies import AllReduce, Strategy, as_strategy
 
 Simulator = Callable[[Strategy], float]
 """Simulates a strategy and returns the seconds of a step. Encoding takes no time in a simulation."""
@@ -65,7 +65,7 @@ class Prediction:
 
 
 def price(
-    strategy: Strategy,
+    strategy: Strategy | str,
     profile: Profile,
     workers: int,
     cluster: Cluster,
@@ -83,6 +83,7 @@ def price(
 
     Raises `NotPriced` if the strategy has no cost formula.
     """
+    strategy = as_strategy(strategy)
     placement = Placement.from_cluster(workers + (strategy.num_dedicated_servers if workers > 1 else 0), cluster)
     placement = replace(placement, uncontended_factor=profile.overhead.uncontended_factor)
     scaled = slowed(profile, placement.slowness)

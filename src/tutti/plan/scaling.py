@@ -166,7 +166,7 @@ def _refusal(before: Prediction, fastest: Prediction | None, workers: int) -> st
     if fastest is None:
         return f"{beyond}hosts of the cluster are not joined as any strategy needs."
     gain = fastest.samples_per_s / before.samples_per_s - 1 if before.samples_per_s else 0.0
-    if gain < LEAST_GAIN - 1:
+    if fastest.samples_per_s < LEAST_GAIN * before.samples_per_s:
         change = f"gains {gain:.0%}" if gain >= 0 else f"loses {-gain:.0%}"
         return (
             f"{beyond}doubling from {before.workers} to {workers} {change} samples per second, and less than "

@@ -1,4 +1,11 @@
-"""The user's model and optimiser, seen as buckets."""
+"""The user's model and optimiser, as buckets of gradients that strategies exchange.
+
+- `replica`: what strategies see of a replica. `hooks`, `backward`: a replica that trains, and its backward passes.
+- `buckets`: gradients that travel together. `factors`: gradients as matrix products, caught before they are made.
+- `samples`: how many samples each rank contributed. `batchnorm`: batch normalisation over all ranks.
+- `state`, `gathered`: equal starting states, and states gathered from all ranks to be saved.
+- `owned_hooks`: hooks that a copy of a model does not take along.
+"""
 
 from tutti.replica.buckets import Bucket
 from tutti.replica.factors import FactoredLayer

@@ -1,4 +1,4 @@
-"""Batch normalisation over the whole batch of all ranks, on CPU and CUDA alike."""
+"""`SyncedBatchNorm`: batch normalisation over the samples of all ranks, on CPU and CUDA."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ def synced(model: nn.Module, transport: Transport, sample_counts: SampleCounts) 
     """Replace every BatchNorm layer of `model` by one that normalises over all ranks. Collective."""
     devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
     channel = for_devices(transport, devices).channel("batchnorm")
-    made: dict[nn.Module, nn.Module] = {}  # A layer that is registered twice stays one layer.
+    converted: dict[nn.Module, nn.Module] = {}  # A layer that is registered twice stays one layer.
 
     def convert(module: nn.Module) -> nn.Module:
-        if module not in made:
+        if module not in converted:
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncedBatchNorm):
-                made[module] = SyncedBatchNorm(module, channel, sample_counts)
+                converted[module] = SyncedBatchNorm(module, channel, sample_counts)
             else:
-                made[module] = module
+                converted[module] = module
                 for name, child in module._modules.items():
                     module._modules[name] = None if child is None else convert(child)
-        return made[module]
+        return converted[module]
 
     return convert(model)
 
@@ -53,11 +53,10 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        counts = (
-            self._sample_counts.num_batches == 0 or self._sample_counts.num_samples > 0
-        )  # Not a batch that only keeps in step.
-        how = (self.eps, self._transport, counts)
-        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, how)
+        # A batch of weight 0 only keeps this rank's collectives matched with the others'; its samples do not count.
+        counts = self._sample_counts.num_batches == 0 or self._sample_counts.num_samples > 0
+        settings = (self.eps, self._transport, counts)
+        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, settings)
         if self.training and self.running_mean is not None:
             self._track(mean, variance * (count / (count - 1).clamp(min=1)))
         return output
@@ -74,13 +73,13 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / std over all ranks; backward needs two more sums over all ranks."""
+    """(x - mean) / std with mean and std over all ranks. Forward takes three sums over all ranks, backward one."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[float, Transport, bool]
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: tuple[float, Transport, bool]
     ) -> Any:
-        eps, transport, counts = how
+        eps, transport, counts = settings
         wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -108,7 +107,8 @@ class _Normalise(torch.autograd.Function):
         wide = grad.to(normal.dtype)
         by_weight = (wide * normal).sum(ctx.dims)
         by_bias = wide.sum(ctx.dims)
-        # Each rank's loss is a mean over its own samples, and will be weighted by their number: so are these.
+        # Each rank's loss is a mean over its own samples, and its gradient will be weighted by their number: so are
+        # these sums.
         sums = _summed(torch.stack([by_weight, by_bias]) * ctx.own_count, ctx.transport)
         means = sums / (count * max(1, ctx.own_count))
         factor = scale if weight is None else scale * weight
@@ -118,5 +118,6 @@ class _Normalise(torch.autograd.Function):
 
 
 def _summed(tensor: Tensor, transport: Transport) -> Tensor:
+    """Return the sum over all ranks, in place. Collective."""
     run(native.steps(tensor, transport))
     return tensor

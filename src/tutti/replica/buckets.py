@@ -1,4 +1,18 @@
-"""Buckets: flat runs of gradients that travel together."""
+"""Buckets: gradients in one piece of flat memory, which are exchanged together.
+
+How it works
+------------
+`Memory` is allocated once for each device and dtype: in shared memory, where the transport has some, so that ranks of
+one host reduce in place. It is cut into buckets by `cut_buckets`, and again whenever the order of parameters changes.
+
+The memory of a bucket is `flat`: first `values` (gradients that may be compressed), then `exact` (small gradients, then
+one mark per slot). Each tensor starts on a cache line.
+
+`Slot.view` is the part of `flat` that belongs to a parameter, in the parameter's shape. After the first exchange
+`p.grad` is that view itself: autograd then accumulates directly into the bucket, and `Bucket.fill` has nothing to copy.
+
+Between `fill` and the end of the exchange the memory belongs to the exchange; the user's code runs before and after.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +30,7 @@ _LINE_BYTES = 64
 
 
 class Slot:
-    """One tensor's place in a bucket: a parameter's gradient, or a buffer that is kept equal."""
+    """The part of a bucket that belongs to one tensor: a parameter's gradient, or a buffer that is kept equal."""
 
     __slots__ = ("__weakref__", "arrived", "bucket", "fresh", "name", "tensor", "touched", "view")
 
@@ -25,38 +39,46 @@ class Slot:
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        self.view = tensor  # Until the slot is in a bucket.
-        self.touched = False  # Whether it got a gradient since the last exchange.
-        self.arrived = False  # Whether it got one in this backward pass.
-        self.fresh = False  # Whether that gradient was the first since it had none.
+        self.view = tensor
+        """Its memory in the bucket; the tensor itself until the slot is in a bucket."""
+        self.touched = False
+        """Whether it got a gradient since the last exchange."""
+        self.arrived = False
+        """Whether it got one in this backward pass."""
+        self.fresh = False
+        """Whether that gradient was outside the bucket, so that there was none before."""
 
 
 @dataclass(eq=False)
 class Bucket:
-    """A run of gradients, or of buffers, in one piece of memory, followed by a mark for each: "I have one".
+    """Gradients, or buffers, in one piece of memory, followed by a mark for each: 1 if this rank has one.
 
-    The marks are averaged with the rest: a mark of zero tells every rank that no rank had a gradient
-    for that parameter, so it keeps none, as it would on one machine.
+    The marks are averaged with the rest: a mark of 0 tells every rank that no rank had a gradient for that parameter,
+    so `p.grad` stays None, as it would on one machine.
     """
 
     index: int
+    """Its position in the order of exchanges, the same on every rank."""
     slots: list[Slot]
     flat: Tensor
-    """All of it: what travels."""
+    """All of its memory: what is exchanged."""
     values: Tensor
-    """Gradients that may be sent in a lossy way: the first part of `flat`."""
+    """Gradients that may be compressed: the first part of `flat`."""
     exact: Tensor
     """The rest: small gradients, and marks."""
     marks: Tensor
+    """One element per slot, the last part of `exact`."""
     starts: list[int]
-    """Where in `flat` each slot begins."""
+    """Index in `flat` at which each slot begins."""
     of_parameters: bool
+    """Whether it holds gradients of parameters; else buffers."""
 
     def __post_init__(self) -> None:
         for slot in self.slots:
             slot.bucket = self
             slot.arrived = False
         self.missing = len(self.slots)
+        """Gradients that have not arrived in this backward pass."""
 
     def expect(self) -> None:
         """Get ready for the next backward pass."""
@@ -65,19 +87,22 @@ class Bucket:
         self.missing = len(self.slots)
 
     def image(self) -> Tensor:
-        """The parameters or buffers themselves, on the CPU, as gradients lie in the bucket; 0 between and for marks."""
+        """Return the parameters or buffers themselves, on the CPU, laid out as in the bucket; 0 elsewhere."""
         flat = torch.zeros(self.flat.numel(), dtype=self.flat.dtype, device="cpu")
         for view, slot in zip(self.views(flat), self.slots, strict=True):
             view.copy_(slot.tensor.detach())
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The slots' places in memory that is cut like this bucket."""
+        """Return the slots' parts of memory that is laid out like this bucket."""
         ends = [(start, start + slot.tensor.numel()) for start, slot in zip(self.starts, self.slots, strict=True)]
         return [like(flat[start:stop], slot.tensor) for (start, stop), slot in zip(ends, self.slots, strict=True)]
 
     def fill(self) -> list[tuple[Slot, Tensor]]:
-        """Move gradients into the bucket's memory; return what untouched parameters held, to give back."""
+        """Move gradients into the bucket's memory and set the marks.
+
+        Returns the gradients that parameters kept from before this pass, which did not reach them, to be put back.
+        """
         if not self.of_parameters:
             torch._foreach_copy_([slot.view for slot in self.slots], [slot.tensor for slot in self.slots])
             self.marks.fill_(1)
@@ -116,14 +141,14 @@ def _refuse_sparse(slot: Slot, grad: Tensor) -> None:
 
 
 class Memory:
-    """All bucket memory of one device and dtype, allocated once and cut again as buckets change."""
+    """All bucket memory of one device and dtype, allocated once and cut anew as buckets change."""
 
     def __init__(
         self, slots: Sequence[Slot], transport: Transport, sizes_only: bool = False, exact_below: int = 0
     ) -> None:
         tensor = slots[0].tensor
         self._exact_below = exact_below
-        # Room for every way of cutting: per slot its elements, a mark, and padding for both.
+        # Enough for any division into buckets: per slot its elements, a mark, and padding for both.
         self._line = max(1, _LINE_BYTES // tensor.itemsize)
         numel = sum(self._aligned(slot.tensor.numel()) + 2 * self._line for slot in slots)
         if sizes_only:
@@ -137,13 +162,13 @@ class Memory:
         self._used = 0
 
     def start_over(self) -> None:
-        """Cut anew from the start; what lies between tensors is zero again."""
+        """Cut anew from the start. The padding between tensors must be 0, because it is summed with the rest."""
         self._used = 0
         self.flat.zero_()
 
     def take(self, index: int, slots: list[Slot], of_parameters: bool) -> Bucket:
-        """Cut the next bucket, for `slots`, small ones last."""
-        start = lossy = self._used
+        """Cut the next bucket for `slots`, small ones last."""
+        start = values_end = self._used
         slots = sorted(slots, key=self._is_small)
         starts = []
         for slot in slots:
@@ -152,10 +177,10 @@ class Memory:
                 slot.view = like(self.flat[self._used : self._used + slot.tensor.numel()], slot.tensor)
             self._used += self._aligned(slot.tensor.numel())
             if of_parameters and not self._is_small(slot):
-                lossy = self._used
+                values_end = self._used
         marks = self.flat[self._used : self._used + len(slots)]
         stop = self._used + len(slots)
-        flat, values, exact = self.flat[start:stop], self.flat[start:lossy], self.flat[lossy:stop]
+        flat, values, exact = self.flat[start:stop], self.flat[start:values_end], self.flat[values_end:stop]
         self._used += self._aligned(len(slots))
         return Bucket(index, slots, flat, values, exact, marks, starts, of_parameters)
 
@@ -169,42 +194,47 @@ class Memory:
 Kind = tuple[torch.device, torch.dtype]
 
 
-def cut(groups: tuple[list[Slot], list[Slot]], memories: dict[Kind, Memory], max_bytes: int) -> list[Bucket]:
-    """Cut parameters, then buffers, in the order given, into buckets of about `max_bytes`, of one kind each."""
+def cut_buckets(groups: tuple[list[Slot], list[Slot]], memories: dict[Kind, Memory], max_bytes: int) -> list[Bucket]:
+    """Cut parameters, then buffers, in the order given, into buckets of about `max_bytes` and of one kind."""
     for memory in memories.values():
         memory.start_over()
-    runs = [(run, group is groups[0]) for group in groups for run in _runs(group, max_bytes)]
-    return [memories[kind_of(run[0].tensor)].take(index, run, own) for index, (run, own) in enumerate(runs)]
+    parts = [(part, group is groups[0]) for group in groups for part in _divided(group, max_bytes)]
+    return [
+        memories[kind_of(part[0].tensor)].take(index, part, of_parameters)
+        for index, (part, of_parameters) in enumerate(parts)
+    ]
 
 
 def kind_of(tensor: Tensor) -> Kind:
+    """Return the device and dtype of a tensor: tensors that differ in either cannot share a bucket."""
     return tensor.device, tensor.dtype
 
 
-def _runs(slots: Iterable[Slot], max_bytes: int) -> Iterator[list[Slot]]:
-    open_runs: dict[Kind, tuple[list[Slot], int]] = {}
+def _divided(slots: Iterable[Slot], max_bytes: int) -> Iterator[list[Slot]]:
+    """Divide slots into lists of one kind each, which are closed when they have `max_bytes`."""
+    unfinished: dict[Kind, tuple[list[Slot], int]] = {}
     for slot in slots:
         kind = kind_of(slot.tensor)
-        run, num_bytes = open_runs.get(kind, ([], 0))
-        run.append(slot)
-        open_runs[kind] = run, num_bytes + slot.tensor.nbytes
-        if open_runs[kind][1] >= max_bytes:
-            yield open_runs.pop(kind)[0]
-    yield from (run for run, _ in open_runs.values())
+        part, num_bytes = unfinished.get(kind, ([], 0))
+        part.append(slot)
+        unfinished[kind] = part, num_bytes + slot.tensor.nbytes
+        if unfinished[kind][1] >= max_bytes:
+            yield unfinished.pop(kind)[0]
+    yield from (part for part, _ in unfinished.values())
 
 
 def like(flat: Tensor, tensor: Tensor) -> Tensor:
-    """`flat` in the shape and, where it is dense, the memory order of `tensor`, as autograd would make it."""
+    """Return `flat` in the shape and, where that is dense, the memory order of `tensor`, as autograd would make it."""
     return flat.as_strided(tensor.shape, tensor.stride()) if is_dense(tensor) else flat.view(tensor.shape)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill a stretch of memory, in whatever order."""
+    """Whether a tensor's elements fill their memory without gaps, in whatever order."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as one dimension, in the order of `like`; its own memory, where it is dense."""
+    """Return the elements of a tensor in one dimension, in the order of `like`; its own memory where it is dense."""
     data = tensor.detach()
     return data.as_strided((data.numel(),), (1,)) if is_dense(data) else data.view(-1)

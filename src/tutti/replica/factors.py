@@ -1,7 +1,25 @@
-"""Layers whose gradient is a matrix product: its factors are caught in backward, and the product is not made.
+"""Factored gradients: layers whose gradient is a matrix product, whose factors are caught in backward instead.
 
 The gradient of W in y = x Wᵀ is Eᵀ A, where A is x and E the gradient of y, with one row each for every row of a batch.
 Where rows are few, the factors are smaller than the product (Xie et al. 2015).
+
+How it works
+------------
+A `Catcher` replaces the `forward` of linear layers and 1×1 convolutions by `_Forward`, which computes the same by an
+autograd function of our own, `_Product`. Its backward computes the gradients of x and b as usual. For W it gives
+autograd nothing, and passes the pair (E, A) to the replica, in autograd's thread.
+
+A layer is first only watched (`catching` is False): rows are counted, so that the strategy can decide whether factors
+are smaller. `Catcher.keep` then starts catching for the layers that are worth it, and restores the others.
+
+`FactoredLayer` counts forward passes and caught pairs. A layer used several times in one pass (a recurrent one) is
+`complete` when as many pairs were caught as forward passes were made. After `hand_over` the exchange owns its pairs.
+
+Gradient accumulation inside `no_sync`: the pair stays on this rank. It is added to `p.grad`, as the user expects, and
+kept as well. If nobody has changed `p.grad` until the exchange (by tensor versions), the pairs are exchanged instead;
+otherwise the gradient is exchanged as it is.
+
+With `beside`, the gradient is made as well, and goes into its bucket: for strategies that may use either.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,25 +35,27 @@ from torch.nn.modules.conv import _ConvNd
 from tutti.replica.buckets import Slot
 
 Pair = tuple[Tensor, Tensor]
-"""Gradients of outputs and inputs: rows of (out) and of (in) features."""
+"""A pair of factors (E, A): gradients of outputs, and inputs; a row per sample or point, a column per feature."""
 
 
 class FactoredLayer:
-    """A layer, what was caught of it in this backward pass, and what is kept of passes before that stayed here."""
+    """A layer, the pairs caught of it in this backward pass, and those kept from passes that were not exchanged."""
 
     def __init__(self, slot: Slot, module: nn.Module) -> None:
         self.slot = slot
         self.module = module
         self.num_out, self.num_in = slot.tensor.shape[:2]
         self.rows = 0
-        """How many went forward while the layer was only watched."""
+        """Rows that went forward while the layer was only watched."""
         self.catching = False
+        """Whether its factors are caught in place of its gradient."""
         self.beside = False
-        """Whether factors are kept beside the gradient, which is made as well, if they are smaller."""
+        """Whether the gradient is made as well, and factors are kept in addition where they are smaller."""
         self.pairs: list[Pair] = []
+        """Pairs of this exchange."""
         self._kept: list[Pair] = []
         self._kept_as: list[tuple[Tensor, int]] = []
-        """The gradient that is the product of what was kept, and what was kept, each with its version."""
+        """The gradient that is the product of the kept pairs, and their factors, each with its tensor version then."""
         self.expect()
 
     def expect(self) -> None:
@@ -46,11 +66,11 @@ class FactoredLayer:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more is to come in this backward pass, as far as can be known."""
+        """Whether all forward passes have been matched by a pair, so that nothing more is expected in this pass."""
         return not self.handed_over and 0 < self._forwards <= self._caught
 
-    def went_forward(self, x: Tensor) -> None:
-        """A forward pass has begun, or is done again in backward."""
+    def record_forward(self, x: Tensor) -> None:
+        """Count a forward pass. One inside backward (activation checkpointing) repeats an earlier one."""
         again = torch._C._current_graph_task_id() != -1
         if not self.catching:
             self.rows += 0 if again and self.rows else x.numel() // self.num_in
@@ -58,10 +78,9 @@ class FactoredLayer:
             self._forwards += 1
 
     def catch(self, pair: Pair, stays: bool) -> None:
-        """Keep a pair for the exchange of this pass or, if it `stays` on this rank for now or comes too late, add it.
+        """Keep a pair for this exchange; if it `stays` on this rank, or comes too late, add it to the gradient.
 
-        What stays is the gradient as the user sees it, and will be exchanged as factors if nobody has touched it until
-        then.
+        A pair that stays is kept as well, and is exchanged later as factors if nobody has changed the gradient by then.
         """
         self._caught += 1
         if not stays and not self.handed_over:
@@ -77,7 +96,7 @@ class FactoredLayer:
             self._forget()
 
     def hand_over(self) -> list[Pair]:
-        """All pairs of this exchange."""
+        """Return all pairs of this exchange, which owns them from now on."""
         self.handed_over = True
         if self._kept and self._untouched():
             self.pairs = self._kept + self.pairs
@@ -88,12 +107,12 @@ class FactoredLayer:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is a gradient that the pairs do not hold: of earlier passes, or of the weight's other uses."""
+        """Whether there is a gradient besides the pairs: of earlier passes, or of other uses of the weight."""
         grad = self.slot.tensor.grad
         return grad is not None and not grad.is_meta and bool(grad.any())
 
     def _untouched(self) -> bool:
-        """Whether the gradient is what was kept, and no more."""
+        """Whether the gradient is the product of the kept pairs and nothing else."""
         grad = self.slot.tensor.grad
         if not self._kept_as:
             return grad is None or not grad.any()
@@ -103,7 +122,11 @@ class FactoredLayer:
         self._kept, self._kept_as = [], []
 
     def _add(self, gradient: Tensor, replacing: bool) -> Tensor:
-        """The sum; in memory of its own if it replaces zeros, since versions of views are those of all of them."""
+        """Add to the gradient and return it.
+
+        A gradient of zeros is replaced by memory of its own: views of a bucket share one version counter, which would
+        change with every other gradient.
+        """
         tensor = self.slot.tensor
         if tensor.grad is None or replacing:
             tensor.grad = gradient
@@ -113,20 +136,21 @@ class FactoredLayer:
 
 
 def product(pairs: list[Pair], like: Tensor) -> Tensor:
-    """Σ Eᵀ A, as a gradient of the parameter `like`."""
-    made = [torch.mm(e.to(like.dtype).t(), a.to(like.dtype)) for e, a in pairs]
-    return torch.stack(made).sum(0).view_as(like) if len(made) > 1 else made[0].view_as(like)
+    """Return Σ Eᵀ A, as a gradient of the parameter `like`."""
+    products = [torch.mm(e.to(like.dtype).t(), a.to(like.dtype)) for e, a in pairs]
+    return torch.stack(products).sum(0).view_as(like) if len(products) > 1 else products[0].view_as(like)
 
 
 class Catcher:
-    """Has the linear layers of a model computed so that the factors of their gradients can be caught."""
+    """Replaces the forward of a model's linear layers, so that the factors of their gradients can be caught."""
 
-    def __init__(self, model: nn.Module, slots: list[Slot], caught: Callable[[FactoredLayer, Pair], None]) -> None:
-        self._tell = caught
+    def __init__(self, model: nn.Module, slots: list[Slot], on_caught: Callable[[FactoredLayer, Pair], None]) -> None:
+        self.on_caught = on_caught
+        """Called with the layer and each pair, in backward."""
         self.layers = layers_of(model, slots)
-        mine = ref(self)
+        catcher_ref = ref(self)  # Weak: modules must not keep the catcher, nor the replica behind it.
         for layer in self.layers:
-            layer.module.forward = _Forward(layer.module, layer, mine)
+            layer.module.forward = _Forward(layer.module, layer, catcher_ref)
 
     def keep(self, names: frozenset[str], beside: bool = False) -> None:
         """Catch the factors of these parameters from now on, and leave the other layers alone."""
@@ -137,10 +161,8 @@ class Catcher:
                 _restore(layer.module)
         self.layers = [layer for layer in self.layers if layer.catching]
 
-    def caught(self, layer: FactoredLayer, pair: Pair) -> None:
-        self._tell(layer, pair)
-
     def detach(self) -> None:
+        """Restore the forward of all layers."""
         for layer in self.layers:
             _restore(layer.module)
         self.layers = []
@@ -152,7 +174,7 @@ def _restore(module: nn.Module) -> None:
 
 
 def layers_of(model: nn.Module, slots: list[Slot]) -> list[FactoredLayer]:
-    """Those of a model that have factors, in the order of their names."""
+    """Return the layers of a model whose gradients can be factored, in the order of their names."""
     by_tensor = {id(slot.tensor): slot for slot in slots}
     found = [(by_tensor.get(id(module.weight)), module) for module in factorable(model)]
     layers = [FactoredLayer(slot, module) for slot, module in found if slot is not None]
@@ -160,7 +182,7 @@ def layers_of(model: nn.Module, slots: list[Slot]) -> list[FactoredLayer]:
 
 
 def factorable(model: nn.Module) -> Iterator[nn.Module]:
-    """Linear layers and convolutions of single points whose weight no other module has."""
+    """Yield linear layers and 1×1 convolutions whose weight no other module has."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -178,7 +200,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    """Whether a convolution is a linear layer over channels, at every point by itself."""
+    """Whether a convolution is a linear layer over channels, applied at every point."""
     if not isinstance(module, _ConvNd) or "forward" in module.__dict__:
         return False
     ones = (1,) * len(module.kernel_size)
@@ -188,27 +210,27 @@ def _is_pointwise(module: nn.Module) -> bool:
 
 
 class _Forward:
-    """What a layer does instead of its own forward. A copy of the model, also a pickled one, does its own."""
+    """The forward of a watched layer. A copy of the model, also a pickled one, has the usual forward."""
 
     def __init__(self, module: nn.Module, layer: FactoredLayer, catcher: "ref[Catcher]") -> None:
         self._module, self._layer, self._catcher = module, layer, catcher
-        self._own: Callable[[nn.Module, Tensor], Tensor] = type(module).forward
+        self._usual: Callable[[nn.Module, Tensor], Tensor] = type(module).forward
 
     def __call__(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return self._own(self._module, input)
+            return self._usual(self._module, input)
         catcher = self._catcher()
         if catcher is not None and self._can_catch(input):
-            self._layer.went_forward(input)
+            self._layer.record_forward(input)
             if self._layer.catching:
-                made: Tensor = _Product.apply(input, self._module.weight, self._module.bias, (self._layer, catcher))
-                return made
-        return self._own(self._module, input)
+                output: Tensor = _Product.apply(input, self._module.weight, self._module.bias, (self._layer, catcher))
+                return output
+        return self._usual(self._module, input)
 
     def _can_catch(self, input: Tensor) -> bool:
         weight = self._layer.slot.tensor
         trained = self._module.weight is weight and weight.requires_grad and torch.is_grad_enabled()
-        if weight._backward_hooks:  # They want to see, or change, the gradient as a whole.
+        if weight._backward_hooks:  # Hooks of the user's that see, or change, the whole gradient.
             return False
         if not trained or not (input.dim() > 1 if weight.dim() == 2 else input.dim() == weight.dim()):
             return False
@@ -224,7 +246,7 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class _Product(torch.autograd.Function):
-    """y = x Wᵀ + b, of whose backward the gradient of W is not computed but handed on in factors."""
+    """y = x Wᵀ + b. Backward passes the factors of the gradient of W to the catcher, and does not compute it."""
 
     @staticmethod
     def forward(
@@ -242,12 +264,12 @@ class _Product(torch.autograd.Function):
         layer, catcher = ctx.where
         by_x = by_weight = by_bias = None
         pair = _rows(grad, weight), _rows(x, weight)
-        try:  # Not if only other gradients were asked for, as torch.autograd.grad does.
+        try:  # False if only other gradients were asked for, as torch.autograd.grad does.
             accumulates = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
-        except RuntimeError:  # It is this very gradient that was asked for, by torch.autograd.grad.
+        except RuntimeError:  # torch.autograd.grad was asked for this very gradient.
             accumulates, by_weight = False, product([pair], weight)
         if accumulates:
-            catcher.caught(layer, pair)
+            catcher.on_caught(layer, pair)
         matrix = weight.flatten(1).to(grad.dtype)
         if ctx.needs_input_grad[0]:
             by_x = grad @ matrix if weight.dim() == 2 else torch.einsum("mn,bm...->bn...", matrix, grad)
@@ -257,17 +279,17 @@ class _Product(torch.autograd.Function):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As `F.linear`, whose output may be a view, which nobody could change in place after a function of our own."""
+    """Return `F.linear`, but never as a view: autograd forbids in-place changes of views made by custom functions."""
     made = F.linear(x.flatten(0, -2), weight, bias)
     return torch.ops.aten._unsafe_view.default(made, [*x.shape[:-1], len(weight)])
 
 
 _FORWARD: dict[int, Callable[..., Tensor]] = {2: _linear, 3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
-"""By the dimensions of a weight."""
+"""The usual forward, by the number of dimensions of a weight."""
 
 
 def _rows(tensor: Tensor, weight: Tensor) -> Tensor:
-    """Samples, and points of them, as the rows of a matrix of features."""
+    """Return a matrix with a row for every sample, or every point of one, and a column for every feature."""
     tensor = tensor.detach()
     if weight.dim() > 2:
         tensor = tensor.movedim(1, -1)

@@ -1,4 +1,4 @@
-"""What every rank has of its own, on all of them, to be saved."""
+"""`gather_state`: the states of all ranks on every rank, to be saved."""
 
 import json
 from typing import Any
@@ -13,24 +13,25 @@ from tutti.transports import Transport
 
 
 def gather_state(mine: Any, transport: Transport) -> list[Any]:
-    """Every rank's nest of containers, numbers and tensors, by rank, on all of them. Collective."""
+    """Return the nested containers, numbers and tensors of every rank, by rank. Collective; the same on every rank."""
     if transport.size == 1:
         return [mine]
     data = _to_bytes(mine)
     sizes = all_gather_json(data.numel(), transport)
     rows = torch.zeros(max(sizes) * transport.size, dtype=torch.uint8, device="cpu")
-    places = parts(rows.numel(), transport.size)
-    rows[places[transport.rank]][: data.numel()] = data
+    slices = parts(rows.numel(), transport.size)
+    rows[slices[transport.rank]][: data.numel()] = data
     run(all_gather.steps(rows, transport))
-    return [_from_bytes(rows[place][:size]) for place, size in zip(places, sizes, strict=True)]
+    return [_from_bytes(rows[part][:size]) for part, size in zip(slices, sizes, strict=True)]
 
 
 def _to_bytes(value: Any) -> Tensor:
+    """Return 8 bytes of a length, JSON of that length, and the tensors' bytes one after the other."""
     tensors: list[Tensor] = []
     packed = pack(value, tensors)
     kinds = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
     head = json.dumps([packed, kinds]).encode()
-    tensors = [torch.zeros_like(each, device="cpu") if each.is_meta else each for each in tensors]
+    tensors = [torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor for tensor in tensors]
     raw = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     length = torch.tensor([len(head)], device="cpu").view(torch.uint8)
     return torch.cat([length, torch.frombuffer(bytearray(head), dtype=torch.uint8), *raw])

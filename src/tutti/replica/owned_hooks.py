@@ -1,11 +1,11 @@
-"""Hooks that stay with the model they were made for."""
+"""`OwnedHook`: hooks that belong to one model, and that its copies do not take along."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class OwnedHook:
-    """A hook of a model that a copy of the model, also a pickled one, leaves behind."""
+    """Base of a hook on a model. A deep copy or a pickle of the model has a hook that does nothing in its place."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _no_hook
@@ -15,7 +15,7 @@ class OwnedHook:
 
 
 def _no_hook(*_: Any) -> None:
-    """What a copied model has in place of a hook."""
+    """Do nothing: the hook of a copied model."""
 
 
 def _make_no_hook() -> Callable[..., None]:

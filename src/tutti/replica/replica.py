@@ -1,4 +1,4 @@
-"""What strategies see of a replica: the user's model and optimiser, as buckets."""
+"""`Replica`: the user's model and optimiser as strategies see them, and the events that a strategy listens to."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -9,15 +9,16 @@ from torch.optim import Optimizer
 
 from tutti.errors import ConfigError
 from tutti.replica.batchnorm import SyncedBatchNorm
-from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut, kind_of
+from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut_buckets, kind_of
 from tutti.replica.factors import FactoredLayer
 from tutti.transports import Transport
 
 EventScope = Literal["steps", "samples", "gradients"]
+"""Which events a strategy needs: steps of the optimiser; samples counted as well; gradients as well."""
 
 
 class Listener(Protocol):
-    """Who is told of the events of training: an exchange."""
+    """The receiver of the events of training: an exchange. `docs/strategies.md` says when each comes."""
 
     def backward_started(self, weight: float) -> None: ...
     def bucket_ready(self, bucket: Bucket) -> None: ...
@@ -32,15 +33,15 @@ class GradientClock(Protocol):
 
     @property
     def speed(self) -> float:
-        """Floating-point operations a second."""
+        """Floating-point operations per second."""
         ...
 
     def gradient(self, name: str) -> None:
-        """Let the time pass that the gradient of parameter `name` takes."""
+        """Advance the clock by the time that the gradient of parameter `name` takes."""
         ...
 
     def operations(self, number: float) -> None:
-        """Let the time pass that so many floating-point operations take."""
+        """Advance the clock by the time of so many floating-point operations."""
         ...
 
 
@@ -50,31 +51,33 @@ class Replica(ABC):
     sizes_only = False
     """Whether buckets have sizes and no values."""
     arranged = True
-    """Whether buckets are in the order in which they stay."""
+    """Whether buckets have their final order."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
         self.optimizer = optimizer
         self.slots = [Slot(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.slots.reverse()  # Backward reaches the last layers first; the first pass tells precisely.
+        self.slots.reverse()  # Backward reaches the last layers first; the first pass shows the precise order.
         self.statistics = [Slot(name, buffer) for name, buffer in _running_statistics(model)]
         self.buckets: list[Bucket] = []
         self.apart: frozenset[str] = frozenset()
-        """Parameters whose gradients are in no bucket: their factors are exchanged."""
+        """Names of parameters whose gradients are in no bucket: their factors are exchanged."""
         self.left_out: frozenset[str] = frozenset()
-        """Parameters that are not exchanged for the time being, and have no gradient after backward."""
+        """Names of parameters that are not exchanged for the time being, and have no gradient after backward."""
         self.steps = 0
+        """Steps of the optimiser so far."""
         self.compute_clock: GradientClock | None = None
-        """Models how long it computes, in virtual time; None where time passes by itself."""
+        """Models the compute time in virtual time; None in real time."""
         self._memories: dict[Kind, Memory] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     @property
     def device_types(self) -> set[str]:
+        """The types of the devices that parameters are on, such as "cpu" and "cuda"."""
         return {slot.tensor.device.type for slot in self.slots}
 
     def allocate(self, transport: Transport, bucket_bytes: int, exact_below: int = 0) -> None:
-        """Make buckets, in memory of the transport where it has some. Collective.
+        """Allocate and cut buckets, in memory of the transport where it has some. Collective.
 
         Gradients of fewer elements than `exact_below`, and what is not a gradient, are in their exact part.
         """
@@ -88,10 +91,10 @@ class Replica(ABC):
 
     @abstractmethod
     def listen(self, listener: Listener, to: EventScope) -> None:
-        """Tell `listener` what happens from now on: steps; steps, with samples counted; or gradients too."""
+        """Report events to `listener` from now on; `to` says which."""
 
     def hide_gradients(self) -> None:
-        """Let the optimiser's next step find none, and change nothing."""
+        """Set all gradients to None for the optimiser's next step, which then changes nothing."""
         if not self.sizes_only:
             trained = [slot.tensor for slot in self.slots]
             self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
@@ -99,17 +102,17 @@ class Replica(ABC):
                 tensor.grad = None
 
     def show_gradients(self) -> None:
-        """Give back those that were hidden, if any."""
+        """Put back the gradients that were hidden, if any."""
         for tensor, gradient in self._hidden:
             tensor.grad = gradient
         self._hidden.clear()
 
     @abstractmethod
     def take_samples(self) -> float:
-        """How many this rank contributed since it was last asked; NaN if one of its losses was not finite."""
+        """Return the samples that this rank contributed since the last call; NaN if a loss was not finite."""
 
     def arrange(self, names: Sequence[str]) -> None:
-        """Cut buckets anew, parameters in the order of these names, as all ranks give them."""
+        """Cut buckets anew, with parameters in the order of these names. All ranks must give the same order."""
         by_name = {slot.name: slot for slot in self.slots}
         if sorted(names) != sorted(by_name):
             raise ConfigError(
@@ -120,24 +123,24 @@ class Replica(ABC):
         self._cut()
 
     def watch_factors(self) -> list[FactoredLayer]:
-        """Layers whose gradients are products of few rows, perhaps: how many is seen in the first backward pass."""
+        """Count rows in the layers whose gradients could be factored, from now on; return these layers."""
         return []
 
     @property
     def factored(self) -> list[FactoredLayer]:
-        """Layers whose factors are caught."""
+        """The layers whose factors are caught."""
         return []
 
     def keep_factors(self) -> None:
-        """Have `factored` keep the factors of gradients, beside the gradients in buckets, where they are smaller."""
+        """Keep the factors of gradients in addition to the gradients in buckets, where factors are smaller."""
         return None
 
     def set_apart(self, names: frozenset[str]) -> None:
-        """Have these parameters' gradients as factors from the next backward pass on, as all ranks say in this one."""
+        """Exchange these gradients as factors from the next backward pass on. All ranks call it in the same pass."""
         self.apart = names
 
     def leave_out(self, names: frozenset[str]) -> None:
-        """Exchange all but these from the next backward pass on, as all ranks say between two steps."""
+        """Exchange all but these from the next backward pass on. All ranks call it between the same two steps."""
         if names != self.left_out:
             self.left_out = names
             for slot in self.slots:
@@ -148,15 +151,16 @@ class Replica(ABC):
             self.arrange([slot.name for slot in self.slots])
 
     def _cut(self) -> None:
+        """Cut buckets from the present slots. Parameters set apart get memory of their own."""
         slots = [slot for slot in self.slots if slot.name not in self.apart and slot.name not in self.left_out]
-        self.buckets = cut((slots, self.statistics), self._memories, self._bucket_bytes)
+        self.buckets = cut_buckets((slots, self.statistics), self._memories, self._bucket_bytes)
         for slot in self.slots:
             if slot.name in self.apart and not self.sizes_only:
                 slot.view = zeros_like(slot.tensor)
 
 
 def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The running means and variances of normalisation layers, which each rank updates from its own samples."""
+    """Yield the running means and variances of normalisation layers, which each rank updates from its own samples."""
     for name, module in model.named_modules():
         if isinstance(module, SyncedBatchNorm):
             continue  # Equal on all ranks by itself.

@@ -1,4 +1,4 @@
-"""How many samples this rank contributed to a step: the weight of its gradient in the mean."""
+"""Sample counts: how many samples a rank contributed to a step, which is the weight of its gradient in the mean."""
 
 from typing import Any
 from weakref import WeakSet
@@ -8,72 +8,77 @@ from torch import Tensor, nn
 
 
 class SampleCounts:
-    """Between `shard` and the replicas of a world: how large the last batch was, and whether models train."""
+    """What `shard` tells the replicas of a world: how many batches it gave out, and how large the last one was."""
 
     def __init__(self) -> None:
         self.num_batches = 0
+        """Batches given out so far."""
         self.num_samples = 0
+        """Samples in the last of them."""
         self.models: WeakSet[nn.Module] = WeakSet()
+        """Models that are trained with gradients exchanged."""
         self.num_training_ranks: int | None = None
-        """How many ranks train, where that is not all of them."""
+        """How many ranks train, where dedicated servers do not; None where all do."""
 
     def record_batch(self, num_samples: int) -> None:
-        """Note a batch handed out. Under no_grad it is for evaluation, and nobody's contribution."""
+        """Record a batch that was given out. Under no_grad it is for evaluation, and does not count."""
         if torch.is_grad_enabled():
             self.num_batches += 1
             self.num_samples = num_samples
 
     @property
     def in_training(self) -> bool:
-        """Whether what is drawn now is likely to be trained on."""
+        """Whether a batch that is given out now is likely to be trained on."""
         return torch.is_grad_enabled() and any(model.training for model in self.models)
 
 
 class Contribution:
-    """Samples seen by one replica since its last exchange.
+    """The samples that one replica has seen since its last exchange.
 
-    In this order: what the user said; the batch drawn from `shard`, if just one was drawn for this
-    backward; the first dimension of the first tensor given to the model. `forward` runs inside
-    compiled graphs, so it only notes a number and looks at nothing that changes.
+    They are, in this order of preference: what the user stated (`add`); the size of the batch from `shard`, if just
+    one was given out for this backward pass; the first dimension of the first tensor given to the model. `forward` runs
+    inside compiled graphs, so it only stores a number and reads nothing that changes.
     """
 
     def __init__(self, sample_counts: SampleCounts) -> None:
         self._sample_counts = sample_counts
         self._seen = sample_counts.num_batches
         self._rows: int | None = None
-        self._said: float | None = None
+        self._stated: float | None = None
         self._counted: float | None = None
-        self._counted_draw = False
+        self._counted_batch = False
         self._last = 1.0
 
     def add(self, num_samples: float) -> None:
-        self._said = (self._said or 0.0) + num_samples
+        """State samples of the next exchange; NaN asks every rank to stop."""
+        self._stated = (self._stated or 0.0) + num_samples
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a forward pass of the model."""
+        """Note the number of rows of a forward pass."""
         self._rows = num_rows(args or kwargs)
 
     def backward(self) -> None:
-        """Count what went forward for the backward pass that has begun. Calling it again adds nothing."""
-        num_drawn = self._sample_counts.num_batches - self._seen
-        if num_drawn == 1:
+        """Count the samples of the backward pass that has begun. Calling it again in the same pass adds nothing."""
+        num_given_out = self._sample_counts.num_batches - self._seen
+        if num_given_out == 1:
             self._counted = (self._counted or 0.0) + self._sample_counts.num_samples
-            self._counted_draw = True
-        elif self._rows is not None and not (num_drawn == 0 and self._counted_draw):  # Not a part of a drawn batch.
+            self._counted_batch = True
+        elif self._rows is not None and not (num_given_out == 0 and self._counted_batch):
+            # These rows are no part of a batch from `shard` that counts already.
             self._counted = (self._counted or 0.0) + self._rows
         self._seen, self._rows = self._sample_counts.num_batches, None
 
     def take(self) -> float:
-        """The weight of what is exchanged now. Where nothing new was counted, the last one still holds."""
+        """Return the weight of the exchange that starts now: the last one again, where nothing new was counted."""
         self.backward()
         weight = self._last if self._counted is None else self._counted
-        weight = weight if self._said is None else self._said
-        self._said, self._counted, self._counted_draw, self._last = None, None, False, weight
+        weight = weight if self._stated is None else self._stated
+        self._stated, self._counted, self._counted_batch, self._last = None, None, False, weight
         return weight
 
 
 def num_rows(value: Any) -> int:
-    """The first dimension of the first tensor in a nest of containers; 1 where there is none."""
+    """Return the first dimension of the first tensor in nested containers; 1 where there is none."""
     tensor = _first_tensor(value)
     return len(tensor) if tensor is not None and tensor.dim() else 1
 

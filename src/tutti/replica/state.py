@@ -1,4 +1,4 @@
-"""Bring replicas to the same start: check that they match, then take rank 0's values."""
+"""Equal starting states of replicas: check that models match on all ranks, then take rank 0's values."""
 
 import hashlib
 import json
@@ -18,8 +18,8 @@ def check_alike(
 ) -> None:
     """Raise the same error on every rank if any rank made a mistake or has a different model.
 
-    Every rank comes here, also one that already knows what is wrong with it: an error that only one
-    rank raised would leave the others waiting.
+    Every rank has to call this, also one that knows of a mistake already: an error that only one rank raised would
+    leave the others waiting. Collective.
     """
     groups = [len(group["params"]) for group in optimizer.param_groups]
     choices = {"strategy": strategy, "optimiser": f"{type(optimizer).__name__} with groups of {groups} parameters"}
@@ -27,22 +27,22 @@ def check_alike(
     if _alike(mine, transport) and not mistakes:
         return
     everyone = all_gather_json(mine, transport)
-    found = [f"rank {rank}: {mistake}" for rank, it in enumerate(everyone) for mistake in it["mistakes"]]
+    found = [f"rank {rank}: {mistake}" for rank, other in enumerate(everyone) for mistake in other["mistakes"]]
     if found:
-        shared = all(it["mistakes"] == everyone[0]["mistakes"] for it in everyone)
+        shared = all(other["mistakes"] == everyone[0]["mistakes"] for other in everyone)
         raise ConfigError("\n".join(everyone[0]["mistakes"] if shared else found))
-    for rank, it in enumerate(everyone):
-        if it["layout"] != everyone[0]["layout"]:
-            raise ReplicaMismatch(_first_difference(everyone[0]["layout"], it["layout"], rank))
+    for rank, other in enumerate(everyone):
+        if other["layout"] != everyone[0]["layout"]:
+            raise ReplicaMismatch(_first_difference(everyone[0]["layout"], other["layout"], rank))
         for what, ours in everyone[0]["choices"].items():
-            if it["choices"][what] != ours:
+            if other["choices"][what] != ours:
                 raise ReplicaMismatch(
-                    f"the {what} differs between ranks: rank 0 has {ours}, rank {rank} has {it['choices'][what]}."
+                    f"the {what} differs between ranks: rank 0 has {ours}, rank {rank} has {other['choices'][what]}."
                 )
 
 
 def _alike(mine: Any, transport: Transport) -> bool:
-    """Whether every rank has the same, by digest: to gather it all from a thousand ranks would take long."""
+    """Whether every rank has the same value, by digest: gathering all values from a thousand ranks would take long."""
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     differ = torch.tensor([int(broadcast_json(digest, transport) != digest)], device="cpu")
     if transport.size > 1:
@@ -51,7 +51,7 @@ def _alike(mine: Any, transport: Transport) -> bool:
 
 
 def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transport) -> None:
-    """Overwrite parameters, buffers and the optimiser's state with rank 0's."""
+    """Overwrite parameters, buffers and the optimiser's state with those of rank 0. Collective."""
     if transport.size == 1:
         return
     with torch.no_grad():
@@ -68,7 +68,7 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
     if mistake:
         raise ConfigError(mistake)
     if transport.rank == 0:
-        tensors = [torch.zeros_like(each, device="cpu") if each.is_meta else each.cpu() for each in tensors]
+        tensors = [torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu() for tensor in tensors]
     else:
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in kinds]
     broadcast_all(tensors, transport)
@@ -92,11 +92,11 @@ def _layout(model: nn.Module) -> list[list[Any]]:
 
 
 def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int) -> str:
-    for theirs, ours in zip(got, expected, strict=False):
-        if theirs != ours:
+    for other, ours in zip(got, expected, strict=False):
+        if other != ours:
             return (
                 f"the models differ between ranks, first at '{ours[0]}': rank 0 has {_describe(ours)}, "
-                f"rank {rank} has {_describe(theirs)}. Build the same model on every rank."
+                f"rank {rank} has {_describe(other)}. Build the same model on every rank."
             )
     longer, extra = (0, expected) if len(expected) > len(got) else (rank, got)
     name = extra[min(len(expected), len(got))][0]
@@ -109,7 +109,7 @@ def _describe(entry: list[Any]) -> str:
 
 
 def pack(value: Any, tensors: list[Tensor]) -> Any:
-    """A state dict as JSON, its tensors replaced by their place in `tensors`."""
+    """Return a state dict as JSON values; its tensors are appended to `tensors` and replaced by their index there."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -126,6 +126,7 @@ def pack(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def unpack(value: Any, tensors: list[Tensor]) -> Any:
+    """Return the state dict that `pack` made JSON values of."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

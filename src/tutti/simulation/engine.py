@@ -12,7 +12,7 @@ these threads is ever runnable:
 - `run_rank(rank)` (loop's thread) releases the rank's `turn` lock and then blocks on the engine's own `_turn`.
 - `return_turn()` (rank's thread) releases `_turn`. It is called when the rank waits for something, or has ended.
 
-So no state of the simulation needs a lock: whoever runs may read and write all of it. The order of all actions depends
+So no state of the simulation needs a lock: the thread that runs may use all of it. The order of all actions depends
 on virtual times and on the order of scheduling only, never on the operating system, which makes runs repeatable.
 
 A rank computes ahead: its clock may be later than `now`, but nothing that it does becomes visible before its clock's

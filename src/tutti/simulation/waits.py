@@ -6,7 +6,7 @@ All methods but `check_deadline` and `next_poll_s` run in the rank's thread; the
 the threads runs at a time (see `engine`), so nothing is locked.
 
 `wait`: where the end of the work is known already, the rank's clock jumps there, without a switch of threads. Else the
-rank registers `resume` as the work's `on_finish`, sets an alarm, and yields its turn. Whoever completes or fails the
+rank registers `resume` as the work's `on_finish`, sets an alarm, and yields its turn. Completing or failing the
 work schedules `on_finish`. If the peer that should do so is gone, its channel fails the work instead.
 
 `poll`: a rank's clock may be ahead of the engine's, so before work is said to be unfinished the engine catches up with

@@ -48,7 +48,7 @@ class SimulatedWork(Work):
         self.rank.waiter.wait(self)
 
     def complete(self, time_s: float) -> None:
-        """Set the time at which it ends, now or later, and schedule whoever waits for it."""
+        """Set the time at which it ends, now or later, and schedule the one that waits for it."""
         self.finish_s = time_s
         if self.on_finish is not None:
             self.rank.engine.schedule(time_s, self.on_finish)
@@ -61,7 +61,7 @@ class SimulatedWork(Work):
             self.complete(self.rank.engine.now)
 
     def time_out(self, error: Exception) -> None:
-        """End it because whoever waits for it has reached the deadline."""
+        """End it because the one that waits for it has reached the deadline."""
         self.fail(error)
 
     @property

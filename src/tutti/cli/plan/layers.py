@@ -50,6 +50,7 @@ def layer_table(decisions: list[Decision], profile: Profile, workers: int) -> Ta
 
 
 def as_dicts(decisions: list[Decision], workers: int) -> list[dict[str, Any]]:
+    """The decisions for `--json`."""
     return [
         {**vars(decision.shape), "method": decision.method, "published": published(decision.shape, workers),
          "seconds": decision.seconds, "sent_bytes": decision.sent_bytes}

@@ -13,7 +13,7 @@ from tutti.plan.mesh.axis_placement import placement_along
 from tutti.plan.mesh.parts import ModelParts
 from tutti.plan.mesh.pipeline_simulation import PipelineSimulation
 from tutti.plan.mesh.rank_step import RankStep, ReplicaStep
-from tutti.strategies import AllReduce, Strategy
+from tutti.strategies import AllReduce, Strategy, as_strategy
 
 _SCHEDULES = ("sequential", "gpipe", "1f1b")
 """Pipeline schedules that can be predicted."""
@@ -61,7 +61,7 @@ def price_mesh(
     profile: Profile,
     cluster: Cluster,
     total_samples: int,
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
 ) -> MeshPrediction:
     """Predict a step over `total_samples`.
 
@@ -75,7 +75,7 @@ def price_mesh(
 
     Raises `ConfigError` for what a job would refuse.
     """
-    strategy = strategy or AllReduce()
+    strategy = AllReduce() if strategy is None else as_strategy(strategy)
     number = _num_microbatches(mesh, total_samples)
     scaled = with_batch(profile, -(-total_samples // mesh.data))
     scaled = slowed(scaled, Placement.from_cluster(mesh.size, cluster).slowness)

@@ -1,4 +1,4 @@
-"""AlexNet, most of whose parameters are in three fully connected layers: much to send, little to compute."""
+"""AlexNet: most parameters are in three fully connected layers, so there is much to send and little to compute."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""GoogLeNet, which has few parameters for what it computes."""
+"""GoogLeNet: few parameters relative to its computation."""
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class GoogLeNet(nn.Module):
 
 
 class _Inception(nn.Module):
-    """Four views of the same input, one after the other in the channels of the output.
+    """Four parallel branches on the same input, concatenated along the channels.
 
     `middle` and `wide` have the width their input is reduced to, then that of the output.
     """

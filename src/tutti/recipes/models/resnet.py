@@ -1,9 +1,9 @@
-"""ResNet-50, what clusters are usually compared by."""
+"""ResNet-50, the usual benchmark model of training clusters."""
 
 from torch import Tensor, nn
 
 _EXPANSION = 4
-"""How much wider a block's output is than its 3 x 3 convolution."""
+"""Channels of a block's output, relative to those of its 3 x 3 convolution."""
 
 
 class ResNet50(nn.Module):

@@ -1,4 +1,4 @@
-"""Small models of images that train on a laptop.
+"""Small image models that train on a laptop.
 
 None has dropout or batch normalisation, so that N workers with a batch of B/N each compute what one
 worker with a batch of B would. Parameters come from the caller's random state (`torch.manual_seed`).
@@ -34,7 +34,7 @@ class DigitsMLP(nn.Module):
 
 
 class FourLayerMLP(nn.Module):
-    """Class scores (batch, 10) of 28 x 28 images, from a network of the shape Fourie (2019) varies.
+    """Class scores (batch, 10) of 28 x 28 images, by a perceptron of the shape that Fourie (2019) varies.
 
     Four layers of neurons: 784 inputs, two hidden, 10 outputs. The width of the second hidden layer is
     the parameter: it sets how much there is to compute and to send. 300 for the first is LeCun's (1998).

@@ -1,4 +1,4 @@
-"""Small models of text, a character at a time: like those of images, without dropout or batch normalisation."""
+"""Small character models of text, without dropout or batch normalisation, as the small image models."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""VGG-16, which has more than a hundred million parameters in its first fully connected layer alone."""
+"""VGG-16: its first fully connected layer alone has more than 100 million parameters."""
 
 from torch import Tensor, nn
 

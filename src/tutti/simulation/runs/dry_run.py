@@ -14,7 +14,7 @@ from tutti.simulation.compute_clock import ComputeClock
 from tutti.simulation.dry_replica import DryRunReplica
 from tutti.simulation.runs.simulate import simulate
 from tutti.simulation.workload import Workload
-from tutti.strategies import Strategy
+from tutti.strategies import Strategy, as_strategy
 from tutti.strategies.poseidon.cost import achieved_flops, factored_layers
 
 _LEAST_S = 1e-9
@@ -24,11 +24,12 @@ _STEPS, _UNEVEN_STEPS = 4, 12
 """Steps to simulate: of synchronous ranks that are all alike, and of others. The first third is not counted."""
 
 
-def dry_run(strategy: Strategy, profile: Profile, workers: int, cluster: Cluster) -> float:
+def dry_run(strategy: Strategy | str, profile: Profile, workers: int, cluster: Cluster) -> float:
     """Return the seconds of a step of `workers` with such a profile, under a strategy on a cluster.
 
     Where ranks are not synchronous, it is the harmonic mean of their steps: as many samples per second in all.
     """
+    strategy = as_strategy(strategy)
     computing_s = max(_LEAST_S, profile.forward_s + profile.backward_s)
     compute = Compute(
         sample_s=computing_s / profile.num_samples, step_s=profile.step_s, forward=profile.forward_s / computing_s

@@ -127,7 +127,7 @@ class BlockMomentum(LocalSteps):
             workers then moves the parameters as far as N blocks of one worker.
         lr: The learning rate of the outer step: how much of G counts.
         nesterov: Whether a block starts from where the momentum would lead. Without it, a coarse codec costs
-        accuracy.
+            accuracy.
     """
 
     momentum: float | None = None
