@@ -74,9 +74,8 @@ def _num_needed(model: nn.Module, given: int) -> int:
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):  # *args may take all of them.
         return given
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return max(
-        1, sum(parameter.kind in positional and parameter.default is parameter.empty for parameter in parameters)
-    )
+    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return max(1, len(required))
 
 
 def _check(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
@@ -106,6 +105,6 @@ def _mean(output: Any) -> Tensor:
         raise ConfigError(
             f"the model returned a {type(output).__name__} in which nothing needs a gradient. Give profile a loss."
         )
-    # Means, not sums, which could overflow in float16. Backward starts from a real number, so complex parts count singly.
+    # Means, not sums, which could overflow in float16. A loss is real, so the parts of complex outputs are averaged.
     means = [t.mean() if t.is_floating_point() else torch.view_as_real(t).mean() for t in tensors]
     return torch.stack([mean.float() for mean in means]).sum()

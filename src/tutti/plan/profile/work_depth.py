@@ -218,7 +218,7 @@ def _unrolled(work: float, steps: int, num_terms: int, gates: int, rows: int) ->
 def attention(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """Four fully connected layers, and between them every query with every key: scores, a softmax, a mixture."""
     assert isinstance(module, nn.MultiheadAttention)
-    query, key = inputs[0], inputs[min(1, len(inputs) - 1)]  # Hooks may show one tensor that is all three inputs.
+    query, key = inputs[0], inputs[min(1, len(inputs) - 1)]  # Where only one tensor was seen, it is both.
     width = module.embed_dim
     num_keys = key.shape[1 if module.batch_first and key.dim() > 2 else 0]
     rows, key_rows = query.numel() // width, key.numel() // max(1, key.shape[-1])
