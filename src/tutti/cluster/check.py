@@ -89,7 +89,7 @@ def _links(given: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes)
 def _is_there(name: str, hosts: int | tuple[Host, ...] | None) -> bool:
     if isinstance(hosts, tuple):
         return any(host.name == name for host in hosts)
-    # Hosts that are given by number have these names. At most nine digits, so that `int` stays cheap.
+    # Hosts that are given by their number have these names.
     match = re.fullmatch(r"host(0|[1-9][0-9]{0,8})", name)
     return match is not None and (hosts is None or int(match[1]) < hosts)
 

@@ -134,7 +134,7 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         _refuse_servers(self._world)
-        # The loader was built once, with its worker processes; only the list of batches changes between epochs.
+        # The loader was built once, and reads this list at the start of every epoch.
         self._rank_batches.batches = self._divide(self._epoch_batches())
         self._epoch += 1
         sizes = [len(batch) for batch in self._rank_batches.batches]

@@ -71,7 +71,7 @@ def distribute(
         world = _along_data(world, model_on_mesh)
     try:
         return _start(model, optimizer, strategy, world, previous_world, model_on_mesh)
-    except BaseException:  # Also `KeyboardInterrupt`: the layers that the mesh has replaced are put back.
+    except BaseException:  # Whatever it is: the transports of the mesh must be closed.
         if model_on_mesh is not None:
             model_on_mesh.abandon()
             restore_world(world, previous_world)
