@@ -119,5 +119,5 @@ def test_buckets_of_two_dtypes_are_all_exchanged() -> None:
         model=TwoDtypes, cluster=CLUSTER, strategy=parse("ring"), batch_size=ROWS, steps=STEPS, sample=(8,)
     )
     (result,) = scaling(case, [2])
-    # A ring of two sends as many bytes as there are: two buckets with a flag per gradient, and the weights of both ranks.
+    # A ring of two sends as many bytes as there are: two buckets with a flag per gradient, and both weights.
     assert result.bytes_per_worker == 4 * (2 * 64 + 2) + 2 * (64 + 1) + 8 * 2

@@ -111,7 +111,7 @@ def _start(
     job.previous_world = previous_world
     setattr(model, JOB_ATTRIBUTE, job)
     for module in model.modules():
-        if isinstance(module, Branches):  # Its forward refuses to run before this, as gradients would be partial.
+        if isinstance(module, Branches):  # Its backward refuses to run undistributed: gradients would be partial.
             module.distributed = True
     world.tolerate_loss(exchange.tolerates_loss)
     return job
