@@ -102,7 +102,7 @@ class ScaleGroups:
             sizes = ((self.stops - self.starts) * bits + 7) // 8
             offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
             arrays = self.starts, self.stops, offsets
-            starts, stops, begins = (torch.from_numpy(each).to(device) for each in arrays)
+            starts, stops, begins = (torch.from_numpy(array).to(device) for array in arrays)
             longest = int((self.stops - self.starts).max(initial=0))
             aligned = not ((self.starts | self.stops) & 15).any()
             self._tables[key] = GroupTable(starts, stops, begins, arrays, int(offsets[-1]), longest, aligned)

@@ -110,10 +110,10 @@ class CompressedMean:
         if (bucket.marks != 0).all():
             return
         for number, (start, slot) in enumerate(compressed_slots(bucket)):
-            whole = slice(start, start + slot.tensor.numel())
+            elements = slice(start, start + slot.tensor.numel())
             # An old gradient that was not zeroed is encoded too, and must not be lost either.
             unsent = [bucket.values, *self._sums[bucket].per_element.values()]
-            if not bucket.marks[number] and any(flat[whole].any() for flat in unsent):
+            if not bucket.marks[number] and any(flat[elements].any() for flat in unsent):
                 bucket.marks[number] = 1
 
     def _follow_buckets(self) -> None:

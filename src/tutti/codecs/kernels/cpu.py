@@ -59,7 +59,7 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
     while begin < values.numel():
         if begin:
             indices, picked = (
-                np.concatenate([each, np.empty(3 * len(each), each.dtype)]) for each in (indices, picked)
+                np.concatenate([full, np.empty(3 * len(full), full.dtype)]) for full in (indices, picked)
             )
         begin, count = kernel(
             as_array(values), _or_empty(residual), np.float32(at_least), begin, count, indices, picked

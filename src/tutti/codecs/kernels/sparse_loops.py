@@ -114,8 +114,7 @@ def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
     """Decode `len(symbols)` symbols, none above `most`, and return whether `data` holds these and nothing else.
 
     `buffer` holds `filled` bits that are not yet used, the next one lowest. Every read is checked, because `data` may
-    be
-    malformed: it returns False instead of reading on.
+    be malformed: it returns False instead of reading on.
     """
     buffer, filled, at = np.uint64(0), 0, 0
     for number in range(len(symbols)):
@@ -158,11 +157,11 @@ def draw(numel, seed, indices):  # type: ignore[no-untyped-def]
     Stretch k begins at k numel // count; the remainder is carried along as in Bresenham's line algorithm.
     """
     count = len(indices)
-    whole, more = numel // count, numel % count
+    base_size, remainder = numel // count, numel % count
     start, over = 0, 0
     for number in range(count):
-        size = whole
-        over += more
+        size = base_size
+        over += remainder
         if over >= count:
             over -= count
             size += 1

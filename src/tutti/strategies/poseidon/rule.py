@@ -108,11 +108,11 @@ def seconds(shape: LayerShape, num_workers: int, link: Link, more_s: Cost, flops
         flops: floating-point operations per second of a matrix product.
     """
     sent = sent_bytes(shape, num_workers)
-    beyond_own = 2.0 * (num_workers - 1) * shape.rows * shape.num_out * shape.num_in / flops
+    peer_products_s = 2.0 * (num_workers - 1) * shape.rows * shape.num_out * shape.num_in / flops
     return {
         "full": more_s(shape.num_bytes),
-        "broadcast": link.seconds(sent["broadcast"]) + beyond_own,
-        "owners": link.seconds(sent["owners"]) + link.latency_s + beyond_own / num_workers,
+        "broadcast": link.seconds(sent["broadcast"]) + peer_products_s,
+        "owners": link.seconds(sent["owners"]) + link.latency_s + peer_products_s / num_workers,
     }
 
 

@@ -159,7 +159,8 @@ class FactorSums:
             self._multiply(gathering)
         known.wait()
         partial = frozenset(layer.slot.name for layer, any_has in zip(layers, more, strict=True) if any_has)
-        for gathering in sorted(self._under_way, key=lambda each: each.layer.slot.name):  # One order on every rank.
+        # Backward may fill layers in another order on other ranks: the sums below need one order on all of them.
+        for gathering in sorted(self._under_way, key=lambda gathering: gathering.layer.slot.name):
             slot = gathering.layer.slot
             if slot.name in partial:
                 slot.view.add_(self._mean(kept.get(slot.name, torch.zeros_like(slot.view)), gathering))
@@ -194,19 +195,20 @@ class FactorSums:
         self._transport.spawn(ring.steps(tensor, self._transport)).wait()
         return tensor.div_(self._transport.size)
 
-    # Operation
+    # Operations
 
     def _sized(self, layer: FactoredLayer, tag: int) -> Operation:
         """Send the same messages without values, for dry runs: all ranks have as many rows."""
         tensor, size = layer.slot.tensor, self._transport.size
         split = self._methods[layer.slot.name] == "owners"
-        own_outputs = -(-layer.num_out // size) if split else layer.num_out
+        num_owned_outputs = -(-layer.num_out // size) if split else layer.num_out
         factors = [
-            SizeOnlyTensor(layer.rows * width, tensor.dtype, tensor.itemsize) for width in (own_outputs, layer.num_in)
+            SizeOnlyTensor(layer.rows * width, tensor.dtype, tensor.itemsize)
+            for width in (num_owned_outputs, layer.num_in)
         ]
         yield from self._all_to_all([SizeOnlyTensor(len(_FactorHeader._fields), torch.float64, 8), *factors], tag)
         if split:
-            block = SizeOnlyTensor(own_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
+            block = SizeOnlyTensor(num_owned_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
             yield from self._all_to_all([block], tag + 3)
 
     def _all_to_all(self, tensors: list[SizeOnlyTensor], tag: int) -> list[Work]:
@@ -222,12 +224,12 @@ class FactorSums:
 
     def _broadcast(self, gathering: _Gathering, tag: int) -> Operation:
         """Exchange factors by sufficient factor broadcasting: all factors to all ranks."""
-        mine = gathering.outputs.contiguous(), gathering.inputs.contiguous()
+        local = gathering.outputs.contiguous(), gathering.inputs.contiguous()
         sending = self._send_headers(gathering, tag)
-        for number, part in enumerate(mine):
+        for number, part in enumerate(local):
             sending += self._send(dict.fromkeys(self._others, part), tag + 1 + number)
         yield from self._receive_headers(gathering, tag)
-        buffers = [self._buffer_for(gathering, part) for part in mine]
+        buffers = [self._buffer_for(gathering, part) for part in local]
         receiving = [self._receive(buffer, gathering, tag + 1 + number) for number, buffer in enumerate(buffers)]
         yield from receiving[0] + receiving[1] + sending
         gathering.outputs, gathering.inputs = buffers
@@ -244,22 +246,22 @@ class FactorSums:
         buffers = [self._buffer_for(gathering, part) for part in (gathering.outputs[:, owned[rank]], inputs)]
         yield from self._receive(buffers[0], gathering, tag + 1) + self._receive(buffers[1], gathering, tag + 2)
         gathering.outputs, gathering.inputs = buffers
-        whole = torch.empty(layer.num_out, layer.num_in, dtype=layer.slot.tensor.dtype, device="cpu")
-        blocks = [whole[rows] for rows in owned]
+        matrix = torch.empty(layer.num_out, layer.num_in, dtype=layer.slot.tensor.dtype, device="cpu")
+        blocks = [matrix[rows] for rows in owned]
         _multiply(*gathering.weighed(), blocks[rank])
         sending += self._send(dict.fromkeys(self._others, blocks[rank]), tag + 3)
         receiving = [
             self._transport.irecv(blocks[peer].view(-1), peer, tag + 3) for peer in self._others if len(blocks[peer])
         ]
         yield from receiving + sending
-        gathering.outputs = whole
+        gathering.outputs = matrix
 
     def _send_headers(self, gathering: _Gathering, tag: int) -> list[Work]:
         """Send this rank's header to all others."""
         rows = len(gathering.outputs)
-        own = _FactorHeader(rows, _DTYPES.index(gathering.outputs.dtype) if rows else _NO_DTYPE, self._weight)
-        gathering.headers = [own] * self._transport.size  # Others' are filled in when they arrive.
-        header = torch.tensor(own, dtype=torch.float64, device="cpu")
+        local_header = _FactorHeader(rows, _DTYPES.index(gathering.outputs.dtype) if rows else _NO_DTYPE, self._weight)
+        gathering.headers = [local_header] * self._transport.size  # Others' are filled in when they arrive.
+        header = torch.tensor(local_header, dtype=torch.float64, device="cpu")
         return [self._transport.isend(header, peer, tag) for peer in self._others]
 
     def _receive_headers(self, gathering: _Gathering, tag: int) -> Operation:
@@ -284,12 +286,12 @@ class FactorSums:
         rows = buffer.split([header.rows for header in gathering.headers])
         return [self._transport.irecv(rows[peer].view(-1), peer, tag) for peer in self._others if rows[peer].numel()]
 
-    def _buffer_for(self, gathering: _Gathering, mine: Tensor) -> Tensor:
+    def _buffer_for(self, gathering: _Gathering, local: Tensor) -> Tensor:
         """Return a buffer for all ranks' rows, with this rank's filled in."""
-        dtype = gathering.dtypes[0] if gathering.dtypes else mine.dtype
+        dtype = gathering.dtypes[0] if gathering.dtypes else local.dtype
         sizes = [header.rows for header in gathering.headers]
-        buffer = torch.empty(sum(sizes), mine.shape[1], dtype=dtype, device="cpu")
-        buffer.split(sizes)[self._transport.rank].copy_(mine)
+        buffer = torch.empty(sum(sizes), local.shape[1], dtype=dtype, device="cpu")
+        buffer.split(sizes)[self._transport.rank].copy_(local)
         return buffer
 
 
