@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tutti.parallel.scheduler import Factorisation, Lasso, Problem
+from tutti.parallel.scheduler import BlockProblem, Factorisation, Lasso
 from tutti.transports import Transport
 
 NOISE = 1.0
@@ -34,7 +34,7 @@ class LassoSize:
         """Number of coefficients."""
         return self.features
 
-    def problem(self, transport: Transport) -> Problem:
+    def problem(self, transport: Transport) -> BlockProblem:
         """Return the problem with this rank's samples."""
         features, targets = lasso_data(self)
         local = slice(transport.rank, None, transport.size)
@@ -58,7 +58,7 @@ class MatrixSize:
         """Number of rows of both factors."""
         return self.rows + self.columns
 
-    def problem(self, transport: Transport) -> Problem:
+    def problem(self, transport: Transport) -> BlockProblem:
         """Return the problem, of which every rank knows all entries."""
         kind = Factorisation if self.balanced else _BalancedByNumber
         return kind(matrix_data(self), rank=self.rank, penalty=self.penalty, transport=transport)

@@ -26,7 +26,7 @@ from reproductions.strads.results import (
 from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError
 from tutti.launch import init, launch
-from tutti.parallel.scheduler import Dynamic, Order, Random, RoundRobin, Scheduler, solve
+from tutti.parallel.scheduler import Dynamic, Random, RoundRobin, Scheduler, SelectionRule, solve
 from tutti.simulation.runs.simulate import simulate
 
 LINK = Link("1gbit", "50us")
@@ -40,7 +40,7 @@ class SchedulingPolicy:
     """How the blocks of a round are chosen."""
 
     name: str
-    order: Order
+    selection: SelectionRule
     limit: float = 0.3
     """Largest dependence allowed between two blocks of a round; 1 allows any."""
 
@@ -161,7 +161,7 @@ def solve_each(tasks: list[SolverTask]) -> list[list[SolverPoint]]:
     done = []
     for task in tasks:
         problem = task.size.problem(world.transport)
-        scheduler = Scheduler(order=task.policy.order, limit=task.policy.limit, per_round=task.per_round)
+        scheduler = Scheduler(selection=task.policy.selection, limit=task.policy.limit, per_round=task.per_round)
         try:
             points = solve(problem, world.transport, scheduler, rounds=task.rounds).points
         except ConfigError:  # The solver raises this on all ranks when the objective diverges.

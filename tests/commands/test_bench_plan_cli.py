@@ -36,7 +36,7 @@ def test_a_table_and_a_verdict(call: Call, tmp_path: Path, monkeypatch: pytest.M
 REFUSED = {
     "a model nobody knows": (["--models", "digits,digit"], r"unknown model 'digit'. Did you mean 'digits'"),
     "no rate": (["--rates", "fast"], r"'fast' is not a rate"),
-    "rates of each host": (["--rates", "1gbit/1gbit/1gbit/1mbit"], r"gives hosts links of their own.*give one rate"),
+    "rates of each host": (["--rates", "1gbit/1gbit/1gbit/1mbit"], r"has several rates.*give one rate"),
     "a strategy nobody knows": (["--strategies", "rong"], r"unknown strategy 'rong'"),
     "a strategy nobody can price": (["--strategies", "native,auto"], r"strategy 'auto' has no cost formula"),
     "nothing to time": (["--strategies", ","], r"--strategies needs one or more"),

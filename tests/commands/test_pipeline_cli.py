@@ -10,19 +10,26 @@ from command import Call, assert_refused
 
 def test_a_table_and_pictures(call: Call, tmp_path: Path) -> None:
     """How fast it is, is the benchmark's business."""
-    words = ["--schedules", "in-turn,gpipe", "--width", "8", "--batch", "32", "--microbatches", "4", "--rounds", "1"]
+    words = ["--schedules", "sequential,gpipe", "--width", "8", "--batch", "32", "--microbatches", "4", "--rounds", "1"]
     words += ["--fixed-time", "20"]
     ended = call("bench", "pipeline", *words, "--json", "pipeline.json", "--plot", "pictures")
     assert ended.status == 0, ended.err
-    for said in ("2 ranks, 4 microbatches", "one process", "in-turn", "gpipe", "20.0%", "figures written to pictures"):
+    for said in (
+        "2 ranks, 4 microbatches",
+        "one process",
+        "sequential",
+        "gpipe",
+        "20.0%",
+        "figures written to pictures",
+    ):
         assert said in ended.out
     result = json.loads((tmp_path / "pipeline.json").read_text())
-    assert [row["schedule"] for row in result["rows"]] == ["in-turn", "gpipe"]
+    assert [row["schedule"] for row in result["rows"]] == ["sequential", "gpipe"]
     for row in result["rows"]:
         assert len(row["spans"]) == len(row["clock_spans"]) == 2 * 2 * 4
         assert 0 < row["bubble"] < 1
     drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert drawn == {"in-turn.png", "gpipe.png", "with-and-without-measured.png", "with-and-without-modelled.png"}
+    assert drawn == {"sequential.png", "gpipe.png", "with-and-without-measured.png", "with-and-without-modelled.png"}
 
 
 REFUSED = {

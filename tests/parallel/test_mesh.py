@@ -20,7 +20,7 @@ from tutti.errors import ConfigError, RankLost
 from tutti.job import distribute, sync_batchnorm
 from tutti.launch import init
 from tutti.parallel import Mesh, Pipeline
-from tutti.parallel.pipeline import wires
+from tutti.parallel.pipeline import stage_links
 from tutti.parallel.pipeline.settings import SCHEDULES
 from tutti.plan.auto import Auto
 from tutti.recipes.models import CharGPT, CifarQuick, mlp
@@ -172,7 +172,7 @@ def test_every_schedule_is_one_process(schedule: Any) -> None:
 
 @pytest.mark.parametrize("transport", ["sockets", "simulated"])
 def test_large_messages_move_while_ranks_compute(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wires, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(stage_links, "EAGER_BYTES", 0)
     _assert_as_alone(_perceptron(), PIPED, transport=transport, steps=5)
 
 
@@ -453,7 +453,7 @@ def test_ranks_are_told_apart() -> None:
 
 def _differ(world: World) -> str:
     model = mlp(8, 8, 8)
-    mesh = Mesh(tensor=2, split={"0": "whole"} if world.rank else {})
+    mesh = Mesh(tensor=2, split={"0": "replicate"} if world.rank else {})
     with pytest.raises(ConfigError, match=r"the strategy differs between ranks: .* on Mesh") as error:
         distribute(model, SGD(model.parameters(), lr=0.1), world=world, mesh=mesh)
     return str(error.value).split()[1]

@@ -11,14 +11,14 @@ from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError, RankLost, ReplicaMismatch
 from tutti.launch import init
 from tutti.parallel.scheduler import (
+    BlockProblem,
     Dynamic,
     Factorisation,
     Lasso,
-    Order,
-    Problem,
     Random,
     RoundRobin,
     Scheduler,
+    SelectionRule,
     Solution,
     solve,
 )
@@ -43,11 +43,11 @@ def samples(num_samples: int = 300, num_features: int = 120) -> tuple[Tensor, Te
     return features, features @ truth + 0.5 * noise
 
 
-def lasso(world: World, order: Order, rounds: int, num_features: int = 120) -> tuple[Solution, Tensor]:
+def lasso(world: World, order: SelectionRule, rounds: int, num_features: int = 120) -> tuple[Solution, Tensor]:
     features, targets = samples(num_features=num_features)
     mine = slice(world.rank, None, world.size)
     problem = Lasso(features[mine], targets[mine], PENALTY, world.transport)
-    scheduler = Scheduler(order=order, per_round=8)
+    scheduler = Scheduler(selection=order, per_round=8)
     return solve(problem, world.transport, scheduler, rounds=rounds), problem.coefficients
 
 
@@ -73,7 +73,7 @@ def test_lasso_is_solved_anywhere(transport: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("order", [RoundRobin(), Random(), Dynamic(greedy=True)], ids=repr)
-def test_lasso_is_solved_in_any_order(order: Order) -> None:
+def test_lasso_is_solved_in_any_order(order: SelectionRule) -> None:
     assert_optimal(lasso(World(0, 1, 0, "host", ALONE), order, 2500)[1])
 
 
@@ -104,13 +104,13 @@ def entries() -> tuple[Tensor, Tensor, Tensor]:
     return rows, columns, (left @ right.t())[rows, columns]
 
 
-def factorise(world: World, order: Order) -> tuple[Solution, Tensor]:
+def factorise(world: World, order: SelectionRule) -> tuple[Solution, Tensor]:
     problem = Factorisation(entries(), rank=2, penalty=0.1, transport=world.transport, seed=world.rank)
-    return solve(problem, world.transport, Scheduler(order=order, per_round=12), rounds=120), problem.factors
+    return solve(problem, world.transport, Scheduler(selection=order, per_round=12), rounds=120), problem.factors
 
 
 @pytest.mark.parametrize("order", [RoundRobin(), Dynamic(greedy=True)], ids=repr)
-def test_factors_are_found_as_by_one_rank(order: Order) -> None:
+def test_factors_are_found_as_by_one_rank(order: SelectionRule) -> None:
     ((alone, wanted),) = run_ok(factorise, order, size=1, transport="sockets")
     assert alone.objective < 0.05 * alone.points[0].objective
     rows, columns, values = entries()
@@ -133,7 +133,7 @@ def test_virtual_time_is_that_of_the_work_and_of_the_sums() -> None:
         world = init()
         features, targets = samples()
         problem = Lasso(features[world.rank :: 2], targets[world.rank :: 2], PENALTY, world.transport)
-        return solve(problem, world.transport, Scheduler(order=RoundRobin(), per_round=4, limit=1), rounds=rounds)
+        return solve(problem, world.transport, Scheduler(selection=RoundRobin(), per_round=4, limit=1), rounds=rounds)
 
     simulated = simulate(work, workers=2, cluster=Cluster(link=link, compute=Compute(flops)))
     for solution in simulated.results:
@@ -154,7 +154,7 @@ def test_a_slow_rank_is_given_less() -> None:
     def work() -> int:
         world = init()
         problem = Counting(entries(), rank=2, penalty=0.1, transport=world.transport)
-        solve(problem, world.transport, Scheduler(order=RoundRobin(), per_round=20), rounds=200)
+        solve(problem, world.transport, Scheduler(selection=RoundRobin(), per_round=20), rounds=200)
         return problem.given
 
     cluster = Cluster(link=Link("10gbit", "10us"), compute=Compute(1e7))
@@ -165,7 +165,7 @@ def test_a_slow_rank_is_given_less() -> None:
     assert uneven.seconds < 2 * even.seconds  # It would be three times, or so, with as much for each.
 
 
-class Disagreeing(Problem):
+class Disagreeing(BlockProblem):
     """Ranks do not find the same blocks urgent."""
 
     num_blocks = 100
@@ -179,7 +179,7 @@ class Disagreeing(Problem):
     def pull(self, blocks: Tensor, results: Tensor) -> Tensor:
         return torch.zeros(len(blocks))
 
-    def urgent(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
+    def urgency_increments(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tensor([50 + self._rank]), torch.ones(1)
 
     def objective(self) -> Tensor:
@@ -214,7 +214,7 @@ def test_nobody_waits_for_a_rank_that_failed(transport: str) -> None:
                 raise RuntimeError("out of features")
             return super().push(blocks, mine)
 
-        def urgent(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
+        def urgency_increments(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
             return blocks, changes
 
     def work(world: World) -> None:
@@ -231,7 +231,7 @@ def test_what_diverges_says_so() -> None:
     features = torch.randn(50, 1, generator=generator) + 0.01 * torch.randn(50, 40, generator=generator)
     problem = Lasso(features.double(), features[:, 0].double(), 0.1, ALONE)
     with pytest.raises(ConfigError, match=r"the objective is .* lower the scheduler's limit"):
-        solve(problem, ALONE, Scheduler(order=RoundRobin(), limit=1), rounds=1000)
+        solve(problem, ALONE, Scheduler(selection=RoundRobin(), limit=1), rounds=1000)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.cut import as_asked, balanced, bytes_of_ranks, check_fits, check_ranks, within
+from tutti.parallel.pipeline.cut import (
+    balanced_cut,
+    balanced_cut_within,
+    bytes_per_rank,
+    check_layers_fit,
+    check_ranks_fit,
+    cut_from_counts,
+)
 
 Times = st.lists(st.floats(0, 100), min_size=1, max_size=9)
 
@@ -23,7 +30,7 @@ def _slowest(seconds: list[float], spans: list[tuple[int, int]]) -> float:
 
 @given(seconds=Times, num_stages=st.integers(1, 5))
 def test_no_cut_is_better(seconds: list[float], num_stages: int) -> None:
-    spans = balanced(seconds, num_stages)
+    spans = balanced_cut(seconds, num_stages)
     cuts = _all_cuts(len(seconds), num_stages)
     if not cuts:
         assert spans is None
@@ -39,8 +46,8 @@ def test_no_cut_is_better(seconds: list[float], num_stages: int) -> None:
 )
 def test_memory_is_respected(seconds: list[float], memory: list[list[int]], limit: int) -> None:
     memory = [each[: len(seconds)] for each in memory]
-    spans = balanced(seconds, 3, memory, [limit] * 3)
-    fitting = [cut for cut in _all_cuts(len(seconds), 3) if max(bytes_of_ranks(cut, memory, 3)) <= limit]
+    spans = balanced_cut(seconds, 3, memory, [limit] * 3)
+    fitting = [cut for cut in _all_cuts(len(seconds), 3) if max(bytes_per_rank(cut, memory, 3)) <= limit]
     if not fitting:
         assert spans is None
         return
@@ -49,35 +56,35 @@ def test_memory_is_respected(seconds: list[float], memory: list[list[int]], limi
 
 
 def test_a_cut_as_asked() -> None:
-    assert as_asked([2, 1, 3], 3, 6) == [(0, 2), (2, 3), (3, 6)]
+    assert cut_from_counts([2, 1, 3], 3, 6) == [(0, 2), (2, 3), (3, 6)]
     with pytest.raises(
         ConfigError, match=r"cut \[2, 2\] is of 2 stages and 4 layers; the mesh has 2 stages .* 5 layers"
     ):
-        as_asked([2, 2], 2, 5)
+        cut_from_counts([2, 2], 2, 5)
 
 
 def test_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 stages need as many layers or more, and the model has 2 \(a, b\)"):
-        check_fits(["a", "b"], 3, [1, 1], None)
+        check_layers_fit(["a", "b"], 3, [1, 1], None)
     with pytest.raises(ConfigError, match=r"a rank may take 1 KiB, and these layers alone need more: 'b' 2 KiB"):
-        check_fits(["a", "b"], 2, [1024, 2048], 1024)
+        check_layers_fit(["a", "b"], 2, [1024, 2048], 1024)
 
 
 def test_what_ranks_take() -> None:
-    spans, memory = as_asked([1, 1, 2, 1], 4, 5), [[10] * 5, [20] * 5, [30] * 5, [40] * 5]
-    assert bytes_of_ranks(spans, memory, 2) == [10 + 60, 20 + 40]
-    check_ranks(spans, memory, 2, 70)
+    spans, memory = cut_from_counts([1, 1, 2, 1], 4, 5), [[10] * 5, [20] * 5, [30] * 5, [40] * 5]
+    assert bytes_per_rank(spans, memory, 2) == [10 + 60, 20 + 40]
+    check_ranks_fit(spans, memory, 2, 70)
     with pytest.raises(ConfigError, match=r"a rank may take 65 B, and this cut needs 70 B on rank 0 of the pipeline"):
-        check_ranks(spans, memory, 2, 65)
+        check_ranks_fit(spans, memory, 2, 65)
 
 
 @given(seconds=Times, sizes=st.lists(st.integers(1, 16), min_size=9, max_size=9), limit=st.integers(10, 60))
 def test_ranks_of_two_stages_have_room_for_both(seconds: list[float], sizes: list[int], limit: int) -> None:
     memory = [sizes[: len(seconds)]] * 4
-    found = within(seconds, memory, 2, limit)
-    fitting = [cut for cut in _all_cuts(len(seconds), 4) if max(bytes_of_ranks(cut, memory, 2)) <= limit]
+    found = balanced_cut_within(seconds, memory, 2, limit)
+    fitting = [cut for cut in _all_cuts(len(seconds), 4) if max(bytes_per_rank(cut, memory, 2)) <= limit]
     assert found is None or found in fitting
 
 
 def test_one_stage_of_a_rank_may_be_larger_than_the_other() -> None:
-    assert within([1.0] * 7, [[10, 12, 14, 6, 2, 16, 2]] * 4, 2, 34) is not None
+    assert balanced_cut_within([1.0] * 7, [[10, 12, 14, 6, 2, 16, 2]] * 4, 2, 34) is not None

@@ -14,7 +14,7 @@ from tutti.errors import ConfigError
 from tutti.job import distribute
 from tutti.launch import init
 from tutti.parallel import Mesh, Pipeline
-from tutti.parallel.pipeline.order import order
+from tutti.parallel.pipeline.schedules import actions_by_rank
 from tutti.plan import price
 from tutti.plan.mesh import MeshPrediction, ModelParts, plan_meshes, price_mesh
 from tutti.plan.mesh.axis_placement import placement_along
@@ -76,13 +76,13 @@ def test_replicas_alone_cost_what_their_strategy_does(parts: ModelParts) -> None
 @pytest.mark.parametrize(("microbatches", "pipe"), [(4, 2), (16, 2), (4, 4)])
 def test_a_pipeline_of_even_stages_waits_as_theory_says(microbatches: int, pipe: int) -> None:
     stages = [StageTime(1.0, 2.0, ((), ()), [0.0], 0.0)] * pipe
-    found = PipelineSimulation(order("1f1b", pipe, 1, microbatches), stages, Link("1tbit", 0.0)).seconds()
+    found = PipelineSimulation(actions_by_rank("1f1b", pipe, 1, microbatches), stages, Link("1tbit", 0.0)).seconds()
     assert 1 - 3 * microbatches / found == pytest.approx((pipe - 1) / (microbatches + pipe - 1), rel=1e-6)
 
 
 def test_what_stages_give_each_other_queues_at_their_network_card() -> None:
     stages = [StageTime(1.0, 1.0, ((), ()), [1e6], 0.0)] * 2
-    found = PipelineSimulation(order("gpipe", 2, 1, 4), stages, Link("1mbit", 0.0)).seconds()
+    found = PipelineSimulation(actions_by_rank("gpipe", 2, 1, 4), stages, Link("1mbit", 0.0)).seconds()
     assert found == pytest.approx(1 + 4 * 8 + 1 + 1 + 4 * 8 + 1), "one after the other there, and back"
 
 

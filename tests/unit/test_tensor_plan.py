@@ -5,13 +5,13 @@ from torch import nn
 
 import tutti
 from tutti.errors import ConfigError
-from tutti.parallel.tensor.plan import refuse_if_whole
+from tutti.parallel.tensor.plan import nothing_split_mistakes
 from tutti.recipes.models import CharGPT, CharLSTM, FashionCNN, mlp
 
 
 def _ways(model: nn.Module, num_ranks: int = 2, split: dict[str, str] | None = None) -> dict[str, str]:
     plan = tutti.tensor_plan(model, num_ranks, split)  # type: ignore[arg-type]
-    return {layer.name: layer.way for layer in plan.layers}
+    return {layer.name: layer.style for layer in plan.layers}
 
 
 class Attention(nn.Module):
@@ -22,7 +22,7 @@ class Attention(nn.Module):
 
 
 def test_linear_layers_in_pairs() -> None:
-    assert _ways(mlp(8, 16, 16, 4)) == {"0": "outputs", "2": "inputs", "4": "outputs"}
+    assert _ways(mlp(8, 16, 16, 4)) == {"0": "colwise", "2": "rowwise", "4": "colwise"}
 
 
 def test_a_transformer() -> None:
@@ -30,26 +30,26 @@ def test_a_transformer() -> None:
     assert ways == {
         "embedding": "vocabulary",
         "position": "vocabulary",
-        "blocks.0.norm_attention": "whole",
+        "blocks.0.norm_attention": "replicate",
         "blocks.0.query_key_value": "heads",
-        "blocks.0.project": "inputs",
-        "blocks.0.norm_mlp": "whole",
-        "blocks.0.mlp.0": "outputs",
-        "blocks.0.mlp.2": "inputs",
-        "norm": "whole",
-        "output": "outputs",
+        "blocks.0.project": "rowwise",
+        "blocks.0.norm_mlp": "replicate",
+        "blocks.0.mlp.0": "colwise",
+        "blocks.0.mlp.2": "rowwise",
+        "norm": "replicate",
+        "output": "colwise",
     }
 
 
 def test_attention_by_three_layers() -> None:
-    assert _ways(Attention(4)) == {"query": "outputs", "key": "outputs", "value": "outputs", "out": "inputs"}
-    assert set(_ways(Attention(3)).values()) == {"whole"}  # Three heads for two ranks.
+    assert _ways(Attention(4)) == {"query": "colwise", "key": "colwise", "value": "colwise", "out": "rowwise"}
+    assert set(_ways(Attention(3)).values()) == {"replicate"}  # Three heads for two ranks.
 
 
 def test_convolutions_by_channel() -> None:
     ways = _ways(FashionCNN())
-    assert (ways["features.0"], ways["features.3"]) == ("outputs", "inputs")
-    assert _ways(nn.Sequential(nn.Conv2d(4, 4, 3, groups=4))) == {"0": "whole"}
+    assert (ways["features.0"], ways["features.3"]) == ("colwise", "rowwise")
+    assert _ways(nn.Sequential(nn.Conv2d(4, 4, 3, groups=4))) == {"0": "replicate"}
 
 
 def test_printed_as_a_table() -> None:
@@ -57,24 +57,24 @@ def test_printed_as_a_table() -> None:
     assert lines[0] == "over 2 ranks:"
     assert lines[1].split() == ["layer", "kind", "weight", "split", "by", "why"]
     assert lines[3].split("  ")[0] == "lstm"
-    assert "whole" in lines[3]
+    assert "replicate" in lines[3]
     assert "no rule for LSTM" in lines[3]
 
 
 def test_as_asked() -> None:
-    asked = {"blocks.*.mlp.?": "whole", "output": "inputs"}
+    asked = {"blocks.*.mlp.?": "replicate", "output": "rowwise"}
     ways = _ways(CharGPT(21, context=8, width=16, num_heads=4, num_blocks=2), 2, asked)
-    assert {ways[f"blocks.{block}.mlp.{layer}"] for block in (0, 1) for layer in (0, 2)} == {"whole"}
-    assert ways["output"] == "inputs"
+    assert {ways[f"blocks.{block}.mlp.{layer}"] for block in (0, 1) for layer in (0, 2)} == {"replicate"}
+    assert ways["output"] == "rowwise"
 
 
 REFUSED = {
-    "nobody there": ({"9": "outputs"}, r"no layer with parameters is called '9'"),
+    "nobody there": ({"9": "colwise"}, r"no layer with parameters is called '9'"),
     "no such way": ({"0": "columns"}, r"layer '0' \(Linear\) cannot be split by columns: there is no such way"),
-    "another layer's way": ({"0": "vocabulary"}, r"layer '0' \(Linear\) .* it is split by outputs or inputs or heads"),
-    "too few": ({"4": "outputs"}, r"layer '4' \(Linear\) .*: it has 3 of them for 4 ranks"),
+    "another layer's way": ({"0": "vocabulary"}, r"layer '0' \(Linear\) .* it is split by colwise or rowwise or heads"),
+    "too few": ({"4": "colwise"}, r"layer '4' \(Linear\) .*: it has 3 of them for 4 ranks"),
     "heads": ({"0": "heads"}, r"its 16 outputs are not queries, keys and values of 4 equal parts"),
-    "no copy but whole": ({"5": "outputs"}, r"layer '5' \(LayerNorm\) .*: of a LayerNorm there are whole copies only"),
+    "no copy but whole": ({"5": "colwise"}, r"layer '5' \(LayerNorm\) .*: of a LayerNorm there are whole copies only"),
 }
 
 
@@ -86,10 +86,10 @@ def test_refused(split: dict[str, str], message: str) -> None:
 
 
 def test_a_model_of_which_nothing_can_be_split() -> None:
-    (mistake,) = refuse_if_whole(tutti.tensor_plan(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)), 5))
+    (mistake,) = nothing_split_mistakes(tutti.tensor_plan(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)), 5))
     assert "none of the model's layers can be split over 5 ranks" in mistake
     assert "'0' (LayerNorm): no rule for LayerNorm; '1' (Linear): it has 1 of them for 5 ranks" in mistake
 
 
 def test_a_table_that_must_be_whole() -> None:
-    assert _ways(nn.Sequential(nn.Embedding(10, 4, padding_idx=0))) == {"0": "whole"}
+    assert _ways(nn.Sequential(nn.Embedding(10, 4, padding_idx=0))) == {"0": "replicate"}

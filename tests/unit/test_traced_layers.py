@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.layers import Stage, check_apart, layers_of
+from tutti.parallel.pipeline.layers import StageModule, check_no_shared_parameters, sequential_layers
 from tutti.recipes.models import CharGPT, CharLSTM, FashionCNN
 
 MODELS = {
@@ -17,11 +17,11 @@ MODELS = {
 
 @pytest.mark.parametrize(("model", "example"), MODELS.values(), ids=MODELS)
 def test_layers_do_what_the_model_does(model: nn.Module, example: Tensor) -> None:
-    layers = layers_of(model, example)
+    layers = sequential_layers(model, example)
     assert len(layers) > 2
     assert len({name for name, _ in layers}) == len(layers)
-    check_apart(layers)
-    stages = [Stage(layers[:2]), Stage(layers[2:])]
+    check_no_shared_parameters(layers)
+    stages = [StageModule(layers[:2]), StageModule(layers[2:])]
     values = (example,)
     for stage in stages:
         values = stage(*values)
@@ -32,7 +32,7 @@ def test_layers_do_what_the_model_does(model: nn.Module, example: Tensor) -> Non
 
 def test_a_sequence_is_taken_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
-    assert [name for name, _ in layers_of(model, None)] == ["0", "1.0", "1.1"]
+    assert [name for name, _ in sequential_layers(model, None)] == ["0", "1.0", "1.1"]
 
 
 class Undecided(nn.Module):
@@ -49,10 +49,10 @@ class Undecided(nn.Module):
 
 def test_a_model_that_cannot_be_traced() -> None:
     with pytest.raises(ConfigError, match=r"cannot be traced.*test_traced_layers.py:\d+: `if made.sum\(\) > 0:"):
-        layers_of(Undecided(), torch.randn(2, 3))
+        sequential_layers(Undecided(), torch.randn(2, 3))
 
 
 def test_layers_that_share() -> None:
     shared = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match=r"layers '0' and '2' share the parameter 'weight'"):
-        check_apart(layers_of(nn.Sequential(shared, nn.ReLU(), shared), None))
+        check_no_shared_parameters(sequential_layers(nn.Sequential(shared, nn.ReLU(), shared), None))

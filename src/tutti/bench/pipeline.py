@@ -19,7 +19,7 @@ from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.parallel import Mesh, Pipeline
 from tutti.parallel.pipeline.settings import ScheduleName
 from tutti.parallel.pipeline.step import PipelineStep
-from tutti.parallel.pipeline.timeline import Span, Timeline, played
+from tutti.parallel.pipeline.timeline import ActionSpan, PipelineTimeline, simulate_schedule
 from tutti.recipes.models import mlp
 from tutti.world import World
 
@@ -135,7 +135,7 @@ def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> di
         step()
         timelines.append(pipeline.timeline())
     middle = sorted(timelines, key=lambda timeline: timeline.bubble)[len(timelines) // 2]
-    clock = played(pipeline.plan.orders, _median_times(timelines))
+    clock = simulate_schedule(pipeline.plan.actions_by_rank, _median_times(timelines))
     return {
         "bubble": middle.bubble,
         "clock_bubble": clock.bubble,
@@ -145,7 +145,7 @@ def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> di
     }
 
 
-def _median_times(timelines: list[Timeline]) -> Callable[[Any], float]:
+def _median_times(timelines: list[PipelineTimeline]) -> Callable[[Any], float]:
     """The median time of each kind of work on each stage."""
     times: dict[tuple[str, int], list[float]] = {}
     for timeline in timelines:
@@ -154,6 +154,6 @@ def _median_times(timelines: list[Timeline]) -> Callable[[Any], float]:
     return lambda action: statistics.median(times[action.kind, action.stage])
 
 
-def timeline_from(spans: Sequence[dict[str, Any]], result: dict[str, Any]) -> Timeline:
+def timeline_from(spans: Sequence[dict[str, Any]], result: dict[str, Any]) -> PipelineTimeline:
     """A timeline from the spans that `measure` returned."""
-    return Timeline(result["workers"], result["microbatches"], tuple(Span(**span) for span in spans))
+    return PipelineTimeline(result["workers"], result["microbatches"], tuple(ActionSpan(**span) for span in spans))

@@ -67,9 +67,7 @@ def check(models: list[str], rates: list[str], texts: list[str]) -> None:
     check_model_names(models)
     for rate in rates:
         if len(set(LabSpec.parse(f"hosts={HOSTS},rate={rate}").rates)) > 1:
-            raise ConfigError(
-                f"'{rate}' gives hosts links of their own, for which formulas do not hold: give one rate."
-            )
+            raise ConfigError(f"'{rate}' has several rates, for which the cost formulas do not hold: give one rate.")
     for text in texts:
         strategy = parse(text)
         if not has_cost(strategy):

@@ -53,7 +53,7 @@ def result_with_accuracy(results: list[TrainingResult | None]) -> TrainingResult
     """The result of the rank that measured the accuracy. Servers and lost ranks have none."""
     known = [result for result in results if result is not None and not isnan(result.accuracy)]
     if not known:
-        raise TuttiError("the ranks that knew how the run went have died, and their models with them.")
+        raise TuttiError("all ranks that measured the accuracy were lost, so the run has no result.")
     return known[0]
 
 

@@ -10,8 +10,8 @@ from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError
 from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
 from tutti.parallel import Mesh
-from tutti.parallel.arrangement import Arrangement, mistakes_on_mesh
 from tutti.parallel.branch import Branches
+from tutti.parallel.model_on_mesh import ModelOnMesh, mesh_mistakes
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
@@ -60,18 +60,18 @@ def distribute(
         mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:
-        mistakes += mistakes_on_mesh(model, optimizer, mesh, strategy, world.size, example)
+        mistakes += mesh_mistakes(model, optimizer, mesh, strategy, world.size, example)
     check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
     take_from_rank_0(model, optimizer, world.transport)
-    before, arrangement = world, None
+    before, model_on_mesh = world, None
     if mesh is not None:
-        arrangement = Arrangement(model, optimizer, mesh, world.transport, example)
-        world = _along_data(world, arrangement)
+        model_on_mesh = ModelOnMesh(model, optimizer, mesh, world.transport, example)
+        world = _along_data(world, model_on_mesh)
     try:
-        return _start(model, optimizer, strategy, world, before, arrangement)
+        return _start(model, optimizer, strategy, world, before, model_on_mesh)
     except BaseException:
-        if arrangement is not None:
-            arrangement.abandon()
+        if model_on_mesh is not None:
+            model_on_mesh.abandon()
             restore_world(world, before)
         raise
 
@@ -82,10 +82,12 @@ def _start(
     strategy: Strategy,
     world: World,
     before: World,
-    arrangement: Arrangement | None,
+    model_on_mesh: ModelOnMesh | None,
 ) -> Job:
     """Attach the strategy to the model between the ranks of `world`; `before` is that of all ranks. Collective."""
-    replica = HookedReplica(model if arrangement is None else arrangement.part, optimizer, world.sample_counts)
+    replica = HookedReplica(
+        model if model_on_mesh is None else model_on_mesh.local_module, optimizer, world.sample_counts
+    )
     transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
     if world.rank >= world.size - strategy.num_dedicated_servers:
@@ -93,12 +95,12 @@ def _start(
         channel.close()
         raise SystemExit(0)
     trains = _without_servers(world, strategy.num_dedicated_servers)
-    compute_clock = ComputeClock(channel) if channel.cluster is not None and arrangement is None else None
+    compute_clock = ComputeClock(channel) if channel.cluster is not None and model_on_mesh is None else None
     if compute_clock is not None:
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
-    job = Job(replica, exchange, strategy, trains, compute_clock, arrangement)
+    job = Job(replica, exchange, strategy, trains, compute_clock, model_on_mesh)
     job.previous_world = before
     setattr(model, JOB_ATTRIBUTE, job)
     for module in model.modules():
@@ -120,9 +122,9 @@ def _without_servers(world: World, num_servers: int) -> World:
     return trains
 
 
-def _along_data(world: World, arrangement: Arrangement) -> World:
+def _along_data(world: World, model_on_mesh: ModelOnMesh) -> World:
     """Return the world of the ranks that have the same part of the model."""
-    row = arrangement.data
+    row = model_on_mesh.data_transport
     along = replace(world, rank=row.rank, size=row.size, transport=row, leave=world.close)
     if world is current_world():
         set_world(along)

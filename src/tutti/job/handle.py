@@ -11,7 +11,7 @@ from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, PULL, EventLog
 from tutti.job.metrics import Metrics
 from tutti.job.state import exchange_state, job_state
-from tutti.parallel.arrangement import Arrangement
+from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.replica import HookedReplica
 from tutti.simulation.compute_clock import ComputeClock
@@ -35,14 +35,14 @@ class Job:
         strategy: Strategy,
         world: World,
         compute_clock: ComputeClock | None = None,
-        arrangement: Arrangement | None = None,
+        model_on_mesh: ModelOnMesh | None = None,
     ) -> None:
         self.strategy = strategy
         self.world = world
         """The ranks that train: all but dedicated servers; on a mesh, those along the `data` axis."""
         self._compute_clock = compute_clock
-        self._arrangement = arrangement
-        self._model = replica.model if arrangement is None else arrangement.model
+        self._model_on_mesh = model_on_mesh
+        self._model = replica.model if model_on_mesh is None else model_on_mesh.model
         self._replica = replica
         self._exchange = exchange
         self._started_s = exchange.transport.now()
@@ -75,17 +75,17 @@ class Job:
 
         A batch goes through the stages in microbatches; `loss(output, y)` is a mean over samples.
         """
-        if self._arrangement is None:
+        if self._model_on_mesh is None:
             raise ConfigError("job.pipeline needs a mesh: tutti.distribute(..., mesh=tutti.Mesh(pipe=2), example=x).")
-        return self._arrangement.pipeline(loss, self._replica)
+        return self._model_on_mesh.pipeline_step(loss, self._replica)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale gradients so that the norm of all of them is at most `max_norm`; return the norm before. Collective.
 
         As `torch.nn.utils.clip_grad_norm_`, which on a mesh would see this rank's part of the model only.
         """
-        if self._arrangement is not None:
-            return self._arrangement.clip_grad_norm(max_norm)
+        if self._model_on_mesh is not None:
+            return self._model_on_mesh.clip_grad_norm(max_norm)
         return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
 
     @contextmanager
@@ -97,12 +97,12 @@ class Job:
         """
         _refuse_in_consensus(self._replica, "a second job.consensus()")
         self._exchange.consensus()
-        self._replica.agreeing = True
+        self._replica.in_consensus = True
         try:
-            with nullcontext() if self._arrangement is None else self._arrangement.whole(optimizer):
+            with nullcontext() if self._model_on_mesh is None else self._model_on_mesh.full_model(optimizer):
                 yield self._model
         finally:
-            self._replica.agreeing = False
+            self._replica.in_consensus = False
             self._exchange.restore_local()
 
     @contextmanager
@@ -142,7 +142,7 @@ class Job:
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the first that still trains: the one to report, save or evaluate."""
-        first = self._arrangement is None or self._arrangement.first
+        first = self._model_on_mesh is None or self._model_on_mesh.is_replica_leader
         return self._was_leader if self._finished else first and self._exchange.is_leader
 
     @property
@@ -155,14 +155,14 @@ class Job:
 
         It is alike on every rank. Collective: every rank calls it, and one may save it for all.
         """
-        return job_state(self.strategy, self._replica.steps, self._exchange, self._arrangement)
+        return job_state(self.strategy, self._replica.steps, self._exchange, self._model_on_mesh)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; every rank loads it, before its first step.
 
         Raises `ConfigError` for a state of another strategy, or of a model that was split otherwise.
         """
-        own = exchange_state(state, self.strategy, self._arrangement)
+        own = exchange_state(state, self.strategy, self._model_on_mesh)
         self._replica.steps = state["steps"]
         self._exchange.load_state_dict(own)
 
@@ -174,8 +174,8 @@ class Job:
             self._finished = True
             try:
                 self._exchange.finish()
-                if self._arrangement is not None:
-                    self._arrangement.close()
+                if self._model_on_mesh is not None:
+                    self._model_on_mesh.close()
                 self.world.tolerate_loss(False)
             finally:
                 self._release()
@@ -188,8 +188,8 @@ class Job:
         if self._compute_clock is not None:
             self._compute_clock.detach()
         self._exchange.transport.close()
-        if self._arrangement is not None:
-            self._arrangement.abandon()
+        if self._model_on_mesh is not None:
+            self._model_on_mesh.abandon()
             restore_world(self.world, self.previous_world)
         delattr(self._model, JOB_ATTRIBUTE)
 
@@ -210,7 +210,7 @@ class Job:
 
 
 def _refuse_in_consensus(replica: HookedReplica, what: str) -> None:
-    if replica.agreeing:
+    if replica.in_consensus:
         raise ConfigError(f"{what} inside job.consensus(): end that first.")
 
 

@@ -3,21 +3,21 @@
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.parallel.arrangement import Arrangement
+from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.strategies import Exchange, Strategy
 
 
-def job_state(strategy: Strategy, steps: int, exchange: Exchange, arrangement: Arrangement | None) -> dict[str, Any]:
+def job_state(strategy: Strategy, steps: int, exchange: Exchange, model_on_mesh: ModelOnMesh | None) -> dict[str, Any]:
     """Return what `Job.state_dict` returns. Collective."""
     own = exchange.state_dict()
     return {
         "strategy": str(strategy),
         "steps": steps,
-        "exchange": own if arrangement is None else arrangement.gathered(own),
+        "exchange": own if model_on_mesh is None else model_on_mesh.gather_state(own),
     }
 
 
-def exchange_state(state: dict[str, Any], strategy: Strategy, arrangement: Arrangement | None) -> dict[str, Any]:
+def exchange_state(state: dict[str, Any], strategy: Strategy, model_on_mesh: ModelOnMesh | None) -> dict[str, Any]:
     """Return the part of a job's saved state that the exchange of this rank loads.
 
     Raises `ConfigError` for what is no such state, for one of a strategy that cannot go on from it, and for one of a
@@ -33,8 +33,8 @@ def exchange_state(state: dict[str, Any], strategy: Strategy, arrangement: Arran
             f"'{strategy}'. Load the model and the optimiser alone, before distribute, or use that strategy."
         )
     own = state["exchange"]
-    if arrangement is not None:
-        return arrangement.own(own)
+    if model_on_mesh is not None:
+        return model_on_mesh.local_state(own)
     if not any(own.get("parts", [own])):
         return {}  # Saved on a mesh by a strategy without state: it goes with any split.
     if "parts" in own:

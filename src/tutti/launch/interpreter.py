@@ -1,4 +1,4 @@
-"""Python processes that run a part of Tutti."""
+"""Commands that run a module of Tutti in a Python process of its own."""
 
 import sys
 
@@ -6,8 +6,8 @@ import sys
 def main_of(module: str) -> list[str]:
     """The command that calls a module's `main` in a process of its own.
 
-    What that imports, torch above all, stays to the end. Python's collector need not look at it, neither while it comes
-    nor later nor when the process ends: that would take almost as long as the rest of the imports.
+    The garbage collector is off during the imports, and never looks at what was imported: torch stays to the end, and
+    collecting it during the imports and at exit would take almost as long as the imports themselves.
     """
     start = f"import gc; gc.disable(); from {module} import main; gc.freeze(); gc.enable(); main()"
     return [sys.executable, "-c", start]

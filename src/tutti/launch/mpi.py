@@ -1,4 +1,9 @@
-"""Start MPI as asked for, and make a transport of it."""
+"""MPI as a transport: its settings before it starts, checks of its ranks, and the end of all ranks when one fails.
+
+Open MPI reads its settings from the environment when it starts, which importing `mpi4py.MPI` does. So `prepare` comes
+first, then `check`, which imports it, then `connect`. MPI has no way to lose a rank: a rank whose script fails aborts
+all of them.
+"""
 
 import atexit
 import os
@@ -26,7 +31,11 @@ def is_mpi(kind: str) -> bool:
 
 
 def prepare(kind: str) -> None:
-    """Tell Open MPI which algorithm to use, while it can still be told: it reads the environment when it starts."""
+    """Set the all-reduce algorithm of Open MPI in the environment, before MPI starts.
+
+    Raises `ConfigError` if mpi4py is missing or MPI has started with other settings, `EnvironmentConflict` if a
+    variable contradicts the algorithm.
+    """
     if find_spec("mpi4py") is None:
         raise ConfigError(f"transport '{kind}' needs MPI: pip install 'tutti[mpi]'.")
     algorithm = kind.partition(":")[2]
@@ -51,41 +60,41 @@ def prepare(kind: str) -> None:
     os.environ.update(settings)
 
 
-def check(place: RankEnvironment, kind: str) -> None:
-    """Refuse ranks that MPI does not know, or knows by other numbers, or whose MPI has other algorithms."""
-    if place.launcher not in ("Open MPI", "MPICH"):
-        by = "by nobody" if place.launcher == "none" else f"as {place.launcher} says"
+def check(environment: RankEnvironment, kind: str) -> None:
+    """Start MPI, and refuse ranks that it does not know or numbers otherwise, and algorithms that it does not have."""
+    if environment.launcher not in ("Open MPI", "MPICH"):
+        by = "by nobody" if environment.launcher == "none" else f"as {environment.launcher} says"
         raise ConfigError(
-            f"rank {place.rank}: transport '{kind}' needs ranks that mpirun started, and this one was started {by}. "
-            f"Run mpirun -n {max(2, place.size)} python SCRIPT, or choose another transport."
+            f"rank {environment.rank}: transport '{kind}' needs ranks that mpirun started, and this one was started "
+            f"{by}. Run mpirun -n {max(2, environment.size)} python SCRIPT, or choose another transport."
         )
-    if place.launcher != "Open MPI" and ":" in kind:
+    if environment.launcher != "Open MPI" and ":" in kind:
         raise ConfigError(
-            f"transport '{kind}': only Open MPI lets its algorithms be chosen, and this is {place.launcher}."
+            f"transport '{kind}': only Open MPI lets its algorithms be chosen, and this is {environment.launcher}."
         )
     from mpi4py import MPI  # Starts it.
 
     everyone = MPI.COMM_WORLD
-    if (everyone.rank, everyone.size) != (place.rank, place.size):
+    if (everyone.rank, everyone.size) != (environment.rank, environment.size):
         raise EnvironmentConflict(
-            f"mpirun says this is rank {place.rank} of {place.size}, mpi4py says {everyone.rank} of {everyone.size}: "
-            "they belong to different MPIs. Use the mpirun of the MPI that mpi4py was built for."
+            f"mpirun says this is rank {environment.rank} of {environment.size}, mpi4py says {everyone.rank} of "
+            f"{everyone.size}: they belong to different MPIs. Use the mpirun of the MPI that mpi4py was built for."
         )
 
 
 def connect(membership: Membership) -> "MpiTransport":
-    """A transport over MPI to everyone in `membership`, that is to all of MPI's world. Collective."""
+    """Open a transport over MPI to all ranks in `membership`, which are all ranks of MPI's world. Collective."""
     from mpi4py import MPI
 
     from tutti.transports.mpi.transport import MpiTransport
 
-    link = MpiTransport(membership, MPI.COMM_WORLD.Dup(), rules=rules_in(os.environ))
-    _end_together(link)
-    return link
+    transport = MpiTransport(membership, MPI.COMM_WORLD.Dup(), rules=rules_in(os.environ))
+    _abort_on_failure(transport)
+    return transport
 
 
-def _end_together(link: "MpiTransport") -> None:
-    """End all ranks when this one's script fails: MPI's own end waits for them, and they may wait for this one."""
+def _abort_on_failure(transport: "MpiTransport") -> None:
+    """Abort all ranks when this one's script fails: MPI's own exit waits for them, and they may wait for this one."""
     before = sys.excepthook
 
     def failed(*error: Any) -> None:
@@ -93,8 +102,8 @@ def _end_together(link: "MpiTransport") -> None:
         _abort()
 
     def ended() -> None:
-        link.close()
-        if link.broken:
+        transport.close()
+        if transport.broken:
             _abort()
 
     sys.excepthook = failed
@@ -110,12 +119,12 @@ def _abort() -> None:
 
 
 def rules_in(environment: Mapping[str, str]) -> Rules:
-    """What Open MPI was told, by Tutti or by mpirun's `--mca`."""
+    """Read which algorithm Open MPI was told to use, by Tutti or by mpirun's `--mca`."""
     algorithm = None
     if environment.get(_RULES, "").lower() in ("1", "true", "yes", "t", "y"):
-        given = environment.get(_ALGORITHM, "")
+        value = environment.get(_ALGORITHM, "")
         numbers = {str(number): name for name, number in ALLREDUCE_ALGORITHMS.items()}
-        algorithm = numbers.get(given, given if given in ALLREDUCE_ALGORITHMS else None)
+        algorithm = numbers.get(value, value if value in ALLREDUCE_ALGORITHMS else None)
     components = environment.get(_COMPONENTS, "^")
     named = "han" in components.removeprefix("^").split(",")
     return Rules(algorithm=algorithm, han=named != components.startswith("^"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from tutti.errors import ConfigError
 
 _STORE_PORT = 29_500
-"""Where ranks of a lab meet: a namespace of its own has every port free."""
+"""Port of the store for ranks in a lab: a new namespace has every port free."""
 
 
 def available() -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tutti.errors import ConfigError
-from tutti.parallel.same_batch import SameBatch
+from tutti.parallel.same_batch import SameBatchCheck
 from tutti.transports import Transport
 from tutti.transports.sockets.frames import DTYPES
 
@@ -50,7 +50,7 @@ class Branches(nn.Module):
         self._talk = transport.channel("branches", members)
         self._place = transport.rank - members[0]
         self._size = size
-        self._same = SameBatch(self._talk, _REMEDY)
+        self._same = SameBatchCheck(self._talk, _REMEDY)
         self.distributed = False
         """Whether gradients are averaged over ranks, without which they would be wrong."""
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from tutti.errors import ConfigError
 from tutti.parallel.pipeline.settings import Pipeline
-from tutti.parallel.tensor.splits import Way
+from tutti.parallel.tensor.styles import ParallelStyle
 
 Axis = Literal["pipe", "data", "tensor"]
 
@@ -24,14 +24,14 @@ class Mesh:
 
     Args:
         split: by name, or pattern of names such as "blocks.*.mlp.0": how to split a layer that `tutti.tensor_plan`
-            would split otherwise, or "whole".
+            would split otherwise, or "replicate".
         pipeline: its schedule and its cut.
     """
 
     data: int = 1
     tensor: int = 1
     pipe: int = 1
-    split: Mapping[str, Way] = field(default_factory=dict)
+    split: Mapping[str, ParallelStyle] = field(default_factory=dict)
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class Mesh:
         if wrong:
             raise ConfigError(f"Mesh: {', '.join(wrong)}; every axis needs a whole number of ranks, 1 or more.")
         if not isinstance(self.split, Mapping):
-            raise ConfigError(f"Mesh: split={self.split!r}; it is by layer, such as {{'output': 'whole'}}.")
+            raise ConfigError(f"Mesh: split={self.split!r}; it is by layer, such as {{'output': 'replicate'}}.")
         if not isinstance(self.pipeline, Pipeline):
             raise ConfigError(f"Mesh: pipeline={self.pipeline!r}; it is a tutti.Pipeline(schedule=...).")
 
@@ -60,21 +60,21 @@ class Mesh:
             f"world has {num_ranks}. Start {self.size}, or choose axes whose product is {num_ranks}."
         ]
 
-    def place(self, rank: int) -> dict[Axis, int]:
+    def coordinates(self, rank: int) -> dict[Axis, int]:
         """Where a rank is on every axis."""
         found: dict[Axis, int] = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, self.shape[axis])
         return found
 
-    def along(self, axis: Axis, rank: int) -> list[int]:
+    def ranks_along(self, axis: Axis, rank: int) -> list[int]:
         """The ranks of the row along `axis` in which `rank` is, in order."""
-        place = self.place(rank)
+        place = self.coordinates(rank)
         return [self._rank({**place, axis: number}) for number in range(self.shape[axis])]
 
-    def together(self, rank: int) -> list[int]:
+    def replica_ranks(self, rank: int) -> list[int]:
         """The ranks that have one replica together with `rank`, itself among them, in order."""
-        return [each for stage in self.along("pipe", rank) for each in self.along("tensor", stage)]
+        return [each for stage in self.ranks_along("pipe", rank) for each in self.ranks_along("tensor", stage)]
 
     def _rank(self, place: dict[Axis, int]) -> int:
         rank = 0

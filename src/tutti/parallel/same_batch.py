@@ -14,7 +14,7 @@ from tutti.transports import Transport
 MESH_REMEDY = "make tutti.data.shard after distribute, when the world is that of replicas, and seed what is random."
 
 
-class SameBatch:
+class SameBatchCheck:
     """Compares the first batch that ranks are given: whoever draws others does so from the start."""
 
     def __init__(self, transport: Transport, remedy: str = MESH_REMEDY) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tutti.parallel.pipeline.timeline import Span, Timeline
+from tutti.parallel.pipeline.timeline import ActionSpan, PipelineTimeline
 from tutti.report.plots import pyplot
 
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#e69f00", "W": "#009e73"}
@@ -13,7 +13,7 @@ COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#e69f00", "W": "#009e73"}
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
 
 
-def plot_timelines(panels: Mapping[str, Timeline], title: str, path: Path) -> None:
+def plot_timelines(panels: Mapping[str, PipelineTimeline], title: str, path: Path) -> None:
     """Draw timelines below each other on one time axis: a row per rank, a box per microbatch."""
     plt = pyplot()
     num_rows = sum(timeline.num_ranks for timeline in panels.values())
@@ -41,7 +41,7 @@ def plot_timelines(panels: Mapping[str, Timeline], title: str, path: Path) -> No
     plt.close(figure)
 
 
-def _draw(axis: Any, timeline: Timeline, longest_s: float) -> None:
+def _draw(axis: Any, timeline: PipelineTimeline, longest_s: float) -> None:
     start = min(span.start_s for span in timeline.spans)
     for span in timeline.spans:
         _box(axis, span, start, longest_s)
@@ -50,7 +50,7 @@ def _draw(axis: Any, timeline: Timeline, longest_s: float) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _box(axis: Any, span: Span, start_s: float, longest_s: float) -> None:
+def _box(axis: Any, span: ActionSpan, start_s: float, longest_s: float) -> None:
     width = span.stop_s - span.start_s
     shade = 1.0 if span.stage == span.rank else 0.65  # A rank's later stages are paler.
     style = {"color": COLOURS[span.kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.6}

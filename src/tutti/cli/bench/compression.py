@@ -82,7 +82,9 @@ def _check_codecs(strategy: str, codecs: list[str]) -> None:
     from tutti.strategies import parse
 
     if has_codec(parse(strategy)):
-        raise ConfigError(f"--strategy is what is exact, such as ring; codecs go into --codecs. Got '{strategy}'.")
+        raise ConfigError(
+            f"--strategy takes an exact strategy such as ring, got '{strategy}': codecs go into --codecs."
+        )
     if not codecs:
         raise ConfigError("--codecs needs one or more, such as onebit,lowrank.")
     for codec in codecs:

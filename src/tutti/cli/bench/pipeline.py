@@ -22,7 +22,7 @@ def pipeline(
     schedules: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated schedules: in-turn, gpipe, 1f1b, interleaved, zero-bubble.", show_default="all"
+            help="Comma-separated schedules: sequential, gpipe, 1f1b, interleaved, zero-bubble.", show_default="all"
         ),
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, help="Number of microbatches per batch.")] = 16,
@@ -112,8 +112,8 @@ def _draw(result: dict[str, Any], folder: Path) -> None:
         }
         plot_timelines(panels, f"{name}, {result['microbatches']} microbatches", folder / f"{name}.png")
     pipelined = next((name for name in ("gpipe", "1f1b") if name in by_name), None)
-    if "in-turn" in by_name and pipelined is not None:
-        pair = {f"with pipeline ({pipelined})": pipelined, "without pipeline": "in-turn"}
+    if "sequential" in by_name and pipelined is not None:
+        pair = {f"with pipeline ({pipelined})": pipelined, "without pipeline": "sequential"}
         for kind, source in (("spans", "measured"), ("clock_spans", "modelled")):
             panels = {label: timeline_from(by_name[name][kind], result) for label, name in pair.items()}
             plot_timelines(

@@ -84,7 +84,7 @@ def scaling(
 def _with_sample_time(cluster: Cluster, model: str, accelerator: str | None, sample_time: str | None) -> Cluster:
     """The cluster with the computing time of an accelerator, or with one that was given."""
     if accelerator is not None and sample_time is not None:
-        raise ConfigError("give --accelerator or --sample-time, not both: each says how long an image takes.")
+        raise ConfigError("give --accelerator or --sample-time, not both: each sets the computing time of an image.")
     if sample_time == "cluster":
         return cluster
     seconds = parse_time(sample_time) if sample_time is not None else seconds_per_sample(accelerator or "p100", model)

@@ -1,7 +1,13 @@
-"""The lab: real hosts on one Linux machine, network namespaces whose links are shaped.
+"""The lab: emulated hosts on one Linux machine, as network namespaces with shaped links.
 
-Each host is a namespace with one Ethernet link to a switch, a namespace with a bridge. Nothing is made in the
-machine's own namespace and the switch leads nowhere else, so no traffic can leave.
+How it works. Each host is a network namespace with one virtual Ethernet link to the switch, a namespace with a
+bridge. Both ends of a link are shaped to the host's rate (`tc tbf`); the sender's end also delays packets if there is
+a latency. Nothing is made in the machine's own namespace and the switch leads nowhere else, so no traffic can leave
+the machine.
+
+A lab exists from its constructor to `close`, the end of its `with` block, or the end of its object. Only the process
+that made it removes it: a forked copy of the object does nothing. If that process is killed, the namespaces stay,
+their names show that their owner is gone, and the next lab that starts removes them (`tutti.launch.lab.ownership`).
 """
 
 import os
@@ -22,18 +28,20 @@ from tutti.launch.lab.ownership import NAME, Claim, claiming
 from tutti.launch.lab.placement import LabHost, ProcessPlacement
 
 MAX_HOSTS = 250
+"""Number of addresses in the lab's network, less those of the switch and the network itself."""
 
 MIN_RATE, MAX_RATE = 1e5, 1e11
-"""What `tc tbf` can shape with packets of this size and clocks of this kind."""
+"""Bits per second that `tc tbf` can shape with packets of this size."""
 
 SWITCH = "10.77.0.254"
+"""Address of the switch, where the store of a run listens."""
 
 FORM = "such as hosts=4,rate=1gbit,ranks=2,latency=1ms; rate=1gbit/100mbit/1gbit/1gbit gives each host its own"
 
 _KEYS = ("hosts", "rate", "ranks", "latency")
 
 _VARIABLES = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "eth0")
-"""Torch would look for this machine's own name or interface, which no host of the lab has."""
+"""Variables that name the interface of a host. Torch would look for that of this machine's own name otherwise."""
 
 # Headers of frames leave 95.6 % of the rate to the payload (1448 of 1514 bytes), acknowledgements of what comes the
 # other way 2 % less. What fits in the bucket travels at no cost after a pause, so it should be small; but packets that
@@ -53,25 +61,28 @@ _counter = count()
 
 @dataclass(frozen=True, kw_only=True)
 class LabSpec:
-    """How many hosts, and what their links are like."""
+    """Number of hosts, and rate and latency of their links."""
 
     rates: tuple[float, ...]
-    """Bits a second of each host's link, either way."""
+    """Bits per second of each host's link, in each direction."""
     latency_s: float = 0.0
-    """From any host to any other, one way, beside what the rate costs."""
+    """Seconds from any host to any other, one way, beside the time that the rate costs."""
     ranks_per_host: int = 1
+    """Number of workers on each host."""
 
     @property
     def hosts(self) -> int:
+        """Number of hosts."""
         return len(self.rates)
 
     @property
     def num_workers(self) -> int:
+        """Number of workers on all hosts."""
         return self.hosts * self.ranks_per_host
 
     @classmethod
     def parse(cls, text: str) -> "LabSpec":
-        """From a text such as `hosts=4,rate=1gbit,ranks=2,latency=1ms`."""
+        """Parse a text such as `hosts=4,rate=1gbit,ranks=2,latency=1ms`; `ConfigError` with every mistake in it."""
         if not text.strip():
             raise ConfigError(f"a lab needs a description, {FORM}.")
         pairs = [part.partition("=") for part in text.split(",") if part.strip()]
@@ -112,7 +123,7 @@ def lab(
 
 
 class Lab:
-    """Hosts that exist until it is closed."""
+    """Emulated hosts, which exist until the lab is closed."""
 
     def __init__(self, spec: LabSpec, name: str | None = None) -> None:
         if (lacking := missing()) is not None:
@@ -138,13 +149,13 @@ class Lab:
 
     @property
     def placement(self) -> ProcessPlacement:
-        """Which ranks go where."""
+        """Placement of ranks on the hosts; `ConfigError` if the lab is closed."""
         if not self._remove.alive:
             raise ConfigError(f"the lab '{self.name}' is closed: make a new one.")
         return self._placement
 
     def close(self) -> None:
-        """Kill what still runs on the hosts and remove them."""
+        """Kill all processes on the hosts and remove the hosts."""
         self._remove()
 
     def __enter__(self) -> "Lab":
@@ -157,14 +168,14 @@ class Lab:
 
 
 def address(host: int) -> str:
-    """A host's address in its lab."""
+    """Address of a host in the lab's network."""
     return f"10.77.0.{host + 1}"
 
 
 def _checked(
     counts: tuple[str | int, str | int], rates: Sequence[str | float], latency: str | float | None, mistakes: list[str]
 ) -> LabSpec:
-    """What was asked for, or one error with every mistake in it."""
+    """Build a `LabSpec` from unchecked values; raise one `ConfigError` with every mistake."""
     hosts = _whole(counts[0], "hosts", MAX_HOSTS, mistakes)
     ranks = _whole(counts[1], "ranks per host", None, mistakes)
     numbers, latency_s = [], 0.0
@@ -201,7 +212,7 @@ def _whole(value: str | int, what: str, most: int | None, mistakes: list[str]) -
 
 
 def _build(claim: Claim, spec: LabSpec) -> None:
-    """Make the hosts, join them to the switch and shape their links."""
+    """Make the namespaces, connect them to the switch and shape their links."""
     hosts = [claim.host(number) for number in range(spec.hosts)]
     batch("ip", (f"netns add {name}" for name in (claim.switch, *hosts)))
     _name_hosts(claim, spec)
@@ -233,7 +244,7 @@ def _name_hosts(claim: Claim, spec: LabSpec) -> None:
 
 
 def shaping(device: str, bits_per_s: float, latency_s: float = 0.0) -> list[str]:
-    """tc's commands for one end of a link.
+    """Commands for `tc` that shape one end of a link.
 
     A packet passes two shaped ends on its way, the sender's and the switch's; it is delayed at the first only.
     """

@@ -6,16 +6,16 @@ from itertools import accumulate, combinations, pairwise
 from tutti.cluster import format_size
 from tutti.errors import ConfigError
 
-Span = tuple[int, int]
+LayerRange = tuple[int, int]
 """First layer of a stage, and the first after it."""
 
 
-def balanced(
+def balanced_cut(
     seconds: Sequence[float],
     num_stages: int,
     memory: Sequence[Sequence[int]] | None = None,
     limits: Sequence[int] | None = None,
-) -> list[Span] | None:
+) -> list[LayerRange] | None:
     """Consecutive layers for every stage, one or more each; None if no cut fits into memory.
 
     By dynamic programming over where the last stage begins: the best cut of all, in time O(stages x layers²).
@@ -43,7 +43,7 @@ def balanced(
                     best[stage][stop], begins[stage][stop] = slowest, start
     if best[num_stages][num_layers] == float("inf"):
         return None
-    spans, stop = list[Span](), num_layers
+    spans, stop = list[LayerRange](), num_layers
     for stage in range(num_stages, 0, -1):
         start = begins[stage][stop]
         spans.append((start, stop))
@@ -51,7 +51,7 @@ def balanced(
     return spans[::-1]
 
 
-def as_asked(counts: Sequence[int], num_stages: int, num_layers: int) -> list[Span]:
+def cut_from_counts(counts: Sequence[int], num_stages: int, num_layers: int) -> list[LayerRange]:
     """The spans of stages of so many layers each."""
     if len(counts) != num_stages or sum(counts) != num_layers:
         raise ConfigError(
@@ -62,7 +62,7 @@ def as_asked(counts: Sequence[int], num_stages: int, num_layers: int) -> list[Sp
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def check_fits(names: Sequence[str], num_stages: int, memory: Sequence[int], limit_bytes: int | None) -> None:
+def check_layers_fit(names: Sequence[str], num_stages: int, memory: Sequence[int], limit_bytes: int | None) -> None:
     """Refuse more stages than layers, and a layer that is too large for any stage."""
     if num_stages > len(names):
         raise ConfigError(
@@ -79,7 +79,7 @@ def check_fits(names: Sequence[str], num_stages: int, memory: Sequence[int], lim
         )
 
 
-def bytes_of_ranks(spans: Sequence[Span], memory: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+def bytes_per_rank(spans: Sequence[LayerRange], memory: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
     """By rank, what its stages take; `memory` is by stage and layer, and stage s is on rank s modulo `num_ranks`."""
     found = [0] * num_ranks
     for stage, (start, stop) in enumerate(spans):
@@ -87,11 +87,11 @@ def bytes_of_ranks(spans: Sequence[Span], memory: Sequence[Sequence[int]], num_r
     return found
 
 
-def check_ranks(
-    spans: Sequence[Span], memory: Sequence[Sequence[int]], num_ranks: int, limit_bytes: int | None
+def check_ranks_fit(
+    spans: Sequence[LayerRange], memory: Sequence[Sequence[int]], num_ranks: int, limit_bytes: int | None
 ) -> None:
     """Refuse a cut of which some rank's part does not fit."""
-    needed = bytes_of_ranks(spans, memory, num_ranks)
+    needed = bytes_per_rank(spans, memory, num_ranks)
     if limit_bytes is None or max(needed) <= limit_bytes:
         return
     large = ", ".join(f"{format_size(each)} on rank {rank}" for rank, each in enumerate(needed) if each > limit_bytes)
@@ -101,22 +101,22 @@ def check_ranks(
     )
 
 
-def within(
+def balanced_cut_within(
     seconds: Sequence[float], memory: Sequence[Sequence[int]], num_ranks: int, limit_bytes: int
-) -> list[Span] | None:
-    """As `balanced`, so that no rank's stages take more than `limit_bytes` together; None if none was found.
+) -> list[LayerRange] | None:
+    """As `balanced_cut`, so that no rank's stages take more than `limit_bytes` together; None if none was found.
 
     Where a rank has several stages, its memory is shared among them in all ways of eighths, alike on all ranks.
     """
     num_stages = len(memory)
-    best = balanced(seconds, num_stages, memory, [limit_bytes] * num_stages)
-    if best is None or max(bytes_of_ranks(best, memory, num_ranks)) <= limit_bytes:
+    best = balanced_cut(seconds, num_stages, memory, [limit_bytes] * num_stages)
+    if best is None or max(bytes_per_rank(best, memory, num_ranks)) <= limit_bytes:
         return best
     per_rank = num_stages // num_ranks
     found = []
     for cuts in combinations(range(1, 8), per_rank - 1):
         shares = [limit_bytes * (stop - start) // 8 for start, stop in pairwise([0, *cuts, 8])]
-        spans = balanced(seconds, num_stages, memory, [shares[stage // num_ranks] for stage in range(num_stages)])
+        spans = balanced_cut(seconds, num_stages, memory, [shares[stage // num_ranks] for stage in range(num_stages)])
         if spans is not None:
             found.append((max(sum(seconds[start:stop]) for start, stop in spans), spans))
     return min(found)[1] if found else None

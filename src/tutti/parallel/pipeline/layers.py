@@ -9,7 +9,7 @@ from tutti.errors import ConfigError
 Layers = list[tuple[str, nn.Module]]
 
 
-def layers_of(model: nn.Module, example: Any) -> Layers:
+def sequential_layers(model: nn.Module, example: Any) -> Layers:
     """The layers of `model`, by name: those of an `nn.Sequential`, or what `torch.export` finds by an example."""
     if is_sequential(model):
         return list(_flat(model))
@@ -22,7 +22,7 @@ def is_sequential(model: nn.Module) -> bool:
     return type(model).forward is nn.Sequential.forward and len(model._modules) > 0
 
 
-def check_apart(layers: Layers) -> None:
+def check_no_shared_parameters(layers: Layers) -> None:
     """Refuse a parameter that two layers have, which may come to be on different ranks."""
     owner: dict[int, str] = {}
     for name, layer in layers:
@@ -34,7 +34,7 @@ def check_apart(layers: Layers) -> None:
                 )
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """Some layers, one after the other: takes and gives tuples of tensors."""
 
     def __init__(self, layers: Layers) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.parallel.pipeline.layers import Layers
-from tutti.parallel.pipeline.work import guarded
+from tutti.parallel.pipeline.stage_runner import protect_inputs
 
 _ROUNDS = 5
 
@@ -23,7 +23,7 @@ class LayerCost:
     parameter_bytes: int
     activation_bytes: int
     """Of its outputs."""
-    gives: tuple[tuple[tuple[int, ...], str], ...]
+    output_shapes: tuple[tuple[tuple[int, ...], str], ...]
     """Shape and dtype of every output."""
 
     @property
@@ -35,7 +35,7 @@ class LayerCost:
         return 2 * self.parameter_bytes + num_microbatches * self.activation_bytes
 
 
-def measure(layers: Layers, example: Any, now: Callable[[], float]) -> list[LayerCost]:
+def measure_layers(layers: Layers, example: Any, now: Callable[[], float]) -> list[LayerCost]:
     """Run every layer alone, forward and backward, on what the one before it gives; `now` is the clock.
 
     Each takes what it took at its best: whatever else the machine does hits one layer or another.
@@ -49,16 +49,16 @@ def measure(layers: Layers, example: Any, now: Callable[[], float]) -> list[Laye
     return [_cost(name, layer, runs) for (name, layer), *runs in zip(layers, *rounds, strict=True)]
 
 
-def _round(layers: Layers, example: Any, now: Callable[[], float]) -> list["_Run"]:
+def _round(layers: Layers, example: Any, now: Callable[[], float]) -> list["_TimedRun"]:
     values = example if isinstance(example, tuple) else (example,)
-    found: list[_Run] = []
+    found: list[_TimedRun] = []
     for _, layer in layers:
-        found.append(_Run(layer, values, not found, now))
+        found.append(_TimedRun(layer, values, not found, now))
         values = found[-1].made
     return found
 
 
-def _cost(name: str, layer: nn.Module, runs: list["_Run"]) -> LayerCost:
+def _cost(name: str, layer: nn.Module, runs: list["_TimedRun"]) -> LayerCost:
     made = runs[0].made
     return LayerCost(
         name,
@@ -70,7 +70,7 @@ def _cost(name: str, layer: nn.Module, runs: list["_Run"]) -> LayerCost:
     )
 
 
-class _Run:
+class _TimedRun:
     """A layer's forward and backward pass, timed. The first layer need not say what its inputs' gradients are."""
 
     def __init__(self, layer: nn.Module, values: tuple[Tensor, ...], first: bool, now: Callable[[], float]) -> None:
@@ -78,7 +78,7 @@ class _Run:
         wanted = [it for it in [*layer.parameters(), *taken] if it.requires_grad]
         start_s = _at(now, taken)
         with torch.enable_grad():
-            out = layer(*guarded(layer, taken))
+            out = layer(*protect_inputs(layer, taken))
         middle_s = _at(now, taken)
         made = out if isinstance(out, tuple) else (out,)
         outputs = [it for it in made if it.requires_grad]

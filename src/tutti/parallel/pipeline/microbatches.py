@@ -9,7 +9,7 @@ from tutti.errors import ConfigError
 from tutti.replica.samples import num_rows
 
 
-def microbatches(batch: Any, num_parts: int) -> list[Any]:
+def split_batch(batch: Any, num_parts: int) -> list[Any]:
     """The microbatches of a batch: nested tensors cut alike along their first dimension."""
     rows = num_rows(batch)
     if rows % num_parts or not rows:

@@ -4,17 +4,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tutti.parallel.pipeline.measure import LayerCost
-from tutti.parallel.pipeline.order import Action, Parcel
+from tutti.parallel.pipeline.schedules import Action, StageMessage
 
 Shapes = Sequence[tuple[tuple[int, ...], str]]
 """Shape and dtype of each tensor that goes together."""
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class PipelinePlan:
     """The same on all ranks along `pipe`. Stage s is on rank s modulo their number."""
 
-    orders: Sequence[Sequence[Action]]
+    actions_by_rank: Sequence[Sequence[Action]]
     """By rank."""
     costs: Sequence[LayerCost]
     """By stage."""
@@ -24,7 +24,7 @@ class StagePlan:
 
     @property
     def num_ranks(self) -> int:
-        return len(self.orders)
+        return len(self.actions_by_rank)
 
     @property
     def num_stages(self) -> int:
@@ -35,20 +35,20 @@ class StagePlan:
         cost = self.costs[action.stage]
         return cost.forward_s if action.kind == "F" else cost.backward_s / (1 if action.kind == "B" else 2)
 
-    def parcels(self) -> Iterator[Parcel]:
+    def messages(self) -> Iterator[StageMessage]:
         """All that goes from one rank to another in a step, numbered by the order."""
-        for actions in self.orders:
+        for actions in self.actions_by_rank:
             for action in actions:
-                parcel = action.gives(self.num_stages)
-                if parcel is not None and self.sender(parcel) != self.receiver(parcel):
-                    yield parcel
+                message = action.output_message(self.num_stages)
+                if message is not None and self.sender(message) != self.receiver(message):
+                    yield message
 
-    def sender(self, parcel: Parcel) -> int:
-        return parcel.stage % self.num_ranks
+    def sender(self, message: StageMessage) -> int:
+        return message.stage % self.num_ranks
 
-    def receiver(self, parcel: Parcel) -> int:
-        return (parcel.stage + (1 if parcel.way == "forward" else -1)) % self.num_ranks
+    def receiver(self, message: StageMessage) -> int:
+        return (message.stage + (1 if message.direction == "forward" else -1)) % self.num_ranks
 
-    def shapes(self, parcel: Parcel) -> Shapes:
+    def shapes(self, message: StageMessage) -> Shapes:
         """What is in it: gradients are as what they are of."""
-        return self.costs[parcel.stage if parcel.way == "forward" else parcel.stage - 1].gives
+        return self.costs[message.stage if message.direction == "forward" else message.stage - 1].output_shapes

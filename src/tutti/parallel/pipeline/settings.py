@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from tutti.errors import ConfigError
 
-ScheduleName = Literal["in-turn", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+ScheduleName = Literal["sequential", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
@@ -16,7 +16,7 @@ class Pipeline:
     """How a batch goes through the stages.
 
     Args:
-        schedule: "in-turn" is no pipeline: one microbatch after the other; "gpipe" (Huang 2019) does all forward
+        schedule: "sequential" is no pipeline: one microbatch after the other; "gpipe" (Huang 2019) does all forward
             passes first; "1f1b" (Narayanan 2019) keeps fewer activations; "interleaved" (Narayanan 2021) gives every
             rank several stages; "zero-bubble" (Qi 2023) computes gradients of weights where a rank would wait.
         microbatches: into how many parts a batch is cut; twice as many as there are ranks along `pipe` by default.
@@ -43,7 +43,7 @@ class Pipeline:
         counts = () if self.cut is None else self.cut
         if isinstance(counts, str) or not all(isinstance(each, int) and each > 0 for each in counts) or counts == []:
             mistakes.append(f"every stage of the cut needs 1 layer or more, got {self.cut!r}")
-        if not mistakes and self.schedule in ("in-turn", "gpipe", "1f1b") and (self.stages_per_rank or 1) > 1:
+        if not mistakes and self.schedule in ("sequential", "gpipe", "1f1b") and (self.stages_per_rank or 1) > 1:
             mistakes.append(
                 f"'{self.schedule}' has 1 stage per rank, got stages_per_rank={self.stages_per_rank}; 'interleaved' "
                 "has several"

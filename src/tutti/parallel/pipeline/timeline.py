@@ -1,17 +1,17 @@
-"""Who worked on what, when: of a real step, or of one played by a clock."""
+"""Who worked on what, when: of a real step, or of one simulate_schedule by a clock."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tutti.parallel.pipeline.order import Action, Kind
+from tutti.parallel.pipeline.schedules import Action, ActionKind
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """One rank's work on one microbatch."""
 
     rank: int
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
     start_s: float
@@ -19,12 +19,12 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PipelineTimeline:
     """One step of a pipeline, on all its ranks."""
 
     num_ranks: int
     num_microbatches: int
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
 
     @property
     def seconds(self) -> float:
@@ -46,29 +46,31 @@ def ideal_bubble(num_ranks: int, num_microbatches: int) -> float:
     return (num_ranks - 1) / (num_microbatches + num_ranks - 1)
 
 
-def played(orders: Sequence[Sequence[Action]], seconds: Callable[[Action], float], message_s: float = 0.0) -> Timeline:
+def simulate_schedule(
+    orders: Sequence[Sequence[Action]], seconds: Callable[[Action], float], message_s: float = 0.0
+) -> PipelineTimeline:
     """What ranks would do and when, if each piece of work took so long and each message `message_s`."""
     num_stages = 1 + max(action.stage for actions in orders for action in actions)
     done: dict[Action, float] = {}
-    spans: list[Span] = []
+    spans: list[ActionSpan] = []
     clocks, next_of = [0.0] * len(orders), [0] * len(orders)
     while any(number < len(actions) for number, actions in zip(next_of, orders, strict=True)):
         moved = False
         for rank, actions in enumerate(orders):
             while next_of[rank] < len(actions):
                 action = actions[next_of[rank]]
-                needed = action.needs(num_stages)
+                needed = action.dependencies(num_stages)
                 if not all(it in done for it in needed):
                     break
                 ready = [done[it] + (message_s if it.stage != action.stage else 0.0) for it in needed]
                 start = max([clocks[rank], *ready])
                 clocks[rank] = start + seconds(action)
                 done[action] = done[_as_needed(action)] = clocks[rank]
-                spans.append(Span(rank, action.kind, action.stage, action.microbatch, start, clocks[rank]))
+                spans.append(ActionSpan(rank, action.kind, action.stage, action.microbatch, start, clocks[rank]))
                 next_of[rank] += 1
                 moved = True
         assert moved, f"this order waits for itself: {orders}"
-    return Timeline(len(orders), 1 + max(span.microbatch for span in spans), tuple(spans))
+    return PipelineTimeline(len(orders), 1 + max(span.microbatch for span in spans), tuple(spans))
 
 
 def _as_needed(action: Action) -> Action:

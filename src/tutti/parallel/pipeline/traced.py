@@ -43,12 +43,12 @@ def traced_layers(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]
             after = results
         elif not all(_can_travel(node) for node in after):
             continue  # Not a place to cut: something here is no tensor that can have a gradient.
-        layers.append((_name(waiting, layers), _Operators(model, waiting, live, after)))
+        layers.append((_name(waiting, layers), _TracedLayer(model, waiting, live, after)))
         live, waiting = after, []
     return layers
 
 
-class _Operators(nn.Module):
+class _TracedLayer(nn.Module):
     """Some operators of the graph. What later ones need goes through."""
 
     def __init__(

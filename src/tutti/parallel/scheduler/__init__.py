@@ -2,21 +2,21 @@
 
 from tutti.parallel.scheduler.factorisation import Factorisation
 from tutti.parallel.scheduler.lasso import Lasso
-from tutti.parallel.scheduler.orders import ORDERS, Dynamic, Order, Random, RoundRobin
-from tutti.parallel.scheduler.problem import Problem
-from tutti.parallel.scheduler.solve import Point, Scheduler, Solution, solve
+from tutti.parallel.scheduler.problem import BlockProblem
+from tutti.parallel.scheduler.selection import SELECTION_RULES, Dynamic, Random, RoundRobin, SelectionRule
+from tutti.parallel.scheduler.solve import ProgressPoint, Scheduler, Solution, solve
 
 __all__ = [
-    "ORDERS",
+    "SELECTION_RULES",
+    "BlockProblem",
     "Dynamic",
     "Factorisation",
     "Lasso",
-    "Order",
-    "Point",
-    "Problem",
+    "ProgressPoint",
     "Random",
     "RoundRobin",
     "Scheduler",
+    "SelectionRule",
     "Solution",
     "solve",
 ]

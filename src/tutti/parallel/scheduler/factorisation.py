@@ -8,11 +8,11 @@ from torch import Tensor
 from tutti.collectives import broadcast_all
 from tutti.collectives.steps import parts
 from tutti.errors import ConfigError
-from tutti.parallel.scheduler.problem import Problem
+from tutti.parallel.scheduler.problem import BlockProblem
 from tutti.transports import Transport
 
 
-class Factorisation(Problem):
+class Factorisation(BlockProblem):
     """Minimise Σ (a − w·h)² + λ (‖W‖² + ‖H‖²) over the entries of a matrix that are known.
 
     A block is a row of W or of H: first those of all rows of the matrix, then those of its columns. A row of W depends
@@ -65,7 +65,7 @@ class Factorisation(Problem):
         self.factors[blocks] = results
         return changes
 
-    def urgent(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
+    def urgency_increments(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
         """Partners of those that changed, which are at their best themselves: by the root of what is to be gained."""
         places, owners = self._entries_of(blocks)
         partners = self._partners[places]

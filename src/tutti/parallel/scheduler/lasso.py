@@ -8,18 +8,18 @@ from torch import Tensor
 
 from tutti.errors import ConfigError
 from tutti.parallel.scheduler import sketch
-from tutti.parallel.scheduler.problem import Problem
-from tutti.parallel.scheduler.sums import summer
+from tutti.parallel.scheduler.problem import BlockProblem
+from tutti.parallel.scheduler.sums import sum_function
 from tutti.transports import Transport
 
 _PARTNERS = 0.3
 """Features are told of each other's changes if their correlation is beyond this."""
 
 
-class Lasso(Problem):
+class Lasso(BlockProblem):
     """Minimise ½ ‖y − X β‖² + λ ‖β‖₁. A block is one coefficient, and depends on others by features' correlation.
 
-    Correlations are estimated from a `Sketch` that every rank has: to compute them would take longer than the updates
+    Correlations are estimated from a `SimHash` that every rank has: to compute them would take longer than the updates
     that they are for. What a coefficient's change makes urgent is itself, and coefficients of correlated features as
     far as the change may have moved them: one that is 0 is not urgent until changes could have brought it over λ.
 
@@ -34,7 +34,7 @@ class Lasso(Problem):
 
     def __init__(self, features: Tensor, targets: Tensor, penalty: float, transport: Transport) -> None:
         _check(features, targets, penalty, transport.rank)
-        total = summer(transport)
+        total = sum_function(transport)
         self.num_blocks = features.shape[1]
         self.coefficients = torch.zeros(self.num_blocks, dtype=features.dtype)
         self.penalty = penalty
@@ -47,7 +47,7 @@ class Lasso(Problem):
         own = torch.Generator().manual_seed(transport.rank)
         projected = self._rows @ torch.randn(len(targets), sketch.NUM_BITS, generator=own, dtype=features.dtype)
         total(projected)
-        self._sketch = sketch.Sketch(projected)
+        self._sketch = sketch.SimHash(projected)
         self._partners: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._slack = np.zeros(self.num_blocks)
         """How much the gradient of a coefficient that is 0 may change before the coefficient does."""
@@ -67,7 +67,7 @@ class Lasso(Problem):
         self._slack[blocks] = (self.penalty - wanted.abs()).clamp(min=0) / squares.sqrt()
         return change.abs() * squares.sqrt()
 
-    def urgent(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
+    def urgency_increments(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
         """Those that changed; and partners of theirs, by how much that may move them in turn."""
         places = changes.nonzero()[:, 0]
         if not len(places):
@@ -86,7 +86,7 @@ class Lasso(Problem):
         return self._residual.square().sum() / 2 + self._share * self.penalty * self.coefficients.abs().sum()
 
     def dependence(self, blocks: Tensor) -> Tensor:
-        return torch.from_numpy(self._sketch.among(blocks.numpy()))
+        return torch.from_numpy(self._sketch.pairwise_similarity(blocks.numpy()))
 
     def operations(self, blocks: Tensor, mine: Tensor) -> float:
         searching, self._num_searches = self._num_searches * self.num_blocks * sketch.OPERATIONS, 0
@@ -94,7 +94,7 @@ class Lasso(Problem):
 
     def _partners_of(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         if block not in self._partners:
-            self._partners[block] = self._sketch.beyond(block, _PARTNERS)
+            self._partners[block] = self._sketch.neighbours(block, _PARTNERS)
             self._num_searches += 1
         return self._partners[block]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Problem(ABC):
+class BlockProblem(ABC):
     """A model in blocks, and this rank's part of the data. In every round a scheduler picks blocks to be updated.
 
     Parameters are the same on every rank: what `pull` makes of the same results must be the same, to the bit. Blocks
@@ -35,7 +35,7 @@ class Problem(ABC):
     def objective(self) -> Tensor:
         """This rank's part of what is minimised, as one number: parts are summed over ranks."""
 
-    def urgent(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
+    def urgency_increments(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
         """Which blocks are more urgent now that these have changed so much, and by how much each is: these are.
 
         Asked after `pull`, by orders that go by urgency. A block that was just updated is not urgent but for this.

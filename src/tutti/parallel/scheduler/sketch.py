@@ -12,7 +12,7 @@ _ALIKE = np.abs(np.cos(math.pi * np.arange(NUM_BITS + 1) / NUM_BITS))
 """The cosine of the angle between two vectors, up to its sign, by the number of bits in which they differ."""
 
 
-class Sketch:
+class SimHash:
     """The signs of random projections: in how many two vectors differ tells the angle between them (Charikar 2002).
 
     Comparing is by whole numbers, so that it comes to the same on every processor.
@@ -26,11 +26,11 @@ class Sketch:
         words = np.packbits((projected >= 0).numpy(), axis=1).view(np.uint64)
         self._words = np.ascontiguousarray(words.T)
 
-    def among(self, some: np.ndarray) -> np.ndarray:
+    def pairwise_similarity(self, some: np.ndarray) -> np.ndarray:
         """How alike some of the vectors are, each to each: the absolute value of their cosine, about."""
         return _alike([np.bitwise_xor.outer(word, word) for word in self._words[:, some]])
 
-    def beyond(self, one: int, limit: float) -> tuple[np.ndarray, np.ndarray]:
+    def neighbours(self, one: int, limit: float) -> tuple[np.ndarray, np.ndarray]:
         """Which others are more like this one than `limit`, and how much they are."""
         alike = _alike([word ^ word[one] for word in self._words])
         alike[one] = 0.0

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError, ReplicaMismatch
-from tutti.parallel.scheduler.choose import balanced, independent
-from tutti.parallel.scheduler.orders import Agenda, Dynamic, Order
-from tutti.parallel.scheduler.problem import Problem
-from tutti.parallel.scheduler.sums import summer
+from tutti.parallel.scheduler.choose import balance_loads, select_independent
+from tutti.parallel.scheduler.problem import BlockProblem
+from tutti.parallel.scheduler.selection import BlockSelector, Dynamic, SelectionRule
+from tutti.parallel.scheduler.sums import sum_function
 from tutti.transports import Transport
 
 _LEARN = 0.05
-"""How much of what one round shows about ranks' paces is believed."""
+"""How much of what one round shows about ranks' relative_times is believed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,22 +23,22 @@ class Scheduler:
     """How blocks are picked for a round.
 
     Args:
-        order: which come first: `Dynamic()`, `RoundRobin()` or `Random()`.
+        selection: which blocks come first: `Dynamic()`, `RoundRobin()` or `Random()`.
         per_round: how many blocks are updated at once, at most.
         limit: blocks that depend on each other by more than this, from 0 to 1, are not updated in one round. 1 lets
             any be.
         seed: of what is drawn.
     """
 
-    order: Order = field(default_factory=Dynamic)
+    selection: SelectionRule = field(default_factory=Dynamic)
     per_round: int = 32
     limit: float = 0.3
     seed: int = 0
 
     def __post_init__(self) -> None:
         mistakes = []
-        if not isinstance(self.order, Order):
-            mistakes.append(f"order must be an object such as Dynamic(), got {self.order!r}")
+        if not isinstance(self.selection, SelectionRule):
+            mistakes.append(f"selection must be an object such as Dynamic(), got {self.selection!r}")
         if self.per_round < 1:
             mistakes.append(f"per_round must be 1 or more, got {self.per_round}")
         if not 0 <= self.limit <= 1:
@@ -48,7 +48,7 @@ class Scheduler:
 
 
 @dataclass(frozen=True)
-class Point:
+class ProgressPoint:
     """How far a solution was, and when."""
 
     rounds: int
@@ -63,7 +63,7 @@ class Point:
 class Solution:
     """How it went, the same on every rank but for the seconds."""
 
-    points: list[Point]
+    points: list[ProgressPoint]
     reached: bool
     """Whether the target was."""
 
@@ -73,7 +73,7 @@ class Solution:
 
 
 def solve(
-    problem: Problem,
+    problem: BlockProblem,
     transport: Transport,
     scheduler: Scheduler | None = None,
     *,
@@ -89,7 +89,7 @@ def solve(
         raise ConfigError(
             f"solve needs rounds of 0 or more and report_every of 1 or more, got {rounds}, {report_every}."
         )
-    worker = _Worker(problem, transport, scheduler or Scheduler())
+    worker = _RoundRunner(problem, transport, scheduler or Scheduler())
     points = [worker.point()]
     while worker.rounds < rounds and points[-1].objective > target:
         for _ in range(min(report_every, rounds - worker.rounds)):
@@ -98,16 +98,16 @@ def solve(
     return Solution(points, points[-1].objective <= target)
 
 
-class _Worker:
+class _RoundRunner:
     """This rank's part of the rounds."""
 
-    def __init__(self, problem: Problem, transport: Transport, scheduler: Scheduler) -> None:
+    def __init__(self, problem: BlockProblem, transport: Transport, scheduler: Scheduler) -> None:
         self._problem = problem
         self._transport = transport
         self._scheduler = scheduler
-        self._agenda: Agenda = scheduler.order.start(problem.num_blocks, scheduler.seed)
-        self._sum = summer(transport)
-        self._paces = torch.ones(transport.size, dtype=torch.float64)
+        self._selector: BlockSelector = scheduler.selection.start(problem.num_blocks, scheduler.seed)
+        self._sum = sum_function(transport)
+        self._relative_times = torch.ones(transport.size, dtype=torch.float64)
         """How long ranks take for a load, of late, beside each other."""
         self.rounds = self.updates = 0
         self._seconds = 0.0
@@ -116,7 +116,7 @@ class _Worker:
         """Schedule, push, pull."""
         start_s = self._transport.now()
         blocks, loads = self._schedule()
-        shares = [range(len(blocks))] if loads is None else balanced(loads.tolist(), self._paces.numpy())
+        shares = [range(len(blocks))] if loads is None else balance_loads(loads.tolist(), self._relative_times.numpy())
         mine = torch.tensor(shares[self._transport.rank % len(shares)], dtype=torch.int64)
         push_s = self._transport.now()
         pushed = self._problem.push(blocks, mine)
@@ -124,15 +124,15 @@ class _Worker:
         pace = 0.0 if loads is None or not len(mine) else (self._transport.now() - push_s) / float(loads[mine].sum())
         results = self._summed(blocks, pushed, pace)
         changes = self._problem.pull(blocks, results)
-        self._agenda.committed(blocks.tolist())
-        if self._agenda.by_urgency:
-            urgent, amounts = self._problem.urgent(blocks, changes)
-            self._agenda.hear(urgent.numpy(), amounts.numpy())
+        self._selector.mark_updated(blocks.tolist())
+        if self._selector.uses_urgency:
+            urgent, amounts = self._problem.urgency_increments(blocks, changes)
+            self._selector.raise_urgency(urgent.numpy(), amounts.numpy())
         self.rounds += 1
         self.updates += len(blocks)
         self._seconds += self._transport.now() - start_s
 
-    def point(self) -> Point:
+    def point(self) -> ProgressPoint:
         objective = self._problem.objective().detach().to(torch.float64).reshape(1).clone()
         self._sum(objective)
         value = float(objective)
@@ -141,18 +141,18 @@ class _Worker:
                 f"rank {self._transport.rank}: the objective is {value} after {self.rounds} rounds. Blocks that depend "
                 "on each other were updated at once, perhaps: lower the scheduler's limit, or per_round."
             )
-        return Point(self.rounds, self.updates, self._seconds, value)
+        return ProgressPoint(self.rounds, self.updates, self._seconds, value)
 
     def _schedule(self) -> tuple[Tensor, Tensor | None]:
         """The blocks of this round, and how much work each is."""
         per_round, limit = self._scheduler.per_round, self._scheduler.limit
-        operations = self._scheduler.order.operations(self._problem.num_blocks)
+        operations = self._scheduler.selection.operations(self._problem.num_blocks)
         if limit < 1:
-            candidates = torch.tensor(self._agenda.candidates(2 * per_round))
+            candidates = torch.tensor(self._selector.candidates(2 * per_round))
             operations += len(candidates) ** 2 * self._problem.pair_operations
-            blocks = candidates[independent(self._problem.dependence(candidates).numpy(), limit, per_round)]
+            blocks = candidates[select_independent(self._problem.dependence(candidates).numpy(), limit, per_round)]
         else:
-            blocks = torch.tensor(self._agenda.candidates(per_round))
+            blocks = torch.tensor(self._selector.candidates(per_round))
         self._pass_time(operations)
         return blocks, self._problem.loads(blocks)
 
@@ -178,10 +178,10 @@ class _Worker:
         self._follow(sent[pushed.numel() + 1 :])
         return sent[: pushed.numel()].view(pushed.shape).to(pushed.dtype)
 
-    def _follow(self, paces: Tensor) -> None:
+    def _follow(self, relative_times: Tensor) -> None:
         """Ranks that have just shown how fast they are get more or less to do, in time."""
-        if (paces > 0).all():
-            self._paces += _LEARN * (paces / paces.mean() - self._paces)
+        if (relative_times > 0).all():
+            self._relative_times += _LEARN * (relative_times / relative_times.mean() - self._relative_times)
 
     def _pass_time(self, operations: float) -> None:
         if (cluster := self._transport.cluster) is not None:

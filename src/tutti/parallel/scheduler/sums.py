@@ -8,7 +8,7 @@ from tutti.collectives import native, recursive_doubling, run
 from tutti.transports import AllReduces, HostsTransport, Transport
 
 
-def summer(transport: Transport) -> Callable[[Tensor], None]:
+def sum_function(transport: Transport) -> Callable[[Tensor], None]:
     """What sums a tensor over ranks, in place, the same bits on all of them: in few messages, if it is by messages."""
     if transport.size == 1:
         return lambda tensor: None

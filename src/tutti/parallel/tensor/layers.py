@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map_only
 
 from tutti.parallel.tensor.rules import CONVOLUTIONS
-from tutti.parallel.tensor.splits import Way
+from tutti.parallel.tensor.styles import ParallelStyle
 
 _aten = torch.ops.aten
 
@@ -38,25 +38,25 @@ def _avg_pool_backward(grad: Any, x: Any, *options: Any) -> Any:
     return [([it], [it, it, *[None] * len(options)]) for it in (Replicate(), channels)]
 
 
-def prepare(module: nn.Module, way: Way, mesh: DeviceMesh) -> Undo:
+def parallelise(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> Undo:
     """Have a split layer take and give DTensors; returns what undoes it."""
     if isinstance(module, CONVOLUTIONS):
-        return _replace_forward(module, _by_channel(module, way, mesh))
-    if way == "heads":
+        return _replace_forward(module, _by_channel(module, style, mesh))
+    if style == "heads":
         return _replace_forward(module, _by_heads(module, mesh))
-    if way == "outputs":
+    if style == "colwise":
         return module.register_forward_pre_hook(_whole_arguments).remove
     return module.register_forward_hook(lambda _, __, output: _summed(output, mesh)).remove
 
 
-def surround(module: nn.Module, mesh: DeviceMesh) -> Undo:
+def replicate(module: nn.Module, mesh: DeviceMesh) -> Undo:
     """Have a module of which nothing is split work on plain tensors, the same on every rank; returns what undoes it."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(DTensor, lambda it: _placed(it, Replicate()).to_local(), (args, kwargs))
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        return enter_mesh(output, mesh)
+        return to_dtensors(output, mesh)
 
     entering = module.register_forward_pre_hook(enter, with_kwargs=True)
     leaving = module.register_forward_hook(leave, prepend=True)
@@ -68,12 +68,12 @@ def surround(module: nn.Module, mesh: DeviceMesh) -> Undo:
     return undo
 
 
-def enter_mesh(value: Any, mesh: DeviceMesh) -> Any:
+def to_dtensors(value: Any, mesh: DeviceMesh) -> Any:
     """Tensors that every rank has alike, as DTensors; those that are DTensors stay."""
     return tree_map_only(Tensor, lambda it: it if isinstance(it, DTensor) else _alike(it, mesh), value)
 
 
-def leave_mesh(value: Any) -> Any:
+def to_full_tensors(value: Any) -> Any:
     """The whole of each DTensor, on every rank."""
     return tree_map_only(DTensor, _whole, value)
 
@@ -89,7 +89,7 @@ def _whole(x: Any) -> Tensor:
     return _whole(whole).flatten(placement.dim, placement.dim + 1)
 
 
-def _by_channel(module: Any, way: Way, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+def _by_channel(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     def outputs(x: Tensor) -> Tensor:
         channels = x.dim() - len(module.kernel_size) - 1
         made = module._conv_forward(_taken_whole(x), module.weight, module.bias)
@@ -104,7 +104,7 @@ def _by_channel(module: Any, way: Way, mesh: DeviceMesh) -> Callable[[Tensor], T
             return summed
         return _alike(summed.to_local() + module.bias.view([-1] + [1] * len(module.kernel_size)), mesh)
 
-    return outputs if way == "outputs" else inputs
+    return outputs if style == "colwise" else inputs
 
 
 def _by_heads(module: Any, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:

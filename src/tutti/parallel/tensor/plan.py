@@ -1,4 +1,4 @@
-"""A plan: which layer is split in which way, and why. Any plan computes the same; a good one talks little."""
+"""A plan: the parallel style of each layer, and why. Any plan computes the same; a good one talks little."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from torch import nn
 
 from tutti.errors import ConfigError
 from tutti.parallel.tensor import rules
-from tutti.parallel.tensor.splits import WAYS, Way
+from tutti.parallel.tensor.styles import PARALLEL_STYLES, ParallelStyle
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class LayerSplit:
     """Its class."""
     shape: tuple[int, ...]
     """Of its weight, or its first parameter."""
-    way: Way
-    why: str
+    style: ParallelStyle
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class TensorPlan:
     num_ranks: int
     layers: tuple[LayerSplit, ...]
 
-    def way_of(self, name: str) -> Way:
-        return next((layer.way for layer in self.layers if layer.name == name), "whole")
+    def style_of(self, name: str) -> ParallelStyle:
+        return next((layer.style for layer in self.layers if layer.name == name), "replicate")
 
     def __str__(self) -> str:
         rows = [("layer", "kind", "weight", "split by", "why")]
-        rows += [(it.name, it.kind, " x ".join(map(str, it.shape)), it.way, it.why) for it in self.layers]
+        rows += [(it.name, it.kind, " x ".join(map(str, it.shape)), it.style, it.reason) for it in self.layers]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             "  ".join([*(f"{text:<{width}}" for text, width in zip(row[:4], widths, strict=True)), row[4]])
@@ -46,7 +46,7 @@ class TensorPlan:
         return "\n".join([f"over {self.num_ranks} ranks:", *lines])
 
 
-def tensor_plan(model: nn.Module, num_ranks: int, split: Mapping[str, Way] | None = None) -> TensorPlan:
+def tensor_plan(model: nn.Module, num_ranks: int, split: Mapping[str, ParallelStyle] | None = None) -> TensorPlan:
     """How `model` would be split over `num_ranks` ranks: `Mesh(tensor=num_ranks, split=split)` does it.
 
     Linear layers that follow each other are split in pairs, by outputs and by inputs, so that each pair needs one sum;
@@ -54,30 +54,30 @@ def tensor_plan(model: nn.Module, num_ranks: int, split: Mapping[str, Way] | Non
     """
     split = split or {}
     layers = {name: module for name, module in model.named_modules() if _has_own_parameters(module)}
-    found = rules.ways(model, num_ranks)
+    found = rules.styles(model, num_ranks)
     made = []
     for name, module in layers.items():
-        way, why = found.get(name, ("whole", f"no rule for {type(module).__name__}"))
+        style, why = found.get(name, ("replicate", f"no rule for {type(module).__name__}"))
         shape = next((tuple(p.shape) for p in module.parameters(recurse=False)), ())
-        made.append(LayerSplit(name, type(module).__name__, shape, way, why))
+        made.append(LayerSplit(name, type(module).__name__, shape, style, why))
     unknown = [key for key in split if not any(fnmatchcase(name, key) for name in layers)]
     mistakes = [f"no layer with parameters is called '{key}'{_meant(key, layers)}" for key in unknown]
     for index, layer in enumerate(made):
-        wanted = [way for key, way in split.items() if fnmatchcase(layer.name, key)]
+        wanted = [style for key, style in split.items() if fnmatchcase(layer.name, key)]
         if wanted:
             if wrong := rules.refusal(layers[layer.name], wanted[-1], num_ranks):
                 mistakes.append(f"layer '{layer.name}' ({layer.kind}) cannot be split by {wanted[-1]}: {wrong}")
-            made[index] = replace(layer, way=wanted[-1], why="as asked")
+            made[index] = replace(layer, style=wanted[-1], reason="as asked")
     if mistakes:
-        raise ConfigError(f"{'; '.join(mistakes)}. Ways are {', '.join(WAYS)}.")
+        raise ConfigError(f"{'; '.join(mistakes)}. Styles are {', '.join(PARALLEL_STYLES)}.")
     return TensorPlan(num_ranks, tuple(made))
 
 
-def refuse_if_whole(plan: TensorPlan) -> list[str]:
+def nothing_split_mistakes(plan: TensorPlan) -> list[str]:
     """What is wrong with a plan that splits nothing."""
-    if any(layer.way != "whole" for layer in plan.layers):
+    if any(layer.style != "replicate" for layer in plan.layers):
         return []
-    each = "; ".join(f"'{layer.name}' ({layer.kind}): {layer.why}" for layer in plan.layers)
+    each = "; ".join(f"'{layer.name}' ({layer.kind}): {layer.reason}" for layer in plan.layers)
     return [f"none of the model's layers can be split over {plan.num_ranks} ranks: {each or 'it has none'}."]
 
 

@@ -6,19 +6,19 @@ from typing import Any
 
 from torch import nn
 
-from tutti.parallel.tensor.splits import WAYS, Way
+from tutti.parallel.tensor.styles import PARALLEL_STYLES, ParallelStyle
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
 """What models call the number of their attention's heads."""
 
-Verdict = tuple[Way, str]
+StyleChoice = tuple[ParallelStyle, str]
 
 
-def ways(model: nn.Module, num_ranks: int) -> dict[str, Verdict]:
+def styles(model: nn.Module, num_ranks: int) -> dict[str, StyleChoice]:
     """By name, how each layer for which there is a rule should be split, and why."""
-    found: dict[str, Verdict] = {}
+    found: dict[str, StyleChoice] = {}
     for prefix, parent in model.named_modules():
         if isinstance(parent, nn.MultiheadAttention):
             found.update(_whole_attention(prefix, parent))
@@ -31,18 +31,18 @@ def ways(model: nn.Module, num_ranks: int) -> dict[str, Verdict]:
     return found
 
 
-def refusal(module: nn.Module, way: Way, num_ranks: int) -> str | None:
+def refusal(module: nn.Module, style: ParallelStyle, num_ranks: int) -> str | None:
     """Why a layer cannot be split so; None if it can."""
-    if way not in WAYS:
+    if style not in PARALLEL_STYLES:
         return "there is no such way"
-    if way == "whole":
+    if style == "replicate":
         return None
     sizes = _sizes(module)
-    if way not in sizes:
+    if style not in sizes:
         ways = " or ".join(sizes)
         return f"it is split by {ways}" if sizes else f"of a {type(module).__name__} there are whole copies only"
-    return _peculiarity(module, way, num_ranks) or (
-        f"it has {sizes[way]} of them for {num_ranks} ranks" if sizes[way] < num_ranks else None
+    return _peculiarity(module, style, num_ranks) or (
+        f"it has {sizes[style]} of them for {num_ranks} ranks" if sizes[style] < num_ranks else None
     )
 
 
@@ -51,13 +51,13 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     if isinstance(module, nn.Embedding):
         return {"vocabulary": module.num_embeddings}
     if isinstance(module, CONVOLUTIONS):
-        return {"outputs": module.out_channels, "inputs": module.in_channels}
+        return {"colwise": module.out_channels, "rowwise": module.in_channels}
     if isinstance(module, nn.Linear):
-        return {"outputs": module.out_features, "inputs": module.in_features, "heads": module.out_features // 3}
+        return {"colwise": module.out_features, "rowwise": module.in_features, "heads": module.out_features // 3}
     return {}
 
 
-def _peculiarity(module: nn.Module, way: Way, num_ranks: int) -> str | None:
+def _peculiarity(module: nn.Module, style: ParallelStyle, num_ranks: int) -> str | None:
     """What else about a layer is in the way."""
     if isinstance(module, nn.Embedding) and (
         module.max_norm is not None or module.padding_idx is not None or module.sparse
@@ -65,30 +65,32 @@ def _peculiarity(module: nn.Module, way: Way, num_ranks: int) -> str | None:
         return "max_norm, padding_idx and sparse gradients need the whole table"
     if isinstance(module, CONVOLUTIONS) and module.groups != 1:
         return f"it has {module.groups} groups"
-    if isinstance(module, nn.Linear) and way == "heads" and module.out_features % (3 * num_ranks):
+    if isinstance(module, nn.Linear) and style == "heads" and module.out_features % (3 * num_ranks):
         return f"its {module.out_features} outputs are not queries, keys and values of {num_ranks} equal parts"
     return None
 
 
-def _whole_attention(prefix: str, module: nn.MultiheadAttention) -> Iterator[tuple[str, Verdict]]:
+def _whole_attention(prefix: str, module: nn.MultiheadAttention) -> Iterator[tuple[str, StyleChoice]]:
     why = "nn.MultiheadAttention puts heads and samples in one dimension"
-    yield from ((f"{prefix}.{name}".strip("."), ("whole", why)) for name, _ in module.named_modules())
+    yield from ((f"{prefix}.{name}".strip("."), ("replicate", why)) for name, _ in module.named_modules())
 
 
-def _alone(module: nn.Module, num_ranks: int) -> Verdict:
-    way: Way = "vocabulary" if isinstance(module, nn.Embedding) else "outputs"
-    why = "words over ranks, summed" if way == "vocabulary" else "outputs over ranks, gathered where needed"
+def _alone(module: nn.Module, num_ranks: int) -> StyleChoice:
+    style: ParallelStyle = "vocabulary" if isinstance(module, nn.Embedding) else "colwise"
+    why = "words over ranks, summed" if style == "vocabulary" else "outputs over ranks, gathered where needed"
     if isinstance(module, nn.Linear) and module.out_features == 3 * module.in_features:
         why += "; if they are queries, keys and values, split it by 'heads'"
-    return _unless_refused(module, (way, why), num_ranks)
+    return _unless_refused(module, (style, why), num_ranks)
 
 
-def _unless_refused(module: nn.Module, verdict: Verdict, num_ranks: int) -> Verdict:
+def _unless_refused(module: nn.Module, verdict: StyleChoice, num_ranks: int) -> StyleChoice:
     wrong = refusal(module, verdict[0], num_ranks)
-    return ("whole", wrong) if wrong else verdict
+    return ("replicate", wrong) if wrong else verdict
 
 
-def _pairs(parent: nn.Module, children: list[tuple[str, nn.Module]], num_ranks: int) -> Iterator[tuple[str, Verdict]]:
+def _pairs(
+    parent: nn.Module, children: list[tuple[str, nn.Module]], num_ranks: int
+) -> Iterator[tuple[str, StyleChoice]]:
     """Layers of one kind that follow each other, with nothing that has parameters between.
 
     That one takes what the other gives is sure in a sequence; elsewhere it shows in their widths, unless all are alike.
@@ -100,10 +102,10 @@ def _pairs(parent: nn.Module, children: list[tuple[str, nn.Module]], num_ranks: 
             continue
         if not isinstance(parent, nn.Sequential) and _alike(first, second):
             continue
-        if refusal(first, "outputs", num_ranks) or refusal(second, "inputs", num_ranks):
+        if refusal(first, "colwise", num_ranks) or refusal(second, "rowwise", num_ranks):
             continue
-        yield first_name, ("outputs", f"'{second_name}' takes its outputs as they are")
-        yield second_name, ("inputs", f"takes the outputs of '{first_name}' as they are; one sum for both")
+        yield first_name, ("colwise", f"'{second_name}' takes its outputs as they are")
+        yield second_name, ("rowwise", f"takes the outputs of '{first_name}' as they are; one sum for both")
         taken = second_name
 
 
@@ -117,12 +119,14 @@ def _fits(first: nn.Module, second: nn.Module) -> bool:
 
 def _alike(first: nn.Module, second: nn.Module) -> bool:
     """Whether both take and give as much: queries and keys, say."""
-    return len({size for way in ("outputs", "inputs") for it in (first, second) for size in [_sizes(it)[way]]}) == 1
+    return (
+        len({size for style in ("colwise", "rowwise") for it in (first, second) for size in [_sizes(it)[style]]}) == 1
+    )
 
 
 def _attention(
     parent: nn.Module, children: list[tuple[str, nn.Module]], num_ranks: int
-) -> Iterator[tuple[str, Verdict]]:
+) -> Iterator[tuple[str, StyleChoice]]:
     """Queries, keys and values, by one Linear layer or three, and the one that mixes heads again."""
     num_heads = next((value for key in _HEADS if isinstance(value := getattr(parent, key, None), int)), None)
     linear: list[tuple[str, Any]] = [(name, child) for name, child in children if isinstance(child, nn.Linear)]
@@ -134,10 +138,10 @@ def _attention(
         if num_heads is None or len(run) != (2 if fused else 4) or not square:
             continue
         if num_heads % num_ranks:
-            yield from ((each, ("whole", f"{num_heads} heads over {num_ranks} ranks")) for each, _ in run)
+            yield from ((each, ("replicate", f"{num_heads} heads over {num_ranks} ranks")) for each, _ in run)
             return
         why = f"{num_heads // num_ranks} of {num_heads} heads each"
-        way: Way = "heads" if fused else "outputs"
-        yield from ((each, (way, why)) for each, _ in run[:-1])
-        yield run[-1][0], ("inputs", f"takes the heads as they are; one sum after {name}")
+        style: ParallelStyle = "heads" if fused else "colwise"
+        yield from ((each, (style, why)) for each, _ in run[:-1])
+        yield run[-1][0], ("rowwise", f"takes the heads as they are; one sum after {name}")
         return

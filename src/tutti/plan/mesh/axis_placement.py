@@ -16,7 +16,7 @@ def placement_along(axis: Axis, mesh: Mesh, cluster: Cluster) -> Placement:
     """
     world = Placement.from_cluster(mesh.size, cluster)
     hosts = [host.name for host in cluster.place(mesh.size)]
-    rank_rows = dict.fromkeys(tuple(mesh.along(axis, rank)) for rank in range(mesh.size))
+    rank_rows = dict.fromkeys(tuple(mesh.ranks_along(axis, rank)) for rank in range(mesh.size))
     rows = [tuple(hosts[rank] for rank in row) for row in rank_rows]
     widest = max(rows, key=lambda row: len(set(row)))
     if len(set(widest)) == 1:

@@ -8,14 +8,14 @@ from tutti.cost import Placement, Profile
 from tutti.cost.scaled_profile import slowed, with_batch
 from tutti.errors import ConfigError
 from tutti.parallel import Mesh
-from tutti.parallel.pipeline.order import order
+from tutti.parallel.pipeline.schedules import actions_by_rank
 from tutti.plan.mesh.axis_placement import placement_along
 from tutti.plan.mesh.parts import ModelParts
 from tutti.plan.mesh.pipeline_simulation import PipelineSimulation
 from tutti.plan.mesh.rank_step import RankStep, ReplicaStep
 from tutti.strategies import AllReduce, Strategy, as_strategy
 
-_SCHEDULES = ("in-turn", "gpipe", "1f1b")
+_SCHEDULES = ("sequential", "gpipe", "1f1b")
 """Pipeline schedules that can be predicted."""
 
 
@@ -80,7 +80,7 @@ def price_mesh(
     scaled = with_batch(profile, -(-total_samples // mesh.data))
     scaled = slowed(scaled, Placement.from_cluster(mesh.size, cluster).slowness)
     replica = ReplicaStep(mesh, cluster, scaled, number)
-    orders = order(mesh.pipeline.schedule if mesh.pipe > 1 else "gpipe", mesh.pipe, 1, number)
+    orders = actions_by_rank(mesh.pipeline.schedule if mesh.pipe > 1 else "gpipe", mesh.pipe, 1, number)
     stage_parts = parts.stages(mesh.tensor, mesh.pipe)
     stages = [RankStep(part, parts, replica, actions) for part, actions in zip(stage_parts, orders, strict=True)]
     exposed = [stage.exposed_s(strategy) for stage in stages]

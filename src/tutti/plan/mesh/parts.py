@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.cut import balanced, check_fits
-from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
-from tutti.parallel.pipeline.measure import LayerCost, measure
-from tutti.parallel.tensor.plan import refuse_if_whole, tensor_plan
+from tutti.parallel.pipeline.cut import balanced_cut, check_layers_fit
+from tutti.parallel.pipeline.layers import Layers, StageModule, check_no_shared_parameters, sequential_layers
+from tutti.parallel.pipeline.measure import LayerCost, measure_layers
+from tutti.parallel.tensor.plan import nothing_split_mistakes, tensor_plan
 from tutti.plan.mesh.dry_run import TracedCollective, traced_mesh
 from tutti.plan.mesh.stage_profile import Clock, StageProfile, profile_stage
 from tutti.replica.samples import num_rows
@@ -68,9 +68,9 @@ class ModelParts:
 
     def _profile(self, num_tensor_ranks: int, num_stages: int) -> list[StagePart]:
         plan = tensor_plan(self._model, num_tensor_ranks)
-        if num_tensor_ranks > 1 and (mistakes := refuse_if_whole(plan)):
+        if num_tensor_ranks > 1 and (mistakes := nothing_split_mistakes(plan)):
             raise ConfigError(mistakes[0])
-        rules = {module: plan.way_of(name) for name, module in self._model.named_modules()}
+        rules = {module: plan.style_of(name) for name, module in self._model.named_modules()}
         parts = []
         for number, (stage, values, output_bytes) in enumerate(self._cut(num_stages)):
             with torch.random.fork_rng(), torch.enable_grad(), self._split(stage, rules, num_tensor_ranks) as trace:
@@ -83,28 +83,28 @@ class ModelParts:
         if num_stages == 1:
             return [(self._model, self._args, ())]
         layers, costs, inputs = self._sequence
-        check_fits([cost.name for cost in costs], num_stages, [0] * len(costs), None)
+        check_layers_fit([cost.name for cost in costs], num_stages, [0] * len(costs), None)
         seconds = [cost.seconds for cost in costs]
-        spans = balanced(seconds if any(seconds) else [1.0 + cost.parameter_bytes for cost in costs], num_stages)
+        spans = balanced_cut(seconds if any(seconds) else [1.0 + cost.parameter_bytes for cost in costs], num_stages)
         assert spans is not None
         stages: list[tuple[nn.Module, Sequence[Any], tuple[int, ...]]] = []
         for start, stop in spans:
             output_bytes = tuple(tensor.nbytes for tensor in inputs[stop]) if stop < len(layers) else ()
-            stages.append((Stage(layers[start:stop]), inputs[start], output_bytes))
+            stages.append((StageModule(layers[start:stop]), inputs[start], output_bytes))
         return stages
 
     @cached_property
     def _sequence(self) -> tuple[Layers, list[LayerCost], list[tuple[Tensor, ...]]]:
         """The layers in sequence, the cost of each, and the inputs of each."""
         example = self._args if len(self._args) > 1 else self._args[0]
-        layers = layers_of(self._model, example)
-        check_apart(layers)
+        layers = sequential_layers(self._model, example)
+        check_no_shared_parameters(layers)
         inputs = [self._args]
         with torch.no_grad(), torch.random.fork_rng():
             for _, layer in layers:
                 output = layer(*inputs[-1])
                 inputs.append(output if isinstance(output, tuple) else (output,))
-        return layers, measure(layers, example, self._now), inputs
+        return layers, measure_layers(layers, example, self._now), inputs
 
     @contextmanager
     def _split(self, stage: nn.Module, rules: Any, num_ranks: int) -> Iterator[list[TracedCollective]]:
@@ -112,13 +112,13 @@ class ModelParts:
         if num_ranks == 1:
             yield []
             return
-        from tutti.parallel.tensor.split import TensorSplit, implicit_replication  # Imports torch's compiler.
+        from tutti.parallel.tensor.sharded_model import ShardedModel, implicit_replication  # Imports torch's compiler.
 
         before = [(parameter, parameter.data) for parameter in stage.parameters()]
         device = next((parameter.device.type for parameter, _ in before), "cpu")
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
         with traced_mesh(num_ranks, device) as (mesh, trace), implicit_replication():
-            split = TensorSplit(stage, rules, mesh, optimizer)
+            split = ShardedModel(stage, rules, mesh, optimizer)
             try:
                 yield trace
             finally:

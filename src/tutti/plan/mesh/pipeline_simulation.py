@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tutti.cluster import Link
-from tutti.parallel.pipeline.order import Action
+from tutti.parallel.pipeline.schedules import Action
 
 _STEPS = 3
 """Simulated steps: the last is measured, when ranks no longer start together."""
@@ -67,7 +67,9 @@ class PipelineSimulation:
         ready = []
         for rank, actions in enumerate(self._orders):
             if next_of[rank] < len(actions):
-                needed = [action for action in actions[next_of[rank]].needs(len(self._stages)) if action.stage != rank]
+                needed = [
+                    action for action in actions[next_of[rank]].dependencies(len(self._stages)) if action.stage != rank
+                ]
                 if all(action in arrived for action in needed):
                     ready.append((max([self._clocks[rank], *(arrived[action] for action in needed)]), rank))
         assert ready or all(number == len(actions) for number, actions in zip(next_of, self._orders, strict=True))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tutti.cluster import Cluster
 from tutti.cost import Profile
 from tutti.parallel import Mesh
-from tutti.parallel.pipeline.order import Action, most_held
+from tutti.parallel.pipeline.schedules import Action, max_live_microbatches
 from tutti.plan.mesh.axis_placement import placement_along
 from tutti.plan.mesh.communication import collective_seconds
 from tutti.plan.mesh.parts import ModelParts, StagePart
@@ -37,7 +37,7 @@ class RankStep:
         self._stage, self._replica = stage, replica
         self._batch_scale = replica.samples_per_microbatch / parts.num_samples
         self._output_bytes = [self._batch_scale * num_bytes for num_bytes in part.output_bytes]
-        self._num_held = most_held(actions, actions[0].stage)
+        self._num_held = max_live_microbatches(actions, actions[0].stage)
         # Times are scaled to the profile of the whole step, which includes more than layers, such as the loss.
         profile, whole = replica.profile, parts.whole
         self._forward_scale = _ratio(profile.forward_s, whole.forward_s)

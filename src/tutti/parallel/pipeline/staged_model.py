@@ -12,19 +12,26 @@ from torch.optim import Optimizer
 from tutti.cluster import format_size
 from tutti.collectives import all_gather_json, broadcast_json
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.cut import Span, as_asked, balanced, check_fits, check_ranks, within
-from tutti.parallel.pipeline.layers import Layers, Stage, check_apart, layers_of
-from tutti.parallel.pipeline.measure import LayerCost, measure
-from tutti.parallel.pipeline.microbatches import microbatches
-from tutti.parallel.pipeline.order import most_held, order
-from tutti.parallel.pipeline.plan import StagePlan
+from tutti.parallel.pipeline.cut import (
+    LayerRange,
+    balanced_cut,
+    balanced_cut_within,
+    check_layers_fit,
+    check_ranks_fit,
+    cut_from_counts,
+)
+from tutti.parallel.pipeline.layers import Layers, StageModule, check_no_shared_parameters, sequential_layers
+from tutti.parallel.pipeline.measure import LayerCost, measure_layers
+from tutti.parallel.pipeline.microbatches import split_batch
+from tutti.parallel.pipeline.plan import PipelinePlan
+from tutti.parallel.pipeline.schedules import actions_by_rank, max_live_microbatches
 from tutti.parallel.pipeline.settings import Pipeline
 from tutti.replica.gathered import gather_state
 from tutti.replica.samples import num_rows
 from tutti.transports import Transport
 
 
-class Stages:
+class StagedModel:
     """Cuts `model`, and keeps only the parameters of this rank's stages. Collective among all ranks of `everyone`.
 
     Args:
@@ -44,16 +51,16 @@ class Stages:
         self._model, self._optimizer, self._transport = model, optimizer, transport
         num_microbatches = settings.microbatches or 2 * transport.size
         num_stages = transport.size * settings.num_stages_per_rank
-        orders = order(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
-        batch = microbatches(example, num_microbatches)[0]
+        orders = actions_by_rank(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
+        batch = split_batch(example, num_microbatches)[0]
         layers = _layers(model, batch, everyone)
         costs = _shared_costs(layers, batch, everyone)
-        held = [most_held(orders[stage % transport.size], stage) for stage in range(num_stages)]
+        held = [max_live_microbatches(orders[stage % transport.size], stage) for stage in range(num_stages)]
         spans = _spans(costs, settings, held, transport.size)
         stage_costs = [_sum(costs[start:stop]) for start, stop in spans]
-        self.plan = StagePlan(orders, stage_costs, num_microbatches, num_rows(example))
-        self.mine = {
-            index: Stage(layers[start:stop])
+        self.plan = PipelinePlan(orders, stage_costs, num_microbatches, num_rows(example))
+        self.local_stages = {
+            index: StageModule(layers[start:stop])
             for index, (start, stop) in enumerate(spans)
             if index % transport.size == transport.rank
         }
@@ -68,7 +75,7 @@ class Stages:
         self._hold()
 
     @contextmanager
-    def whole(self, optimizer: bool) -> Iterator[None]:
+    def full_model(self, optimizer: bool) -> Iterator[None]:
         """Within it every rank has the whole model, and if asked the `optimizer`'s memory. Collective along `pipe`."""
         self._gather(optimizer)
         try:
@@ -128,8 +135,8 @@ def _layers(model: nn.Module, batch: Any, everyone: Transport) -> Layers:
     """The model's layers; if they cannot be had on one rank, all are told."""
     layers, mistake = Layers(), ""
     try:
-        layers = layers_of(model, batch)
-        check_apart(layers)
+        layers = sequential_layers(model, batch)
+        check_no_shared_parameters(layers)
     except ConfigError as error:
         mistake = str(error)
     mistakes = all_gather_json(mistake, everyone)
@@ -144,7 +151,7 @@ def _shared_costs(layers: Layers, batch: Any, everyone: Transport) -> list[Layer
     found: Any = None
     if everyone.rank == 0:
         try:
-            found = [[*vars(cost).values()] for cost in measure(layers, batch, everyone.now)]
+            found = [[*vars(cost).values()] for cost in measure_layers(layers, batch, everyone.now)]
         except Exception as error:  # Whatever it is: the other ranks are waiting.
             found = f"the layers could not be run one after the other on the example: {error}"
     found = broadcast_json(found, everyone)
@@ -156,27 +163,27 @@ def _shared_costs(layers: Layers, batch: Any, everyone: Transport) -> list[Layer
 def _cost(*values: Any) -> LayerCost:
     """From what JSON made of it."""
     cost = LayerCost(*values)
-    return replace(cost, gives=tuple((tuple(shape), dtype) for shape, dtype in cost.gives))
+    return replace(cost, output_shapes=tuple((tuple(shape), dtype) for shape, dtype in cost.output_shapes))
 
 
-def _spans(costs: list[LayerCost], settings: Pipeline, held: list[int], num_ranks: int) -> list[Span]:
+def _spans(costs: list[LayerCost], settings: Pipeline, held: list[int], num_ranks: int) -> list[LayerRange]:
     """Which layers each stage has; `held` is by stage, of how many microbatches it keeps activations."""
     num_stages, limit_bytes = len(held), settings.memory_bytes
     memory = [[cost.memory_bytes(each) for cost in costs] for each in held]
     least = [min(each) for each in zip(*memory, strict=True)]
-    check_fits([cost.name for cost in costs], num_stages, least, limit_bytes)
+    check_layers_fit([cost.name for cost in costs], num_stages, least, limit_bytes)
     if settings.cut is not None:
-        spans = as_asked(settings.cut, num_stages, len(costs))
-        check_ranks(spans, memory, num_ranks, limit_bytes)
+        spans = cut_from_counts(settings.cut, num_stages, len(costs))
+        check_ranks_fit(spans, memory, num_ranks, limit_bytes)
         return spans
     seconds = [cost.seconds for cost in costs]
     if not any(seconds):  # In virtual time, without a layer that multiplies.
         seconds = [1.0 + cost.parameter_bytes for cost in costs]
     if limit_bytes is None:
-        best = balanced(seconds, num_stages)
+        best = balanced_cut(seconds, num_stages)
         assert best is not None, "there are as many layers as stages"
         return best
-    fitting = within(seconds, memory, num_ranks, limit_bytes)
+    fitting = balanced_cut_within(seconds, memory, num_ranks, limit_bytes)
     if fitting is None:
         raise ConfigError(
             f"{len(costs)} layers that need {format_size(sum(least))} or more do not fit into {num_stages} stages on "
@@ -194,11 +201,11 @@ def _sum(costs: list[LayerCost]) -> LayerCost:
         sum(it.backward_s for it in costs),
         sum(it.parameter_bytes for it in costs),
         sum(it.activation_bytes for it in costs),
-        costs[-1].gives,
+        costs[-1].output_shapes,
     )
 
 
-def _users(model: nn.Module, layers: Layers, spans: list[Span], num_ranks: int) -> dict[Tensor, set[int]]:
+def _users(model: nn.Module, layers: Layers, spans: list[LayerRange], num_ranks: int) -> dict[Tensor, set[int]]:
     """The ranks along `pipe` that need each parameter and buffer; the first has those that no layer uses."""
     found: dict[Tensor, set[int]] = {}
     for index, (start, stop) in enumerate(spans):

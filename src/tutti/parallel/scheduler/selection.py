@@ -16,30 +16,30 @@ _MEMORY = 8
 """What is of late: an eighth of all blocks."""
 
 
-class Agenda(ABC):
+class BlockSelector(ABC):
     """An order at work: the same on every rank, since it draws from the same seed and hears of the same commits."""
 
-    by_urgency = False
+    uses_urgency = False
     """Whether it wants to know what is urgent."""
 
     @abstractmethod
     def candidates(self, number: int) -> list[int]:
         """At most so many blocks, the first choice first."""
 
-    def committed(self, blocks: list[int]) -> None:
+    def mark_updated(self, blocks: list[int]) -> None:
         """These blocks were updated, of the candidates."""
         return None
 
-    def hear(self, urgent: Numbers, amounts: Numbers) -> None:
+    def raise_urgency(self, urgent: Numbers, amounts: Numbers) -> None:
         """These blocks are more urgent, each by its amount; some perhaps several times."""
         return None
 
 
-class Order(ABC):
+class SelectionRule(ABC):
     """A description of which blocks come next: frozen, without state."""
 
     @abstractmethod
-    def start(self, num_blocks: int, seed: int) -> Agenda: ...
+    def start(self, num_blocks: int, seed: int) -> BlockSelector: ...
 
     def operations(self, num_blocks: int) -> float:
         """What picking takes in a round, in virtual time."""
@@ -47,23 +47,23 @@ class Order(ABC):
 
 
 @dataclass(frozen=True)
-class RoundRobin(Order):
+class RoundRobin(SelectionRule):
     """One block after the other, from the first to the last and again. Those that had to stand back come first."""
 
-    def start(self, num_blocks: int, seed: int) -> Agenda:
+    def start(self, num_blocks: int, seed: int) -> BlockSelector:
         return _Turn(num_blocks)
 
 
 @dataclass(frozen=True)
-class Random(Order):
+class Random(SelectionRule):
     """Any blocks, all equally likely (Shotgun, Bradley et al. 2011)."""
 
-    def start(self, num_blocks: int, seed: int) -> Agenda:
+    def start(self, num_blocks: int, seed: int) -> BlockSelector:
         return _Drawn(num_blocks, np.random.default_rng(seed))
 
 
 @dataclass(frozen=True)
-class Dynamic(Order):
+class Dynamic(SelectionRule):
     """The most urgent blocks: those that a problem says have moved, or would, when they or what they depend on changed.
 
     Args:
@@ -82,18 +82,22 @@ class Dynamic(Order):
                 "change once would never be looked at again."
             )
 
-    def start(self, num_blocks: int, seed: int) -> Agenda:
+    def start(self, num_blocks: int, seed: int) -> BlockSelector:
         return _Urgent(num_blocks, self, np.random.default_rng(seed))
 
     def operations(self, num_blocks: int) -> float:
         return 2.0 * num_blocks  # Sums of urgencies, and the search in them.
 
 
-ORDERS: dict[str, Callable[[], Order]] = {"dynamic": Dynamic, "round-robin": RoundRobin, "random": Random}
+SELECTION_RULES: dict[str, Callable[[], SelectionRule]] = {
+    "dynamic": Dynamic,
+    "round-robin": RoundRobin,
+    "random": Random,
+}
 """By name, for the command line."""
 
 
-class _Turn(Agenda):
+class _Turn(BlockSelector):
     def __init__(self, num_blocks: int) -> None:
         self._queue = deque(range(num_blocks))
         self._num_offered = 0
@@ -102,14 +106,14 @@ class _Turn(Agenda):
         self._num_offered = min(number, len(self._queue))
         return list(islice(self._queue, self._num_offered))
 
-    def committed(self, blocks: list[int]) -> None:
+    def mark_updated(self, blocks: list[int]) -> None:
         updated = set(blocks)
         offered = [self._queue.popleft() for _ in range(self._num_offered)]
         self._queue.extend(block for block in offered if block in updated)
         self._queue.extendleft(block for block in reversed(offered) if block not in updated)
 
 
-class _Drawn(Agenda):
+class _Drawn(BlockSelector):
     def __init__(self, num_blocks: int, draws: np.random.Generator) -> None:
         self._num_blocks = num_blocks
         self._draws = draws
@@ -119,14 +123,14 @@ class _Drawn(Agenda):
         return drawn
 
 
-class _Urgent(Agenda):
+class _Urgent(BlockSelector):
     """Sums are taken one after the other and draws are integers at heart: the same on any processor.
 
     As many blocks come in turn as are worth it: what those in turn were found to be in need of, of late, is expected of
     all. They are spread among the urgent ones, and the very first is one of them, so that it is never refused.
     """
 
-    by_urgency = True
+    uses_urgency = True
 
     def __init__(self, num_blocks: int, order: Dynamic, draws: np.random.Generator) -> None:
         self._urgency = np.zeros(num_blocks)
@@ -158,12 +162,12 @@ class _Urgent(Agenda):
         places = np.searchsorted(sums, self._draws.random(2 * number) * sums[-1], side="right")
         return np.minimum(places, len(sums) - 1).tolist()
 
-    def committed(self, blocks: list[int]) -> None:
-        self._turn.committed(blocks)
+    def mark_updated(self, blocks: list[int]) -> None:
+        self._turn.mark_updated(blocks)
         self._urgency[blocks] = 0.0
         self._looked_at = [block for block in blocks if block in self._in_turn]
 
-    def hear(self, urgent: Numbers, amounts: Numbers) -> None:
+    def raise_urgency(self, urgent: Numbers, amounts: Numbers) -> None:
         np.add.at(self._urgency, urgent, amounts)
         if self._looked_at:
             weight = min(1.0, _MEMORY * len(self._looked_at) / len(self._urgency))

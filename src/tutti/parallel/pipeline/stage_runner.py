@@ -8,7 +8,7 @@ from torch import Tensor, nn
 Tensors = tuple[Tensor, ...]
 
 
-class StageWork:
+class StageRunner:
     """Keeps what a microbatch's backward pass will need from its forward pass."""
 
     def __init__(self, stage: nn.Module, first: bool) -> None:
@@ -17,14 +17,14 @@ class StageWork:
         self._later: dict[int, Any] = {}
 
     def forward(self, microbatch: int, values: Tensors) -> Tensors:
-        """What the stage makes of `values`; call `keep` with what the backward pass is to start from."""
+        """What the stage makes of `values`; call `set_loss` with what the backward pass is to start from."""
         if not self._first:
             values = tuple(value.detach().requires_grad_(value.is_floating_point()) for value in values)
-        made: Tensors = self._stage(*guarded(self._stage, values))
+        made: Tensors = self._stage(*protect_inputs(self._stage, values))
         self._kept[microbatch] = values, made
         return made
 
-    def keep(self, microbatch: int, loss: Tensor) -> None:
+    def set_loss(self, microbatch: int, loss: Tensor) -> None:
         """Have the backward pass start from a loss."""
         self._kept[microbatch] = self._kept[microbatch][0], (loss,)
 
@@ -59,7 +59,7 @@ class StageWork:
         stage_backward_weight(self._stage.parameters(), left)
 
 
-def guarded(module: nn.Module, values: Tensors) -> Tensors:
+def protect_inputs(module: nn.Module, values: Tensors) -> Tensors:
     """What to give a module that may change what it takes in place, which is not allowed of what gradients are of."""
     first = next(iter(module.children()), module)
     if not any(getattr(each, "inplace", False) for each in first.modules()):

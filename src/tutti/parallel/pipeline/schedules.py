@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple
 from tutti.errors import ConfigError
 from tutti.parallel.pipeline.settings import ScheduleName
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 """Forward; backward; or backward in two halves: gradients of inputs, and those of weights."""
 
 
-class Parcel(NamedTuple):
+class StageMessage(NamedTuple):
     """What a stage makes of one microbatch: activations, which the next takes, or gradients, for the one before."""
 
-    way: Literal["forward", "back"]
+    direction: Literal["forward", "backward"]
     stage: int
     microbatch: int
 
@@ -25,25 +25,25 @@ class Parcel(NamedTuple):
 class Action:
     """One stage's work on one microbatch."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
 
-    def takes(self, num_stages: int) -> Parcel | None:
+    def input_message(self, num_stages: int) -> StageMessage | None:
         """What it needs of another stage."""
         if self.kind == "F":
-            return Parcel("forward", self.stage - 1, self.microbatch) if self.stage else None
+            return StageMessage("forward", self.stage - 1, self.microbatch) if self.stage else None
         if self.kind == "W" or self.stage + 1 == num_stages:
             return None
-        return Parcel("back", self.stage + 1, self.microbatch)
+        return StageMessage("backward", self.stage + 1, self.microbatch)
 
-    def gives(self, num_stages: int) -> Parcel | None:
+    def output_message(self, num_stages: int) -> StageMessage | None:
         """What another stage needs of it."""
         if self.kind == "F":
-            return Parcel("forward", self.stage, self.microbatch) if self.stage + 1 < num_stages else None
-        return Parcel("back", self.stage, self.microbatch) if self.kind != "W" and self.stage else None
+            return StageMessage("forward", self.stage, self.microbatch) if self.stage + 1 < num_stages else None
+        return StageMessage("backward", self.stage, self.microbatch) if self.kind != "W" and self.stage else None
 
-    def needs(self, num_stages: int) -> "list[Action]":
+    def dependencies(self, num_stages: int) -> "list[Action]":
         """What must be done before, on whatever rank; of a backward pass any half that gives its inputs' gradients."""
         if self.kind == "F":
             return [Action("F", self.stage - 1, self.microbatch)] if self.stage else []
@@ -53,15 +53,17 @@ class Action:
         return [own, Action("B", self.stage + 1, self.microbatch)] if self.stage + 1 < num_stages else [own]
 
 
-def most_held(actions: Sequence[Action], stage: int) -> int:
+def max_live_microbatches(actions: Sequence[Action], stage: int) -> int:
     """Of how many microbatches a stage keeps activations at a time."""
     changes = [1 if action.kind == "F" else -1 for action in actions if action.stage == stage and action.kind != "I"]
     return max(accumulate(changes), default=0)
 
 
-def order(schedule: ScheduleName, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[Action]]:
+def actions_by_rank(
+    schedule: ScheduleName, num_ranks: int, stages_per_rank: int, num_microbatches: int
+) -> list[list[Action]]:
     """By rank, what it does. Stage s is on rank s modulo the number of ranks."""
-    if schedule == "in-turn":
+    if schedule == "sequential":
         return [
             [Action(kind, rank, it) for it in range(num_microbatches) for kind in ("F", "B")]
             for rank in range(num_ranks)
@@ -75,7 +77,7 @@ def order(schedule: ScheduleName, num_ranks: int, stages_per_rank: int, num_micr
     return _from_torch(schedule, num_ranks, stages_per_rank, num_microbatches)
 
 
-def _passes(kind: Kind, stage: int, num_microbatches: int) -> Iterator[Action]:
+def _passes(kind: ActionKind, stage: int, num_microbatches: int) -> Iterator[Action]:
     return (Action(kind, stage, number) for number in range(num_microbatches))
 
 

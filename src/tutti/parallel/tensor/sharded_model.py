@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 
 from tutti.errors import ConfigError
 from tutti.parallel.groups import broadcast
-from tutti.parallel.same_batch import SameBatch
-from tutti.parallel.tensor.gathering import Gathering, is_about_pieces
-from tutti.parallel.tensor.layers import Undo, enter_mesh, leave_mesh, prepare, surround
-from tutti.parallel.tensor.pieces import Piece, pieces_of
+from tutti.parallel.same_batch import SameBatchCheck
+from tutti.parallel.tensor.gather_fallback import GatherFallbackMode, is_sharding_error
+from tutti.parallel.tensor.layers import Undo, parallelise, replicate, to_dtensors, to_full_tensors
 from tutti.parallel.tensor.rules import CONVOLUTIONS
-from tutti.parallel.tensor.splits import Way
+from tutti.parallel.tensor.shard_spec import ShardSpec, shard_specs
+from tutti.parallel.tensor.styles import ParallelStyle
 
 
-class TensorSplit:
+class ShardedModel:
     """Keeps `model` split.
 
     Between forward passes its parameters are plain tensors, the pieces of this rank, which is what the optimiser and
@@ -34,27 +34,27 @@ class TensorSplit:
     def __init__(
         self,
         model: nn.Module,
-        ways: Mapping[nn.Module, Way],
+        ways: Mapping[nn.Module, ParallelStyle],
         mesh: DeviceMesh,
         optimizer: Optimizer,
-        same: SameBatch | None = None,
+        same: SameBatchCheck | None = None,
     ) -> None:
         """Split it. `same` compares what ranks give the model, unless somebody else has."""
         self._model, self._mesh, self._optimizer, self._same = model, mesh, optimizer, same
         self._group: dist.ProcessGroup = mesh.get_group()
-        self._ways: dict[str, Way] = {name: ways.get(it, "whole") for name, it in model.named_modules()}
-        self._split = {name for name, way in self._ways.items() if way != "whole"}
-        self._pieces: dict[nn.Parameter, Piece] = {}
+        self._ways: dict[str, ParallelStyle] = {name: ways.get(it, "replicate") for name, it in model.named_modules()}
+        self._split = {name for name, style in self._ways.items() if style != "replicate"}
+        self._pieces: dict[nn.Parameter, ShardSpec] = {}
         self._shapes: dict[nn.Parameter, tuple[torch.Size, tuple[int, ...]]] = {}
         for name, module in model.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
-                self._pieces.setdefault(parameter, pieces_of(module, self._ways[name])[key])
+                self._pieces.setdefault(parameter, shard_specs(module, self._ways[name])[key])
                 self._shapes[parameter] = parameter.shape, parameter.stride()
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._held: list[tuple[nn.Module, str, nn.Parameter]] = []
         """Parameters that are DTensors within a forward pass."""
         self._undo: list[Undo] = []
-        self._gathering = Gathering(mesh, {module: name for name, module in model.named_modules()})
+        self._gathering = GatherFallbackMode(mesh, {module: name for name, module in model.named_modules()})
         self._change(self._own)
         self._hold()
 
@@ -67,12 +67,12 @@ class TensorSplit:
         """Let the model go as it is. Not collective."""
         self._release()
 
-    def has_piece(self, parameter: nn.Parameter) -> bool:
+    def is_sharded(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has a part of a parameter, and others the rest."""
         return parameter in self._pieces and self._pieces[parameter].dim is not None
 
     @contextmanager
-    def whole(self, optimizer: bool) -> Iterator[None]:
+    def full_model(self, optimizer: bool) -> Iterator[None]:
         """Within it the model is whole, and if asked the `optimizer`'s memory, and computes by itself. Collective."""
         memory = self._optimizer.state
         split = [parameter for parameter, piece in self._pieces.items() if piece.dim is not None]
@@ -96,7 +96,7 @@ class TensorSplit:
         surrounded: list[str] = []
         for name, module in self._model.named_modules():
             if name in self._split:
-                self._undo.append(prepare(module, self._ways[name], self._mesh))
+                self._undo.append(parallelise(module, self._ways[name], self._mesh))
             if any(_is_within(name, it) for it in surrounded):
                 continue
             if any(_is_within(it, name) for it in self._split):
@@ -104,7 +104,7 @@ class TensorSplit:
                     self._held += [(module, *each) for each in module.named_parameters(recurse=False)]
             elif next(chain(module.parameters(), module.buffers()), None) is not None:
                 surrounded.append(name)
-                self._undo.append(surround(module, self._mesh))
+                self._undo.append(replicate(module, self._mesh))
         self._forward = self._model.forward
         self._model.forward = self._forward_in_pieces
         self._undo.append(lambda: delattr(self._model, "forward"))
@@ -121,16 +121,16 @@ class TensorSplit:
         torch._C._set_dtensor_allow_implicit_replication(True)  # Another job of this thread may have ended meanwhile.
         try:
             with self._as_dtensors(), self._gathering:
-                args, kwargs = enter_mesh((args, kwargs), self._mesh)
-                return leave_mesh(self._forward(*args, **kwargs))
+                args, kwargs = to_dtensors((args, kwargs), self._mesh)
+                return to_full_tensors(self._forward(*args, **kwargs))
         except (NotImplementedError, RuntimeError) as error:
-            if not is_about_pieces(error):
+            if not is_sharding_error(error):
                 raise
             where = _innermost(self._model, error.__traceback__)
             raise ConfigError(
                 f"{where} cannot be computed in pieces over {self._group.size()} ranks: "
                 f"{str(error).splitlines()[0]} Keep whole the layers whose outputs it takes: "
-                'Mesh(split={"name": "whole"}).'
+                'Mesh(split={"name": "replicate"}).'
             ) from error
 
     @contextmanager
@@ -171,7 +171,7 @@ class TensorSplit:
                     f"rank {self._group.rank()} along tensor: {type(self._optimizer).__name__} remembers '{key}' of "
                     f"shape {tuple(value.shape)} for parameter '{self._names[parameter]}', of which this rank has "
                     f"{tuple(parameter.shape)}: how to split it is not known. Keep the layer whole, "
-                    'Mesh(split={"name": "whole"}), or use an optimiser that takes each number by itself.'
+                    'Mesh(split={"name": "replicate"}), or use an optimiser that takes each number by itself.'
                 )
 
     def _own(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:

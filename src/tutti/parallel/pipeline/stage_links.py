@@ -9,50 +9,50 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.order import Parcel
-from tutti.parallel.pipeline.plan import Shapes, StagePlan
+from tutti.parallel.pipeline.plan import PipelinePlan, Shapes
+from tutti.parallel.pipeline.schedules import StageMessage
 from tutti.transports import Transport, Work
 from tutti.transports.base import Operation
 from tutti.transports.capabilities import SharesAll, SharesMemory
 
-AT_ONCE_BYTES = 64 * 2**10
+EAGER_BYTES = 64 * 2**10
 """A message as small as this fits into the network's buffers: it needs nobody to move it along while ranks compute."""
 
-MOST_SHARED_BYTES = 2**30
+MAX_SHARED_BYTES = 2**30
 """What may come to a rank through memory in two steps."""
 
-Arriving = Callable[[], tuple[Tensor, ...]]
+PendingTensors = Callable[[], tuple[Tensor, ...]]
 """Waits for tensors that are on their way here."""
 
 
-def wires(plan: StagePlan, transport: Transport, device: torch.device) -> "Wires":
+def open_links(plan: PipelinePlan, transport: Transport, device: torch.device) -> "StageLinks":
     """The quickest there are between the ranks along `pipe`. Collective."""
     shared = isinstance(transport, SharesMemory) and isinstance(transport, SharesAll) and transport.cluster is None
-    if shared and device.type == "cpu" and 2 * _most_received(plan) <= MOST_SHARED_BYTES:
-        return InMemory(plan, transport)
-    return ByMessage(plan, transport, device)
+    if shared and device.type == "cpu" and 2 * _most_received(plan) <= MAX_SHARED_BYTES:
+        return SharedMemoryLinks(plan, transport)
+    return MessageLinks(plan, transport, device)
 
 
-def _most_received(plan: StagePlan) -> int:
+def _most_received(plan: PipelinePlan) -> int:
     received = [0] * plan.num_ranks
-    for parcel in plan.parcels():
-        received[plan.receiver(parcel)] += num_bytes(plan.shapes(parcel))
+    for message in plan.messages():
+        received[plan.receiver(message)] += num_bytes(plan.shapes(message))
     return max(received)
 
 
-class Wires(ABC):
-    """Takes parcels between the ranks along `pipe` while they compute."""
+class StageLinks(ABC):
+    """Takes messages between the ranks along `pipe` while they compute."""
 
-    def __init__(self, plan: StagePlan, transport: Transport, device: torch.device) -> None:
-        self.beneath = transport
+    def __init__(self, plan: PipelinePlan, transport: Transport, device: torch.device) -> None:
+        self.control_transport = transport
         """For what is said between steps."""
-        self.transport = transport.channel("wires")
+        self.transport = transport.channel("stage_links")
         self._plan = plan
         self._sending: list[Work] = []
         self._loss_device = "meta" if device.type == "meta" else "cpu"
         self._broken = False
 
-    def check_whole(self) -> None:
+    def check_usable(self) -> None:
         """Refuse to go on after a step that failed, here or elsewhere: what others have of it is not known."""
         if self._broken:
             raise ConfigError(
@@ -60,22 +60,22 @@ class Wires(ABC):
                 "different parts of it. End this job, and go on from a checkpoint."
             )
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """A step failed: whoever waits for this rank is told."""
         self._broken = True
         self.transport.close()
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step begins. No rank begins the next but one before all have ended this."""
         return None
 
-    def _as_planned(self, parcel: Parcel, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _as_planned(self, message: StageMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors as the receiver expects them: under autocast they may be of another dtype than the example's."""
-        shapes = self._plan.shapes(parcel)
+        shapes = self._plan.shapes(message)
         got, wanted = [tuple(each.shape) for each in tensors], [shape for shape, _ in shapes]
         if got != wanted:
             raise ConfigError(
-                f"rank {self.transport.world_rank}: stage {parcel.stage} made tensors of shapes {got} of a microbatch, "
+                f"rank {self.transport.world_rank}: stage {message.stage} made tensors of shapes {got} of a microbatch "
                 f"and {wanted} of the example that distribute was given. All batches must be of one shape, the "
                 "example's: pad them, or drop the last."
             )
@@ -83,14 +83,14 @@ class Wires(ABC):
         return [each.detach().to(dtype) for each, dtype in zip(tensors, dtypes, strict=True)]
 
     @abstractmethod
-    def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
-        """Start sending; the tensors stay as they are until `end`."""
+    def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
+        """Start sending; the tensors stay as they are until `end_step`."""
 
     @abstractmethod
-    def receive(self, parcel: Parcel) -> Arriving:
+    def receive(self, message: StageMessage) -> PendingTensors:
         """Start receiving."""
 
-    def end(self, loss: Tensor | None) -> Tensor:
+    def end_step(self, loss: Tensor | None) -> Tensor:
         """The step is done: wait until all is sent. The loss, which the last rank has, on all of them. Collective.
 
         It has one when all other ranks have begun this step: so nobody who is here is a step ahead of anybody.
@@ -108,25 +108,25 @@ class Wires(ABC):
         return loss
 
 
-class ByMessage(Wires):
+class MessageLinks(StageLinks):
     """Over any network; large messages are moved by a thread, because ranks that compute do not."""
 
-    def __init__(self, plan: StagePlan, transport: Transport, device: torch.device) -> None:
+    def __init__(self, plan: PipelinePlan, transport: Transport, device: torch.device) -> None:
         super().__init__(plan, transport, device)
         self._large = self.transport.channel("large")
         self._device = device
-        tags = accumulate((len(plan.shapes(parcel)) for parcel in plan.parcels()), initial=1)
-        self._tags = dict(zip(plan.parcels(), tags, strict=False))
+        tags = accumulate((len(plan.shapes(message)) for message in plan.messages()), initial=1)
+        self._tags = dict(zip(plan.messages(), tags, strict=False))
 
-    def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
-        held = [it.contiguous() for it in self._as_planned(parcel, tensors)]
+    def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
+        held = [it.contiguous() for it in self._as_planned(message, tensors)]
         self._sending = [work for work in self._sending if not work.done()]
-        self._sending += self._started(parcel, held, _sends, self._plan.receiver(parcel))
+        self._sending += self._started(message, held, _sends, self._plan.receiver(message))
 
-    def receive(self, parcel: Parcel) -> Arriving:
-        shapes = self._plan.shapes(parcel)
+    def receive(self, message: StageMessage) -> PendingTensors:
+        shapes = self._plan.shapes(message)
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in shapes]
-        works = self._started(parcel, tensors, _receives, self._plan.sender(parcel))
+        works = self._started(message, tensors, _receives, self._plan.sender(message))
 
         def wait() -> tuple[Tensor, ...]:
             for work in works:
@@ -137,51 +137,51 @@ class ByMessage(Wires):
 
     def _started(
         self,
-        parcel: Parcel,
+        message: StageMessage,
         tensors: list[Tensor],
         steps: Callable[[Transport, list[Tensor], int, int], Operation],
         peer: int,
     ) -> list[Work]:
-        tag = self._tags[parcel]
-        if num_bytes(self._plan.shapes(parcel)) > AT_ONCE_BYTES:
+        tag = self._tags[message]
+        if num_bytes(self._plan.shapes(message)) > EAGER_BYTES:
             return [self._large.spawn(steps(self._large, tensors, peer, tag))]
         return list(steps(self.transport, tensors, peer, tag))
 
 
-class InMemory(Wires):
+class SharedMemoryLinks(StageLinks):
     """Between ranks of one host: who sends writes where the other reads."""
 
-    def __init__(self, plan: StagePlan, transport: Transport) -> None:
+    def __init__(self, plan: PipelinePlan, transport: Transport) -> None:
         """Open the memory. Collective."""
         from tutti.transports.shared_memory.slots import MessageSlots  # Costs a compiler's import.
 
         super().__init__(plan, transport, torch.device("cpu"))
-        parcels = list(plan.parcels())
-        self._places = {parcel: place for place, parcel in enumerate(parcels)}
-        sizes = [(plan.receiver(parcel), num_bytes(plan.shapes(parcel))) for parcel in parcels]
+        messages = list(plan.messages())
+        self._places = {message: place for place, message in enumerate(messages)}
+        sizes = [(plan.receiver(message), num_bytes(plan.shapes(message))) for message in messages]
         self._slots = MessageSlots(self.transport, sizes)  # type: ignore[arg-type]
         self._turn = 0
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self._turn += 1
 
-    def send(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
-        for room, tensor in zip(self._rooms(parcel), self._as_planned(parcel, tensors), strict=True):
+    def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
+        for room, tensor in zip(self._rooms(message), self._as_planned(message, tensors), strict=True):
             room.copy_(tensor)
-        self._slots.publish(self._places[parcel], self._turn)
+        self._slots.publish(self._places[message], self._turn)
 
-    def receive(self, parcel: Parcel) -> Arriving:
+    def receive(self, message: StageMessage) -> PendingTensors:
         def wait() -> tuple[Tensor, ...]:
-            self._slots.wait(self._places[parcel], self._turn, self._plan.sender(parcel))
-            return tuple(self._rooms(parcel))
+            self._slots.wait(self._places[message], self._turn, self._plan.sender(message))
+            return tuple(self._rooms(message))
 
         return wait
 
-    def _rooms(self, parcel: Parcel) -> Iterator[Tensor]:
-        """The tensors of a parcel, where they lie in this step."""
-        room = self._slots.buffer(self._places[parcel], self._turn)
+    def _rooms(self, message: StageMessage) -> Iterator[Tensor]:
+        """The tensors of a message, where they lie in this step."""
+        room = self._slots.buffer(self._places[message], self._turn)
         start = 0
-        for shape, name in self._plan.shapes(parcel):
+        for shape, name in self._plan.shapes(message):
             dtype = getattr(torch, name)
             stop = start + prod(shape) * dtype.itemsize
             yield room[start:stop].view(dtype).view(shape)
@@ -189,7 +189,7 @@ class InMemory(Wires):
 
 
 def num_bytes(shapes: Shapes) -> int:
-    """Of a parcel, each tensor of which begins where any number may."""
+    """Of a message, each tensor of which begins where any number may."""
     return sum(_aligned(prod(shape) * getattr(torch, dtype).itemsize) for shape, dtype in shapes)
 
 

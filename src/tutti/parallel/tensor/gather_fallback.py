@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tutti.errors import TuttiError
-from tutti.parallel.tensor.layers import enter_mesh, leave_mesh
-from tutti.parallel.tensor.operators import ABOUT, READS, in_place, is_spread, needs_whole
+from tutti.parallel.tensor.layers import to_dtensors, to_full_tensors
+from tutti.parallel.tensor.operators import METADATA, VALUE_READS, is_in_place, is_sharded, needs_gather
 
 _log = logging.getLogger("tutti")
 
 
-class Gathering(TorchFunctionMode):
-    """Within it, what an operator takes is gathered if there is no other way: that costs messages, and not the result.
+class GatherFallbackMode(TorchFunctionMode):
+    """Within it, what an operator takes is gathered if DTensor cannot compute it on shards.
 
     Which operators these are depends on the version of torch. One that changes a tensor in place must find it as it is,
     unless it is known to need the whole. Random ones draw what one process would.
@@ -35,15 +35,15 @@ class Gathering(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if name in ABOUT:
+        if name in METADATA:
             return func(*args, **kwargs)
-        changes = in_place(func, args, kwargs)
+        changes = is_in_place(func, args, kwargs)
         if changes:
             _refuse_lost(name, kwargs.get("out", args[0] if args else None))
         if name in ("dropout", "dropout_") and isinstance(args[0] if args else kwargs.get("input"), DTensor):
             return self._drop(func, args, kwargs)
-        if needs_whole(name, args, kwargs) or (changes and _is_written_elsewhere(args, kwargs)):
-            if name not in READS and any(map(is_spread, tree_leaves((args, kwargs)))):
+        if needs_gather(name, args, kwargs) or (changes and _is_written_elsewhere(args, kwargs)):
+            if name not in VALUE_READS and any(map(is_sharded, tree_leaves((args, kwargs)))):
                 self._say(name, "it needs all of it")
             return self._changed_whole(func, args, kwargs) if changes else self._whole(func, args, kwargs)
         return self._tried(func, args, kwargs)
@@ -53,15 +53,15 @@ class Gathering(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, TuttiError) or not _has_pieces((args, kwargs)) or in_place(func, args, kwargs):
+            if isinstance(error, TuttiError) or not _has_pieces((args, kwargs)) or is_in_place(func, args, kwargs):
                 raise
             self._say(getattr(func, "__name__", str(func)), str(error).splitlines()[0])
         return self._whole(func, args, kwargs)
 
     def _whole(self, func: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = leave_mesh((args, kwargs))
+        args, kwargs = to_full_tensors((args, kwargs))
         made = func(*args, **kwargs)
-        result = enter_mesh(made, self._mesh)
+        result = to_dtensors(made, self._mesh)
         taken = {_memory(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         for plain, given in zip(tree_leaves(made), tree_leaves(result), strict=True):
             if isinstance(plain, Tensor) and plain._is_view() and _memory(plain) in taken:
@@ -75,10 +75,10 @@ class Gathering(TorchFunctionMode):
             return self._whole(func, args, kwargs)
         if "out" in kwargs or isinstance(target.placements[0], Partial):
             raise RuntimeError(f"'{func.__name__}' changes all of a DTensor that is spread over ranks.")
-        args, kwargs = leave_mesh((args, kwargs))
+        args, kwargs = to_full_tensors((args, kwargs))
         whole = args[0].clone()
         func(whole, *args[1:], **kwargs)
-        return target.copy_(enter_mesh(whole, self._mesh))
+        return target.copy_(to_dtensors(whole, self._mesh))
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Every rank draws for the whole, as one process would, and takes its part: no messages."""
@@ -86,10 +86,10 @@ class Gathering(TorchFunctionMode):
         if not training or not p:
             return x
         ones = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
-        kept = enter_mesh(torch.dropout(ones, p, True), self._mesh)
+        kept = to_dtensors(torch.dropout(ones, p, True), self._mesh)
         return self._tried(Tensor.mul_ if changes else torch.mul, (x, kept), {})
 
-    def _say(self, operator: str, why: str) -> None:
+    def _say(self, operator: str, reason: str) -> None:
         where = self._where()
         if (where, operator) in self._said or self._mesh.get_group().rank() != 0:
             return
@@ -97,7 +97,7 @@ class Gathering(TorchFunctionMode):
         _log.warning(
             "%s gathers what '%s' takes, which cannot be computed in pieces (%s): that costs messages. "
             "Mesh(split=...) can keep whole the layers that it takes from.",
-            where, operator, why,
+            where, operator, reason,
         )  # fmt: skip
 
     def _where(self) -> str:
@@ -110,7 +110,7 @@ class Gathering(TorchFunctionMode):
         return "the model"
 
 
-def is_about_pieces(error: Exception) -> bool:
+def is_sharding_error(error: Exception) -> bool:
     """Whether an operator failed because of how its tensors are spread."""
     return not isinstance(error, TuttiError) and ("shard" in str(error).lower() or "DTensor" in str(error))
 
@@ -128,7 +128,7 @@ def _has_pieces(value: Any) -> bool:
 def _is_written_elsewhere(args: Any, kwargs: Any) -> bool:
     """Whether what is changed is a plain tensor, a buffer say, by something that is not."""
     target = kwargs.get("out", args[0] if args else None)
-    return not isinstance(target, DTensor) and any(map(is_spread, tree_leaves((args, kwargs))))
+    return not isinstance(target, DTensor) and any(map(is_sharded, tree_leaves((args, kwargs))))
 
 
 def _refuse_lost(name: str, x: Any) -> None:

@@ -8,11 +8,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tutti.parallel.tensor.rules import CONVOLUTIONS
-from tutti.parallel.tensor.splits import Way
+from tutti.parallel.tensor.styles import ParallelStyle
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSpec:
     """A parameter cut along one dimension, each of `parts` equal parts by itself; None is all of it."""
 
     dim: int | None = None
@@ -48,13 +48,13 @@ class Piece:
         return [whole.shape[self.dim] // self.parts] * self.parts
 
 
-def pieces_of(module: nn.Module, way: Way) -> dict[str, Piece]:
+def shard_specs(module: nn.Module, style: ParallelStyle) -> dict[str, ShardSpec]:
     """By name, how the parameters of a layer are cut that is split in this way."""
-    if way in ("outputs", "vocabulary"):
-        return {"weight": Piece(0), "bias": Piece(0)}
-    if way == "heads":
-        return {"weight": Piece(0, 3), "bias": Piece(0, 3)}
-    if way == "inputs":
-        return {"weight": Piece(1), "bias": Piece()}
-    assert way == "whole" or isinstance(module, CONVOLUTIONS)
-    return {name: Piece() for name, _ in module.named_parameters(recurse=False)}
+    if style in ("colwise", "vocabulary"):
+        return {"weight": ShardSpec(0), "bias": ShardSpec(0)}
+    if style == "heads":
+        return {"weight": ShardSpec(0, 3), "bias": ShardSpec(0, 3)}
+    if style == "rowwise":
+        return {"weight": ShardSpec(1), "bias": ShardSpec()}
+    assert style == "replicate" or isinstance(module, CONVOLUTIONS)
+    return {name: ShardSpec() for name, _ in module.named_parameters(recurse=False)}

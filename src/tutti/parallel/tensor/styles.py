@@ -2,8 +2,8 @@
 
 from typing import Literal, get_args
 
-Way = Literal["outputs", "heads", "inputs", "vocabulary", "whole"]
+ParallelStyle = Literal["colwise", "heads", "rowwise", "vocabulary", "replicate"]
 """What each rank has of a layer: some of its outputs (Shoeybi 2019: columns); some heads of queries, keys and values
 that one matrix makes; some of its inputs, so that outputs are summed (rows); some words; or all of it."""
 
-WAYS: tuple[Way, ...] = get_args(Way)
+PARALLEL_STYLES: tuple[ParallelStyle, ...] = get_args(ParallelStyle)
