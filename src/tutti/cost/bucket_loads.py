@@ -28,7 +28,7 @@ class BucketLoad:
     numel: int
     """Number of elements that a codec may compress."""
     exact_bytes: int
-    """Bytes that are always sent exactly: small gradients, and marks for missing ones."""
+    """Bytes that are always sent exactly: small gradients, and a `has_grad` flag per gradient."""
     layout: TensorLayout
     """Start and shape of each gradient within the compressible part."""
     groups: ScaleGroups

@@ -97,12 +97,12 @@ class Job:
         """
         _refuse_in_consensus(self._replica, "a second job.consensus()")
         self._exchange.consensus()
-        self._replica.agreeing = True
+        self._replica.in_consensus = True
         try:
             with nullcontext() if self._model_on_mesh is None else self._model_on_mesh.full_model(optimizer):
                 yield self._model
         finally:
-            self._replica.agreeing = False
+            self._replica.in_consensus = False
             self._exchange.restore_local()
 
     @contextmanager
@@ -210,7 +210,7 @@ class Job:
 
 
 def _refuse_in_consensus(replica: HookedReplica, what: str) -> None:
-    if replica.agreeing:
+    if replica.in_consensus:
         raise ConfigError(f"{what} inside job.consensus(): end that first.")
 
 

@@ -42,8 +42,8 @@ class DryRunReplica(Replica):
     def factored(self) -> list[FactoredLayer]:
         return [layer for layer in self._layers if layer.catching]
 
-    def set_apart(self, names: frozenset[str]) -> None:
-        super().set_apart(names)
+    def exchange_as_factors(self, names: frozenset[str]) -> None:
+        super().exchange_as_factors(names)
         for layer in self._layers:
             layer.catching = layer.slot.name in names
 
@@ -64,7 +64,7 @@ class DryRunReplica(Replica):
         listener.after_step()
 
     def _backward(self, listener: Listener, num_samples: int) -> None:
-        apart, workload = self.apart, self._compute_clock.workload
+        apart, workload = self.exchanged_as_factors, self._compute_clock.workload
         layers = {layer.slot.name: layer for layer in self._layers}
         for layer in self._layers:
             layer.rows = round(num_samples * workload.rows.get(layer.slot.name, 0.0)) if workload is not None else 0
@@ -83,7 +83,7 @@ class DryRunReplica(Replica):
                 bucket, missing = _next(remaining)
         assert bucket is None
         listener.backward_done()
-        if self.apart != apart:
+        if self.exchanged_as_factors != apart:
             self._cut()
 
 

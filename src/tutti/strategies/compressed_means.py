@@ -107,14 +107,14 @@ class CompressedMean:
 
     def _mark_unsent(self, bucket: Bucket) -> None:
         """Mark parameters as having a gradient if none came in this step but some of an earlier one is not sent yet."""
-        if (bucket.marks != 0).all():
+        if (bucket.has_grad != 0).all():
             return
         for number, (start, slot) in enumerate(compressed_slots(bucket)):
             elements = slice(start, start + slot.tensor.numel())
             # An old gradient that was not zeroed is encoded too, and must not be lost either.
             unsent = [bucket.values, *self._sums[bucket].per_element.values()]
-            if not bucket.marks[number] and any(flat[elements].any() for flat in unsent):
-                bucket.marks[number] = 1
+            if not bucket.has_grad[number] and any(flat[elements].any() for flat in unsent):
+                bucket.has_grad[number] = 1
 
     def _follow_buckets(self) -> None:
         """Make a sum for every bucket. When buckets are cut anew, the state moves with the parameters."""

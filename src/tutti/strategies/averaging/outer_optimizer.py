@@ -60,7 +60,7 @@ class BlockParameters:
         """Write this rank's change since `_base` into the bucket's memory, to be sent."""
         torch._foreach_copy_(self._change, self.tensors)
         torch._foreach_sub_(self._change, self._bases)
-        self.bucket.marks.fill_(1)
+        self.bucket.has_grad.fill_(1)
 
     def rebase(self) -> None:
         """Count this rank's change from its present parameters on: what it did before is on its way."""
@@ -73,7 +73,7 @@ class BlockParameters:
         meanwhile.
         """
         mean, outer = self.bucket.flat, self.outer
-        self.bucket.marks.zero_()  # Marks are no values: they must not move into `start`.
+        self.bucket.has_grad.zero_()  # Flags are no values: they must not move into `start`.
         if self.velocity is not None:
             self.velocity.mul_(outer.momentum).add_(mean, alpha=outer.lr)
         if self.velocity is None:

@@ -105,7 +105,7 @@ def cut_into_shards(
 
 
 def _bucket_ranges(bucket: Bucket, num_parts: int, keep_whole: bool) -> Iterator[tuple[slice, ScaleGroups | None]]:
-    """Yield the ranges of a bucket: of what may be compressed, then one of all the rest except the marks."""
+    """Yield the ranges of a bucket: of what may be compressed, then one of all the rest except the `has_grad` flags."""
     numel, end = bucket.values.numel(), bucket.flat.numel() - len(bucket.slots)
     if numel:
         num_parts = min(num_parts, max(1, numel * bucket.flat.itemsize // _MIN_SHARD_BYTES))

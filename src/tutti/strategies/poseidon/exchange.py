@@ -120,7 +120,7 @@ class PoseidonExchange(Exchange):
         """Use these methods from now on. Buckets are cut anew without the layers that are sent as factors."""
         self.methods = {name: method for name, method in methods.items() if method != "full"}
         self._factors.follow(self.methods)
-        self.replica.set_apart(frozenset(self.methods))
+        self.replica.exchange_as_factors(frozenset(self.methods))
 
     def _more_s(self, num_bytes: int) -> float:
         """Return by how many seconds `num_bytes` more prolong the all-reduce of everything that has no factors.
