@@ -108,6 +108,7 @@ class LowRank(Codec):
         expect("numbers", header.count, sum(sizes))
         expect("payload bytes", payload.numel(), 4 * sum(sizes))
         numbers = floats(payload, sum(sizes))
+        # Two rounds: P (rows × rank) and Q (rank × columns). One round: the tensor was sent as it is.
         if len(sizes) == 2:
             part = next(self._parts(((0, tuple(out.shape)),)))
             p, q = numbers.split(sizes)
@@ -176,6 +177,7 @@ class LowRank(Codec):
 
     def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
         """Return the length of a packet for a square matrix of so many elements."""
+        # Both factors of a square matrix are equally long.
         return HEADER.size + 4 * self.round_sizes(((0, (math.isqrt(numel), math.isqrt(numel))),))[0] * 2
 
     def _parts(self, layout: TensorLayout) -> Iterator[_MatrixBlock]:
@@ -185,6 +187,7 @@ class LowRank(Codec):
             rows = shape[0] if len(shape) > 1 else 1
             columns = numel // rows if rows else 0
             rank = min(self.rank, rows, columns)
+            # Worth it only if P and Q together are at most half as long as the matrix.
             pays = len(shape) > 1 and 2 * rank * (rows + columns) <= numel and numel > 0
             yield _MatrixBlock(start, rows, columns, rank) if pays else _MatrixBlock(start, 1, numel, 0)
 
@@ -192,6 +195,7 @@ class LowRank(Codec):
         """Return the last Q, or at first a random one, drawn from the matrix's position and width."""
         if (last := state.get(f"q@{part.start}")) is not None:
             return last.to(device)
+        # All ranks must start from the same Q, so it is drawn on the CPU, from what all of them know.
         generator = torch.Generator(device="cpu").manual_seed(part.start * 31 + part.columns)
         shape = part.rank, part.columns
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)

@@ -57,6 +57,7 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
     indices, picked = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
     begin = count = 0
     while begin < values.numel():
+        # The kernel stopped because its output is nearly full: four times as much, and it goes on from `begin`.
         if begin:
             indices, picked = (
                 np.concatenate([full, np.empty(3 * len(full), full.dtype)]) for full in (indices, picked)

@@ -45,8 +45,10 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
         old = np.empty(BLOCK, np.float32)
         least = max(_magnitude(at_least), np.int32(1))  # Zeros are never sent.
         infinite = np.int32(0x7F800000)
+        # A block can add at most BLOCK values, so inside the loop no write needs a check.
         while begin < len(values) and count + BLOCK < len(indices):
             source, rest = values[begin : begin + BLOCK], residual[begin : begin + BLOCK]
+            # With feedback the sums are stored in the residual right away.
             wanted = rest if feedback else source
             for i in range(len(source)):
                 value = source[i] + rest[i] if feedback else source[i]
@@ -90,6 +92,7 @@ def golomb_encode(symbols, order, out):  # type: ignore[no-untyped-def]
             bits += 1
         ones = bits - order
         buffer |= ((np.uint64(1) << np.uint64(ones)) - np.uint64(1)) << np.uint64(filled)
+        # The zero after the ones is already there: the buffer is empty above `filled`.
         filled += ones + 1
         while filled >= 8:
             out[size] = buffer & np.uint64(255)
@@ -120,16 +123,19 @@ def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
     for number in range(len(symbols)):
         bits = np.int64(order)
         while True:
+            # Eight more bits fit into the buffer of 64.
             while filled <= 48 and at < len(data):
                 buffer |= np.uint64(data[at]) << np.uint64(filled)
                 filled += 8
                 at += 1
             more = np.int64(_ONES_OF_BYTE[buffer & np.uint64(255)])
             bits += more
+            # The ones run to the end of the data, or announce a number that is too long.
             if more >= filled or bits > MOST_BITS:
                 return False
             buffer >>= np.uint64(more)
             filled -= more
+            # Eight ones: the run may go on in the next byte.
             if more < 8:
                 break
         buffer >>= np.uint64(1)
@@ -141,12 +147,14 @@ def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
         if filled < bits:
             return False
         low = buffer & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1))
+        # The leading one of the raised number is not sent.
         symbol = np.int64(low | (np.uint64(1) << np.uint64(bits))) - (np.int64(1) << np.int64(order))
         buffer >>= np.uint64(bits)
         filled -= bits
         if symbol > most:
             return False
         symbols[number] = symbol
+    # Only the padding of the last byte may be left, and it must be zero.
     return at == len(data) and filled < 8 and buffer == np.uint64(0)
 
 
