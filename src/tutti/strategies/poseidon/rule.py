@@ -65,6 +65,7 @@ class Decision:
 
 def published_floats(shape: LayerShape, num_workers: int) -> dict[str, float]:
     """Return the numbers that all workers send together, as Zhang et al. (2015) count them, by protocol."""
+    # The paper's letters.
     P, K, M, N = num_workers, shape.rows, shape.num_out, shape.num_in
     return {"broadcast": (P - 1) ** 2 * K * (M + N), "owners": P * K * (M + N) + P * M * N, "full": 2 * P * M * N}
 
@@ -87,6 +88,7 @@ def bucket_bytes_on(link: Link | None) -> int:
 
 def sent_bytes(shape: LayerShape, num_workers: int) -> dict[Method, float]:
     """Return the bytes that one worker sends per step, by method."""
+    # With owners, each of the others gets 1/P of the columns of E, all of A, and this rank's 1/P of the result.
     others, share = num_workers - 1, (num_workers - 1) / num_workers
     from_outputs, from_inputs = shape.rows * shape.num_out * shape.itemsize, shape.rows * shape.num_in * shape.itemsize
     return {
