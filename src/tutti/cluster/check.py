@@ -80,7 +80,7 @@ def _links(given: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes)
         for name in dict.fromkeys(key):
             if not _is_there(name, hosts):
                 mistakes.need(False, f"links between {one} and {two}: no host is named '{name}'{_hint(name, hosts)}")
-        # A pair may be given in both orders, as long as both say the same.
+        # A pair may be given in both orders, as long as both links are equal.
         same = links.setdefault(pair(one, two), link) == link
         mistakes.need(same, f"links between {one} and {two} differ: {links[pair(one, two)]} and {link}")
     return links

@@ -34,7 +34,7 @@ class Cluster:
     tiers: tuple[Tier, ...] = ()
     """Levels of switches, from the hosts up."""
     compute: Compute = _COMPUTE
-    """How long a rank of speed 1 computes."""
+    """Computing time of a rank of speed 1."""
     slow: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Factors by rank: a rank with 2.0 takes twice as long to compute."""
     jitter: Jitter | None = None
@@ -130,7 +130,7 @@ class Cluster:
         words = "as many hosts as it takes" if number is None else _counted(number, "host")
         words += "" if self.ranks_per_host is None else f" of {_counted(self.ranks_per_host, 'rank')}"
         if number != 1:  # A single host has no network.
-            words += f", each on {self.link}" if self.link is not None else ", joined only as said below"
+            words += f", each on {self.link}" if self.link is not None else ", joined only by the links below"
         return words + "".join(f"\n  {_in_words(host, alone=number == 1)}" for host in named)
 
 

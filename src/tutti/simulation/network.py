@@ -39,9 +39,9 @@ class Pipe:
         self.seconds_per_byte = seconds_per_byte
         """Time that one byte takes in one slot."""
         self.slots = [0.0] * num_slots if num_slots > 1 else None
-        """When each slot is free, as a heap; None where there is just one."""
+        """Times at which the slots are free, as a heap; None where there is just one slot."""
         self.free_s = 0.0
-        """When it can take the next message."""
+        """Time at which it can take the next message."""
         self.num_bytes = 0
         """Bytes carried so far."""
         self.pending = 0
@@ -168,7 +168,7 @@ class Network:
             if self.cluster.link_between(one, two) is None
         ]
         return (
-            f"rank {src} on {self.hosts[src].name} talks to rank {dst} on {self.hosts[dst].name}, but the cluster "
+            f"rank {src} on {self.hosts[src].name} sends to rank {dst} on {self.hosts[dst].name}, but the cluster "
             f"'{self.cluster.name}' has no link between them. Not joined: {', '.join(pairs)}. Give it a link for every "
             "host, or links for these pairs."
         )

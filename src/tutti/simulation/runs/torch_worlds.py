@@ -40,7 +40,7 @@ _FLAGS = (
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
-"""Flags of torch that say whether a dispatch mode is active in any thread; not every version has each."""
+"""Flags of torch for whether a dispatch mode is active in any thread; not every version has all of them."""
 
 _thread_local = threading.local()
 
@@ -48,7 +48,7 @@ _rendezvous: Any = import_module("torch.distributed.rendezvous")  # torch.distri
 
 
 class _GroupRecords:
-    """What torch records of one rank's process groups."""
+    """The records that torch keeps of one rank's process groups."""
 
     def __init__(self) -> None:
         self.default_pg: Any = None
