@@ -65,6 +65,18 @@ def test_strategies_of_packages_are_planned(folder: Path) -> None:
     assert "package 'my-broken'" in made.not_priced["broken"]
 
 
+def test_codecs_of_packages_are_planned(folder: Path) -> None:
+    code = CODE + "\n\ndef needs_options(ratio):\n    return Half()\n"
+    codecs = {"half": "my_tutti:Half", "optional": "my_tutti:needs_options"}
+    install(folder, "my-tutti", {"tutti.codecs": codecs}, code)
+    install(folder, "my-broken", {"tutti.codecs": {"broken": "no_such_module:Codec"}})
+    made = plan(lab_perceptron(0.02), 4, Cluster(link=Link("1gbit", "50us")), allow_lossy=True)
+    strategies = [prediction.strategy for prediction in made.predictions]
+    assert AllReduce(codec=ErrorFeedback(CODECS["half"]())) in strategies
+    assert "optional" not in map(str, strategies)
+    assert "package 'my-broken'" in made.not_priced["broken"]
+
+
 def test_an_unknown_name_lists_all_and_what_failed(folder: Path) -> None:
     install(folder, "my-tutti", GROUPS, CODE)
     install(folder, "my-broken", {"tutti.strategies": {"broken": "no_such_module:read"}})

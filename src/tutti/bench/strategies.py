@@ -113,8 +113,7 @@ def _block(name: str, benchmark: StrategyBenchmark) -> int:
     """The number of steps in which a candidate communicates once."""
     if name not in benchmark.strategies:
         return benchmark.post_local_sgd if benchmark.post_local_sgd and name.startswith("Post") else 1
-    every = getattr(parse(name), "every", 1)
-    return every if isinstance(every, int) else 1
+    return parse(name).steps_per_exchange or 1
 
 
 def _nothing() -> None:

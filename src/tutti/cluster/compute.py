@@ -13,7 +13,7 @@ from tutti.errors import UnknownName
 Shape = Literal["lognormal", "uniform", "exponential"]
 
 _LEAST = 1e-9
-"""Least factor of jitter: no step takes no time at all."""
+"""Least factor of jitter: every step takes some time."""
 _MOST = 5
 """Largest spread of log-normal jitter. A larger one is taken for a percentage that was meant as a share."""
 
@@ -71,6 +71,7 @@ class Jitter:
         if self.shape not in shapes:
             mistakes.need(False, str(UnknownName("shape of jitter", str(self.shape), shapes)).rstrip("."))
         if self.shape == "uniform":
+            # `not ... >=`: a NaN was reported above, and is not reported twice.
             mistakes.need(not spread * math.sqrt(3) >= 1, f"uniform jitter's spread must be below 0.577, got {spread}")
         if self.shape == "lognormal":
             mistakes.need(
@@ -84,11 +85,14 @@ class Jitter:
     def draw(self, rng: random.Random) -> float:
         """Return a random factor above 0."""
         if self.shape == "uniform":
+            # A uniform distribution on [1 - w, 1 + w] has the standard deviation w / √3.
             width = math.sqrt(3) * self.spread
             factor = rng.uniform(1 - width, 1 + width)
         elif self.shape == "exponential":
+            # An exponential of mean and deviation `spread`, shifted to the mean 1.
             factor = 1 - self.spread + self.spread * rng.expovariate(1)
         else:
+            # σ² = ln(1 + spread²) and μ = -σ² / 2 give the mean 1 and the deviation `spread`.
             variance = 2 * math.log(math.hypot(1, self.spread))
             factor = rng.lognormvariate(-variance / 2, math.sqrt(variance))
         return max(factor, _LEAST)

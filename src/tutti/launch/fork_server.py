@@ -3,7 +3,8 @@
 How it works. The supervisor starts this process (`tutti.launch.fork_client`) with one end of a Unix socket, the
 control socket. The server imports what workers need, then waits in one loop and never runs anything else: no tensor
 operation, no CUDA call, no thread. So at every fork no lock is held by another thread, and OpenMP, autograd and CUDA
-have not started. `_why_not_fork` checks that before each fork; if it no longer holds, the request is refused and the
+have not started. It imports with one thread (OpenBLAS would start more), and each worker sets its own number.
+`_why_not_fork` checks that before each fork; if it no longer holds, the request is refused and the
 supervisor spawns.
 
 - Each run of the supervisor sends one end of a new socket over the control socket. That connection is a *client*

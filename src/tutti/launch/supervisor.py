@@ -16,7 +16,7 @@ A failure that only follows from another rank's (`Failure.knock_on`) is never re
 known. So all workers that have ended are looked at together, and before one is judged its pipe is read to the end.
 
 Stopping sends SIGTERM to the process groups that run, waits `_GRACE_S`, then sends SIGKILL to every group, those of
-ended workers included: children that a worker left hold no process then. Each worker is the leader of its own
+ended workers included, so that children which a worker left behind end too. Each worker is the leader of its own
 session, so its number is also that of its group. If the supervisor itself is killed, the kernel or the fork server
 kills the workers."""
 

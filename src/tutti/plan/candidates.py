@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from tutti.cluster import Cluster
+from tutti.codecs import CODECS
 from tutti.cost import Placement, Profile
 from tutti.errors import ConfigError, NoLink
 from tutti.strategies import STRATEGIES, Strategy, parse
@@ -47,7 +48,7 @@ def has_cost(strategy: Strategy) -> bool:
 def _families() -> tuple[list[Strategy], dict[str, str]]:
     """Return one strategy of each registered class, with default options, and why there is none for some names."""
     families: dict[type[Strategy], Strategy] = {}
-    failures = {}
+    failures = CODECS.load_failures()  # Reported here, because `AllReduce.candidates` skips them.
     for name in STRATEGIES:
         try:
             strategy = parse(name)

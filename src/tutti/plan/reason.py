@@ -18,7 +18,7 @@ def describe_plan(plan: "Plan") -> str:
 
 def has_codec(strategy: Strategy) -> bool:
     """Whether the strategy compresses what it sends."""
-    return getattr(strategy, "codec", None) is not None
+    return strategy.codec is not None
 
 
 def fastest_all_reduces(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:

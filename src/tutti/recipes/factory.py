@@ -42,6 +42,7 @@ def _find(text: str, wanted: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # A user's module may raise anything.
+        # Else the module was found, and something that it imports is missing.
         if isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or ":"):
             raise ConfigError(
                 f"no module '{module_name}', in this folder or installed. Wanted: MODULE:FACTORY."

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SimulatedChannel:
     """The mailboxes of one group of ranks under one name: messages of other channels never mix with these.
 
-    Ranks are numbered by their place in the group here; `Rank.number` is their number in the world.
+    Ranks are numbered by their position in the group here; `Rank.number` is their number in the world.
     """
 
     def __init__(self, name: str, ranks: Sequence["Rank"], network: Network, on_closed: Callable[[], None]) -> None:
@@ -24,10 +24,11 @@ class SimulatedChannel:
         self.ranks = tuple(ranks)
         self.network = network
         self._on_closed = on_closed
-        """Called when all ranks have closed it."""
+        """Called when all ranks have closed this channel."""
         self.mailboxes: dict[tuple[int, int, int], Mailbox] = {}
         """By sender, receiver and tag."""
         self._mailboxes_of: dict[int, list[Mailbox]] = {}
+        """The mailboxes in which a rank sends or receives, by rank."""
         self.any_source_mailboxes: dict[tuple[int, int], AnySourceMailbox] = {}
         """By receiver and tag."""
         self.closed: dict[int, str] = {}
@@ -60,12 +61,13 @@ class SimulatedChannel:
             return
         self.closed[index] = why
         for mailbox in self._mailboxes_of.get(index, ()):
+            # Receives from this rank could never end; receives by this rank are abandoned.
             receives, mailbox.receives = mailbox.receives, deque()
             for receive in receives:
                 receive.fail(self.loss_error(receive.rank, index))
         for any_source in self.any_source_mailboxes.values():
             any_source.fail_hopeless()
-        for host_sum in list(self.host_sums.values()):
+        for host_sum in list(self.host_sums.values()):  # Sums that not all ranks have joined.
             host_sum.fail(index)
         if len(self.closed) == len(self.ranks):
             self._on_closed()

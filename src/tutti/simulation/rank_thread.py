@@ -36,7 +36,7 @@ class RankThread:
         self._engine = engine
         self._name = name
         self.turn = threading.Lock()
-        self.turn.acquire()
+        self.turn.acquire()  # Held from the start: the thread blocks on it until the engine first releases it.
         self.paused = True
         """Whether the thread is blocked on `turn`."""
         self.ended = False
@@ -84,15 +84,17 @@ class RankThread:
     def _run(self, function: Callable[[], Any]) -> None:
         self.turn.acquire()
         try:
-            if not self._engine.stopping:
+            if not self._engine.stopping:  # True if the simulation failed before this rank's first turn.
                 self.result = function()
         except Stopped:
-            pass
+            pass  # Raised by `unwind` in this very thread.
         except SystemExit as error:
+            # Status 0 is a normal end: `distribute` leaves a dedicated server's function so.
             self.error = error if error.code else None
         except BaseException as error:
-            self.error = error
+            self.error = error  # `simulate` raises it in the caller's thread.
         finally:
+            # Death is planned, no error. A doom holds even if the function has caught it.
             self.error = None if self.died else self.doom or self.error
             self.ended = True
             self._engine.return_turn()  # Last: from here on the engine's thread runs.
@@ -102,4 +104,4 @@ class RankThread:
         self._abandoned = self.ended = True
         self.error = None if self.died else self.doom
         self._engine.return_turn()
-        threading.Event().wait()
+        threading.Event().wait()  # Nobody sets it.

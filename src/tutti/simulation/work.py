@@ -85,6 +85,7 @@ class SimulatedOperation(SimulatedWork):
         self._operation = operation
         self._queue = queue
         self._awaited: SimulatedWork | None = None
+        # When it last made progress, and when it was started.
         self._advanced_s = self.posted_s = rank.time
 
     def advance(self) -> None:
@@ -95,6 +96,7 @@ class SimulatedOperation(SimulatedWork):
         self._advanced_s = rank.engine.now
         rank.stepping = True
         try:
+            # The work it waited for may have failed: the generator gets that error at its `yield`.
             failure = None if self._awaited is None else self._awaited.error
             rest: Iterator[Any]
             while True:
@@ -117,14 +119,14 @@ class SimulatedOperation(SimulatedWork):
         rank = self.rank
         now = rank.engine.now
         for work in works:
-            if work.__class__ is CompletedWork:
+            if work.__class__ is CompletedWork:  # It has no `finish_s`; an exact class check is the cheapest.
                 continue
             self._awaited = work
             finish_s = work.finish_s
-            if finish_s is None:
+            if finish_s is None:  # Completing or failing the work schedules `advance`.
                 work.on_finish = self.advance
                 return None
-            if finish_s > now:
+            if finish_s > now:  # The end is known and lies in the future.
                 rank.engine.schedule(finish_s, self.advance)
                 return None
             if work.error is not None:
@@ -132,7 +134,7 @@ class SimulatedOperation(SimulatedWork):
         raise StopIteration
 
     def _end(self, error: Exception | None) -> None:
-        self._operation.close()
+        self._operation.close()  # A no-op, unless it yielded something that is no work.
         if error is None:
             self.complete(self.rank.engine.now)
         else:
@@ -150,7 +152,7 @@ class SimulatedOperation(SimulatedWork):
 
     @property
     def active_until_s(self) -> float:
-        if not self._has_deadline:
+        if not self._has_deadline:  # As if it had just made progress: the deadline never comes.
             return self.rank.engine.now
         first = self._queue.first or self  # Progress of an operation before it is progress towards this one.
         awaited = first._awaited
@@ -191,7 +193,7 @@ class OperationSequence:
 
     def _add(self, operation: SimulatedOperation) -> None:
         self._queue.append(operation)
-        if len(self._queue) == 1:
+        if len(self._queue) == 1:  # Else `remove_ended` starts it, when those before it have ended.
             operation.rank.engine.schedule(operation.posted_s, operation.advance)
 
     @property
@@ -210,6 +212,7 @@ class OperationSequence:
         elif self._queue:
             following = self._queue[0]
             engine = following.rank.engine
+            # A rank computes ahead of the engine: an operation must not begin before it was posted.
             engine.schedule(max(engine.now, following.posted_s), following.advance)
 
     def time_out(self, operation: SimulatedOperation, error: Exception) -> None:
@@ -218,8 +221,8 @@ class OperationSequence:
 
     def fail(self, error: Exception) -> None:
         """Fail all operations, and those that are started later."""
-        self._failure = self._failure or error
-        queue, self._queue = self._queue, []
+        self._failure = self._failure or error  # The first failure is the cause of the others.
+        queue, self._queue = self._queue, []  # Emptied first: an abort may come back here.
         for operation in queue:
             operation.abort(error)
 

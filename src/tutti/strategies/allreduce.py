@@ -15,10 +15,22 @@ How it works:
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from tutti.codecs import Cast, Codec, ErrorFeedback, LowRank, OneBit, Quantize, TopK, print_codec
+from tutti.codecs import (
+    CODECS,
+    Cast,
+    Codec,
+    ErrorFeedback,
+    LowRank,
+    OneBit,
+    Quantize,
+    TopK,
+    parse_codec,
+    print_codec,
+)
 from tutti.collectives import ALGORITHMS, measure_collectives, native_all_reduce
 from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
@@ -53,7 +65,7 @@ _CANDIDATE_CODECS: tuple[Codec, ...] = tuple(
     ErrorFeedback(codec)
     for codec in (Cast("bf16"), Cast("fp8"), Quantize(4), OneBit(), TopK(0.01), TopK(0.001), LowRank())
 )
-"""Codecs that the planner compares."""
+"""Built-in codecs that the planner compares, beside those of installed packages."""
 
 OPTIONS = ("bucket_bytes", "exact_below", "skip_converged", "check_every")
 """Options of `AllReduce` that its text may have, beside an algorithm or a codec."""
@@ -128,12 +140,13 @@ class AllReduce(Strategy):
         sizes = (AllReduce.bucket_bytes, _LARGE_BUCKET_BYTES)
         for bucket_bytes in sizes if profile.gradient_bytes > AllReduce.bucket_bytes else sizes[:1]:
             yield from (AllReduce(algorithm, bucket_bytes) for algorithm in algorithms)
-        yield from (AllReduce(codec=codec) for codec in _CANDIDATE_CODECS)
+        yield from (AllReduce(codec=codec) for codec in (*_CANDIDATE_CODECS, *_plugin_codecs()))
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
             transport = transport if isinstance(transport, HostsTransport) else HostsTransport(transport)
         exchange = AllReduceExchange(replica, transport, self)
+        # A single rank has nothing to exchange: hooks on its gradients would only cost time.
         replica.listen(exchange, to="steps" if transport.size == 1 else "gradients")
         return exchange
 
@@ -173,6 +186,7 @@ class AllReduceExchange(Exchange):
             self._weights_known = self._mean.begin(weight)
 
     def bucket_ready(self, bucket: Bucket) -> None:
+        # Only polled: waiting for the weights here would hold up backward.
         self._waiting.append(bucket)
         if self._weights_known.done():
             self._start_waiting()
@@ -188,10 +202,12 @@ class AllReduceExchange(Exchange):
         """Start the buckets that have not been started, and let all of them run to their end."""
         self._weights_known.wait()
         self._start_waiting()
+        # No more buckets come in this pass, so stages that gave way to later buckets can run now.
         self._mean.flush()
 
     def complete(self) -> None:
         """Wait for all buckets, and finish their means."""
+        # In the order of their start: a later bucket may still be on its way while an earlier mean is finished.
         for bucket, work in self._under_way:
             try:
                 work.wait()
@@ -218,6 +234,7 @@ class AllReduceExchange(Exchange):
 
     def state_dict(self) -> dict[str, Any]:
         if self._converged is not None:
+            # The order of parameters in buckets: a resumed run then cuts the same ones.
             order = [slot.name for slot in self.replica.slots] if self.replica.arranged else None
             return {"order": order, "converged": self._converged.state_dict()}
         return self._mean.state_dict() if isinstance(self._mean, CompressedMean) else self._unused_state
@@ -245,6 +262,18 @@ class AllReduceExchange(Exchange):
     def stopped(self, refusal: WeightRefused) -> NonFiniteLoss:
         """Return the error that says on which ranks, and in which step, the loss was not finite."""
         return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
+
+
+def _plugin_codecs() -> list[Codec]:
+    """Return the codecs of installed packages, with default options and error feedback."""
+    codecs = []
+    for name in CODECS:
+        # One broken package must not stop the planner (it reports `CODECS.load_failures`), nor must a codec with
+        # required options: no default of ours would suit it, so it has to be named.
+        if name not in CODECS.built_in:
+            with suppress(ConfigError, TypeError):
+                codecs.append(parse_codec(name))
+    return codecs
 
 
 def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, codec: Codec | None) -> Mean:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
+from tutti.codecs import Codec
 from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError, NotPriced
 from tutti.events import EventLog
@@ -126,6 +127,9 @@ class Strategy(ABC):
     preference: ClassVar[int] = 4
     """Which strategy the planner takes among about equally fast ones: the lowest. 0 is a sum of all gradients in every
     step, 2 is servers, 3 is models averaged now and then."""
+
+    codec: Codec | None = None
+    """The codec that compresses what ranks send; None if it is sent exactly. Strategies with codecs make it a field."""
 
     @abstractmethod
     def attach(self, replica: Replica, transport: Transport) -> Exchange:

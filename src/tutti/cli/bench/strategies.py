@@ -93,7 +93,7 @@ def parse_strategies(text: str) -> list[str]:
     texts = list(dict.fromkeys(str(parse(part)) for part in split_strategies(text)))
     if not texts:
         raise ConfigError("--strategies needs one or more, such as native,ps:bsp.")
-    if timed := [each for each in texts if isinstance(getattr(parse(each), "every", 1), str)]:
+    if timed := [text for text in texts if parse(text).steps_per_exchange is None]:
         raise ConfigError(f"whole blocks are timed: give '{timed[0]}' a number of steps, such as every=16.")
     return texts
 
