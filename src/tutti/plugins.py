@@ -55,6 +55,7 @@ class Registry(Mapping[str, T]):
         return self._loaded[name]
 
     def __contains__(self, name: object) -> bool:
+        # Does not load the entry, so a broken package is reported only when its name is used.
         return name in self.built_in or name in self._plugins()
 
     def __iter__(self) -> Iterator[str]:
@@ -82,6 +83,7 @@ class Registry(Mapping[str, T]):
         failures = {}
         for name in self._plugins():
             try:
+                # Loading it is the check; what is loaded stays loaded.
                 self[name]
             except PluginError as error:
                 failures[name] = str(error)
@@ -94,6 +96,7 @@ class Registry(Mapping[str, T]):
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:
         """Return the entry points of the group by name, without those that have the name of a built-in entry."""
+        # Scanning the metadata of all installed packages takes milliseconds, so it is done once, and not at import.
         if self._offered is None:
             offered: dict[str, list[EntryPoint]] = {}
             for point in entry_points(group=self.group):
@@ -117,6 +120,7 @@ class Registry(Mapping[str, T]):
         point = points[0]
         try:
             entry = point.load()
+        # Anything may go wrong in another package's import: the message must name that package.
         except Exception as error:
             raise PluginError(
                 f"{_package(point)} offers the {self.kind} '{name}' and failed to load ({point.value}): "

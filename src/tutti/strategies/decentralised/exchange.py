@@ -17,6 +17,7 @@ from tutti.transports import SharesMemory, Transport
 from tutti.transports.base import Operation
 
 _BUCKET_BYTES = 4 * 2**20
+"""Size of the buckets that `FlatModel` lays out one after another; codecs encode a bucket at a time."""
 
 
 class PeerExchange(Exchange):
@@ -53,6 +54,7 @@ class PeerExchange(Exchange):
         replica.arrange([slot.name for slot in replica.slots])
         model = FlatModel(replica)
         base = model.read_model(model.empty())
+        # Above the largest message: a round's result (members and a full block), or packets that a codec makes larger.
         max_bytes = 4 * model.num_full_bytes + 64 * transport.size + 2**16
         group = PeerGroup(self._channel, replica.buckets[0].flat, max_bytes)
         rounds = AveragingRounds(group, model.average, replica.sizes_only)
@@ -62,6 +64,7 @@ class PeerExchange(Exchange):
         """This rank's own values, while the model holds those of a consensus."""
         self._bytes_sent_before = 0
         """Bytes sent until the end of the last step."""
+        # Receiving begins before this rank sends: peers may be ahead, and their messages need a listener.
         group.start(self.algorithm)
         replica.listen(self, to="samples")
         self.algorithm.start()
@@ -82,9 +85,11 @@ class PeerExchange(Exchange):
     def before_step(self) -> None:
         weight = self.replica.take_samples()
         if isnan(weight):
+            # Raises `NonFiniteLoss` once STOP is sent.
             self.context.wait(self._stop())
         if weight == 0:  # A batch that does not count: the optimiser finds no gradients.
             self.replica.hide_gradients()
+        # A stop or a failure that arrived while this rank computed ends training before the step.
         self.context.group.check(self.replica.steps)
 
     def after_step(self) -> None:
@@ -117,6 +122,7 @@ class PeerExchange(Exchange):
             return context.model.to_full(algorithm.values())
 
         yield from context.rounds.take_part(purpose, algorithm.clock, algorithm.is_ready, contribution)
+        # Unless training is over, in which case the round has no result.
         if context.rounds.last_round > last_round and not context.group.is_over:
             algorithm.round_finished(context.rounds.result)
 

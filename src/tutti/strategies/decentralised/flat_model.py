@@ -62,6 +62,7 @@ class FlatModel:
         """Copy the model's values into flat memory, and return that."""
         for bucket, values in zip(self.buckets, self.bucket_views(memory), strict=not self.sizes_only):
             for view, slot in zip(bucket.views(values), bucket.slots, strict=True):
+                # Also copies from the GPU: flat memory is on the CPU.
                 view.copy_(slot.tensor.detach())
         return memory
 
@@ -115,6 +116,7 @@ class FlatModel:
         views = [self.bucket_views(block) for block in blocks]
         for index, mean in enumerate(self.bucket_views(result)):
             dtype = torch.complex128 if mean.is_complex() else torch.float64
+            # Flat, like the bucket: [numel].
             total = torch.zeros(mean.numel(), dtype=dtype)
             for block_views in views:
                 total += block_views[index]

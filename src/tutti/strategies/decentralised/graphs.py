@@ -98,6 +98,7 @@ class Graph(Topology):
     @property
     def components(self) -> list[list[int]]:
         """(Strongly) connected components, largest first: one if the graph is connected."""
+        # Two ranks are in one component if each reaches the other.
         reached = [self._reached(rank) for rank in range(self.size)]
         components: list[list[int]] = []
         for rank in range(self.size):
@@ -255,9 +256,12 @@ def _static_mixing(graph: Graph) -> np.ndarray:
     matrix = np.zeros((graph.size, graph.size))
     for a, b in graph.edges:
         if graph.directed:
+            # A sender's column: equal parts for its receivers and itself. Rows need not add up to 1 (push-sum).
             matrix[b, a] = 1 / (1 + degrees[a])
         else:
+            # Metropolis-Hastings: symmetric, and no row adds up to more than 1, so the diagonal is not negative.
             matrix[a, b] = matrix[b, a] = 1 / (1 + max(degrees[a], degrees[b]))
+    # Each rank keeps the rest of its column.
     np.fill_diagonal(matrix, 1 - matrix.sum(0))
     return _frozen(matrix)
 
@@ -266,6 +270,7 @@ def _static_mixing(graph: Graph) -> np.ndarray:
 def _exponential_mixing(graph: Exponential, clock: int) -> np.ndarray:
     ranks = np.arange(graph.size)
     matrix = np.zeros((graph.size, graph.size))
+    # Added, not set: for one rank, sender and receiver are the same element.
     matrix[ranks, ranks] += 0.5
     matrix[(ranks + (1 << clock)) % graph.size, ranks] += 0.5
     return _frozen(matrix)
@@ -273,11 +278,13 @@ def _exponential_mixing(graph: Exponential, clock: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _matching(graph: Matchings, clock: int) -> np.ndarray:
+    # Seeded by the clock: every rank draws the same pairs without a message.
     order = np.random.default_rng((graph.seed, clock)).permutation(graph.size)
     paired = len(order) // 2 * 2
     one, two = order[0:paired:2], order[1:paired:2]
     matrix = np.eye(graph.size)
     for a, b in ((one, two), (two, one)):
+        # Both rows of each pair; a rank without a partner keeps its row of the identity.
         matrix[a, a] = matrix[a, b] = 0.5
     return _frozen(matrix)
 
@@ -286,12 +293,16 @@ def _matching(graph: Matchings, clock: int) -> np.ndarray:
 def _spectral_gap(graph: Topology) -> float:
     if graph.size == 1:
         return 1.0
-    product = np.linalg.multi_dot([np.eye(graph.size)] * 2 + [graph.mixing(t) for t in reversed(range(graph.period))])
+    # The product over one period, the latest clock leftmost. Two identities, because `multi_dot` needs two matrices.
+    mixings = [graph.mixing(t) for t in reversed(range(graph.period))]
+    product = np.linalg.multi_dot([np.eye(graph.size)] * 2 + mixings)
     if graph.directed:
         # Not symmetric, so its norm does not bound repeated mixing: the second largest eigenvalue does.
         factor = float(np.sort(np.abs(np.linalg.eigvals(product)))[-2])
     else:
+        # Without the mean, to which the matrix 1/N projects: the largest singular value of what is left.
         factor = float(np.linalg.norm(product - 1 / graph.size, 2))
+    # Per step: the root of the period's factor. Below 1e-12 it is rounding, and the mean is reached exactly.
     return 1.0 - float(max(factor, 0.0) ** (1 / graph.period)) if factor > 1e-12 else 1.0
 
 

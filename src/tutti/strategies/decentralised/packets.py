@@ -1,7 +1,7 @@
 """Packets of peers' updates: what a step has changed, exact or compressed by a codec.
 
 An exact packet is the flat change itself. A compressed one holds an int64 length for each bucket, then each bucket's
-message, aligned: the codec's packet, followed by the bucket's values that are not compressed.
+message, aligned: the bucket's values that are not compressed, followed by the codec's packet.
 """
 
 import torch
@@ -25,6 +25,7 @@ class UpdatePackets:
             _scale_groups(bucket) if codec is not None and bucket.values.numel() else None for bucket in model.buckets
         ]
         self.states = [
+            # Another seed for every rank and bucket: random codecs must not draw the same numbers everywhere.
             codec.start(bucket.values.numel(), seed=seed * 65_537 + bucket.index)
             if codec is not None and groups is not None and not model.sizes_only
             else {}
@@ -46,6 +47,7 @@ class UpdatePackets:
             numel = bucket.values.numel()
             if (groups := self._groups[index]) is not None:
                 compressible = values[:numel].to(torch.float32)
+                # Only what the codec can compress; the bucket's small tensors (`values[numel:]`) are sent exactly.
                 packet, self.states[index] = self._codec.encode(compressible, self.states[index], groups=groups)
             messages.append(join(packet, values[numel:]))
         lengths = torch.tensor([message.numel() for message in messages], device="cpu")
@@ -70,11 +72,13 @@ class UpdatePackets:
     def _add_bucket(self, index: int, message: Tensor, values: Tensor) -> None:
         numel, codec = self._model.buckets[index].values.numel(), self._codec
         assert codec is not None
+        # `split` trusts the length, and this message comes from a peer.
         if message.numel() < aligned(values[numel:].nbytes):
             raise PacketError(f"{message.numel()} bytes for bucket {index}, wanted {values[numel:].nbytes} or more")
         packet, exact = split(message, values[numel:])
         if (groups := self._groups[index]) is not None:
             if values.dtype == torch.float32:
+                # Added while it is decoded: no temporary tensor of the bucket's size.
                 codec.decode(packet, values[:numel], groups=groups, add=True)
             else:
                 decoded = torch.empty(numel, dtype=torch.float32, device="cpu")

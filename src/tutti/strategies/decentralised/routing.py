@@ -27,6 +27,7 @@ class UpdateRoutes:
         """Return the living ranks to which a rank passes on an update of `origin`."""
         if self._graph is None:
             return sorted(alive - {rank}) if rank == origin else []
+        # Trees are kept until a rank is lost.
         if alive != self._alive:
             self._alive, self._children = alive, {}
         if origin not in self._children:
@@ -35,6 +36,7 @@ class UpdateRoutes:
 
     def _tree(self, origin: int) -> dict[int, list[int]]:
         assert self._graph is not None
+        # An update of a rank that is lost by now may still be on its way: its tree begins there all the same.
         ranks = sorted(self._alive | {origin})
         graph = self._graph.over(ranks)
         children: dict[int, list[int]] = {}
@@ -43,6 +45,7 @@ class UpdateRoutes:
             children.setdefault(ranks[parent], []).append(ranks[child])
             reached.add(ranks[child])
         if unreached := self._alive - reached:
+            # Ranks that the graph no longer connects get the update from its origin directly.
             children.setdefault(origin, []).extend(sorted(unreached))
             if not self._has_warned:
                 self._has_warned = True

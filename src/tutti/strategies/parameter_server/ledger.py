@@ -113,6 +113,7 @@ class Ledger:
         """Start again from version 0, with every worker at clock 0."""
         self.version = 0
         self.order_position = 0
+        # Workers that left keep an entry: they may join again.
         self._clocks = dict.fromkeys(self._clocks, 0)
         self._pending.clear()
 
@@ -160,6 +161,7 @@ class Ledger:
         """Remove and return the updates of the next version, by rank of worker; an empty list if it is not due."""
         due = self._due()
         if due:
+            # By identity: updates have no equality (`eq=False`).
             self._pending = [update for update in self._pending if update not in due]
             for update in due:
                 update.staleness = self.version - update.base_version
@@ -174,6 +176,8 @@ class Ledger:
         if self._order is not None:
             return self._due_by_order()
         if self._consistency.bound is None:
+            # With fewer members than the quorum, one update of each makes a version. With none (at a barrier) nothing
+            # more is awaited, and what is pending is enough.
             quorum = min(self._consistency.quorum, len(self._members) or len(self._pending))
             return self._pending[:quorum] if len(self._pending) >= quorum else []
         if self.awaits_updates:
@@ -187,6 +191,7 @@ class Ledger:
         while (wanted := self._order.at(self.order_position)) is not None:
             arrived = [update for update in self._pending if (update.worker, update.clock) in wanted]
             missing_workers = {worker for worker, _ in wanted} - {update.worker for update in arrived}
+            # An update that was ordered, but has not arrived here: wait for it if its worker can still send it.
             if missing_workers & self._order.alive:
                 return []
             if arrived:

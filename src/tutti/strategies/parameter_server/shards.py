@@ -106,6 +106,7 @@ def cut_into_shards(
 
 def _bucket_ranges(bucket: Bucket, num_parts: int, keep_whole: bool) -> Iterator[tuple[slice, ScaleGroups | None]]:
     """Yield the ranges of a bucket: of what may be compressed, then one of all the rest except the `has_grad` flags."""
+    # Those flags, one per slot at the end, are not sent: each request has flags per segment instead.
     numel, end = bucket.values.numel(), bucket.flat.numel() - len(bucket.slots)
     if numel:
         num_parts = min(num_parts, max(1, numel * bucket.flat.itemsize // _MIN_SHARD_BYTES))
@@ -129,8 +130,10 @@ def _ranges_of_whole_parameters(
     """Yield about equal ranges that begin and end where parameters do."""
     starts = [start for start in bucket.starts if start < numel]
     ideal_edges = [numel * part / num_parts for part in range(1, num_parts)]
+    # The start of a parameter nearest to each ideal edge; a set, because two edges may come to the same start.
     edges = sorted({0, numel, *(min(starts, key=lambda start: abs(start - ideal)) for ideal in ideal_edges)})
     for begin, end in pairwise(edges):
+        # Scale groups never span two parameters, so each is wholly inside one range.
         inside = (groups.starts >= begin) & (groups.starts < end)
         yield slice(begin, end), ScaleGroups(groups.starts[inside] - begin, groups.stops[inside] - begin, end - begin)
 
@@ -138,6 +141,7 @@ def _ranges_of_whole_parameters(
 def _segments(bucket: Bucket, bucket_range: slice) -> Iterator[ShardSegment]:
     for slot_index, (begin, slot) in enumerate(zip(bucket.starts, bucket.slots, strict=True)):
         numel = slot.tensor.numel()
+        # The overlap of the parameter [begin, begin + numel) with the range, relative to the parameter.
         start = max(begin, bucket_range.start) - begin
         stop = min(begin + numel, bucket_range.stop) - begin
         if start < stop:

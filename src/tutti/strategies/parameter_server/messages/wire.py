@@ -80,7 +80,7 @@ class RequestHeader:
     norm: float = 0.0
     """Norm of the worker's whole gradient, where each update is clipped by itself."""
 
-    LAYOUT = Struct("<qqqqqdd")
+    LAYOUT = Struct("<qqqqqdd")  # A multiple of 8 bytes: the options behind it are aligned for float64.
 
 
 class RequestFormat:

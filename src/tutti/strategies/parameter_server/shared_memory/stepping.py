@@ -86,7 +86,8 @@ class ShardStepper:
         waiting = np.flatnonzero(counters.values[counters.clock[bucket_index]] > num_applied)
         in_order = sorted(waiting, key=lambda worker: arrival[worker])
         num_members = int(counters.values[counters.is_member[bucket_index]].sum())
-        # Fewer members than the quorum: one update of each makes a version. No member (a barrier): all that wait do.
+        # With fewer members than the quorum, one update of each makes a version. With none (at a barrier) nothing more
+        # is awaited, and what is there is enough.
         quorum = min(self._consistency.quorum, num_members or len(in_order))
         if not in_order or len(in_order) < quorum:
             return None

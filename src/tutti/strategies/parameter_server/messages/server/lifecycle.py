@@ -42,6 +42,7 @@ class WorkerLifecycle:
         """Let a worker wait for all others; versions no longer wait for it."""
         self._membership.at_barrier.add(worker)
         self.leave(worker)
+        # It came after the stop: `stop` again, to answer this worker too.
         if self._membership.stopped_by is not None:
             self.stop(self._membership.stopped_by)
 
@@ -66,6 +67,7 @@ class WorkerLifecycle:
         self._membership.stopped_by = worker
         for other in self._membership.alive:
             for shard in self._versions.shards.values():
+                # Only workers that wait read a reply. The others get theirs when they next pull or enter a barrier.
                 if other in self._membership.at_barrier or other in shard.waiting_pulls:
                     self._replies.reply(other, shard, ReplyStatus.STOPPED)
             self._membership.at_barrier.discard(other)
@@ -93,6 +95,7 @@ class WorkerLifecycle:
 
     def reject(self, worker: int, reason: str) -> None:
         """Go on without a worker that sent a malformed request, and tell it so."""
+        # Replies first: once the worker is removed, its sending loop ends as soon as the outbox is empty.
         for shard in self._versions.shards.values():
             self._replies.reply(worker, shard, ReplyStatus.REJECTED)
         reason = f"it was dropped, having sent {reason}; the parameters stay as they were"

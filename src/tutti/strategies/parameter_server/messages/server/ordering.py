@@ -58,6 +58,7 @@ class UpdateOrdering:
         """Count an update of the server's first shard; return whether that decided a version."""
         if self._decider is None:
             return False
+        # A ledger without values: only the worker and its clock matter for the order.
         self._decider.push(Update(worker, 0, 0.0, 0.0, None, None, None))
         return self.decide()
 
@@ -70,6 +71,7 @@ class UpdateOrdering:
             message = torch.full((2 * self._consistency.quorum,), NO_PULL, dtype=torch.int64, device="cpu")
             pairs = [number for update in due for number in (update.worker, update.clock)]
             message[: 2 * len(due)] = torch.tensor(pairs)
+            # One message for all: nobody changes it while it is sent.
             for server in self._other_servers:
                 self._spawn(self._send(message, server))
         return decided

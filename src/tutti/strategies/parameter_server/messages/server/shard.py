@@ -53,6 +53,7 @@ class ServerShard:
             if self.optimizer is not None:
                 buffer.copy_(self.optimizer.values.view(torch.uint8))
             self._snapshot = ShardSnapshot(self.version, buffer)
+            # While the old one is still being sent, its last reader gives the buffer back (`release_snapshot`).
             if old is not None and not old.num_readers:
                 self.buffers.give_back(old.buffer)
         assert self._snapshot is not None
