@@ -46,7 +46,7 @@ class Layer:
         """Add one call."""
         trained = any(p.requires_grad for p in self.module.parameters())
         needed = layer_work(self.module, inputs, outputs).needed(trained, any(x.requires_grad for x in inputs))
-        self.cost = self.cost.after(needed)
+        self.cost = self.cost.followed_by(needed)
         self.activation_bytes += sum(map(num_bytes, outputs))
         if outputs and self.factored:
             self.rows = (self.rows or 0) + outputs[0].numel() // len(self.module.weight)  # type: ignore[arg-type]

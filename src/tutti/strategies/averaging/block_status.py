@@ -58,6 +58,7 @@ class BlockStatus:
 
     def __init__(self, rank: int, size: int, local: RankStatus) -> None:
         """Start with the status of this rank alone; the other rows are 0 until they are received."""
+        # [ranks, fields]. Intents and digests (32 bits) are exact in float64.
         self.rows = torch.zeros(size, len(local), dtype=torch.float64, device="cpu")
         self.rows[rank] = torch.tensor(local, dtype=torch.float64, device="cpu")
 
@@ -108,6 +109,7 @@ class StatusExchange:
         return status, self._channel.spawn(self._exchange(status))
 
     def _exchange(self, status: BlockStatus) -> Operation:
+        """Send this rank's row, and receive those of all others, keep-alive rows aside."""
         keep_alive_flag = torch.zeros(len(status.rows), 1, dtype=torch.float64, device="cpu")
         # [ranks, 1 + fields]: this rank's row is sent, the others are received in place.
         received = torch.cat([keep_alive_flag, status.rows], dim=1)

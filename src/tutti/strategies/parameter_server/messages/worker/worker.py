@@ -148,6 +148,7 @@ class MessageWorker(ParameterServerWorker):
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def _pull_from(self, server: int, kind: RequestKind) -> Operation:
+        """Send a request to a server, and receive the replies about all of its shards."""
         yield from self._requests.send(server, kind)
         # One after the other, though replies come in another order: each shard has its own tags.
         for shard in self._shards_by_server[server]:
@@ -189,6 +190,7 @@ class MessageWorker(ParameterServerWorker):
         self._pull_all(RequestKind.BARRIER)
 
     def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
+        """Send a server the values of its shards, cut from `images` by bucket, and the state."""
         shards = [shard.spec for shard in self._shards_by_server[server]]
         values = {str(shard.index): images[shard.bucket_index][shard.bucket_range].clone() for shard in shards}
         server_state = {"values": values, "optimizer": state["optimizer"]}
