@@ -15,6 +15,7 @@ from support import LEVELS, TRANSPORTS, run_ok, run_threads
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, WeightRefused
 from tutti.transports import ANY, Averages, SharesMemory, Transport
 from tutti.transports.base import Work
+from tutti.transports.shared_memory.transport import SharedMemoryTransport
 from tutti.world import World
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
@@ -317,6 +318,25 @@ def test_a_conversation_that_one_rank_closed(transport: str) -> None:
         return spent
 
     assert max(run_ok(work, size=2, transport=transport)) < 5
+
+
+def test_missing_ranks_have_the_numbers_of_the_channel() -> None:
+    """World rank 2 is rank 0 of this channel: a caller that indexes by rank must not take it for another."""
+
+    def work(world: World) -> set[int]:
+        assert isinstance(world.transport, SharedMemoryTransport)
+        if world.rank == 0:
+            return {0}
+        channel = world.transport.channel("pair", [2, 1])
+        if world.rank == 2:
+            channel.close()
+            return {0}
+        deadline = time.monotonic() + 10
+        while not (missing := channel.missing()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return set(missing)
+
+    assert run_ok(work, size=3, transport="shared_memory") == [{0}, {0}, {0}]
 
 
 def test_shared_memory_is_freed_with_its_tensor() -> None:

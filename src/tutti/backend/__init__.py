@@ -50,6 +50,7 @@ def group_over(connection: GroupConnection) -> TuttiGroup:
     )
 
     def close() -> None:
+        # The peers learn of it before the connection closes, so they do not wait for this rank until their timeout.
         connection.leave()
         # Both transports are interrupted first: the queue's threads may wait in either.
         messages.interrupt()

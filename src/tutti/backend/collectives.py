@@ -60,7 +60,7 @@ class Collectives(ABC):
         """Wait until every rank has come here."""
 
 
-def whole_ranges(flat: Tensor, size: int) -> list[BlockRange]:
+def all_ranges(flat: Tensor, size: int) -> list[BlockRange]:
     """The ranges of Gloo's blocks in the reduction of `flat` over `size` ranks."""
     blocks = gloo_order.blocks(flat.numel(), flat.itemsize, size)
     return [(block, part.start, part.stop) for block, part in enumerate(blocks) if part.start < part.stop]
@@ -69,8 +69,8 @@ def whole_ranges(flat: Tensor, size: int) -> list[BlockRange]:
 def part_ranges(flat: Tensor, numel: int, rank: int, size: int) -> list[BlockRange]:
     """The ranges in part `rank`, of `numel` elements, of the reduction of `flat`, counted from the part's start."""
     blocks, start = gloo_order.blocks(flat.numel(), flat.itemsize, size), rank * numel
-    runs = gloo_order.split_by_block(blocks, start, start + numel)
-    return [(block, first - start, last - start) for block, first, last in runs]
+    ranges = gloo_order.split_by_block(blocks, start, start + numel)
+    return [(block, first - start, last - start) for block, first, last in ranges]
 
 
 def reduce_in_gloo_order(
@@ -81,5 +81,6 @@ def reduce_in_gloo_order(
         first, *others = gloo_order.reduction_order(block, len(inputs))
         result = inputs[first][start:stop].clone()
         for rank in others:
+            # The rank's tensor comes first and the partial result second, as in Gloo: for NaN the order matters.
             operator.apply(inputs[rank][start:stop], result, result)
         output[start:stop].copy_(result)

@@ -113,6 +113,7 @@ class TuttiGroup(dist.ProcessGroup):
 
     def _all_reduce_concatenated(self, parts: list[Tensor], op: ReduceOperator, like: Tensor) -> Operation:
         """Reduce all tensors together, as Gloo does."""
+        # As one tensor, because Gloo's blocks are cut from the joined length: separate sums would have other bits.
         joined = torch.cat(parts)
         yield from self._reduced(self._collectives.all_reduce(joined, op), joined, op, like)
         for part, result in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
@@ -145,9 +146,9 @@ class TuttiGroup(dist.ProcessGroup):
         opts = opts or c10d.ReduceScatterOptions()
         flats, op = self._reducible(outputs[0], opts)
         operations = []
-        for output, whole in zip(outputs, inputs, strict=True):
-            self._check.whole_and_part("reduce_scatter_tensor", whole, output)
-            (flat,), (result,) = flats.inputs(whole), flats.outputs(output)
+        for output, full in zip(outputs, inputs, strict=True):
+            self._check.full_and_part("reduce_scatter_tensor", full, output)
+            (flat,), (result,) = flats.inputs(full), flats.outputs(output)
             operation = self._collectives.reduce_scatter(result, flat, op)
             operations.append(self._reduced(operation, result, op, output))
         return self._submit_collective(flats, _in_sequence(operations), opts)
@@ -182,9 +183,10 @@ class TuttiGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
         opts = opts or c10d.AllgatherOptions()
         flats, operations = FlatTensors(self._world_rank), []
-        for whole, tensor in zip(outputs, inputs, strict=True):
-            self._check.whole_and_part("all_gather_into_tensor", whole, tensor)
-            (flat_input,), (flat,) = flats.inputs(tensor), flats.outputs(whole)
+        for full, tensor in zip(outputs, inputs, strict=True):
+            self._check.full_and_part("all_gather_into_tensor", full, tensor)
+            (flat_input,), (flat,) = flats.inputs(tensor), flats.outputs(full)
+            # `split` takes no size of 0: an empty tensor serves as the part of every rank.
             parts = list(flat.split(flat_input.numel())) if flat_input.numel() else [flat] * self.size()
             operations.append(self._collectives.all_gather(parts, flat_input))
         return self._submit_collective(flats, _in_sequence(operations), opts)
@@ -234,8 +236,8 @@ class TuttiGroup(dist.ProcessGroup):
     ) -> BackendWork:
         opts = opts or c10d.AllToAllOptions()
         flats = FlatTensors(self._world_rank)
-        (whole,), (target,) = flats.inputs(input), flats.outputs(output)
-        sent = self._check.split(whole, input, input_splits, "input")
+        (full,), (target,) = flats.inputs(input), flats.outputs(output)
+        sent = self._check.split(full, input, input_splits, "input")
         received = self._check.split(target, output, output_splits, "output")
         return self._submit_collective(flats, self._collectives.all_to_all(received, sent), opts)
 
@@ -251,6 +253,7 @@ class TuttiGroup(dist.ProcessGroup):
         flats = FlatTensors(self._world_rank)
         (flat,) = flats.inputs(tensor)
 
+        # The message starts inside the operation, in the thread that may use the channel.
         def steps() -> Operation:
             yield self._messages.isend(flat, dst, tag)
 
@@ -260,14 +263,14 @@ class TuttiGroup(dist.ProcessGroup):
         (tensor,) = self._check.single(tensors, "recv")
         flats = FlatTensors(self._world_rank)
         (flat,) = flats.outputs(tensor)
-        operation = BackendWork(self._world_rank, [tensor])
+        work = BackendWork(self._world_rank, [tensor])
 
         def steps() -> Operation:
             receiving: Work = self._messages.irecv(flat, src, tag)
             yield receiving
-            operation.source = receiving.source if src == ANY else src
+            work.source = receiving.source if src == ANY else src
 
-        return self._submit_message(flats, steps(), operation)
+        return self._submit_message(flats, steps(), work)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> BackendWork:
         return self.recv(tensors, ANY, tag)
@@ -286,6 +289,7 @@ class TuttiGroup(dist.ProcessGroup):
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> CoalescedWork:
+        # Operations were submitted one by one as they came; torch only wants one work for all of them.
         works, self._coalesced = self._coalesced or [], None
         return CoalescedWork(works)
 

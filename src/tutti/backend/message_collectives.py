@@ -9,7 +9,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from tutti.backend.collectives import Collectives, part_ranges, reduce_in_gloo_order, whole_ranges
+from tutti.backend.collectives import Collectives, all_ranges, part_ranges, reduce_in_gloo_order
 from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
 from tutti.collectives.doubling import recursive_doubling
@@ -35,26 +35,30 @@ class MessageCollectives(Collectives):
 
     def _all_reduce_small(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         inputs = yield from self._gather_bruck(flat)
-        reduce_in_gloo_order(flat, inputs, operator, whole_ranges(flat, self._size))
+        reduce_in_gloo_order(flat, inputs, operator, all_ranges(flat, self._size))
 
     def _gather_bruck(self, flat: Tensor) -> Generator[Work, None, list[Tensor]]:
         """Gather every rank's tensor in about log2(size) messages, each twice as long as the last (Bruck 1997)."""
         size, numel, rank = self._size, flat.numel(), self._rank
         gathered = flat.new_empty(size * numel)
         gathered[:numel] = flat
+        # Piece i of `gathered` is the tensor of rank `rank` + i. The first `num_gathered` pieces are there.
         num_gathered = 1
         while num_gathered < size:
             num_new = min(num_gathered, size - num_gathered)
             new = gathered[num_gathered * numel : (num_gathered + num_new) * numel]
             receiving = self._transport.irecv(new, (rank + num_gathered) % size)
+            # That rank has the pieces up to this rank, and lacks those that begin with it.
             yield self._transport.isend(gathered[: num_new * numel], (rank - num_gathered) % size)
             yield receiving
             num_gathered += num_new
+        # Back to the order of ranks.
         return [gathered[(other - rank) % size * numel :][:numel] for other in range(size)]
 
     def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
         yield from gloo_order.ring(flat, self._transport, operator.accumulate, scattered=True)
         parts = [flat[part] for part in gloo_order.blocks(flat.numel(), flat.itemsize, self._size)]
+        # After the ring each rank holds the result of its own block only. The root collects the blocks in place.
         yield from self.gather(parts if self._rank == root else None, parts[self._rank], root)
 
     def reduce_scatter(self, output: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
@@ -63,6 +67,7 @@ class MessageCollectives(Collectives):
             yield from self._exchange(inputs, _parts(flat, output.numel(), self._size))
             reduce_in_gloo_order(output, inputs, operator, part_ranges(flat, output.numel(), self._rank, self._size))
             return
+        # The ring overwrites its tensor, and this one is the caller's input.
         flat = flat.clone()
         yield from gloo_order.ring(flat, self._transport, operator.accumulate, scattered=True)
         yield from self._shift_to_parts(output, flat)
@@ -75,6 +80,7 @@ class MessageCollectives(Collectives):
         blocks, numel, rank = gloo_order.blocks(flat.numel(), flat.itemsize, self._size), output.numel(), self._rank
         works = []
         for other in range(self._size):
+            # What of this rank's part the other rank has reduced.
             for _, start, stop in gloo_order.split_by_block([blocks[other]], rank * numel, (rank + 1) * numel):
                 target = output[start - rank * numel : stop - rank * numel]
                 if other == rank:
@@ -82,6 +88,7 @@ class MessageCollectives(Collectives):
                 else:
                     works.append(self._transport.irecv(target, other))
             if other != rank:
+                # What of the other rank's part this rank has reduced.
                 for _, start, stop in gloo_order.split_by_block([blocks[rank]], other * numel, (other + 1) * numel):
                     works.append(self._transport.isend(flat[start:stop], other))
         yield from works
@@ -90,8 +97,9 @@ class MessageCollectives(Collectives):
         if self._is_direct(output):
             inputs = [torch.empty_like(output) for _ in range(self._size)]
             yield from self._exchange(inputs, parts)
-            reduce_in_gloo_order(output, inputs, operator, whole_ranges(output, self._size))
+            reduce_in_gloo_order(output, inputs, operator, all_ranges(output, self._size))
             return
+        # Each part is a tensor of its own, cut into Gloo's blocks by itself.
         for root, part in enumerate(parts):
             flat = part.clone()
             yield from self.reduce(flat, operator, root)
@@ -115,6 +123,7 @@ class MessageCollectives(Collectives):
             yield self._transport.isend(flat, root)
             return
         receiving = [self._transport.irecv(outputs[rank], rank) for rank in self._others()]
+        # `reduce` gathers in place: the root's block is already there.
         if outputs[root] is not flat:
             outputs[root].copy_(flat)
         yield from receiving
@@ -137,6 +146,7 @@ class MessageCollectives(Collectives):
             yield receiving
 
     def barrier(self) -> Operation:
+        # The value does not matter: no rank has the sum before all ranks have sent.
         return recursive_doubling(torch.zeros(1, dtype=torch.uint8), self._transport)
 
     def _is_direct(self, flat: Tensor) -> bool:

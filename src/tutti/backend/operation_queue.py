@@ -142,6 +142,7 @@ class RealTimeQueue(OperationQueue):
     def _next_queued(self) -> bool:
         """Whether another collective is queued for the thread that runs them; if not, it gives `_busy` up."""
         with self._lock:
+            # Under the lock: a collective that is submitted now either finds `_busy` set, or starts a thread itself.
             self._busy = bool(self._queue)
             return self._busy
 
@@ -161,6 +162,7 @@ class RealTimeQueue(OperationQueue):
 
     def _fail(self, error: Exception) -> Exception:
         with self._lock:
+            # The first failure is the cause; later ones follow from it.
             self._failure = self._failure or error
         return error
 
@@ -168,6 +170,7 @@ class RealTimeQueue(OperationQueue):
         """Run the operation of a message, and then complete its work."""
         try:
             yield from operation
+        # The event loop closes the operations that it does not run to their end.
         except GeneratorExit:
             self._complete(work, self._destroyed_error())
             raise
@@ -183,6 +186,7 @@ class RealTimeQueue(OperationQueue):
 
     def _expiring(self, work: BackendWork, deadline_s: float) -> Operation:
         try:
+            # Not a sleep: a completed work ends it early, so that no operation outlives its message for long.
             yield _CompleteOrLate(work, deadline_s)
         finally:
             self._call_elsewhere(work.expire())

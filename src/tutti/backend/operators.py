@@ -21,7 +21,7 @@ class ReduceOperator:
     name: str
     """Its name in `torch.distributed.ReduceOp`."""
     apply: Callable[[Tensor, Tensor, Tensor], object]
-    """Called with a rank's own tensor, the one received, and the output, which may be one of the two."""
+    """Called with the local tensor, the received one, and the output, which may be one of the two."""
     dtypes: tuple[torch.dtype, ...]
     """The dtypes it takes."""
     averages: bool = False
@@ -38,32 +38,33 @@ class ReduceOperator:
             result.div_(size)
 
 
-def _add(own: Tensor, received: Tensor, out: Tensor) -> None:
-    torch.add(own, received, out=out)
+def _add(local: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.add(local, received, out=out)
 
 
-def _multiply(own: Tensor, received: Tensor, out: Tensor) -> None:
-    torch.mul(own, received, out=out)
+def _multiply(local: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.mul(local, received, out=out)
 
 
-def _minimum(own: Tensor, received: Tensor, out: Tensor) -> None:
-    torch.where(received < own, received, own, out=out)  # Not torch.minimum, which returns NaN if either is.
+def _minimum(local: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.where(received < local, received, local, out=out)  # Not torch.minimum, which returns NaN if either is.
 
 
-def _maximum(own: Tensor, received: Tensor, out: Tensor) -> None:
-    torch.where(own < received, received, own, out=out)
+def _maximum(local: Tensor, received: Tensor, out: Tensor) -> None:
+    # As in `_minimum`, the local value is kept where a comparison with NaN is false.
+    torch.where(local < received, received, local, out=out)
 
 
-def _and(own: Tensor, received: Tensor, out: Tensor) -> None:
-    torch.bitwise_and(own, received, out=out)
+def _and(local: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.bitwise_and(local, received, out=out)
 
 
-def _or(own: Tensor, received: Tensor, out: Tensor) -> None:
-    torch.bitwise_or(own, received, out=out)
+def _or(local: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.bitwise_or(local, received, out=out)
 
 
-def _xor(own: Tensor, received: Tensor, out: Tensor) -> None:
-    torch.bitwise_xor(own, received, out=out)
+def _xor(local: Tensor, received: Tensor, out: Tensor) -> None:
+    torch.bitwise_xor(local, received, out=out)
 
 
 _NUMBERS = (*_FLOATS, *_INTEGERS)
@@ -86,6 +87,7 @@ REDUCE_OPERATORS = {
 
 def reduce_operator(op: Any, dtype: torch.dtype, world_rank: int) -> ReduceOperator:
     """Return the operator for torch's `op`, or raise `ConfigError` if it is unknown or does not take `dtype`."""
+    # Torch's options hold a `ReduceOp`, which wraps the enumeration that has the name.
     name = getattr(op, "op", op).name
     if name not in REDUCE_OPERATORS:
         raise ConfigError(

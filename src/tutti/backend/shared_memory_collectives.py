@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.backend.collectives import BlockRange, Collectives, part_ranges, whole_ranges
+from tutti.backend.collectives import BlockRange, Collectives, all_ranges, part_ranges
 from tutti.backend.message_collectives import MessageCollectives
 from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
@@ -49,13 +49,14 @@ class SharedMemoryCollectives(Collectives):
         self._rounds = SharedMemoryRounds(transport, _BUFFER_BYTES, _NAMES)
         self._by_message = MessageCollectives(transport.inner)
         self._rank, self._size = transport.rank, transport.size
+        # The kernel can weigh its sources; plain sums have weights of one.
         self._ones = np.ones(self._size)
         self._orders = [np.array(gloo_order.reduction_order(block, self._size)) for block in range(self._size)]
 
     def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         if self._size > 2 and flat.nbytes > _SHARED_WORK_BYTES:
             return self._all_reduce_shared_work(flat, operator)
-        return self._reduce_whole("all-reduce", flat, operator, wanted=True)
+        return self._reduce_full("all-reduce", flat, operator, wanted=True)
 
     def _all_reduce_shared_work(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         """Reduce one share of each piece on each rank, and copy the other shares."""
@@ -67,19 +68,20 @@ class SharedMemoryCollectives(Collectives):
             buffers[rank][: len(piece)].copy_(piece)
             yield rounds.publish_input("all-reduce", flat.numel(), flat.dtype)
             shares = even_parts(len(piece), self._size)
-            own = shares[rank]
-            self._reduce_buffers(
-                buffers[rank], 0, operator, _ranges(blocks, start + own.start, start + own.stop, start)
-            )
+            local_share = shares[rank]
+            # Only this rank reads its share of any buffer, so it may overwrite that share of its own.
+            local_ranges = _ranges(blocks, start + local_share.start, start + local_share.stop, start)
+            self._reduce_buffers(buffers[rank], 0, operator, local_ranges)
             yield rounds.publish_result()
+            # The result of share r lies in rank r's buffer.
             for buffer, share in zip(buffers, shares, strict=True):
                 piece[share].copy_(buffer[share])
             rounds.finish()
 
     def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
-        return self._reduce_whole("reduce", flat, operator, wanted=self._rank == root)
+        return self._reduce_full("reduce", flat, operator, wanted=self._rank == root)
 
-    def _reduce_whole(self, name: str, flat: Tensor, operator: ReduceOperator, wanted: bool) -> Operation:
+    def _reduce_full(self, name: str, flat: Tensor, operator: ReduceOperator, wanted: bool) -> Operation:
         """Reduce all of `flat` on each rank on which it is `wanted`."""
         rounds = self._rounds
         blocks = gloo_order.blocks(flat.numel(), flat.itemsize, self._size)
@@ -87,6 +89,7 @@ class SharedMemoryCollectives(Collectives):
             yield rounds.await_writable()
             rounds.buffers(flat.dtype)[self._rank][: len(piece)].copy_(piece)
             yield rounds.publish_input(name, flat.numel(), flat.dtype)
+            # Other ranks take part in the round, as their input is needed, and skip the work.
             if wanted:
                 self._reduce_buffers(piece, 0, operator, _ranges(blocks, start, start + len(piece), start))
             rounds.finish()
@@ -99,11 +102,12 @@ class SharedMemoryCollectives(Collectives):
         )
 
     def reduce_parts(self, output: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
-        return self._reduce_part("reduce-scatter of parts", output, parts, operator, whole_ranges(output, self._size))
+        return self._reduce_part("reduce-scatter of parts", output, parts, operator, all_ranges(output, self._size))
 
     def _reduce_part(
         self, name: str, output: Tensor, parts: list[Tensor], operator: ReduceOperator, ranges: list[BlockRange]
     ) -> Operation:
+        # A buffer holds a piece of every rank's part: elements from r × `width` on are for rank r.
         rounds, width = self._rounds, self._rounds.buffer_bytes // output.itemsize // self._size
         for start, piece in self._pieces(output, width):
             yield rounds.await_writable()
@@ -112,6 +116,7 @@ class SharedMemoryCollectives(Collectives):
                 buffer[rank * width :][: len(piece)].copy_(part[start : start + len(piece)])
             yield rounds.publish_input(name, output.numel(), output.dtype)
             offset = self._rank * width
+            # The ranges of the part, clipped to this piece and moved to where it lies in the buffers.
             local_ranges = [
                 (block, max(first, start) - start + offset, min(last, start + len(piece)) - start + offset)
                 for block, first, last in ranges
@@ -133,6 +138,7 @@ class SharedMemoryCollectives(Collectives):
             buffers = rounds.buffers(flat.dtype)
             buffers[self._rank][: len(piece)].copy_(piece)
             yield rounds.publish_input(name, flat.numel(), flat.dtype)
+            # Without `outputs` (ranks that are not the root of a gather) nothing is copied.
             for buffer, output in zip(buffers, outputs or [], strict=False):
                 output[start : start + len(piece)].copy_(buffer[: len(piece)])
             rounds.finish()
@@ -150,6 +156,7 @@ class SharedMemoryCollectives(Collectives):
             rounds.finish()
 
     def scatter(self, output: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
+        # As in `_reduce_part`: elements from r × `width` on are for rank r.
         rounds, width = self._rounds, self._rounds.buffer_bytes // output.itemsize // self._size
         for start, piece in self._pieces(output, width):
             yield rounds.await_writable()

@@ -51,6 +51,7 @@ class FlatTensors:
                 f"rank {self._world_rank}: backend 'tutti' takes dense tensors, got one of layout {tensor.layout}; "
                 "call to_dense()."
             )
+        # Not `detach`, which shares the version counter: autograd would refuse a saved tensor that was written to.
         data = tensor.data
         if data.is_complex():
             data = torch.view_as_real(data)
@@ -58,6 +59,7 @@ class FlatTensors:
             data = data.view(torch.uint8)  # Gloo adds booleans as bytes.
         if data.is_contiguous() and data.device.type == "cpu":
             return data.view(-1)
+        # A tensor that is only written needs memory, but no copy from its device.
         empty = torch.empty(0 if read else data.numel(), dtype=data.dtype, device="cpu")
         flat = data.cpu().contiguous().view(-1) if read else empty
         if written:

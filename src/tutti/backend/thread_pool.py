@@ -38,6 +38,7 @@ class ThreadPool:
         with self._lock:
             if self._closed or (self._num_free == 0 and not self._add_thread()):
                 return False
+            # Reserved here, under the lock: the thread that is free now takes this call or one queued before it.
             self._num_free -= 1
             self._calls.put(call)
             return True

@@ -13,7 +13,7 @@ fails aborts both (`_aborting`); otherwise peers in the other channel would wait
 import torch
 from torch import Tensor
 
-from tutti.backend.collectives import Collectives, reduce_in_gloo_order, whole_ranges
+from tutti.backend.collectives import Collectives, all_ranges, reduce_in_gloo_order
 from tutti.backend.message_collectives import MessageCollectives
 from tutti.backend.operators import ReduceOperator
 from tutti.collectives import gloo_order
@@ -56,7 +56,7 @@ class TwoLevelCollectives(MessageCollectives):
         if self._is_direct(flat):
             inputs = [torch.empty_like(flat) for _ in range(self._size)]
             yield from self._all_gather(inputs, flat)
-            reduce_in_gloo_order(flat, inputs, operator, whole_ranges(flat, self._size))
+            reduce_in_gloo_order(flat, inputs, operator, all_ranges(flat, self._size))
             return
         yield from gloo_order.ring(flat, self._transport, operator.accumulate, scattered=True)
         blocks = [flat[part] for part in gloo_order.blocks(flat.numel(), flat.itemsize, self._size)]
@@ -70,13 +70,16 @@ class TwoLevelCollectives(MessageCollectives):
         padded = rows[row_of[self._rank]]
         padded[: flat.numel()] = flat
         local_ranks = self._hosts[self._host]
+        # 1. Within the host. A copy is given, because this row is among the outputs too.
         yield from self._local.all_gather([rows[row_of[rank]] for rank in local_ranks], padded.clone())
         first, last = row_of[local_ranks[0]], row_of[local_ranks[-1]] + 1
         if self._across is not None:
+            # 2. Between leaders: the rows of a host are adjacent, and travel as one block round the ring of hosts.
             per_host = [rows[row_of[host[0]] : row_of[host[-1]] + 1].view(-1) for host in self._hosts]
             longest = max(part.nbytes for part in per_host)
             chunks = [split_into_chunks(part, longest) for part in per_host]
             yield from pass_blocks_around(chunks, self._across, self._host, 0, len(per_host) - 1)
+        # 3. From the leader to its host: the rows of other hosts, which lie before and after the host's own.
         for others in (rows[:first], rows[last:]):
             if len(others):
                 yield from self._local.broadcast(others.view(-1), 0)
@@ -85,6 +88,7 @@ class TwoLevelCollectives(MessageCollectives):
 
     def _broadcast(self, flat: Tensor, root: int) -> Operation:
         source_host = next(number for number, host in enumerate(self._hosts) if root in host)
+        # The leader of the root's host gets the tensor first: it may not be the root.
         if self._host == source_host:
             yield from self._local.broadcast(flat, self._hosts[source_host].index(root))
         if self._across is not None:
@@ -93,6 +97,7 @@ class TwoLevelCollectives(MessageCollectives):
             yield from self._local.broadcast(flat, 0)
 
     def _barrier(self) -> Operation:
+        # All ranks of this host are here, then all hosts, and then the leader releases its host.
         yield from self._local.barrier()
         if self._across is not None:
             yield from MessageCollectives(self._across).barrier()

@@ -43,12 +43,12 @@ class ArgumentCheck:
                 )
         return tensors
 
-    def whole_and_part(self, what: str, whole: Tensor, part: Tensor) -> None:
-        """Check that `whole` has one `part` for each rank."""
-        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype:
+    def full_and_part(self, what: str, full: Tensor, part: Tensor) -> None:
+        """Check that `full` has one `part` for each rank."""
+        if full.numel() != self.size * part.numel() or full.dtype != part.dtype:
             raise ConfigError(
                 f"rank {self.world_rank}: {what} on {self.size} ranks needs the large tensor to be {self.size} times "
-                f"the small one, of the same dtype, got {whole.numel()} × {whole.dtype} and {part.numel()} × "
+                f"the small one, of the same dtype, got {full.numel()} × {full.dtype} and {part.numel()} × "
                 f"{part.dtype}."
             )
 
@@ -67,5 +67,6 @@ class ArgumentCheck:
                 f"rank {self.world_rank}: {which}_split_sizes must be {self.size} numbers that add up to {num_rows}, "
                 f"got {list(sizes)}."
             )
+        # Elements per row.
         width = flat.numel() // num_rows if num_rows else 0
         return list(flat.split([width * number for number in sizes]))

@@ -78,6 +78,7 @@ class BackendWork(dist.Work):
         with self._lock:
             if self._over:
                 return None
+            # Error before flag: readers of `_over` do not take the lock.
             self._error, self._over = error, True
             self._gate.release()
             if self._future is None or self._expired:  # A future that is taken from now on is set by `get_future`.
@@ -150,6 +151,7 @@ class BackendWork(dist.Work):
                 new = True
             else:
                 new = False
+        # Outside the lock: setting a future runs callbacks, which may use this work.
         if new and over:
             self._set_future(future)
         elif new and self.on_future is not None:

@@ -114,6 +114,7 @@ def flat_view(out: Tensor) -> Tensor:
     flat = out.detach()
     if flat.dtype == torch.float32 and flat.is_contiguous():
         return flat.view(-1)
+    # With its values, not empty: a decoder may add to them.
     return flat.reshape(-1).to(torch.float32).clone()
 
 

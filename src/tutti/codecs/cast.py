@@ -49,6 +49,7 @@ class Cast(Codec):
             codes = payload.view(_DTYPES[self.to])
             kernels.for_device(values.device).cast_encode(values, residual, codes)
         else:
+            # Payload: one float32 per group, then one byte per value.
             table = scaled.table(8, values.device)
             scales, codes = payload[: 4 * count].view(torch.float32), payload[4 * count :]
             kernels.for_device(values.device).fp8_encode(values, residual, table, scales, codes)

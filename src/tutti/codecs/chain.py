@@ -40,6 +40,7 @@ class Chain(Codec):
         return self.first.needs_feedback
 
     def start(self, numel: int, seed: int = 0, device: torch.device = CPU) -> State:
+        # For 0 elements: the second codec gets other values in each call, so it has no state per element.
         second = self.second.start(0, seed, device)
         return {**self.first.start(numel, seed, device), **{f"second.{key}": value for key, value in second.items()}}
 
@@ -50,11 +51,13 @@ class Chain(Codec):
         error = torch.zeros_like(chosen) if residual is not None else None
         # States of both codecs share one dict; those of the second have a prefix.
         inner_state = {key.removeprefix("second."): value for key, value in state.items() if key.startswith("second.")}
+        # `error` starts at zero and then holds what the second codec lost of the chosen values.
         inner, inner_state = self.second.encode(chosen, inner_state, residual=error)
         if residual is not None and error is not None:
             finite = chosen.isfinite()
             if not bool(finite.all()):  # The receiver can use none of it, so all of it stays owed.
                 error = chosen
+            # `select` has set the residual to zero where values were chosen: now it holds their error.
             residual.scatter_(0, indices[finite].long(), error[finite])
         return pack(indices, inner, tensor.numel()), {**state, **{f"second.{k}": v for k, v in inner_state.items()}}
 

@@ -37,6 +37,7 @@ def order_for(symbols: np.ndarray) -> int:
     if not len(sample):
         return 0
     orders = np.arange(24)[:, None]
+    # 24 orders × samples. With s + 2^order of `bits` + 1 bits, the code takes 2 `bits` - order + 1 bits.
     bits = np.floor(np.log2(sample + (1 << orders)))
     return int((2 * bits - orders).sum(1).argmin())
 
@@ -51,6 +52,7 @@ def encode_symbols(symbols: np.ndarray, order: int) -> np.ndarray:
     """Return the code of this order for these numbers, as bytes."""
     from tutti.codecs.kernels.sparse_loops import golomb_encode  # Imported here, because it imports the compiler.
 
+    # An upper bound for the bits of one symbol.
     longest = 2 * int(symbols.max(initial=0) + (1 << order)).bit_length()
     out = np.empty(len(symbols) * longest // 8 + 8, np.uint8)
     return out[: golomb_encode(symbols, order, out)]
@@ -79,6 +81,7 @@ def gaps(indices: np.ndarray) -> np.ndarray:
 
 def from_gaps(steps: np.ndarray, numel: int) -> Tensor:
     """Return the indices that have these gaps. Raises `PacketError` if one is `numel` or more."""
+    # The last index is the sum of all gaps + 1 each, less 1.
     if len(steps) > numel or float(steps.sum()) + len(steps) > numel:
         raise PacketError(f"a packet with an index beyond {numel} elements")
     return torch.from_numpy(np.cumsum(steps + 1) - 1)

@@ -108,6 +108,7 @@ class LowRank(Codec):
         expect("numbers", header.count, sum(sizes))
         expect("payload bytes", payload.numel(), 4 * sum(sizes))
         numbers = floats(payload, sum(sizes))
+        # Two rounds: P (rows × rank) and Q (rank × columns). One round: the tensor was sent as it is.
         if len(sizes) == 2:
             part = next(self._parts(((0, tuple(out.shape)),)))
             p, q = numbers.split(sizes)
@@ -125,31 +126,37 @@ class LowRank(Codec):
         wanted = values if residual is None else values + residual
         parts = list(self._parts(layout))
         compressed, plain = [part for part in parts if part.rank], [part for part in parts if not part.rank]
-        old = [self._factor(part, state, values.device) for part in compressed]
+        old_factors = [self._factor(part, state, values.device) for part in compressed]
+        # Round 1 is one flat tensor: every P (rows × rank) one after the other, then the uncompressed tensors.
         sizes = [part.rows * part.rank for part in compressed] + [part.stop - part.start for part in plain]
         first = torch.empty(sum(sizes), dtype=torch.float32, device=values.device)
         pieces = first.split(sizes)
-        for part, q, piece in zip(compressed, old, pieces, strict=False):
+        for part, q, piece in zip(compressed, old_factors, pieces, strict=False):
             torch.mm(part.matrix_in(wanted), q.T, out=piece.view(part.rows, part.rank))
         for part, piece in zip(plain, pieces[len(compressed) :], strict=True):
             piece.copy_(wanted[part.start : part.stop])
-        yield first
+        yield first  # The caller sums it over ranks, in place, before it resumes this generator.
         for part, piece in zip(plain, pieces[len(compressed) :], strict=True):
             values[part.start : part.stop] = piece
             if residual is not None:
                 residual[part.start : part.stop] = 0.0
         if not compressed:
             return state
-        ps = [orthogonalize(piece.view(part.rows, part.rank)) for part, piece in zip(compressed, pieces, strict=False)]
-        second = torch.cat([(p.T @ part.matrix_in(wanted)).view(-1) for part, p in zip(compressed, ps, strict=True)])
+        # All ranks make the bases from the same sums, so they get the same bits.
+        bases = [
+            orthogonalize(piece.view(part.rows, part.rank)) for part, piece in zip(compressed, pieces, strict=False)
+        ]
+        # Round 2: every Q = Pᵀ M (rank × columns), of this rank's own matrices.
+        second = torch.cat([(p.T @ part.matrix_in(wanted)).view(-1) for part, p in zip(compressed, bases, strict=True)])
         local = second.clone()  # This rank's own share: P times it is what this rank has sent.
         yield second
-        shares = [part.columns * part.rank for part in compressed]
-        news = {}
-        for part, p, q, local_q, before in zip(
-            compressed, ps, second.split(shares), local.split(shares), old, strict=True
+        sizes = [part.columns * part.rank for part in compressed]
+        new_factors = {}
+        for part, p, q, local_q, old in zip(
+            compressed, bases, second.split(sizes), local.split(sizes), old_factors, strict=True
         ):
             new, sent = q.view(part.rank, part.columns), local_q.view(part.rank, part.columns)
+            # The residual is M - P Q with this rank's own Q. It stays as it was if NaN or infinity was sent.
             if residual is not None and bool(torch.isfinite(sent).all()):
                 torch.addmm(part.matrix_in(wanted), p, sent, alpha=-1, out=part.matrix_in(residual))
             multiply(p, new, part.matrix_in(values))
@@ -158,8 +165,8 @@ class LowRank(Codec):
             # exponent alone (mask 0x7F800000) are that power of two.
             power = (new.abs().amax(1, keepdim=True).view(torch.int32) & 0x7F800000).view(torch.float32)
             usable = torch.isfinite(new).all(1, keepdim=True) & (power > 0)
-            news[f"q@{part.start}"] = torch.where(usable, new / power, before)
-        return {**state, **news}
+            new_factors[f"q@{part.start}"] = torch.where(usable, new / power, old)
+        return {**state, **new_factors}
 
     def round_sizes(self, layout: TensorLayout) -> list[int]:
         parts = list(self._parts(layout))
@@ -170,6 +177,7 @@ class LowRank(Codec):
 
     def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:
         """Return the length of a packet for a square matrix of so many elements."""
+        # Both factors of a square matrix are equally long.
         return HEADER.size + 4 * self.round_sizes(((0, (math.isqrt(numel), math.isqrt(numel))),))[0] * 2
 
     def _parts(self, layout: TensorLayout) -> Iterator[_MatrixBlock]:
@@ -179,6 +187,7 @@ class LowRank(Codec):
             rows = shape[0] if len(shape) > 1 else 1
             columns = numel // rows if rows else 0
             rank = min(self.rank, rows, columns)
+            # Worth it only if P and Q together are at most half as long as the matrix.
             pays = len(shape) > 1 and 2 * rank * (rows + columns) <= numel and numel > 0
             yield _MatrixBlock(start, rows, columns, rank) if pays else _MatrixBlock(start, 1, numel, 0)
 
@@ -186,6 +195,7 @@ class LowRank(Codec):
         """Return the last Q, or at first a random one, drawn from the matrix's position and width."""
         if (last := state.get(f"q@{part.start}")) is not None:
             return last.to(device)
+        # All ranks must start from the same Q, so it is drawn on the CPU, from what all of them know.
         generator = torch.Generator(device="cpu").manual_seed(part.start * 31 + part.columns)
         shape = part.rank, part.columns
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)

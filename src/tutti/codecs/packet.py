@@ -87,6 +87,7 @@ def read(packet: Tensor, kind: int, numel: int) -> tuple[Header, Tensor]:
         raise PacketError(f"a packet of {got_numel} elements, wanted {numel}")
     if num_bytes != packet.numel():
         raise PacketError(f"a packet whose header gives {num_bytes} bytes, and that has {packet.numel()}")
+    # Kernels read the payload's memory directly.
     return Header(kind, count, numel, parameter), packet.contiguous()[HEADER.size :]
 
 
@@ -99,6 +100,7 @@ def expect(what: str, got: int, wanted: int) -> None:
 def floats(payload: Tensor, count: int, scale: float = 1.0) -> Tensor:
     """Return the first `count` float32 of a payload, times `scale`; a view of it if `scale` is 1 and it is aligned."""
     part = payload[: 4 * count]
+    # A packet inside a message may begin at any byte; a view as float32 needs a multiple of 4.
     numbers = part.clone().view(torch.float32) if part.storage_offset() % 4 else part.view(torch.float32)
     return numbers if scale == 1 else numbers * scale
 

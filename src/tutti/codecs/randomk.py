@@ -80,6 +80,7 @@ class RandomK(Codec):
     def _choose(self, step: int, like: Tensor) -> Tensor:
         """Return the indices of a step, in order. They depend on the step and the length alone."""
         count = self._count(like.numel())
+        # An odd multiplier spreads steps over 32 bits, so that neighbouring ones draw unrelated indices.
         seed = step * 0xC2B2AE35 % 2**32
         return kernels.for_device(like.device).draw(like.numel(), count, seed, like.device)
 
@@ -97,9 +98,11 @@ def _take(values: Tensor, residual: Tensor | None, chosen: Tensor) -> Tensor:
     # One sum tells whether all values are finite, in less time than a test of each.
     not_finite = (~wanted.isfinite()).nonzero().flatten() if not bool(torch.isfinite(wanted.sum())) else None
     if residual is not None:
+        # The residual takes over all values, and is then emptied where a finite value is sent.
         residual.copy_(wanted if not_finite is None else torch.where(wanted.isfinite(), wanted, residual))
         residual.index_fill_(0, chosen if not_finite is None else chosen[picked.isfinite()], 0.0)
     if not_finite is not None:
         stretches = edges(values.numel(), len(chosen), values.device)
+        # `searchsorted` gives, for each of these indices, the number of the stretch that it lies in.
         picked[torch.searchsorted(stretches, not_finite, right=True) - 1] = wanted[not_finite]
     return picked

@@ -72,6 +72,7 @@ class ScaleGroups:
     def blocks(self, size: int) -> "ScaleGroups":
         """Return these groups cut into groups of at most `size` elements."""
         if size not in self._blocks:
+            # For every group, where its blocks begin; the last block of a group ends where the group ends.
             pieces = [np.arange(a, b, size) for a, b in zip(self.starts, self.stops, strict=True)]
             starts = np.concatenate([np.empty(0, np.int64), *pieces])
             ends = np.repeat(self.stops, [len(piece) for piece in pieces])
@@ -80,6 +81,7 @@ class ScaleGroups:
 
     def cut(self, num_parts: int) -> list[tuple[slice, "ScaleGroups"]]:
         """Cut the flat tensor into slices of about equal length that split no group, each with its own groups."""
+        # Even cuts, each moved up to the next start of a group. `firsts` are the numbers of those groups.
         goals = np.arange(1, num_parts) * self.numel / num_parts
         firsts = [0, *np.searchsorted(self.starts, goals), len(self)]
         edges = [0, *(int(self.starts[i]) if i < len(self) else self.numel for i in firsts[1:-1]), self.numel]
@@ -99,11 +101,13 @@ class ScaleGroups:
         """Return the table for codes of so many bits. The codes of every group begin on a byte. Tables are cached."""
         key = (bits, device)
         if key not in self._tables:
+            # Whole bytes per group, so that groups can be packed independently of each other.
             sizes = ((self.stops - self.starts) * bits + 7) // 8
             offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
             arrays = self.starts, self.stops, offsets
-            starts, stops, begins = (torch.from_numpy(each).to(device) for each in arrays)
+            starts, stops, begins = (torch.from_numpy(array).to(device) for array in arrays)
             longest = int((self.stops - self.starts).max(initial=0))
+            # The lowest four bits of all starts and stops are zero.
             aligned = not ((self.starts | self.stops) & 15).any()
             self._tables[key] = GroupTable(starts, stops, begins, arrays, int(offsets[-1]), longest, aligned)
         return self._tables[key]
@@ -121,6 +125,7 @@ class ScaleGroups:
 def _row_groups(shape: tuple[int, ...]) -> ScaleGroups:
     """Make the groups of a contiguous tensor: its rows, joined to 256 elements or cut at 4,096."""
     numel = int(np.prod(shape, dtype=np.int64))
+    # A vector is one row. Short rows are joined to the next multiple that reaches the minimum.
     row = numel // shape[0] if len(shape) > 1 and shape[0] else numel
     if row and row < MIN_GROUP_NUMEL:
         row *= -(-MIN_GROUP_NUMEL // row)

@@ -31,6 +31,7 @@ def about_largest(values: Tensor, residual: Tensor | None, density: float, spare
     sample = sample[sample.isfinite()]
     if not sample.numel():
         return 0.0
+    # The count of a sample varies by about its square root (Poisson).
     wanted = density * sample.numel()
     rank = min(sample.numel(), math.ceil(wanted + spare * math.sqrt(wanted) + (spare > 0)))
     return _least_of_largest(sample, max(1, rank))
@@ -53,6 +54,7 @@ def largest(values: Tensor, residual: Tensor | None, count: int) -> tuple[Tensor
         indices, picked = pick(source, None, 0.0)
     if len(indices) <= count:
         return indices, picked
+    # NaN would compare as false below, and be left out.
     magnitude = picked.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     least = _least_of_largest(magnitude, count)
     chosen = magnitude >= least

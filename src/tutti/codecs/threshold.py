@@ -61,6 +61,7 @@ class Threshold(Codec):
         finite = picked.isfinite()
         if residual is not None:
             sent, values_sent = indices[finite].long(), picked[finite]
+            # `pick` has stored the sums in the residual: ±τ is subtracted where it is sent.
             residual.scatter_(0, sent, values_sent - tau * torch.sign(values_sent))
         return _packet(indices, picked, finite, tau, values), state
 
@@ -77,6 +78,7 @@ class Threshold(Codec):
         fixed = _FIXED + 8 * num_not_finite
         if num_not_finite < 0 or payload.numel() < fixed:
             raise PacketError(f"a packet with {num_not_finite} values that are not finite in {payload.numel()} bytes")
+        # `clone` aligns the bytes, which a view as another dtype needs.
         special_indices = payload[_FIXED : _FIXED + 4 * num_not_finite].cpu().clone().view(torch.int32).long()
         special = payload[_FIXED + 4 * num_not_finite : fixed].clone().view(torch.float32)
         if ((special_indices < 0) | (special_indices >= out.numel())).any():
@@ -86,6 +88,7 @@ class Threshold(Codec):
         # A symbol is twice the gap, plus 1 for a negative sign.
         symbols = decode_symbols(payload[fixed:], header.count, header.parameter, 2 * out.numel() + 1)
         indices = from_gaps(symbols >> 1, out.numel()).to(out.device)
+        # The lowest bit, 0 or 1, becomes the sign +1 or -1.
         decoded = tau * torch.from_numpy(1 - 2 * (symbols & 1)).to(out.device)
         flat = flat_view(out)
         if add:
@@ -94,6 +97,7 @@ class Threshold(Codec):
             flat.zero_()
             flat.scatter_(0, indices, decoded)
         if num_not_finite:
+            # Added in both cases: where `add` is False, these elements were set to zero before.
             flat[special_indices.to(out.device)] += special
         copy_back(flat, out)
 

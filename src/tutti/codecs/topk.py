@@ -64,12 +64,14 @@ class TopK(Codec):
         if self.momentum:
             if residual is None:
                 raise ConfigError("TopK: momentum accumulates in a residual: use ErrorFeedback(TopK(momentum=...)).")
+            # Velocity u ← m u + g. The residual accumulates velocities, not gradients (momentum correction).
             values = self.momentum * state["velocity"] + values
             state["velocity"].copy_(torch.where(values.isfinite(), values, state["velocity"]))
         count = math.ceil(self._density_at(state.get("step", 0)) * values.numel())
         indices, chosen = largest(values, residual, count)
         if residual is not None:
             sent = indices[chosen.isfinite()].long()
+            # Momentum factor masking: the velocity of what was sent starts again at zero, as its residual does.
             for memory in (residual, *([state["velocity"]] if self.momentum else [])):
                 memory.index_fill_(0, sent, 0.0)
         return indices, chosen, {**state, "step": state["step"] + 1} if self.warmup_steps else state
@@ -126,6 +128,7 @@ def pack(indices: Tensor, values: Tensor, numel: int) -> Packet:
     )
     payload[:8].view(torch.int64).fill_(values.numel())
     payload[8 : 8 + values.numel()] = values
+    # Zeros, so that equal tensors give equal packets.
     payload[8 + values.numel() : 8 + padded_bytes] = 0
     payload[8 + padded_bytes :] = encoded.to(values.device)
     return packet

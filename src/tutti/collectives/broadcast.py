@@ -37,4 +37,5 @@ def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         open_groups[kind] = group, num_bytes + tensor.nbytes
         if open_groups[kind][1] >= _CHUNK_BYTES:
             yield open_groups.pop(kind)[0]
+    # A dict keeps the order of insertion, which is the same on every rank.
     yield from (group for group, _ in open_groups.values())

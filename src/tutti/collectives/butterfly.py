@@ -53,10 +53,12 @@ def _halve_and_double(flat: Tensor, transport: Transport, num_ranks: int) -> Ope
     while distance := distance // 2:
         middle = (start + stop) // 2
         lower, upper = flat[start:middle], flat[middle:stop]
+        # Of two partners, the one with this bit set keeps the upper half.
         upwards = bool(transport.rank & distance)
         kept, sent = (upper, lower) if upwards else (lower, upper)
         received = buffer_like(kept)
         yield from exchange(sent, received, transport.rank ^ distance, transport)
+        # In place in `flat`: `kept` is a view of it.
         kept += received
         rounds.append((kept, sent, transport.rank ^ distance))
         start, stop = (middle, stop) if upwards else (start, middle)

@@ -79,10 +79,11 @@ def measure_collectives(transport: Transport) -> CollectiveChoice:
     # Ranks that share a host share its link, except under the two-level algorithm, where one of them uses it.
     share = Link(link.bits_per_s / max(Counter(transport.hosts).values()), link.latency_s)
     candidates = [
-        Candidate(each, transport.size, link_as_used_by(each, transport.size, transport, share)) for each in _FLAT
+        Candidate(flat, transport.size, link_as_used_by(flat, transport.size, transport, share)) for flat in _FLAT
     ]
     if two_levels:
         num_hosts = len(set(transport.hosts))
+        # Leaders choose their algorithm by the measured link instead of a typical one.
         informed = replace(hierarchical, steps=partial(hierarchical_steps, link=link))
         candidates.append(Candidate(informed, num_hosts, link_as_used_by(informed, num_hosts, transport, link)))
     elif native_all_reduce(transport, "cpu") is not None:

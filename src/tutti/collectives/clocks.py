@@ -28,6 +28,7 @@ def clock_offsets(transport: Transport) -> list[float]:
                 transport.isend(request, rank).wait()
                 transport.irecv(answer, rank).wait()
                 stop_s = transport.now()
+                # Round trip first, so that `min` finds the quickest answer.
                 measured.append((stop_s - start_s, answer.item() - (start_s + stop_s) / 2))
             offsets_s[rank] = min(measured)[1]
     else:

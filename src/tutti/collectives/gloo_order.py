@@ -25,6 +25,7 @@ Combine = Callable[[Tensor, Tensor], object]
 
 def block_numel(numel: int, itemsize: int, size: int) -> int:
     """Return how many elements a block has. The last blocks may be shorter, or empty."""
+    # A block is `per_rank` segments, none of them longer than `_SEGMENT_BYTES`.
     largest = max(1, _SEGMENT_BYTES // itemsize)
     num_segments = max(-(-numel // largest), 2 * size)
     per_rank = -(-num_segments // size)
@@ -90,6 +91,7 @@ def ring(flat: Tensor, transport: Transport, combine: Combine, scattered: bool =
     chunks = [split_into_chunks(flat[part], flat[cut[0]].nbytes) for part in cut]
     # Gloo's blocks travel to lower ranks; with negated numbers that is to the right, as `pass_blocks_around` sends.
     downwards = RenumberedTransport(transport, [-rank % size for rank in range(size)])
+    # Rank r starts with block r + 1, and its number here is -r.
     by_start = [chunks[(1 - rank) % size] for rank in range(size)]
     num_adds = size - 1
     return pass_blocks_around(

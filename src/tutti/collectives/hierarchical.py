@@ -42,6 +42,7 @@ def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK
         yield from sum_within(tensor, within)
     if across is not None:
         yield from cheapest(across.size, tensor.nbytes, link)(tensor, across)
+    # With one level only, the sum within the host is already on all ranks.
     if within is not None and within is not transport:
         yield from broadcast_within(tensor, within)
 

@@ -49,6 +49,7 @@ class LinkFit:
         because they fit into buffers and bursts, and it is long transfers that the rate should predict.
         """
         (small, small_s), (large, large_s) = points[-2:]
+        # Not below a tiny positive slope: noise can make the larger message the faster one.
         per_byte = max((large_s - small_s) / (large - small), 1e-15)
         smallest, smallest_s = points[0]
         latency_s = smallest_s - smallest * per_byte
@@ -102,6 +103,7 @@ def measure_links(transport: Transport) -> LinkMeasurement:
     for pairs in _rounds(transport.hosts):
         local_pair = next((pair for pair in pairs if transport.rank in pair), None)
         points = _ping_pong(transport, *local_pair) if local_pair is not None else []
+        # It also keeps a pair from starting its next round while others still measure.
         points_by_rank = all_gather_json(points, transport)
         fits |= {
             pair: LinkFit.from_points([(size, seconds) for size, seconds in points_by_rank[pair[0]]]) for pair in pairs
@@ -117,6 +119,7 @@ def _rounds(hosts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
     ranks are on one host there is no link to share.
     """
     size = len(hosts)
+    # With an odd number of ranks a dummy is added; the rank that is paired with it pauses.
     even = size + size % 2
     for number in range(min(even - 1, _MAX_PARTNERS)):
         circle = [0, *((number + other) % (even - 1) + 1 for other in range(even - 1))]
@@ -135,12 +138,13 @@ def _rounds(hosts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
             waiting = [pair for pair in waiting if pair not in now]
 
 
-def _ping_pong(transport: Transport, one: int, two: int) -> list[tuple[int, float]]:
-    """Return the bytes and the seconds of one message, for each size. Ranks `one` and `two` call it together.
+def _ping_pong(transport: Transport, first_rank: int, second_rank: int) -> list[tuple[int, float]]:
+    """Return the bytes and the seconds of one message, for each size. Both ranks call it together.
 
-    The first of them decides how many rounds there are and when it is enough, and sends that to the other.
+    The first rank decides how many rounds there are and when it is enough, and sends that to the other.
     """
-    first, other = transport.rank == one, two if transport.rank == one else one
+    first = transport.rank == first_rank
+    other = second_rank if first else first_rank
     points: list[tuple[int, float]] = []
     device = "cpu" if transport.cluster is None else "meta"  # Virtual time needs sizes alone.
     for size in _SIZES:
@@ -150,6 +154,7 @@ def _ping_pong(transport: Transport, one: int, two: int) -> list[tuple[int, floa
         num_rounds = _from_first(transport, wanted, other, first)
         times = [_round_trip(transport, tensor, other, first) for _ in range(num_rounds)]
         points.append((size, statistics.median(times) / 2))
+        # The fit takes the slope between the last two sizes, so both must be long enough.
         enough = len(points) >= 2 and points[-2][1] > _LONG_ENOUGH_S
         if _from_first(transport, int(enough), other, first):
             break

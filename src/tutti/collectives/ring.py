@@ -62,6 +62,7 @@ def ring_blocking(flat: Tensor, transport: Transport) -> Operation:
     blocks = parts(flat.numel(), size)
     for step in range(2 * (size - 1)):
         outgoing, incoming = flat[blocks[(rank - step) % size]], flat[blocks[(rank - step - 1) % size]]
+        # The first P-1 steps add what arrives; the others replace the block by the finished sum.
         received = buffer_like(incoming) if step < size - 1 else incoming
         if rank % 2 == 0:
             yield transport.isend(outgoing, (rank + 1) % size)
@@ -136,6 +137,7 @@ def pass_blocks_around(
     """
     size = transport.size
     left, right = (transport.rank - 1) % size, (transport.rank + 1) % size
+    # The first block is sent at once: it depends on nothing that arrives.
     sending = deque(transport.isend(chunk, right) for chunk in (blocks[first % size] if num_steps else []))
     arriving: deque[tuple[Tensor, Work]] = deque()
     to_request = _incoming_chunks(blocks, first, num_steps)

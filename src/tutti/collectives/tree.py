@@ -25,6 +25,7 @@ def tree(flat: Tensor, transport: Transport) -> Operation:
     rank, size = transport.rank, transport.size
     hop = 1
     while hop < size:
+        # `hop` is the lowest bit set in this rank's number: it sends its sum to its parent, and is done.
         if rank % (2 * hop):
             yield transport.isend(flat, rank - hop)
             break
@@ -41,6 +42,7 @@ def broadcast(flat: Tensor, transport: Transport) -> Operation:
     rank, size = transport.rank, transport.size
     hop = 1 << (size - 1).bit_length()
     while hop := hop // 2:
+        # Multiples of 2 × `hop` have the tensor by now; they send it to the odd multiples of `hop`.
         if rank % (2 * hop) == 0 and rank + hop < size:
             yield transport.isend(flat, rank + hop)
         elif rank % (2 * hop) == hop:

@@ -2,15 +2,15 @@
 
 How it works
 ------------
-Autograd calls the hook of a parameter when its gradient is accumulated, in a thread of autograd's own, one per device.
-The states of a pass:
+Autograd calls the hook of a parameter when its gradient is accumulated: on the CPU in the thread that called backward,
+on GPUs in threads of autograd's own, one per device. The states of a pass:
 
 1. *Idle.* The first gradient (or pair of factors) starts the pass: `start` queues `finish` as a callback of autograd's
    engine, takes the weight of this rank's samples, and calls the listener's `backward_started`.
 2. *Running.* Each gradient decrements its bucket's `missing`. `advance` hands over buckets that are complete, under
    `_lock`, always in the order of their indices. A bucket that is complete early waits for those before it. So all
-   ranks start the same exchanges in the same order, whatever order their gradients came in: that is the invariant
-   which keeps collectives matched between ranks.
+   ranks start the same exchanges in the same order, whatever order their gradients came in. That is the
+   invariant which keeps collectives matched between ranks.
 3. *Finishing.* Autograd calls `finish` when the pass is over. It hands over the rest (buckets with parameters that got
    no gradient on this rank, and buffers), waits in the listener's `backward_done`, and `_settle` makes what is in the
    buckets the gradients of the model. Then the pass is idle again.
@@ -70,22 +70,27 @@ class BackwardPass:
             replica = backward._replica
             if slot.name in replica.left_out:
                 if replica.syncing:
+                    # Nothing to exchange here, but a pass in which all gradients are left out must start as well.
                     backward.advance()
                 return
+            # A gradient that `no_sync` keeps here counts as well: the next exchange sends the sum.
             slot.touched = True
             if not replica.syncing:
                 replica.contribution.backward()
                 return
+            # A nested backward (reentrant checkpointing) accumulates into a parameter again: it counts once.
             if slot.arrived:
                 return
             slot.arrived = True
-            if slot.name in replica.apart:  # Another use of a weight whose factors are caught.
+            if slot.name in replica.exchanged_as_factors:  # Another use of a weight whose factors are caught.
                 backward.advance()
                 return
             bucket = slot.bucket
+            # No lock: the slots of a bucket are on one device, and so in one thread of autograd.
             bucket.missing -= 1
             if backward.arrivals is not None:
                 backward.arrivals.append(slot)
+            # The first gradient of a pass starts it, even if it completes no bucket.
             if bucket.missing == 0 or not backward.running:
                 backward.advance()
 
@@ -102,13 +107,14 @@ class BackwardPass:
             self._hand_over(complete_only=True)
 
     def start(self, in_backward: bool = True) -> None:
-        """Begin a pass; `in_backward` is False where what was gathered before is exchanged without one."""
+        """Begin a pass. `in_backward` is False where gradients of earlier passes are exchanged without a backward."""
         replica = self._replica
         if replica.away:
             raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
         self.running = True
         self._check_still_frozen()
         if in_backward:
+            # Autograd calls it after the last node of this backward, before `loss.backward()` returns.
             Variable._execution_engine.queue_callback(self.finish)
         self._weight = replica.contribution.take()
         replica.listener.backward_started(self._weight)
@@ -118,31 +124,37 @@ class BackwardPass:
         replica = self._replica
         while self._next_bucket < len(replica.buckets):
             bucket = replica.buckets[self._next_bucket]
+            # Buffers are left for `finish`: no gradient announces that they are ready.
             if complete_only and (bucket.missing or not bucket.of_parameters):
                 return
             for layer in replica.factored:
-                if layer.beside and layer.slot.bucket is bucket:
+                # From here on the exchange may use the factors in place of this gradient.
+                if layer.keeps_gradient and layer.slot.bucket is bucket:
                     layer.hand_over()
+            # Copies gradients that autograd made outside the bucket, before the exchange reads it.
             self._kept += bucket.fill()
             self._next_bucket += 1
             replica.listener.bucket_ready(bucket)
 
     def finish(self) -> None:
         """End the pass: hand over what is left, wait for the exchange, and give the model its gradients."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # As in `advance`.
             with torch.no_grad():
                 return self.finish()
         replica = self._replica
-        apart = replica.apart
+        factored_before = replica.exchanged_as_factors
+        # Layers that backward did not reach, or reached less often than forward: other ranks wait for their factors.
         for layer in replica.factored:
-            if layer.catching and not layer.beside and not layer.handed_over:
+            if layer.catching and not layer.keeps_gradient and not layer.handed_over:
                 replica.listener.factors_ready(layer)
         self._hand_over(complete_only=False)
         replica.listener.backward_done()
         self._settle()
+        # With a single bucket the order of gradients changes nothing.
         if self.arrivals and len(replica.buckets) > 1:
             self._recut(self.arrivals)
-        elif replica.apart != apart:  # The exchange has set parameters apart in this pass: their slots leave buckets.
+        elif replica.exchanged_as_factors != factored_before:
+            # `backward_done` has chosen factors for some parameters: their slots leave the buckets.
             replica.arrange([slot.name for slot in replica.slots])
         self.arrivals = None
 
@@ -150,9 +162,10 @@ class BackwardPass:
     def factors_caught(self, layer: FactoredLayer, pair: Pair) -> None:
         """Take a pair of factors of a layer's gradient. Called in backward, in place of the gradient's hook."""
         replica = self._replica
-        if layer.beside:
-            self._factors_caught_beside(layer, pair)
+        if layer.keeps_gradient:
+            self._factors_caught_with_gradient(layer, pair)
             return
+        # Autograd calls no hook of this parameter, so its virtual time passes here, and its arrival is reported here.
         if replica.compute_clock is not None:
             replica.compute_clock.gradient(layer.slot.name)
         if replica.on_caught is not None:
@@ -162,11 +175,12 @@ class BackwardPass:
                 replica.contribution.backward()
             elif not self.running:
                 self.start()
+            # After `start`: its exchange must have the weight of this pass before factors are handed over.
             layer.catch(pair, stays=not replica.syncing)
             if replica.syncing and layer.complete:
                 replica.listener.factors_ready(layer)
 
-    def _factors_caught_beside(self, layer: FactoredLayer, pair: Pair) -> None:
+    def _factors_caught_with_gradient(self, layer: FactoredLayer, pair: Pair) -> None:
         """Keep the factors and make the gradient as well, which then arrives as autograd would have it."""
         replica = self._replica
         if replica.syncing and layer.handed_over:
@@ -187,20 +201,23 @@ class BackwardPass:
         """Make the buckets' content the gradients and statistics of the model, and get ready for the next pass."""
         replica = self._replica
         for slot, value in self._kept:
+            # No rank had a gradient for it in this pass: undo what the exchange made of the older one.
             if not _has_gradient(slot):
                 slot.view.copy_(value)
         for bucket in replica.buckets:
             for slot in bucket.slots:
                 if not bucket.of_parameters:
                     slot.tensor.copy_(slot.view)
+                # A slot that this rank contributed to needs nothing: its `p.grad` is the view already.
                 elif not (slot.touched and self._weight):
                     _settle_absent(slot)
             bucket.expect()
         for layer in replica.factored:
-            layer.slot.arrived = False
+            layer.slot.arrived = False  # Slots exchanged as factors are in no bucket, whose `expect` would do it.
             layer.expect()
         if replica.left_out:
             for slot in replica.slots:
+                # Autograd made a local gradient, which differs between ranks: the optimiser must not use it.
                 if slot.name in replica.left_out:
                     slot.tensor.grad = None
         self._kept.clear()
@@ -212,6 +229,7 @@ class BackwardPass:
         replica = self._replica
         numbers = {slot: number for number, slot in enumerate(replica.slots)}
         seen = broadcast_json([numbers[slot] for slot in arrivals], replica.transport)
+        # Parameters without a gradient in rank 0's first pass come last: they may never get one.
         unseen = sorted(set(numbers.values()) - set(seen))
         replica.arrange([replica.slots[number].name for number in [*seen, *unseen]])
 
@@ -233,7 +251,7 @@ def _settle_absent(slot: Slot) -> None:
 
 
 def _has_gradient(slot: Slot) -> bool:
-    """Whether any rank had a gradient for this parameter: its mark in the exchanged bucket is not 0."""
+    """Whether any rank had a gradient for this parameter: its `has_grad` flag in the exchanged bucket is not 0."""
     if slot.tensor.is_meta:
         return slot.touched  # Without values, what holds here holds everywhere.
-    return bool(slot.bucket.marks[slot.bucket.slots.index(slot)] != 0)
+    return bool(slot.bucket.has_grad[slot.bucket.slots.index(slot)] != 0)

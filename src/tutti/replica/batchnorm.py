@@ -38,6 +38,7 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self, layer: nn.modules.batchnorm._BatchNorm, transport: Transport, sample_counts: SampleCounts
     ) -> None:
         super().__init__(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+        # The same tensors, not copies: the optimiser may hold the parameters already.
         self.weight, self.bias = layer.weight, layer.bias
         self.running_mean, self.running_var = layer.running_mean, layer.running_var
         self.num_batches_tracked = layer.num_batches_tracked
@@ -58,7 +59,8 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         settings = (self.eps, self._transport, counts)
         output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, settings)
         if self.training and self.running_mean is not None:
-            self._track(mean, variance * (count / (count - 1).clamp(min=1)))
+            unbiased = variance * (count / (count - 1).clamp(min=1))  # As torch keeps it in `running_var`.
+            self._track(mean, unbiased)
         return output
 
     @torch.no_grad()
@@ -67,6 +69,7 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
+        # Without a momentum the running statistics are plain means over all batches, as in torch.
         rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
         self.running_var.lerp_(variance.to(self.running_var.dtype), rate)
@@ -80,21 +83,26 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: tuple[float, Transport, bool]
     ) -> Any:
         eps, transport, counts = settings
+        # Sums over many samples lose too much in half precision.
         wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        # x has shape (samples, features, ...); statistics have shape (features,).
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         values = x.to(wide)
-        own_count = values.numel() // values.shape[1] if counts else 0
-        count = _summed(torch.tensor([own_count], dtype=wide, device=x.device), transport)
+        # Samples times points, as every point of a feature map counts.
+        local_count = values.numel() // values.shape[1] if counts else 0
+        count = _summed(torch.tensor([local_count], dtype=wide, device=x.device), transport)
+        # Ranks that do not count add zeros: they must still take part in each sum.
         mean = _summed(values.sum(dims) * counts, transport) / count
         centred = values - mean.view(shape)
         # From centred values, not from the sum of squares, which cancels badly in float32.
         variance = _summed(centred.square().sum(dims) * counts, transport) / count
         scale = torch.rsqrt(variance + eps)
         normal = centred * scale.view(shape)
+        # Backward needs the normalised values only, not x.
         ctx.save_for_backward(normal, weight, scale, count)
         ctx.transport, ctx.dims, ctx.shape = transport, dims, shape
-        ctx.own_count, ctx.has_bias = own_count, bias is not None
+        ctx.local_count, ctx.has_bias = local_count, bias is not None
         output = normal if weight is None else normal * weight.view(shape)
         output = output if bias is None else output + bias.view(shape)
         ctx.mark_non_differentiable(mean, variance, count)
@@ -107,11 +115,12 @@ class _Normalise(torch.autograd.Function):
         wide = grad.to(normal.dtype)
         by_weight = (wide * normal).sum(ctx.dims)
         by_bias = wide.sum(ctx.dims)
-        # Each rank's loss is a mean over its own samples, and its gradient will be weighted by their number: so are
-        # these sums.
-        sums = _summed(torch.stack([by_weight, by_bias]) * ctx.own_count, ctx.transport)
-        means = sums / (count * max(1, ctx.own_count))
+        # Each rank's loss is a mean over its own samples, and the exchange will weight its gradient by their number. So
+        # the sums are weighted too, and the local count is divided out again, because the exchange multiplies by it.
+        sums = _summed(torch.stack([by_weight, by_bias]) * ctx.local_count, ctx.transport)
+        means = sums / (count * max(1, ctx.local_count))
         factor = scale if weight is None else scale * weight
+        # dx = γ/σ · (g − mean(g) − x̂ · mean(g · x̂)), with both means over the samples of all ranks.
         by_x = wide - means[1].view(ctx.shape) - normal * means[0].view(ctx.shape)
         by_x = (by_x * factor.view(ctx.shape)).to(grad.dtype)
         return by_x, None if weight is None else by_weight, by_bias if ctx.has_bias else None, None

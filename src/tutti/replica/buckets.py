@@ -6,10 +6,11 @@ How it works
 one host reduce in place. It is cut into buckets by `cut_buckets`, and again whenever the order of parameters changes.
 
 The memory of a bucket is `flat`: first `values` (gradients that may be compressed), then `exact` (small gradients, then
-one mark per slot). Each tensor starts on a cache line.
+`has_grad`, one flag per slot). Each tensor starts on a cache line.
 
-`Slot.view` is the part of `flat` that belongs to a parameter, in the parameter's shape. After the first exchange
-`p.grad` is that view itself: autograd then accumulates directly into the bucket, and `Bucket.fill` has nothing to copy.
+`Slot.view` is the part of `flat` that belongs to a parameter, in the parameter's shape. After an
+exchange `p.grad` is that view itself. If it stays so (`zero_grad(set_to_none=False)`), autograd accumulates directly
+into the bucket, and `Bucket.fill` has nothing to copy.
 
 Between `fill` and the end of the exchange the memory belongs to the exchange; the user's code runs before and after.
 """
@@ -46,14 +47,14 @@ class Slot:
         self.arrived = False
         """Whether it got one in this backward pass."""
         self.fresh = False
-        """Whether that gradient was outside the bucket, so that there was none before."""
+        """Whether autograd made the gradient outside the bucket, so that `p.grad` was None before."""
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients, or buffers, in one piece of memory, followed by a mark for each: 1 if this rank has one.
+    """Gradients, or buffers, in one piece of memory, followed by a `has_grad` flag for each: 1 if this rank has one.
 
-    The marks are averaged with the rest: a mark of 0 tells every rank that no rank had a gradient for that parameter,
+    Flags are averaged with the rest: 0 then means that no rank had a gradient for that parameter,
     so `p.grad` stays None, as it would on one machine.
     """
 
@@ -65,9 +66,9 @@ class Bucket:
     values: Tensor
     """Gradients that may be compressed: the first part of `flat`."""
     exact: Tensor
-    """The rest: small gradients, and marks."""
-    marks: Tensor
-    """One element per slot, the last part of `exact`."""
+    """The rest of `flat`: small gradients, and `has_grad`."""
+    has_grad: Tensor
+    """One flag per slot, of shape (num_slots,): the last part of `exact`."""
     starts: list[int]
     """Index in `flat` at which each slot begins."""
     of_parameters: bool
@@ -99,24 +100,28 @@ class Bucket:
         return [like(flat[start:stop], slot.tensor) for (start, stop), slot in zip(ends, self.slots, strict=True)]
 
     def fill(self) -> list[tuple[Slot, Tensor]]:
-        """Move gradients into the bucket's memory and set the marks.
+        """Move gradients into the bucket's memory and set the `has_grad` flags.
 
-        Returns the gradients that parameters kept from before this pass, which did not reach them, to be put back.
+        Returns copies of gradients from before this pass, of parameters that this pass did not reach, to be put back.
         """
         if not self.of_parameters:
+            # One call for all slots: on a GPU a few kernels instead of one per tensor.
             torch._foreach_copy_([slot.view for slot in self.slots], [slot.tensor for slot in self.slots])
-            self.marks.fill_(1)
+            self.has_grad.fill_(1)
             return []
-        views, sources, kept, whole = [], [], [], True
+        views, sources, kept, all_touched = [], [], [], True
         for slot in self.slots:
             grad = slot.tensor.grad
             if grad is None:
-                slot.touched = whole = False
+                # Backward did not reach it, or the user has dropped it since: this rank contributes zeros.
+                slot.touched = all_touched = False
                 slot.view.zero_()
                 continue
             if not slot.touched:
-                whole = False
+                # The exchange overwrites the view; `_settle` puts this back if no rank has a new gradient.
+                all_touched = False
                 kept.append((slot, grad.detach().clone()))
+            # True in the first pass, and always after `zero_grad(set_to_none=True)`.
             slot.fresh = grad is not slot.view
             if slot.fresh:
                 _refuse_sparse(slot, grad)
@@ -125,10 +130,11 @@ class Bucket:
                 slot.tensor.grad = slot.view
         if views:
             torch._foreach_copy_(views, sources)
-        if whole:
-            self.marks.fill_(1)
+        if all_touched:
+            self.has_grad.fill_(1)
         else:
-            self.marks.copy_(torch.tensor([float(slot.touched) for slot in self.slots], device="cpu"))
+            # One copy from the host, rather than one write to the device per slot.
+            self.has_grad.copy_(torch.tensor([float(slot.touched) for slot in self.slots], device="cpu"))
         return kept
 
 
@@ -148,12 +154,13 @@ class Memory:
     ) -> None:
         tensor = slots[0].tensor
         self._exact_below = exact_below
-        # Enough for any division into buckets: per slot its elements, a mark, and padding for both.
+        # Enough for any division into buckets: per slot its elements, a flag, and padding for both.
         self._line = max(1, _LINE_BYTES // tensor.itemsize)
         numel = sum(self._aligned(slot.tensor.numel()) + 2 * self._line for slot in slots)
         if sizes_only:
             self.flat = cast(Tensor, SizeOnlyTensor(numel, tensor.dtype, tensor.itemsize))
         elif tensor.device.type == "cpu" and isinstance(transport, SharesMemory):
+            # Shared memory: the other ranks of this host read and sum it in place.
             self.flat = transport.empty(numel, tensor.dtype)
         else:
             self.flat = torch.empty(numel, dtype=tensor.dtype, device=tensor.device)
@@ -169,6 +176,7 @@ class Memory:
     def take(self, index: int, slots: list[Slot], of_parameters: bool) -> Bucket:
         """Cut the next bucket for `slots`, small ones last."""
         start = values_end = self._used
+        # The sort is stable: slots keep the order of arrival within both parts.
         slots = sorted(slots, key=self._is_small)
         starts = []
         for slot in slots:
@@ -176,13 +184,15 @@ class Memory:
             if not self._sizes_only:
                 slot.view = like(self.flat[self._used : self._used + slot.tensor.numel()], slot.tensor)
             self._used += self._aligned(slot.tensor.numel())
+            # Buffers never advance `values_end`: all of them are exchanged exactly.
             if of_parameters and not self._is_small(slot):
                 values_end = self._used
-        marks = self.flat[self._used : self._used + len(slots)]
+        has_grad = self.flat[self._used : self._used + len(slots)]
         stop = self._used + len(slots)
         flat, values, exact = self.flat[start:stop], self.flat[start:values_end], self.flat[values_end:stop]
+        # The next bucket starts on a cache line: two exchanges may write to both at once.
         self._used += self._aligned(len(slots))
-        return Bucket(index, slots, flat, values, exact, marks, starts, of_parameters)
+        return Bucket(index, slots, flat, values, exact, has_grad, starts, of_parameters)
 
     def _is_small(self, slot: Slot) -> bool:
         return slot.tensor.numel() < max(1, self._exact_below) or not slot.tensor.is_floating_point()
@@ -212,12 +222,14 @@ def kind_of(tensor: Tensor) -> Kind:
 
 def _divided(slots: Iterable[Slot], max_bytes: int) -> Iterator[list[Slot]]:
     """Divide slots into lists of one kind each, which are closed when they have `max_bytes`."""
+    # Lists of several kinds fill at the same time. A tensor is never cut, so a list may exceed `max_bytes`.
     unfinished: dict[Kind, tuple[list[Slot], int]] = {}
     for slot in slots:
         kind = kind_of(slot.tensor)
         part, num_bytes = unfinished.get(kind, ([], 0))
         part.append(slot)
         unfinished[kind] = part, num_bytes + slot.tensor.nbytes
+        # The order of closing is the order of exchanges: a bucket comes when its last slot does.
         if unfinished[kind][1] >= max_bytes:
             yield unfinished.pop(kind)[0]
     yield from (part for part, _ in unfinished.values())
@@ -230,6 +242,7 @@ def like(flat: Tensor, tensor: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill their memory without gaps, in whatever order."""
+    # A permuted dense tensor (channels_last, for example) is contiguous once its strides decrease.
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
 

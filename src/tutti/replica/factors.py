@@ -19,7 +19,7 @@ Gradient accumulation inside `no_sync`: the pair stays on this rank. It is added
 kept as well. If nobody has changed `p.grad` until the exchange (by tensor versions), the pairs are exchanged instead;
 otherwise the gradient is exchanged as it is.
 
-With `beside`, the gradient is made as well, and goes into its bucket: for strategies that may use either.
+With `keeps_gradient`, the gradient is made as well, and goes into its bucket: for strategies that may use either.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,11 +49,12 @@ class FactoredLayer:
         """Rows that went forward while the layer was only watched."""
         self.catching = False
         """Whether its factors are caught in place of its gradient."""
-        self.beside = False
+        self.keeps_gradient = False
         """Whether the gradient is made as well, and factors are kept in addition where they are smaller."""
         self.pairs: list[Pair] = []
         """Pairs of this exchange."""
         self._kept: list[Pair] = []
+        """Pairs of passes inside `no_sync`, whose product is in `p.grad` as well."""
         self._kept_as: list[tuple[Tensor, int]] = []
         """The gradient that is the product of the kept pairs, and their factors, each with its tensor version then."""
         self.expect()
@@ -71,9 +72,10 @@ class FactoredLayer:
 
     def record_forward(self, x: Tensor) -> None:
         """Count a forward pass. One inside backward (activation checkpointing) repeats an earlier one."""
-        again = torch._C._current_graph_task_id() != -1
+        again = torch._C._current_graph_task_id() != -1  # Not -1: called from inside a backward pass.
         if not self.catching:
             self.rows += 0 if again and self.rows else x.numel() // self.num_in
+        # Reentrant checkpointing runs the first pass without grad, which is not counted: then the repetition counts.
         elif not again or self._forwards == self._caught:
             self._forwards += 1
 
@@ -86,10 +88,12 @@ class FactoredLayer:
         if not stays and not self.handed_over:
             self.pairs.append(pair)
             return
+        # Asked before the product is added, which changes the gradient.
         untouched = stays and self._untouched()
         grad = self._add(product([pair], self.slot.tensor), replacing=untouched and not self._kept)
         if untouched:
             self._kept.append(pair)
+            # Inputs may be changed in place too, now that backward needs them no more: their versions count as well.
             tensors = [grad, *(factor for kept in self._kept for factor in kept)]
             self._kept_as = [(tensor, tensor._version) for tensor in tensors]
         else:
@@ -100,7 +104,8 @@ class FactoredLayer:
         self.handed_over = True
         if self._kept and self._untouched():
             self.pairs = self._kept + self.pairs
-            if not self.beside:
+            # Its product is exchanged by the pairs: left here, it would be added a second time.
+            if not self.keeps_gradient:
                 self.slot.tensor.grad = None
         self._forget()
         return self.pairs
@@ -116,6 +121,7 @@ class FactoredLayer:
         grad = self.slot.tensor.grad
         if not self._kept_as:
             return grad is None or not grad.any()
+        # `zero_grad` makes another tensor or None; clipping and unscaling change the version.
         return grad is self._kept_as[0][0] and all(tensor._version == version for tensor, version in self._kept_as)
 
     def _forget(self) -> None:
@@ -137,6 +143,7 @@ class FactoredLayer:
 
 def product(pairs: list[Pair], like: Tensor) -> Tensor:
     """Return Σ Eᵀ A, as a gradient of the parameter `like`."""
+    # (num_out, rows) @ (rows, num_in). Factors may be in half precision under autocast.
     products = [torch.mm(e.to(like.dtype).t(), a.to(like.dtype)) for e, a in pairs]
     return torch.stack(products).sum(0).view_as(like) if len(products) > 1 else products[0].view_as(like)
 
@@ -150,12 +157,13 @@ class Catcher:
         self.layers = layers_of(model, slots)
         catcher_ref = ref(self)  # Weak: modules must not keep the catcher, nor the replica behind it.
         for layer in self.layers:
+            # An attribute of the instance hides the method of its class; `_restore` deletes it.
             layer.module.forward = _Forward(layer.module, layer, catcher_ref)
 
-    def keep(self, names: frozenset[str], beside: bool = False) -> None:
+    def keep(self, names: frozenset[str], keeps_gradient: bool = False) -> None:
         """Catch the factors of these parameters from now on, and leave the other layers alone."""
         for layer in self.layers:
-            layer.catching, layer.beside = layer.slot.name in names, beside
+            layer.catching, layer.keeps_gradient = layer.slot.name in names, keeps_gradient
             layer.expect()
             if not layer.catching:
                 _restore(layer.module)
@@ -183,6 +191,7 @@ def layers_of(model: nn.Module, slots: list[Slot]) -> list[FactoredLayer]:
 
 def factorable(model: nn.Module) -> Iterator[nn.Module]:
     """Yield linear layers and 1×1 convolutions whose weight no other module has."""
+    # A shared weight has one gradient for all its uses, which the factors of one module would not explain.
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -196,6 +205,7 @@ def factorable(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_linear(module: nn.Module) -> bool:
+    # Subclasses with another forward, and instances that somebody has patched, are left alone.
     return type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
 
 
@@ -217,6 +227,7 @@ class _Forward:
         self._usual: Callable[[nn.Module, Tensor], Tensor] = type(module).forward
 
     def __call__(self, input: Tensor) -> Tensor:
+        # Dynamo must not trace the counting below: compiled layers exchange whole gradients.
         if torch.compiler.is_compiling():
             return self._usual(self._module, input)
         catcher = self._catcher()
@@ -230,18 +241,21 @@ class _Forward:
     def _can_catch(self, input: Tensor) -> bool:
         weight = self._layer.slot.tensor
         trained = self._module.weight is weight and weight.requires_grad and torch.is_grad_enabled()
-        if weight._backward_hooks:  # Hooks of the user's that see, or change, the whole gradient.
+        # Hooks of the user's that see the whole gradient. Tutti's own are post-accumulate hooks, which are not in here.
+        if weight._backward_hooks:
             return False
+        # Inputs without a batch dimension take the usual path.
         if not trained or not (input.dim() > 1 if weight.dim() == 2 else input.dim() == weight.dim()):
             return False
         rows = input.numel() // self._layer.num_in
-        return not self._layer.beside or rows * sum(weight.shape[:2]) < weight.numel()
+        # Factors of rows × (num_out + num_in) elements are kept only where they are smaller than the gradient.
+        return not self._layer.keeps_gradient or rows * sum(weight.shape[:2]) < weight.numel()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return _own_forward, (self._module,)
+        return _class_forward, (self._module,)
 
 
-def _own_forward(module: nn.Module) -> Callable[..., Any]:
+def _class_forward(module: nn.Module) -> Callable[..., Any]:
     return MethodType(type(module).forward, module)
 
 
@@ -252,6 +266,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, where: tuple[FactoredLayer, Catcher]
     ) -> Tensor:
+        # Save x as autocast would: in the dtype of the matrix product, not in the wider one it came in.
         if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         ctx.save_for_backward(x, weight)
@@ -262,7 +277,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         layer, catcher = ctx.where
-        by_x = by_weight = by_bias = None
+        by_x = by_weight = by_bias = None  # Gradients of the three inputs; None is what autograd takes for "none".
         pair = _rows(grad, weight), _rows(x, weight)
         try:  # False if only other gradients were asked for, as torch.autograd.grad does.
             accumulates = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
@@ -272,6 +287,7 @@ class _Product(torch.autograd.Function):
             catcher.on_caught(layer, pair)
         matrix = weight.flatten(1).to(grad.dtype)
         if ctx.needs_input_grad[0]:
+            # (..., num_out) @ (num_out, num_in); a 1×1 convolution has its channels in dimension 1.
             by_x = grad @ matrix if weight.dim() == 2 else torch.einsum("mn,bm...->bn...", matrix, grad)
         if ctx.needs_input_grad[2]:
             by_bias = grad.flatten(0, -2).sum(0) if weight.dim() == 2 else grad.transpose(0, 1).flatten(1).sum(1)
@@ -280,6 +296,7 @@ class _Product(torch.autograd.Function):
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `F.linear`, but never as a view: autograd forbids in-place changes of views made by custom functions."""
+    # (rows, num_out), reshaped to x's leading dimensions without recording a view.
     made = F.linear(x.flatten(0, -2), weight, bias)
     return torch.ops.aten._unsafe_view.default(made, [*x.shape[:-1], len(weight)])
 
@@ -292,5 +309,5 @@ def _rows(tensor: Tensor, weight: Tensor) -> Tensor:
     """Return a matrix with a row for every sample, or every point of one, and a column for every feature."""
     tensor = tensor.detach()
     if weight.dim() > 2:
-        tensor = tensor.movedim(1, -1)
+        tensor = tensor.movedim(1, -1)  # (batch, channel, *points) -> (batch, *points, channel).
     return tensor.reshape(-1, tensor.shape[-1])

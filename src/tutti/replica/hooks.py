@@ -6,14 +6,14 @@ How it works
 
 - "steps": before and after each step of the optimiser.
 - "samples": also each forward pass and each gradient, to count the samples that this rank contributed.
-- "gradients": also each gradient, to fill buckets during backward. `BackwardPass` does that, and says how.
+- "gradients": also each gradient, to fill buckets during backward. See `BackwardPass`.
 
 The listener is the strategy's exchange. `detach` removes all hooks, and gives parameters gradients of their own in
 place of views of buckets, whose memory may belong to the transport.
 
-Three flags say what this rank does for the moment. `syncing` is False inside `no_sync`: gradients gather on this rank.
-`away`: this rank takes no part, and may not train. `agreeing`: the model holds the parameters of the consensus, and
-may not be trained.
+Three flags describe what this rank does for the moment. `syncing` is False inside `no_sync`: gradients gather on this
+rank. `away`: this rank takes no part, and may not train. `in_consensus`: the model holds the parameters of the
+consensus, and may not be trained.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,10 +48,10 @@ class HookedReplica(Replica):
         """Whether backward passes are exchanged; False inside `no_sync`."""
         self.away = False
         """Whether this rank takes no part for the moment."""
-        self.agreeing = False
-        """Whether the model holds what all ranks agree on, and not what this rank trains."""
+        self.in_consensus = False
+        """Whether the model holds the consensus parameters of all ranks, and not those that this rank trains."""
         self.on_caught: Callable[[str], None] | None = None
-        """Called with a parameter's name when factors of its gradient are there, whose hooks are then not called."""
+        """Called with a parameter's name when its factors are caught; autograd calls no hook of that parameter then."""
         self._listener: Listener | None = None
         self._scope: EventScope = "steps"
         self._handles: list[Any] = []
@@ -60,7 +60,7 @@ class HookedReplica(Replica):
 
     @property
     def listener(self) -> Listener:
-        """The exchange that is told of the events of training."""
+        """The exchange that receives the events of training."""
         assert self._listener is not None
         return self._listener
 
@@ -71,6 +71,7 @@ class HookedReplica(Replica):
         if to == "steps":
             return
         self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
+        # `shard` then knows that a rank which runs out of data must still take part in the last step.
         if to == "gradients":
             self._sample_counts.models.add(self.model)
         for slot in self.slots:
@@ -87,12 +88,14 @@ class HookedReplica(Replica):
         self._handles.clear()
         if self._catcher is not None:
             self._catcher.detach()
-        self._catcher, self.apart, self.left_out = None, frozenset(), frozenset()
+        self._catcher, self.exchanged_as_factors, self.left_out = None, frozenset(), frozenset()
         self._sample_counts.models.discard(self.model)
         for slot in self.slots:
+            # The bucket may lie in shared memory, which is unmapped when the transport closes.
             if slot.tensor.grad is slot.view:
                 slot.tensor.grad = slot.view.clone()
         for slot in [*self.slots, *self.statistics]:
+            # Back to the state before `allocate`: a later `distribute` starts from it.
             slot.view = slot.tensor
         self.buckets.clear()
         self._memories.clear()
@@ -112,6 +115,7 @@ class HookedReplica(Replica):
         if self._scope != "gradients" or not self.syncing:
             return
         for slot in self.slots:
+            # No hook will be called, so the flags of buckets are derived from the gradients that are there.
             slot.touched = slot.tensor.grad is not None
         self._backward.start(in_backward=False)
         self._backward.finish()
@@ -122,11 +126,11 @@ class HookedReplica(Replica):
 
     def keep_factors(self) -> None:
         self._catcher = Catcher(self.model, self.slots, self._backward.factors_caught)
-        self._catcher.keep(frozenset(layer.slot.name for layer in self._catcher.layers), beside=True)
+        self._catcher.keep(frozenset(layer.slot.name for layer in self._catcher.layers), keeps_gradient=True)
 
-    def set_apart(self, names: frozenset[str]) -> None:
+    def exchange_as_factors(self, names: frozenset[str]) -> None:
         assert self._catcher is not None
-        super().set_apart(names)
+        super().exchange_as_factors(names)
         self._catcher.keep(names)
 
     @property
@@ -138,7 +142,7 @@ class HookedReplica(Replica):
         return self._backward.arrivals is None
 
     def arrange(self, names: Sequence[str]) -> None:
-        # Gradients that are views of buckets move with their slots.
+        # Cutting zeroes the memory and moves slots, so gradients that are views of buckets are copied out and back.
         grads = [(slot, slot.view.clone()) for slot in self.slots if slot.tensor.grad is slot.view]
         super().arrange(names)
         self._backward.arrivals = None
@@ -157,19 +161,19 @@ class HookedReplica(Replica):
         return on_gradient
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # An evaluation: its samples are not trained on.
             return
         # Id -1: not inside a backward pass, in which checkpointed layers go forward again.
         if self._backward.running and torch._C._current_graph_task_id() == -1:
             raise ConfigError(
-                "the last backward pass failed half-way on this rank, so it is out of step with the others. "
-                "An exception in backward cannot be skipped in a distributed run: mend its cause and restart."
+                "the last backward pass failed half-way on this rank, so its exchanges no longer match those of the "
+                "others. An exception in backward cannot be skipped in a distributed run: mend its cause and restart."
             )
         self.contribution.forward(args, kwargs)
 
     def _before_step(self, *_: Any) -> None:
-        if self.agreeing or self.away:
-            where = "job.consensus(), whose model is not this rank's own" if self.agreeing else "job.away()"
+        if self.in_consensus or self.away:
+            where = "job.consensus(), whose model is not this rank's own" if self.in_consensus else "job.away()"
             raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
         self.listener.before_step()
 

@@ -14,11 +14,11 @@ from tutti.replica.factors import FactoredLayer
 from tutti.transports import Transport
 
 EventScope = Literal["steps", "samples", "gradients"]
-"""Which events a strategy needs: steps of the optimiser; samples counted as well; gradients as well."""
+"""The events that a strategy needs: steps of the optimiser; also counts of samples; also gradients."""
 
 
 class Listener(Protocol):
-    """The receiver of the events of training: an exchange. `docs/strategies.md` says when each comes."""
+    """The receiver of the events of training: an exchange. `docs/strategies.md` lists when each is called."""
 
     def backward_started(self, weight: float) -> None: ...
     def bucket_ready(self, bucket: Bucket) -> None: ...
@@ -56,11 +56,12 @@ class Replica(ABC):
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
         self.optimizer = optimizer
+        # A parameter that several modules share is listed once, under its first name.
         self.slots = [Slot(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.slots.reverse()  # Backward reaches the last layers first; the first pass shows the precise order.
         self.statistics = [Slot(name, buffer) for name, buffer in _running_statistics(model)]
         self.buckets: list[Bucket] = []
-        self.apart: frozenset[str] = frozenset()
+        self.exchanged_as_factors: frozenset[str] = frozenset()
         """Names of parameters whose gradients are in no bucket: their factors are exchanged."""
         self.left_out: frozenset[str] = frozenset()
         """Names of parameters that are not exchanged for the time being, and have no gradient after backward."""
@@ -70,6 +71,7 @@ class Replica(ABC):
         """Models the compute time in virtual time; None in real time."""
         self._memories: dict[Kind, Memory] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
+        """Parameters and the gradients that `hide_gradients` took from them."""
 
     @property
     def device_types(self) -> set[str]:
@@ -83,6 +85,7 @@ class Replica(ABC):
         """
         self.transport = transport
         self._bucket_bytes = bucket_bytes
+        # One piece of memory per device and dtype. It is collective where the memory is shared: all ranks map it.
         kinds: dict[Kind, list[Slot]] = {}
         for slot in [*self.slots, *self.statistics]:
             kinds.setdefault(kind_of(slot.tensor), []).append(slot)
@@ -91,7 +94,7 @@ class Replica(ABC):
 
     @abstractmethod
     def listen(self, listener: Listener, to: EventScope) -> None:
-        """Report events to `listener` from now on; `to` says which."""
+        """Report events to `listener` from now on; `to` selects the events."""
 
     def hide_gradients(self) -> None:
         """Set all gradients to None for the optimiser's next step, which then changes nothing."""
@@ -99,7 +102,7 @@ class Replica(ABC):
             trained = [slot.tensor for slot in self.slots]
             self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
             for tensor, _ in self._hidden:
-                tensor.grad = None
+                tensor.grad = None  # torch's optimisers skip such a parameter, with its momentum and weight decay.
 
     def show_gradients(self) -> None:
         """Put back the gradients that were hidden, if any."""
@@ -135,9 +138,9 @@ class Replica(ABC):
         """Keep the factors of gradients in addition to the gradients in buckets, where factors are smaller."""
         return None
 
-    def set_apart(self, names: frozenset[str]) -> None:
+    def exchange_as_factors(self, names: frozenset[str]) -> None:
         """Exchange these gradients as factors from the next backward pass on. All ranks call it in the same pass."""
-        self.apart = names
+        self.exchanged_as_factors = names
 
     def leave_out(self, names: frozenset[str]) -> None:
         """Exchange all but these from the next backward pass on. All ranks call it between the same two steps."""
@@ -147,15 +150,18 @@ class Replica(ABC):
                 if slot.name in names:
                     slot.tensor.grad = None
                     slot.touched = False
+                    # It is in no bucket from now on, so it needs no memory there.
                     slot.view = slot.tensor
             self.arrange([slot.name for slot in self.slots])
 
     def _cut(self) -> None:
-        """Cut buckets from the present slots. Parameters set apart get memory of their own."""
-        slots = [slot for slot in self.slots if slot.name not in self.apart and slot.name not in self.left_out]
+        """Cut buckets from the present slots. Parameters exchanged as factors get memory of their own."""
+        slots = [
+            slot for slot in self.slots if slot.name not in self.exchanged_as_factors and slot.name not in self.left_out
+        ]
         self.buckets = cut_buckets((slots, self.statistics), self._memories, self._bucket_bytes)
         for slot in self.slots:
-            if slot.name in self.apart and not self.sizes_only:
+            if slot.name in self.exchanged_as_factors and not self.sizes_only:
                 slot.view = zeros_like(slot.tensor)
 
 
@@ -165,6 +171,7 @@ def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, SyncedBatchNorm):
             continue  # Equal on all ranks by itself.
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            # `num_batches_tracked` is left out: it is a count that is equal on all ranks.
             for kind in ("running_mean", "running_var"):
                 if (buffer := getattr(module, kind)) is not None:
                     yield f"{name}.{kind}".lstrip("."), buffer

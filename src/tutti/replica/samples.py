@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class SampleCounts:
-    """What `shard` tells the replicas of a world: how many batches it gave out, and how large the last one was."""
+    """The batches that `shard` gave out, for the replicas of a world: their number, and the size of the last one."""
 
     def __init__(self) -> None:
         self.num_batches = 0
@@ -18,7 +18,7 @@ class SampleCounts:
         self.models: WeakSet[nn.Module] = WeakSet()
         """Models that are trained with gradients exchanged."""
         self.num_training_ranks: int | None = None
-        """How many ranks train, where dedicated servers do not; None where all do."""
+        """Number of ranks that train, where others are dedicated servers; None where all ranks train."""
 
     def record_batch(self, num_samples: int) -> None:
         """Record a batch that was given out. Under no_grad it is for evaluation, and does not count."""
@@ -42,12 +42,18 @@ class Contribution:
 
     def __init__(self, sample_counts: SampleCounts) -> None:
         self._sample_counts = sample_counts
-        self._seen = sample_counts.num_batches
+        self._num_seen = sample_counts.num_batches
+        """Batches from `shard` at the last backward pass."""
         self._rows: int | None = None
+        """Rows of the last forward pass; None once a backward pass has counted them."""
         self._stated: float | None = None
+        """Samples that the user stated since the last exchange."""
         self._counted: float | None = None
+        """Samples that were counted since the last exchange."""
         self._counted_batch = False
+        """Whether a batch from `shard` is among them."""
         self._last = 1.0
+        """Weight of the last exchange."""
 
     def add(self, num_samples: float) -> None:
         """State samples of the next exchange; NaN asks every rank to stop."""
@@ -59,18 +65,20 @@ class Contribution:
 
     def backward(self) -> None:
         """Count the samples of the backward pass that has begun. Calling it again in the same pass adds nothing."""
-        num_given_out = self._sample_counts.num_batches - self._seen
+        num_given_out = self._sample_counts.num_batches - self._num_seen
         if num_given_out == 1:
             self._counted = (self._counted or 0.0) + self._sample_counts.num_samples
             self._counted_batch = True
         elif self._rows is not None and not (num_given_out == 0 and self._counted_batch):
-            # These rows are no part of a batch from `shard` that counts already.
+            # Several batches were given out (prefetched, for example), or none: rows are the better measure then.
+            # Microbatches of a batch from `shard` that counts already are not counted again.
             self._counted = (self._counted or 0.0) + self._rows
-        self._seen, self._rows = self._sample_counts.num_batches, None
+        self._num_seen, self._rows = self._sample_counts.num_batches, None
 
     def take(self) -> float:
         """Return the weight of the exchange that starts now: the last one again, where nothing new was counted."""
         self.backward()
+        # A second backward through the same graph has no forward pass of its own.
         weight = self._last if self._counted is None else self._counted
         weight = weight if self._stated is None else self._stated
         self._stated, self._counted, self._counted_batch, self._last = None, None, False, weight
@@ -91,6 +99,6 @@ def _first_tensor(value: Any) -> Tensor | None:
     elif not isinstance(value, tuple | list):
         return None
     for item in value:
-        if (found := _first_tensor(item)) is not None:
-            return found
+        if (tensor := _first_tensor(item)) is not None:
+            return tensor
     return None

@@ -23,14 +23,15 @@ def check_alike(
     """
     groups = [len(group["params"]) for group in optimizer.param_groups]
     choices = {"strategy": strategy, "optimiser": f"{type(optimizer).__name__} with groups of {groups} parameters"}
-    mine = {"mistakes": mistakes, "layout": _layout(model), "choices": choices}
-    if _alike(mine, transport) and not mistakes:
+    local = {"mistakes": mistakes, "layout": _layout(model), "choices": choices}
+    # Equal on all ranks, so all ranks take the same branch: either none or all of them gather below.
+    if _alike(local, transport) and not mistakes:
         return
-    everyone = all_gather_json(mine, transport)
-    found = [f"rank {rank}: {mistake}" for rank, other in enumerate(everyone) for mistake in other["mistakes"]]
-    if found:
+    everyone = all_gather_json(local, transport)
+    all_mistakes = [f"rank {rank}: {mistake}" for rank, other in enumerate(everyone) for mistake in other["mistakes"]]
+    if all_mistakes:
         shared = all(other["mistakes"] == everyone[0]["mistakes"] for other in everyone)
-        raise ConfigError("\n".join(everyone[0]["mistakes"] if shared else found))
+        raise ConfigError("\n".join(everyone[0]["mistakes"] if shared else all_mistakes))
     for rank, other in enumerate(everyone):
         if other["layout"] != everyone[0]["layout"]:
             raise ReplicaMismatch(_first_difference(everyone[0]["layout"], other["layout"], rank))
@@ -41,11 +42,12 @@ def check_alike(
                 )
 
 
-def _alike(mine: Any, transport: Transport) -> bool:
+def _alike(local: Any, transport: Transport) -> bool:
     """Whether every rank has the same value, by digest: gathering all values from a thousand ranks would take long."""
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(local).encode()).hexdigest()
     differ = torch.tensor([int(broadcast_json(digest, transport) != digest)], device="cpu")
     if transport.size > 1:
+        # The sum over all ranks: above 0 if any rank differs from rank 0.
         run(recursive_doubling.steps(differ, transport))
     return not differ.any()
 
@@ -62,7 +64,7 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
         try:
             packed = pack(optimizer.state_dict(), tensors)
         except ConfigError as error:
-            mistake = str(error)
+            mistake = str(error)  # Raised below, on every rank: the others wait for the broadcast.
     kinds = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
     packed, kinds, mistake = broadcast_json([packed, kinds, mistake], transport)
     if mistake:
@@ -92,6 +94,7 @@ def _layout(model: nn.Module) -> list[list[Any]]:
 
 
 def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int) -> str:
+    # A model that just has more entries is dealt with after the loop.
     for other, ours in zip(got, expected, strict=False):
         if other != ours:
             return (
@@ -129,6 +132,7 @@ def unpack(value: Any, tensors: list[Tensor]) -> Any:
     """Return the state dict that `pack` made JSON values of."""
     if not isinstance(value, dict):
         return value
+    # `pack` makes dicts of exactly one item; the user's dicts are under "items", since JSON keys must be texts.
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]

@@ -146,6 +146,7 @@ class AllReduce(Strategy):
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
             transport = transport if isinstance(transport, HostsTransport) else HostsTransport(transport)
         exchange = AllReduceExchange(replica, transport, self)
+        # A single rank has nothing to exchange: hooks on its gradients would only cost time.
         replica.listen(exchange, to="steps" if transport.size == 1 else "gradients")
         return exchange
 
@@ -185,6 +186,7 @@ class AllReduceExchange(Exchange):
             self._weights_known = self._mean.begin(weight)
 
     def bucket_ready(self, bucket: Bucket) -> None:
+        # Only polled: waiting for the weights here would hold up backward.
         self._waiting.append(bucket)
         if self._weights_known.done():
             self._start_waiting()
@@ -200,10 +202,12 @@ class AllReduceExchange(Exchange):
         """Start the buckets that have not been started, and let all of them run to their end."""
         self._weights_known.wait()
         self._start_waiting()
+        # No more buckets come in this pass, so stages that gave way to later buckets can run now.
         self._mean.flush()
 
     def complete(self) -> None:
         """Wait for all buckets, and finish their means."""
+        # In the order of their start: a later bucket may still be on its way while an earlier mean is finished.
         for bucket, work in self._under_way:
             try:
                 work.wait()
@@ -230,6 +234,7 @@ class AllReduceExchange(Exchange):
 
     def state_dict(self) -> dict[str, Any]:
         if self._converged is not None:
+            # The order of parameters in buckets: a resumed run then cuts the same ones.
             order = [slot.name for slot in self.replica.slots] if self.replica.arranged else None
             return {"order": order, "converged": self._converged.state_dict()}
         return self._mean.state_dict() if isinstance(self._mean, CompressedMean) else self._unused_state

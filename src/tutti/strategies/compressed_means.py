@@ -56,6 +56,7 @@ class CompressedMean:
     def start(self, bucket: Bucket) -> Work:
         """Queue the first stage of this bucket, and the next stage of every open one before it."""
         operation = when_filled(bucket.flat, self.steps(bucket, self._weights))
+        # A bucket in which nothing is compressed is one plain all-reduce, without boundaries.
         opened = _StagedWork(operation, self._num_boundaries if bucket.values.numel() else 0)
         self._open.append(opened)
         self._advance()
@@ -81,6 +82,7 @@ class CompressedMean:
 
     def _steps(self, bucket: Bucket, weights: Tensor) -> Operation:
         flat, size = bucket.flat, self._transport.size
+        # Before anything is summed, because the weights of ranks on one host may differ.
         weigh(flat, weights, self._transport.rank)
         if not bucket.values.numel():
             yield from self._exact_sum.steps(flat, self._transport)
@@ -107,14 +109,14 @@ class CompressedMean:
 
     def _mark_unsent(self, bucket: Bucket) -> None:
         """Mark parameters as having a gradient if none came in this step but some of an earlier one is not sent yet."""
-        if (bucket.marks != 0).all():
+        if (bucket.has_grad != 0).all():
             return
         for number, (start, slot) in enumerate(compressed_slots(bucket)):
-            whole = slice(start, start + slot.tensor.numel())
+            elements = slice(start, start + slot.tensor.numel())
             # An old gradient that was not zeroed is encoded too, and must not be lost either.
             unsent = [bucket.values, *self._sums[bucket].per_element.values()]
-            if not bucket.marks[number] and any(flat[whole].any() for flat in unsent):
-                bucket.marks[number] = 1
+            if not bucket.has_grad[number] and any(flat[elements].any() for flat in unsent):
+                bucket.has_grad[number] = 1
 
     def _follow_buckets(self) -> None:
         """Make a sum for every bucket. When buckets are cut anew, the state moves with the parameters."""
@@ -128,6 +130,7 @@ class CompressedMean:
     def _new_sum(self, bucket: Bucket, across: Transport) -> CompressedSum:
         """Make the sum of a bucket, without state of earlier steps."""
         layout = tuple((start, tuple(slot.tensor.shape)) for start, slot in compressed_slots(bucket))
+        # The divisor is the number of all ranks, also where only leaders encode: their hosts' sums are in it.
         device, divisor = bucket.values.device, self._transport.size
         context = ReductionContext(across.rank, across.size, divisor, device, seed=bucket.index)
         return compressed_sum_for(self._codec)(self._codec, layout, bucket.values.numel(), context)
@@ -169,10 +172,12 @@ class _StagedWork(Work):
     def advance(self, transport: Transport) -> None:
         """Queue the next stage on the transport."""
         self.stages_left -= 1
+        # The last stage runs the rest of the operation to its end.
         self._stages.append(transport.start(self._up_to_boundary() if self.stages_left else self._operation))
 
     def _up_to_boundary(self) -> Operation:
         """Run the operation up to its next stage boundary."""
+        # Leaving the loop does not end the generator: the next stage continues it.
         for work in self._operation:
             if work is STAGE_BOUNDARY:
                 return

@@ -40,6 +40,7 @@ class CodecMemory:
                 by_parameter = memory.elements.setdefault(key, {})
                 by_parameter |= {slot.name: flat[start : start + slot.tensor.numel()] for start, slot in slots.items()}
             for key, value in bucket_sum.save().items():
+                # "q@START" of a bucket becomes "q@PARAMETER", which stays valid when buckets are cut anew.
                 name, _, start = key.partition("@")
                 if start:
                     memory.factors[f"{name}@{slots[int(start)].name}"] = value
@@ -72,6 +73,7 @@ class CodecMemory:
         elements = {}
         for key in _element_keys(codec):
             rows = torch.zeros(transport.size, sum(sizes.values()), dtype=torch.float32, device="cpu")
+            # Only this rank's row is filled in; the all-gather fills in the others, as rows are its equal parts.
             parts = rows[transport.rank].split(list(sizes.values()))
             for name, part in zip(sizes, parts, strict=True):
                 if key in self.elements:  # Ranks that do not encode have none.
@@ -108,6 +110,7 @@ def parameter_sizes(buckets: Iterable[Bucket]) -> dict[str, int]:
 def _row_taken_over(rows: Tensor, transport: Transport, two_levels: bool) -> Tensor:
     """Return the state that this rank takes over: its own row, and rows of ranks that no longer encode."""
     encoding = _encoding_ranks(transport, two_levels)
+    # Which rank gets each saved row. Rows without a rank of their number go to the others in turn.
     heirs = [rank if rank in encoding else encoding[rank % len(encoding)] for rank in range(len(rows))]
     inherited = [row for row, heir in zip(rows, heirs, strict=True) if heir == transport.rank]
     total = torch.stack(inherited).sum(0) if len(inherited) > 1 else (inherited or [torch.zeros_like(rows[0])])[0]

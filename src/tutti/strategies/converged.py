@@ -54,6 +54,7 @@ class ConvergenceMonitor:
         self._steps += 1
         if self._steps % self._every:
             return False
+        # Rank 0 decides for all: ranks that skip different parameters would exchange different buckets.
         stopped = set(broadcast_json(self._stopped() if transport.rank == 0 else None, transport))
         for slot, before in zip(self._slots, self._before, strict=True):
             self._decide(slot.name, slot.name in stopped)

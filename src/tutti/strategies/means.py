@@ -69,6 +69,7 @@ class NativeSumMean:
         return self._all_reduce(self._weights)
 
     def start(self, bucket: Bucket) -> Work:
+        # `begin`'s work is done by now, so all weights are filled in.
         weigh(bucket.flat, self._weights, self._transport.rank)
         return self._all_reduce(bucket.flat)
 
@@ -134,11 +135,13 @@ def when_filled(tensor: Tensor, operation: Operation) -> Operation:
     if not tensor.is_cuda:
         return operation
     filled = torch.cuda.Event()
+    # On the training thread's current stream, behind the kernels that fill the tensor.
     filled.record()
 
     def waiting() -> Operation:
         filled.synchronize()
         yield from operation
+        # The work counts as done only when the kernels that this thread launched are.
         torch.cuda.synchronize(tensor.device)
 
     return waiting()

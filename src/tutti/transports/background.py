@@ -38,6 +38,7 @@ def run_operation(operation: Operation) -> None:
         try:
             work.wait()
         except Exception as error:
+            # Thrown into the generator in the next round, so that it can clean up, or catch the error and continue.
             failure = error
 
 
@@ -93,12 +94,15 @@ class OperationThread:
     def close(self) -> None:
         """Join the thread. The work it waits for must have been made to fail before. Idempotent."""
         self.interrupt()
+        # An operation may close the transport itself, and a thread cannot join itself.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _work(self) -> None:
+        # Autograd's mode is per thread, and enabled in a new one: in-place sums of gradients would be recorded.
         with torch.no_grad():
             while (queued := self._queue.get()) is not None:
+                # Queued before the transport was closed: it ends with an error instead of being run.
                 if self._closed and self._failure is None:
                     self._failure = self._closed_error()
                 if self._failure is None:

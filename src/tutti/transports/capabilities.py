@@ -107,6 +107,7 @@ class SharesAll(Protocol):
 
 def for_devices(transport: Transport, device_types: set[str]) -> Transport:
     """Return the transport to use for tensors of these device types: only CPU tensors can live in shared memory."""
+    # Meta tensors hold no data (dry runs), so any transport serves them.
     if isinstance(transport, SharesMemory) and not device_types <= {"cpu", "meta"}:
         return transport.inner
     return transport

@@ -95,6 +95,7 @@ class _SpawnedOperation(DrivableWork):
         """Resume the operation until it has to wait; return whether it was resumed at all. Under `engine.guard`."""
         progressed = False
         try:
+            # None: the operation has not been begun yet.
             while (work := self._waits_for) is None or engine.over(work):
                 progressed = True
                 self._progressed_at = time.monotonic()
@@ -109,6 +110,7 @@ class _SpawnedOperation(DrivableWork):
 
     def fail(self, error: Exception) -> None:
         """End the operation with `error`, which is also raised inside it."""
+        # It may raise the same error, raise another one, or catch it and yield again: it ends here in any case.
         with suppress(BaseException):
             self._operation.throw(error)
         self.abort(error)
@@ -175,6 +177,7 @@ class EventLoop:
         with self._lock:
             if self._closed:
                 raise self._failure or ConfigError(f"{self._name}: this transport is closed.")
+            # Under the lock together with the check of `_closed`: `_run` ends all operations once it has set that flag.
             self._new.append(spawned)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"{self._name}, event loop", daemon=True)
@@ -200,6 +203,7 @@ class EventLoop:
         """
         deadline_s = time.monotonic() + seconds
         with self._lock:
+            # One driver moves the messages of all callers; a second would only wait for the turn.
             if self._num_drivers:
                 return
             self._num_drivers, self._num_drives = 1, self._num_drives + 1
@@ -218,6 +222,7 @@ class EventLoop:
             finally:
                 self._turn.release()
         finally:
+            # Without the lock: only the one driver writes it here, and new drivers are refused until it does.
             self._num_drivers = 0
 
     def _run(self) -> None:
@@ -245,15 +250,18 @@ class EventLoop:
     def _stay_away(self) -> None:
         """Sleep until no caller has driven the loop for `_STAY_AWAY_SECONDS`."""
         seen = -1
+        # Polled rather than signalled: a signal at the end of each drive would cost the driver a system call.
         while not self._closed and (self._num_drivers or self._num_drives != seen):
             seen = self._num_drives
             time.sleep(_STAY_AWAY_SECONDS)
 
     def _advance_all(self, seconds: float = WATCH_SECONDS) -> None:
         """Make one pass over all operations; if none continued, wait for messages for at most `seconds`."""
+        # By `popleft`, not by iteration: other threads append meanwhile.
         while self._new:
             self._operations.append(self._new.popleft())
         with self.engine.guard:
+            # A list, not `any`, which would stop at the first: every operation gets its chance in every pass.
             progressed = [spawned.advance(self.engine) for spawned in self._operations]
         self._operations[:] = [spawned for spawned in self._operations if not spawned.done()]
         # An operation that continued may have set a signal or freed a message for another: look at all of them again.

@@ -56,6 +56,7 @@ class HostsTransport(TransportWrapper):
         self.inner = inner
         self.rank, self.size, self.hosts, self.timeout = inner.rank, inner.size, inner.hosts, inner.timeout
         self.cluster, self.seed = inner.cluster, inner.seed
+        # Sorted, because a set has another order in each process, and the channel's ranks are numbered in this order.
         leaders = sorted(inner.hosts.index(host) for host in set(inner.hosts))
         local_ranks = [rank for rank, host in enumerate(inner.hosts) if host == inner.hosts[inner.rank]]
         self.within = shared_where_possible(inner.channel("within", local_ranks))
@@ -82,11 +83,13 @@ class HostsTransport(TransportWrapper):
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def interrupt(self) -> None:
+        # `across` is a channel of `inner`, and is interrupted and closed with it.
         for transport in (*self._channels, self.within, self.inner):
             transport.interrupt()
 
     def close(self) -> None:
         # All waits end before anything is closed: a thread of one channel may wait in another.
         self.interrupt()
+        # `inner` before `within`: it joins the threads that may still use the shared memory of `within`.
         for transport in (*self._channels, self.inner, self.within):
             transport.close()

@@ -63,6 +63,7 @@ def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
+        # Short at first, as ranks mostly arrive together; then longer, because each check is a request to the store.
         pause = min(2 * pause, 0.05)
     return True
 
@@ -165,6 +166,7 @@ class Membership:
         if peer is me:
             return None
         # Another start time: the process has ended, and its id was given to a new one.
+        # Only processes of the same host are in this host's /proc.
         if peer.host_id == me.host_id and start_time(peer.pid) != peer.started:
             return f"its process {peer.pid} on {peer.host} has ended"
         return "it has left" if self._marked("left", peer.rank) else None
@@ -189,6 +191,7 @@ class Membership:
         while not (gone := self.gone()) and time.monotonic() < deadline:
             time.sleep(0.02)
         text = str(cause).splitlines()[0]
+        # Matches "Timed out" and "timed out": libraries spell it differently.
         if not gone and "imed out" in text:
             return self.timeout_error(f"a reply ({text})")
         return self.loss_error(gone, text)
@@ -210,6 +213,7 @@ class Membership:
         """
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not wait_for_keys(self.store, keys, WATCH_SECONDS):
+            # Before the deadline is looked at: an error that names the lost rank helps more than a timeout.
             if gone := (lost or self.gone)():
                 raise self.loss_error(gone)
             if time.monotonic() > deadline:
@@ -250,6 +254,7 @@ class ChannelMembership:
         """Empty if `rank` may still answer here; otherwise the world ranks to blame, and why."""
         peer = self.membership.peers[rank]
         reason = self.membership.reason_gone(peer) or self.reason_left(rank)
+        # A rank that only closed the channel may have done so because another one is gone: that one is named instead.
         return {} if reason is None else self.membership.gone() or {peer.rank: reason}
 
     def lost_ranks(self) -> dict[int, str]:

@@ -129,6 +129,7 @@ def cast_encode(half: bool, feedback: bool) -> Callable[..., None]:
                 continue
             for i in range(len(source)):
                 magnitude = _magnitude(wanted[i])
+                # Magnitudes are compared as integers, which are in the same order.
                 near = min(magnitude, most)
                 code = _half(near) if half else _bf16(near)
                 if magnitude >= _INFINITE:
@@ -184,11 +185,13 @@ def fp8_encode(feedback: bool) -> Callable[..., None]:
             scale = scales[group] = _number(largest)
             usable = largest < _INFINITE and scale > _LEAST
             if not usable:
+                # Decoded as 0 times the scale: 0 if it is tiny, NaN if it is not finite.
                 target[:] = 0
                 continue
             up, down = _FP8_LARGEST / scale, scale / _FP8_LARGEST
             for i in range(len(source)):
                 code = _fp8(_magnitude(wanted[i] * up))
+                # The sign bit of a float32, moved to that of a byte.
                 sign = np.int32(np.int32(_bits(wanted[i]) >> np.int32(24)) & np.int32(0x80))
                 target[i] = np.uint8(np.int32(code | sign))
             if feedback:
@@ -211,6 +214,7 @@ def fp8_decode(add: bool) -> Callable[..., None]:
                 magnitude = np.int32(code & np.int32(0x7F))
                 decoded = _from_fp8(magnitude)
                 decoded = np.float32(np.nan) if magnitude == np.int32(0x7F) else decoded
+                # The code's sign bit, moved to that of a float32.
                 decoded = _signed(decoded, _number(np.int32(code << np.int32(24)))) * down
                 target[i] = target[i] + decoded if add else decoded
 

@@ -57,9 +57,10 @@ def pick(values: Tensor, residual: Tensor | None, at_least: float) -> tuple[Tens
     indices, picked = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
     begin = count = 0
     while begin < values.numel():
+        # The kernel stopped because its output is nearly full: four times as much, and it goes on from `begin`.
         if begin:
             indices, picked = (
-                np.concatenate([each, np.empty(3 * len(each), each.dtype)]) for each in (indices, picked)
+                np.concatenate([full, np.empty(3 * len(full), full.dtype)]) for full in (indices, picked)
             )
         begin, count = kernel(
             as_array(values), _or_empty(residual), np.float32(at_least), begin, count, indices, picked

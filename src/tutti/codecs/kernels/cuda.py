@@ -73,6 +73,7 @@ def _run(kernel, table: GroupTable, flat: Tensor, *args) -> None:  # type: ignor
     """Start a program for every group; few warps each, so that many groups are on their way from memory at once."""
     if not len(table.starts):
         return
+    # Triton's ranges are powers of two; `_put_codes` needs at least one whole byte of codes.
     block = max(16, triton.next_power_of_2(table.longest))
     with torch.cuda.device_of(flat):
         kernel[(len(table.starts),)](
@@ -83,6 +84,7 @@ def _run(kernel, table: GroupTable, flat: Tensor, *args) -> None:  # type: ignor
             *args,
             ALIGNED=table.aligned,
             BLOCK=block,
+            # 16 values per thread at 32 threads per warp.
             num_warps=max(1, min(8, block // 512)),
         )
 
@@ -97,6 +99,7 @@ def _span(starts, stops, offsets, BITS: tl.constexpr, ALIGNED: tl.constexpr):  #
     if ALIGNED:  # Lets the compiler load several values with one instruction.
         start = tl.multiple_of(start, 16)
         size = tl.multiple_of(size, 16)
+        # 16 codes of BITS bits are 2 × BITS bytes.
         offset = tl.multiple_of(offset, 2 * BITS)
     return group, start, size, offset
 
@@ -138,6 +141,7 @@ def _put_codes(target, code, size, BITS: tl.constexpr, BLOCK: tl.constexpr):  # 
     else:
         PER_BYTE: tl.constexpr = 8 // BITS
         shifts = BITS * tl.arange(0, PER_BYTE)
+        # Codes of a byte do not overlap after the shifts, so their sum is their bitwise or.
         joined = tl.sum(tl.reshape(code, [BLOCK // PER_BYTE, PER_BYTE]) << shifts[None, :], axis=1)
         j = tl.arange(0, BLOCK // PER_BYTE)
         tl.store(target + j, joined.to(tl.uint8), mask=j * PER_BYTE < size)
@@ -159,6 +163,7 @@ def _onebit_encode(  # type: ignore[no-untyped-def]
     group, start, size, offset = _span(starts, stops, offsets, 1, ALIGNED)
     i = tl.arange(0, BLOCK)
     wanted = _wanted(values, residual, FEEDBACK, start, i < size, i)
+    # Lanes beyond the end hold 0: they count as low and add nothing to `below`; `size` leaves them out.
     is_high = wanted > 0
     count = tl.sum(is_high.to(tl.int32), axis=0)
     above = tl.sum(tl.where(is_high, wanted, 0.0), axis=0)
@@ -168,6 +173,7 @@ def _onebit_encode(  # type: ignore[no-untyped-def]
     tl.store(scales + 2 * group, low)
     tl.store(scales + 2 * group + 1, high)
     if FEEDBACK:
+        # NaN or infinity in a group: the mask is empty, and its residual stays as it was.
         kept = tl.where(_is_finite(low) & _is_finite(high), size, 0)
         tl.store(residual + start + i, wanted - tl.where(is_high, high, low), mask=i < kept)
     _put_codes(codes + offset, is_high.to(tl.int32), size, 1, BLOCK)
@@ -204,13 +210,16 @@ def _quantize_encode(  # type: ignore[no-untyped-def]
     wanted = _wanted(values, residual, FEEDBACK, start, i < size, i)
     scale, usable = _largest(wanted)
     tl.store(scales + group, scale)
+    # From -MIDDLE to MIDDLE. A group without a usable scale gets the code of zero.
     scaled = tl.where(usable, wanted * (MIDDLE / scale), 0.0)
+    # See `loops.quantize_encode`: truncation after + 0.5 rounds to the nearest, after + noise stochastically.
     chance = 0.5 if FEEDBACK else _noise(seed, start + i)
     code = tl.minimum(tl.maximum((scaled + (MIDDLE + chance)).to(tl.int32), 0), 2 * MIDDLE)
     if FEEDBACK:
         down = tl.where(usable, scale / MIDDLE, 0.0)
         rest = wanted - (code - MIDDLE).to(tl.float32) * down
         tl.store(residual + start + i, rest, mask=i < tl.where(_is_finite(scale), size, 0))
+    # Zeros beyond the end, so that the padding of the last byte is the same as on a CPU.
     _put_codes(codes + offset, tl.where(i < size, code, 0), size, BITS, BLOCK)
 
 
@@ -229,10 +238,12 @@ def _quantize_decode(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cast_encode(values, residual, FEEDBACK: tl.constexpr, codes, numel, limit, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # In 64 bits, for tensors of more than 2^31 elements.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = start + i < numel
     wanted = _wanted(values, residual, FEEDBACK, start, inside, i)
+    # Finite values are clipped to the largest number of the format; others are sent as they are.
     near = tl.minimum(tl.maximum(wanted, -limit), limit)
     decoded = tl.where(_is_finite(wanted), near, wanted).to(codes.dtype.element_ty)
     tl.store(codes + start + i, decoded, mask=inside)
@@ -258,6 +269,7 @@ def _to_fp8(scaled):  # type: ignore[no-untyped-def]
 @triton.jit
 def _from_fp8(code):  # type: ignore[no-untyped-def]
     magnitude = code & 0x7F
+    # The mantissa's 3 bits move up by 20; 0x3C000000 is 120 << 23, the difference of the exponents' biases.
     normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * (1.0 / 512), normal)
     value = tl.where(magnitude == 0x7F, float("nan"), value)

@@ -38,6 +38,7 @@ def onebit_encode(feedback: bool) -> Callable[..., None]:
     def kernel(values, residual, starts, stops, offsets, scales, payload):  # type: ignore[no-untyped-def]
         wanted = np.empty(MAX_GROUP_NUMEL, np.float32)
         flags64 = np.zeros(MAX_GROUP_NUMEL // 8, np.uint64)
+        # One byte per value, or eight values as one 64-bit number: two views of the same memory.
         flags = flags64.view(np.uint8)
         for group in range(len(starts)):
             start, size = starts[group], stops[group] - starts[group]

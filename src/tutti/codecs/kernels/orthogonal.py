@@ -44,6 +44,7 @@ def _gram_schmidt(matrix: Tensor) -> Tensor:
         column = basis[:, number]
         for _ in range(2):
             before = basis[:, :number]
+            # Subtract its projection on the columns before it. `column` is a view of `basis`.
             column -= before @ (before.T @ column)
         norm = column.norm()
         column.copy_(torch.where(norm > _LEAST, column / norm, torch.zeros_like(column)))

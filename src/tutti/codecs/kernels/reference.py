@@ -31,12 +31,14 @@ def quantize_encode(
     middle = 2 ** (bits - 1) - 1
     for group, (start, stop) in enumerate(_bounds(table)):
         wanted = _wanted(values, residual, start, stop)
+        # The largest magnitude, found among bits, which are in its order and keep NaN above infinity.
         key = (wanted.view(torch.int32) & 0x7FFFFFFF).max().reshape(1)
         scale = scales[group] = key.view(torch.float32)[0]
         usable = bool(torch.isfinite(scale) and scale > 1e-35)
         up = middle / scale if usable else torch.zeros_like(scale)
         down = scale / middle if usable else torch.zeros_like(scale)
         index = torch.arange(start, stop, device=values.device)
+        # Not finite values get the code of zero: the scale already tells the receiver.
         noisy = (wanted * up).nan_to_num(0, 0, 0) + (middle + (noise(seed, index) if residual is None else 0.5))
         code = noisy.to(torch.int32).clamp(0, 2 * middle)
         _store_residual(residual, start, stop, wanted - (code - middle).to(torch.float32) * down, scales[group])
@@ -91,6 +93,7 @@ def draw(numel: int, count: int, seed: int, device: torch.device) -> Tensor:
     starts = edges(numel, count, device)
     sizes = starts.diff()
     drawn = noise(seed, torch.arange(count, device=device)) * sizes.to(torch.float32)
+    # Noise just below 1 times a size may round up to the size in float32.
     return starts[:-1] + torch.minimum(drawn.long(), sizes - 1)
 
 

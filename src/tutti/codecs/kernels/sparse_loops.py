@@ -45,8 +45,10 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
         old = np.empty(BLOCK, np.float32)
         least = max(_magnitude(at_least), np.int32(1))  # Zeros are never sent.
         infinite = np.int32(0x7F800000)
+        # A block can add at most BLOCK values, so inside the loop no write needs a check.
         while begin < len(values) and count + BLOCK < len(indices):
             source, rest = values[begin : begin + BLOCK], residual[begin : begin + BLOCK]
+            # With feedback the sums are stored in the residual right away.
             wanted = rest if feedback else source
             for i in range(len(source)):
                 value = source[i] + rest[i] if feedback else source[i]
@@ -90,6 +92,7 @@ def golomb_encode(symbols, order, out):  # type: ignore[no-untyped-def]
             bits += 1
         ones = bits - order
         buffer |= ((np.uint64(1) << np.uint64(ones)) - np.uint64(1)) << np.uint64(filled)
+        # The zero after the ones is already there: the buffer is empty above `filled`.
         filled += ones + 1
         while filled >= 8:
             out[size] = buffer & np.uint64(255)
@@ -114,23 +117,25 @@ def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
     """Decode `len(symbols)` symbols, none above `most`, and return whether `data` holds these and nothing else.
 
     `buffer` holds `filled` bits that are not yet used, the next one lowest. Every read is checked, because `data` may
-    be
-    malformed: it returns False instead of reading on.
+    be malformed: it returns False instead of reading on.
     """
     buffer, filled, at = np.uint64(0), 0, 0
     for number in range(len(symbols)):
         bits = np.int64(order)
         while True:
+            # Eight more bits fit into the buffer of 64.
             while filled <= 48 and at < len(data):
                 buffer |= np.uint64(data[at]) << np.uint64(filled)
                 filled += 8
                 at += 1
             more = np.int64(_ONES_OF_BYTE[buffer & np.uint64(255)])
             bits += more
+            # The ones run to the end of the data, or announce a number that is too long.
             if more >= filled or bits > MOST_BITS:
                 return False
             buffer >>= np.uint64(more)
             filled -= more
+            # Eight ones: the run may go on in the next byte.
             if more < 8:
                 break
         buffer >>= np.uint64(1)
@@ -142,12 +147,14 @@ def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
         if filled < bits:
             return False
         low = buffer & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1))
+        # The leading one of the raised number is not sent.
         symbol = np.int64(low | (np.uint64(1) << np.uint64(bits))) - (np.int64(1) << np.int64(order))
         buffer >>= np.uint64(bits)
         filled -= bits
         if symbol > most:
             return False
         symbols[number] = symbol
+    # Only the padding of the last byte may be left, and it must be zero.
     return at == len(data) and filled < 8 and buffer == np.uint64(0)
 
 
@@ -158,11 +165,11 @@ def draw(numel, seed, indices):  # type: ignore[no-untyped-def]
     Stretch k begins at k numel // count; the remainder is carried along as in Bresenham's line algorithm.
     """
     count = len(indices)
-    whole, more = numel // count, numel % count
+    base_size, remainder = numel // count, numel % count
     start, over = 0, 0
     for number in range(count):
-        size = whole
-        over += more
+        size = base_size
+        over += remainder
         if over >= count:
             over -= count
             size += 1

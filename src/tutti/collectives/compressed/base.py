@@ -82,6 +82,7 @@ class CompressedSum(ABC):
 
         These are counters by name, and tensors of one parameter by "name@start", where it starts in the flat tensor.
         """
+        # Seeds differ between ranks and parts, so they are not saved; the rest is the same in all parts.
         state = self.states()[0]
         return {key: value for key, value in state.items() if key not in self.per_element and not key.endswith("seed")}
 
@@ -92,6 +93,7 @@ class CompressedSum(ABC):
 
     def _start(self, numel: int, seed: int, part: slice) -> State:
         """Return a fresh codec state for a part of the tensor. Its tensors per element are views of `per_element`."""
+        # On "meta", only to learn which tensors there are: their memory is a slice of `per_element`.
         state = self.codec.start(numel, seed, torch.device("meta"))
         for key, value in state.items():
             if isinstance(value, Tensor) and self.context.device.type != "meta":

@@ -32,6 +32,7 @@ class GatheredSum(CompressedSum):
 
     def __init__(self, codec: Codec, layout: TensorLayout, numel: int, context: ReductionContext) -> None:
         super().__init__(codec, layout, numel, context)
+        # Another seed for each tensor and rank.
         self._state = self._start(numel, context.seed * context.size + context.rank, slice(None))
 
     def states(self) -> list[State]:
@@ -46,6 +47,7 @@ class GatheredSum(CompressedSum):
         for dst in others:  # Receivers cannot know the length of a sparse packet.
             sending += [transport.isend(length, dst, _LENGTHS), transport.isend(message, dst, _PACKETS)]
         lengths = {src: torch.zeros(1, dtype=torch.int64, device="cpu") for src in others}
+        # In the order in which messages come here: rank - 1 sends to this rank first.
         lengths_received = {src: transport.irecv(lengths[src], src, _LENGTHS) for src in reversed(others)}
         yield STAGE_BOUNDARY
         arriving = {}
@@ -58,6 +60,7 @@ class GatheredSum(CompressedSum):
             messages[src], work = arriving[src]
             yield work
         self._add_up([messages[src] for src in range(self.context.size)], values, exact)
+        # Last: by now most sends are complete, and the message may be freed after them.
         yield from sending
 
     def _message(self, values: Tensor, exact: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class LinearSum(CompressedSum):
             try:
                 summands = next(rounds)
             except StopIteration as end:
+                # The codec's generator returns its new state.
                 self._state = end.value
                 return
             if with_first:

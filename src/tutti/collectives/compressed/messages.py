@@ -25,6 +25,7 @@ def join(packet: Tensor, exact: Tensor) -> Tensor:
     """Return a packet and exact numbers as one message. The numbers come first, so that they are aligned."""
     start = aligned(exact.nbytes)
     message = torch.empty(start + packet.numel(), dtype=torch.uint8, device="cpu")
+    # torch cannot view an empty tensor as another dtype.
     if exact.numel():
         message[: exact.nbytes] = exact.contiguous().view(torch.uint8)
     message[start:] = packet

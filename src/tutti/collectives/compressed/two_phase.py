@@ -56,8 +56,10 @@ class TwoPhaseSum(CompressedSum):
         rank = self.context.rank
         others = [(rank + step) % self.context.size for step in range(1, self.context.size)]
         sending: list[Work] = []
+        # Receives first, in the order in which messages come here: rank - 1 sends to this rank first.
         arriving = {src: self._receive(rank, src, values, exacts, transport) for src in reversed(others)}
         for dst in others:
+            # Encoded and sent piece by piece: the first is on its way while the next is encoded.
             sending.append(transport.isend(self._message(dst, values, exacts), dst, _PIECES))
         yield STAGE_BOUNDARY
         for src in sorted(others):  # In the order of ranks, so that sums have the same bits in every run.
@@ -67,6 +69,7 @@ class TwoPhaseSum(CompressedSum):
         result = self._message(rank, values, exacts)
         arriving = {src: self._receive(src, src, values, exacts, transport) for src in reversed(others)}
         sending += [transport.isend(result, dst, _SUMS) for dst in others]
+        # This rank decodes its own packet, so that it has the rounded sum that all others get.
         self._take(result, rank, values, exacts, add=False)
         yield STAGE_BOUNDARY
         for src in reversed(others):

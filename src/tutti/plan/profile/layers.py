@@ -48,7 +48,7 @@ class Layer:
         """Add one call."""
         trained = any(p.requires_grad for p in self.module.parameters())
         needed = layer_work(self.module, inputs, outputs).needed(trained, any(x.requires_grad for x in inputs))
-        self.cost = self.cost.after(needed)
+        self.cost = self.cost.followed_by(needed)
         self.activation_bytes += sum(map(num_bytes, outputs))
         # A factored layer's weight is [out, in]: elements of its output divided by `out` are the rows of its input.
         if outputs and self.factored:

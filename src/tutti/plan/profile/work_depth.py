@@ -37,8 +37,8 @@ class LayerWork(NamedTuple):
 
     def needed(self, weights: bool, inputs: bool) -> WorkDepth:
         """Return forward and the gradients that are needed; both depend on the output's gradient, not on each other."""
-        back = (self.by_weights if weights else NO_WORK).beside(self.by_input if inputs else NO_WORK)
-        return self.output.after(back)
+        back = (self.by_weights if weights else NO_WORK).in_parallel_with(self.by_input if inputs else NO_WORK)
+        return self.output.followed_by(back)
 
 
 WorkCounter = Callable[[nn.Module, Sequence[Tensor], Sequence[Tensor]], LayerWork]

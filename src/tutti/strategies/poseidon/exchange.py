@@ -69,6 +69,7 @@ class PoseidonExchange(Exchange):
         if self._strategy.overlap:
             self._factors.start(layer)
         else:
+            # It counts as handed over, so that it is not reported again in this pass.
             layer.handed_over = True
             self._held.append(layer)
 
@@ -80,10 +81,12 @@ class PoseidonExchange(Exchange):
             else:
                 self._factors.start(ready)
         self._held.clear()
+        # Buckets are started first, so that they are on the wire while factors are multiplied.
         self._buckets.release()
         if self.replica.factored and self._watched is None:
             self._finish_factors()  # Buckets are sent meanwhile.
         self._buckets.complete()
+        # The end of the first backward pass, in which layers were only watched.
         if self._watched is not None:
             self._decide(self._watched)
             self._watched = None
@@ -108,19 +111,22 @@ class PoseidonExchange(Exchange):
             for layer in layers
         ]  # fmt: skip
         rows, flops = broadcast_json([[shape.rows for shape in shapes], self._speed(shapes)], self.transport)
+        # Not measured under other rules, which use no times, nor in shared memory, where "full" costs 0.
         link = Link("100gbit") if self._choice is None or self._choice.link is None else self._choice.link
+        # Ranks of one host send their factors over the same link.
         share = Link(link.bits_per_s / max(Counter(self.transport.hosts).values()), link.latency_s)
         self.decisions = [
             decide(replace(shape, rows=num_rows), self._strategy.rule, self.transport.size, share, self._more_s, flops)
             for shape, num_rows in zip(shapes, rows, strict=True)
         ]
+        # A layer without rows was not used in the first pass: it stays in a bucket.
         self._follow({decision.shape.name: decision.method for decision in self.decisions if decision.shape.rows})
 
     def _follow(self, methods: dict[str, Method]) -> None:
         """Use these methods from now on. Buckets are cut anew without the layers that are sent as factors."""
         self.methods = {name: method for name, method in methods.items() if method != "full"}
         self._factors.follow(self.methods)
-        self.replica.set_apart(frozenset(self.methods))
+        self.replica.exchange_as_factors(frozenset(self.methods))
 
     def _more_s(self, num_bytes: int) -> float:
         """Return by how many seconds `num_bytes` more prolong the all-reduce of everything that has no factors.
@@ -130,6 +136,7 @@ class PoseidonExchange(Exchange):
         if self._choice is None or self._choice.link is None:
             return 0.0
         factored = {layer.slot.name for layer in self._watched or ()}
+        # These bytes are summed whatever is decided.
         always = sum(slot.tensor.nbytes for slot in self.replica.slots if slot.name not in factored)
         costs = [min(self._choice.costs(total).values()) for total in (always, always + num_bytes)]
         return costs[1] - costs[0]

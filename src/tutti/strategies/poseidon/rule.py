@@ -65,6 +65,7 @@ class Decision:
 
 def published_floats(shape: LayerShape, num_workers: int) -> dict[str, float]:
     """Return the numbers that all workers send together, as Zhang et al. (2015) count them, by protocol."""
+    # The paper's letters.
     P, K, M, N = num_workers, shape.rows, shape.num_out, shape.num_in
     return {"broadcast": (P - 1) ** 2 * K * (M + N), "owners": P * K * (M + N) + P * M * N, "full": 2 * P * M * N}
 
@@ -87,6 +88,7 @@ def bucket_bytes_on(link: Link | None) -> int:
 
 def sent_bytes(shape: LayerShape, num_workers: int) -> dict[Method, float]:
     """Return the bytes that one worker sends per step, by method."""
+    # With owners, each of the others gets 1/P of the columns of E, all of A, and this rank's 1/P of the result.
     others, share = num_workers - 1, (num_workers - 1) / num_workers
     from_outputs, from_inputs = shape.rows * shape.num_out * shape.itemsize, shape.rows * shape.num_in * shape.itemsize
     return {
@@ -108,11 +110,11 @@ def seconds(shape: LayerShape, num_workers: int, link: Link, more_s: Cost, flops
         flops: floating-point operations per second of a matrix product.
     """
     sent = sent_bytes(shape, num_workers)
-    beyond_own = 2.0 * (num_workers - 1) * shape.rows * shape.num_out * shape.num_in / flops
+    peer_products_s = 2.0 * (num_workers - 1) * shape.rows * shape.num_out * shape.num_in / flops
     return {
         "full": more_s(shape.num_bytes),
-        "broadcast": link.seconds(sent["broadcast"]) + beyond_own,
-        "owners": link.seconds(sent["owners"]) + link.latency_s + beyond_own / num_workers,
+        "broadcast": link.seconds(sent["broadcast"]) + peer_products_s,
+        "owners": link.seconds(sent["owners"]) + link.latency_s + peer_products_s / num_workers,
     }
 
 

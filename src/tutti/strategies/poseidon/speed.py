@@ -20,6 +20,7 @@ def product_speed(shapes: list[LayerShape], device: torch.device, transport: Tra
     if largest is None or not largest.rows:
         return 1e11  # There is nothing to multiply, so any speed will do.
     operations_per_row = 2.0 * largest.num_out * largest.num_in
+    # All ranks' rows, as "broadcast" multiplies them.
     rows = max(1, min(largest.rows * transport.size, int(_MOST_OPERATIONS / operations_per_row)))
     outputs = torch.ones(rows, largest.num_out, device=device)  # Not random: drawing would change the user's sequence.
     inputs = torch.ones(rows, largest.num_in, device=device)
@@ -28,6 +29,7 @@ def product_speed(shapes: list[LayerShape], device: torch.device, transport: Tra
         start_s = transport.now()
         torch.mm(outputs.t(), inputs)
         if device.type == "cuda":
+            # Kernels are asynchronous: without this only the launch would be timed.
             torch.cuda.synchronize(device)
         times.append(transport.now() - start_s)
     return rows * operations_per_row / max(1e-9, statistics.median(times))

@@ -81,6 +81,7 @@ class _Gathering:
         weights = [header.weight for header in self.headers]
         if bad := [rank for rank, weight in enumerate(weights) if math.isnan(weight)]:
             raise WeightRefused(bad)
+        # Also all 0: then all ranks count alike, as in `weigh`.
         if len(set(weights)) == 1:
             return [1 / len(weights)] * len(weights)
         return [weight / sum(weights) for weight in weights]
@@ -93,6 +94,7 @@ class _Gathering:
     def weighed(self) -> tuple[Tensor, Tensor]:
         """Return all factors in the dtype of the weight, each rank's outputs scaled by its share."""
         kind = self.layer.slot.tensor.dtype
+        # Outputs: all rows × M; inputs: all rows × N. `split` below gives views, so scaling them is in place.
         outputs, inputs = self.outputs.to(kind), self.inputs.to(kind)
         sizes = [header.rows for header in self.headers]
         rows = zip(outputs.split(sizes), inputs.split(sizes), self.shares, strict=True)
@@ -130,11 +132,13 @@ class FactorSums:
 
     def start(self, layer: FactoredLayer) -> None:
         """Start to exchange the factors of a layer. All ranks start the same layers, in any order."""
+        # From `_TAGS` on: the sums in `finish` use tag 0 of this channel.
         tag = _TAGS * (1 + sorted(self._methods).index(layer.slot.name))
         if layer.slot.tensor.is_meta:
             layer.handed_over = True
             self._under_way.append(_Gathering(layer, done=self._transport.spawn(self._sized(layer, tag))))
             return
+        # One pair (E, A) per forward pass of the layer; a rank without samples has none.
         pairs = layer.hand_over()
         tensor = layer.slot.tensor
         outputs = torch.cat([e for e, _ in pairs]) if pairs else tensor.new_empty(0, layer.num_out)
@@ -149,8 +153,10 @@ class FactorSums:
 
         Returns: names of the layers of which some rank's factors did not hold the whole gradient.
         """
+        # Cloned, because `_multiply` overwrites the memory of gradients.
         kept = {layer.slot.name: _clone(layer.slot.tensor.grad) for layer in layers if layer.has_more}
         more = torch.tensor([float(layer.slot.name in kept) for layer in layers], device="cpu")
+        # A sum of 0s and 1s: above 0 where any rank has more.
         known = self._transport.spawn(recursive_doubling.steps(more, self._transport))
         for gathering in self._under_way:  # Later ones arrive meanwhile.
             gathering.done.wait()
@@ -159,9 +165,11 @@ class FactorSums:
             self._multiply(gathering)
         known.wait()
         partial = frozenset(layer.slot.name for layer, any_has in zip(layers, more, strict=True) if any_has)
-        for gathering in sorted(self._under_way, key=lambda each: each.layer.slot.name):  # One order on every rank.
+        # Backward may fill layers in another order on other ranks: the sums below need one order on all of them.
+        for gathering in sorted(self._under_way, key=lambda gathering: gathering.layer.slot.name):
             slot = gathering.layer.slot
             if slot.name in partial:
+                # A rank that has no more than its factors takes part with zeros.
                 slot.view.add_(self._mean(kept.get(slot.name, torch.zeros_like(slot.view)), gathering))
             if not slot.tensor.is_meta and (gathering.counts or slot.name in partial):
                 slot.tensor.grad = slot.view
@@ -171,6 +179,7 @@ class FactorSums:
     def _operations(self, gathering: _Gathering) -> float:
         """Return the operations of products with other ranks' rows. Those with its own rows are part of backward."""
         layer, others = gathering.layer, len(self._others)
+        # Dry runs have no headers: there all ranks have as many rows as this one.
         rows = sum(header.rows for header in gathering.headers) * others / (others + 1) or others * layer.rows
         parts_made = 1 if self._methods[layer.slot.name] == "broadcast" else others + 1
         return 2.0 * rows * layer.num_out * layer.num_in / parts_made
@@ -194,19 +203,20 @@ class FactorSums:
         self._transport.spawn(ring.steps(tensor, self._transport)).wait()
         return tensor.div_(self._transport.size)
 
-    # Operation
+    # Operations
 
     def _sized(self, layer: FactoredLayer, tag: int) -> Operation:
         """Send the same messages without values, for dry runs: all ranks have as many rows."""
         tensor, size = layer.slot.tensor, self._transport.size
         split = self._methods[layer.slot.name] == "owners"
-        own_outputs = -(-layer.num_out // size) if split else layer.num_out
+        num_owned_outputs = -(-layer.num_out // size) if split else layer.num_out
         factors = [
-            SizeOnlyTensor(layer.rows * width, tensor.dtype, tensor.itemsize) for width in (own_outputs, layer.num_in)
+            SizeOnlyTensor(layer.rows * width, tensor.dtype, tensor.itemsize)
+            for width in (num_owned_outputs, layer.num_in)
         ]
         yield from self._all_to_all([SizeOnlyTensor(len(_FactorHeader._fields), torch.float64, 8), *factors], tag)
         if split:
-            block = SizeOnlyTensor(own_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
+            block = SizeOnlyTensor(num_owned_outputs * layer.num_in, tensor.dtype, tensor.itemsize)
             yield from self._all_to_all([block], tag + 3)
 
     def _all_to_all(self, tensors: list[SizeOnlyTensor], tag: int) -> list[Work]:
@@ -222,12 +232,12 @@ class FactorSums:
 
     def _broadcast(self, gathering: _Gathering, tag: int) -> Operation:
         """Exchange factors by sufficient factor broadcasting: all factors to all ranks."""
-        mine = gathering.outputs.contiguous(), gathering.inputs.contiguous()
+        local = gathering.outputs.contiguous(), gathering.inputs.contiguous()
         sending = self._send_headers(gathering, tag)
-        for number, part in enumerate(mine):
+        for number, part in enumerate(local):
             sending += self._send(dict.fromkeys(self._others, part), tag + 1 + number)
         yield from self._receive_headers(gathering, tag)
-        buffers = [self._buffer_for(gathering, part) for part in mine]
+        buffers = [self._buffer_for(gathering, part) for part in local]
         receiving = [self._receive(buffer, gathering, tag + 1 + number) for number, buffer in enumerate(buffers)]
         yield from receiving[0] + receiving[1] + sending
         gathering.outputs, gathering.inputs = buffers
@@ -237,6 +247,7 @@ class FactorSums:
         rank, layer = self._transport.rank, gathering.layer
         owned = parts(layer.num_out, self._transport.size)
         sending = self._send_headers(gathering, tag)
+        # Each owner needs its columns of E (K × its share of M) and all of A (K × N).
         by_owner = {peer: gathering.outputs[:, owned[peer]].contiguous() for peer in self._others}
         inputs = gathering.inputs.contiguous()
         sending += self._send(by_owner, tag + 1) + self._send(dict.fromkeys(self._others, inputs), tag + 2)
@@ -244,22 +255,23 @@ class FactorSums:
         buffers = [self._buffer_for(gathering, part) for part in (gathering.outputs[:, owned[rank]], inputs)]
         yield from self._receive(buffers[0], gathering, tag + 1) + self._receive(buffers[1], gathering, tag + 2)
         gathering.outputs, gathering.inputs = buffers
-        whole = torch.empty(layer.num_out, layer.num_in, dtype=layer.slot.tensor.dtype, device="cpu")
-        blocks = [whole[rows] for rows in owned]
+        # Row block r of the mean (M/P × N) is computed by rank r.
+        matrix = torch.empty(layer.num_out, layer.num_in, dtype=layer.slot.tensor.dtype, device="cpu")
+        blocks = [matrix[rows] for rows in owned]
         _multiply(*gathering.weighed(), blocks[rank])
         sending += self._send(dict.fromkeys(self._others, blocks[rank]), tag + 3)
-        receiving = [
-            self._transport.irecv(blocks[peer].view(-1), peer, tag + 3) for peer in self._others if len(blocks[peer])
-        ]
+        # With fewer outputs than ranks, some own no rows, and send none.
+        owners = [peer for peer in self._others if len(blocks[peer])]
+        receiving = [self._transport.irecv(blocks[peer].view(-1), peer, tag + 3) for peer in owners]
         yield from receiving + sending
-        gathering.outputs = whole
+        gathering.outputs = matrix
 
     def _send_headers(self, gathering: _Gathering, tag: int) -> list[Work]:
         """Send this rank's header to all others."""
         rows = len(gathering.outputs)
-        own = _FactorHeader(rows, _DTYPES.index(gathering.outputs.dtype) if rows else _NO_DTYPE, self._weight)
-        gathering.headers = [own] * self._transport.size  # Others' are filled in when they arrive.
-        header = torch.tensor(own, dtype=torch.float64, device="cpu")
+        local_header = _FactorHeader(rows, _DTYPES.index(gathering.outputs.dtype) if rows else _NO_DTYPE, self._weight)
+        gathering.headers = [local_header] * self._transport.size  # Others' are filled in when they arrive.
+        header = torch.tensor(local_header, dtype=torch.float64, device="cpu")
         return [self._transport.isend(header, peer, tag) for peer in self._others]
 
     def _receive_headers(self, gathering: _Gathering, tag: int) -> Operation:
@@ -284,18 +296,20 @@ class FactorSums:
         rows = buffer.split([header.rows for header in gathering.headers])
         return [self._transport.irecv(rows[peer].view(-1), peer, tag) for peer in self._others if rows[peer].numel()]
 
-    def _buffer_for(self, gathering: _Gathering, mine: Tensor) -> Tensor:
+    def _buffer_for(self, gathering: _Gathering, local: Tensor) -> Tensor:
         """Return a buffer for all ranks' rows, with this rank's filled in."""
-        dtype = gathering.dtypes[0] if gathering.dtypes else mine.dtype
+        # A rank without rows does not know the dtype of the others: their headers tell.
+        dtype = gathering.dtypes[0] if gathering.dtypes else local.dtype
         sizes = [header.rows for header in gathering.headers]
-        buffer = torch.empty(sum(sizes), mine.shape[1], dtype=dtype, device="cpu")
-        buffer.split(sizes)[self._transport.rank].copy_(mine)
+        buffer = torch.empty(sum(sizes), local.shape[1], dtype=dtype, device="cpu")
+        buffer.split(sizes)[self._transport.rank].copy_(local)
         return buffer
 
 
 def _multiply(outputs: Tensor, inputs: Tensor, out: Tensor) -> None:
     """Store Eᵀ A in `out`."""
     matrix = out.view(outputs.shape[1], inputs.shape[1]) if out.is_contiguous() else None
+    # Straight into the gradient where that is possible; otherwise through a temporary matrix.
     if matrix is not None and out.device == outputs.device:
         torch.mm(outputs.t(), inputs, out=matrix)
     else:

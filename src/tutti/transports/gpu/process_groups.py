@@ -102,10 +102,13 @@ class TorchProcessGroups:
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Replace `tensor` by its sum over ranks. The first call connects, on all ranks together."""
+        # All ranks take the same branch: `_has_own_gpu` compares what all of them published.
         if tensor.is_cuda and self._has_own_gpu(tensor):
             return self._reduce(self._connect_nccl(tensor), tensor)
         data = tensor.detach().to(_GLOO_SUM_DTYPES.get(tensor.dtype, tensor.dtype)).contiguous()
+        # A sum of complex numbers is the sum of their real and imaginary parts, which Gloo can add.
         flat = torch.view_as_real(data) if data.is_complex() else data
+        # No copy was needed: Gloo sums in the caller's memory. Otherwise the sum is copied back when it is waited for.
         if data.data_ptr() == tensor.data_ptr():
             return self._reduce(self._connect_gloo(), flat)
         return self._reduce(self._connect_gloo(), flat, lambda: tensor.copy_(data))
@@ -141,6 +144,7 @@ class TorchProcessGroups:
         make: Any = dist.ProcessGroupGloo
         options = make._Options()
         options._timeout = self._membership.timeout
+        # Torch's default.
         options._threads = 2
         options._devices = [make.create_device(hostname=self._address)]
         return make(self._store, self._membership.rank, self._membership.size, options)
@@ -152,6 +156,7 @@ class TorchProcessGroups:
         """
         failure: Exception | None = None
         self._store.set(f"gloo/{self._membership.rank}", "1")
+        # The prefix is spelled out: `await_keys` reads the store beneath `_store`, which adds it.
         keys = [f"{self._name}/gloo/{rank}" for rank in range(self._membership.size)]
         try:
             self._membership.await_keys(keys, "all ranks to take part in an all-reduce", self._lost_ranks)
@@ -178,10 +183,12 @@ class TorchProcessGroups:
     def _has_own_gpu(self, tensor: Tensor) -> bool:
         """Whether every rank's tensors are on a GPU that no other rank uses. Asked once, by all ranks together."""
         if self.own_gpu is None:
-            mine = torch.cuda.get_device_properties(tensor.device).uuid if dist.is_nccl_available() else "none"
-            self._store.set(f"gpu/{self._membership.rank}", str(mine))
+            # The uuid, not the index: under CUDA_VISIBLE_DEVICES different GPUs may all have the index 0.
+            gpu_id = torch.cuda.get_device_properties(tensor.device).uuid if dist.is_nccl_available() else "none"
+            self._store.set(f"gpu/{self._membership.rank}", str(gpu_id))
             keys = [f"{self._name}/gpu/{rank}" for rank in range(self._membership.size)]
             self._membership.await_keys(keys, "the GPUs of all ranks")
             gpus = [self._membership.store.get(key) for key in keys]
+            # One rank without NCCL, or two on one GPU, make all ranks use Gloo.
             self.own_gpu = b"none" not in gpus and len(set(gpus)) == self._membership.size
         return self.own_gpu

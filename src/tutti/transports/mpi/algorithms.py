@@ -75,6 +75,7 @@ class Rules:
         """
         if len(hosts) == 1:
             return "self"
+        # `han` works on two levels: it needs several hosts, of which one has several ranks.
         if self.han and 1 < len(set(hosts)) < len(hosts):
             return "han"
         return self.algorithm or fixed_choice(len(hosts), num_bytes)
@@ -82,5 +83,6 @@ class Rules:
 
 def fixed_choice(num_ranks: int, num_bytes: int) -> str:
     """The algorithm that the component `tuned` picks by its own table."""
+    # The last row whose number of ranks is not above `num_ranks`; below it, the same for bytes.
     sizes = _FIXED[max(0, bisect_right([ranks for ranks, _ in _FIXED], num_ranks) - 1)][1]
     return sizes[bisect_right([first for first, _ in sizes], num_bytes) - 1][1]

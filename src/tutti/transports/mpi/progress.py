@@ -21,8 +21,8 @@ class MpiProgressEngine(ProgressEngine):
     Only the thread of the event loop uses this, except for `wake`.
     """
 
-    def __init__(self, link: "MpiTransport") -> None:
-        self._link = link
+    def __init__(self, transport: "MpiTransport") -> None:
+        self._transport = transport
         self._woken = threading.Event()
         self._pause_s = 0.0
         self._checked_at = time.monotonic()
@@ -30,12 +30,13 @@ class MpiProgressEngine(ProgressEngine):
 
     def idle(self, seconds: float = WATCH_SECONDS) -> None:
         self._pause_s = min(2 * self._pause_s + 0.00001, LONGEST_PAUSE_SECONDS, seconds)
+        # A new operation or the closing of the loop ends the pause; messages of MPI cannot.
         if self._woken.wait(self._pause_s):
             self._woken.clear()
             self._pause_s = 0.0
         if time.monotonic() > self._checked_at + WATCH_SECONDS:
             self._checked_at = time.monotonic()
-            self._lost = self._link.channel_membership.lost_ranks()
+            self._lost = self._transport.channel_membership.lost_ranks()
 
     def wake(self) -> None:
         self._woken.set()
@@ -47,8 +48,9 @@ class MpiProgressEngine(ProgressEngine):
         return isinstance(work, MpiMessage) and self._is_peer_lost(work)
 
     def failure(self, work: Work) -> Exception | None:
+        # `over` was true because the peer is lost.
         if not work.done():
-            return rank_lost_error(self._link.membership.world_rank, self._lost)
+            return rank_lost_error(self._transport.membership.world_rank, self._lost)
         try:
             work.wait()
         except TuttiError as error:
@@ -56,7 +58,8 @@ class MpiProgressEngine(ProgressEngine):
         return None
 
     def timeout_error(self, awaited: str) -> DeadlineExceeded:
-        return self._link.membership.timeout_error(awaited)
+        return self._transport.membership.timeout_error(awaited)
 
     def _is_peer_lost(self, work: MpiMessage) -> bool:
-        return not work.any_peer and self._link.membership.peers[work.peers[0]].rank in self._lost
+        # A receive from any source goes on: another rank may still send.
+        return not work.any_peer and self._transport.membership.peers[work.peers[0]].rank in self._lost

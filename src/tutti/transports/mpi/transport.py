@@ -78,6 +78,7 @@ class MpiTransport(Transport):
         """Messages that MPI has not completed."""
         self._held: list[PolledWork] = []  # What MPI still uses of channels that are closed; shared by all channels.
         self._comm, self._name = comm, name
+        # Errors become Python exceptions; by default MPI would end all processes.
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._reduction_comm: Any = None
         self._num_opened: Counter[str] = Counter()
@@ -116,11 +117,13 @@ class MpiTransport(Transport):
             return CompletedWork()
         self.bytes_sent += 2 * (self.size - 1) * tensor.nbytes // self.size
         reduction = MpiReduction(self, tensor.detach())
+        # A communicator of its own: its blocking calls run in another thread than the messages of `_comm`.
         if self._reduction_comm is None:
             self._reduction_comm = self._duplicate(f"{self._name}/reductions")
         if not self._multithreaded:
             reduction.run_here(self._reduction_comm)
             return reduction
+        # Only those in progress are of interest to `close`.
         self._reducing = [earlier for earlier in self._reducing if not earlier.done()]
         self._reducing.append(reduction)
         reduction.start(self._reducer, self._reduction_comm)
@@ -177,6 +180,7 @@ class MpiTransport(Transport):
         self.channel_membership.close()
         self._thread.close()  # Its waits see that the channel is closed.
         self._loop.close()
+        # A copy of the set: `abandon` may complete a message, which removes it from `pending`.
         self._held += [message for message in list(self.pending) if not message.abandon()]
         deadline = time.monotonic() + GRACE_SECONDS
         while (stuck := [work for work in self._reducing if not work.done()]) and time.monotonic() < deadline:
@@ -197,12 +201,14 @@ class MpiTransport(Transport):
             late = now - started > self.timeout.total_seconds()
             if late or now - checked_at > WATCH_SECONDS:
                 checked_at, gone = now, self._lost_peers(work)
+                # When the peers were first found lost: data under way has `GRACE_SECONDS` from then on to arrive.
                 lost_since = min(lost_since, now) if gone else float("inf")
                 if gone and (late or now - lost_since > GRACE_SECONDS):
                     raise self.membership.loss_error(self.membership.gone() or gone)
                 if late:
                     raise self.membership.timeout_error("a reply over MPI")
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            # A sleep of 0 still yields the core, which the peer may need.
             work.pause(0 if now - started < _SPIN_SECONDS else pause)
 
     def closed_error(self) -> RankLost:
@@ -227,6 +233,7 @@ class MpiTransport(Transport):
         """Make a communicator of some ranks. Collective among those."""
         self._meet(name, membership)
         group = self._comm.Get_group().Incl(list(ranks))
+        # The tag keeps groups apart that are made at the same time. MPI guarantees tags up to 32,767.
         return self._comm.Create_group(group, crc32(name.encode()) % 32_768)
 
     def _meet(self, name: str, membership: Membership) -> None:
@@ -238,6 +245,7 @@ class MpiTransport(Transport):
         """The peers of `work` that will not answer, if it cannot do without them."""
         lost = [self.channel_membership.lost(peer) for peer in work.peers]
         reasons = {world_rank: reason for gone in lost for world_rank, reason in gone.items()}
+        # A receive from any source fails only when all its peers are lost.
         return reasons if all(lost) or not work.any_peer else {}
 
     def _check_open(self) -> None:

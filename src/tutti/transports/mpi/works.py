@@ -44,16 +44,16 @@ _MPI_SUM_TYPES: dict[torch.dtype, Any] = {
 class PolledWork(Work):
     """Work that MPI or the reducing thread completes, and that the caller's thread looks at until then."""
 
-    def __init__(self, link: "MpiTransport", peers: Sequence[int]) -> None:
+    def __init__(self, transport: "MpiTransport", peers: Sequence[int]) -> None:
         """Prepare work that depends on `peers`."""
-        self._link, self.peers = link, peers
+        self._transport, self.peers = transport, peers
         self._finished = False
         self.any_peer = False
         """Whether one of the peers is enough."""
 
     def wait(self) -> None:
         if not self._finished:
-            self._link.watch(self)
+            self._transport.watch(self)
             self._finish()
             self._finished = True
 
@@ -68,9 +68,10 @@ class PolledWork(Work):
 class MpiMessage(PolledWork):
     """A send, and the common part of a receive."""
 
-    def __init__(self, link: "MpiTransport", start: Callable[..., Any], data: Tensor, peer: int, tag: int) -> None:
+    def __init__(self, transport: "MpiTransport", start: Callable[..., Any], data: Tensor, peer: int, tag: int) -> None:
         """Start the request with `start`, which is `Isend` or `Irecv`; `data` is contiguous and on the CPU."""
-        super().__init__(link, [other for other in range(link.size) if other != link.rank] if peer == ANY else [peer])
+        others = [other for other in range(transport.size) if other != transport.rank]
+        super().__init__(transport, others if peer == ANY else [peer])
         self.data = data
         self.target = data
         """Gets what arrived in `data`, if it is another tensor."""
@@ -87,7 +88,8 @@ class MpiMessage(PolledWork):
             except MPI.Exception as error:
                 self._over, self.error = True, error
             if self._over:
-                self._link.pending.discard(self)
+                # MPI is done with the memory: closing need not cancel it.
+                self._transport.pending.discard(self)
         return self._over
 
     def abandon(self) -> bool:
@@ -98,14 +100,14 @@ class MpiMessage(PolledWork):
         if isinstance(self.error, MPI.Exception):
             if self.error.Get_error_class() == MPI.ERR_TRUNCATE:
                 raise self._mismatch("more") from self.error
-            raise self._link.membership.explain_error(self.error) from self.error
+            raise self._transport.membership.explain_error(self.error) from self.error
         if self.error is not None:
             raise self.error
         if self.target is not self.data:
             self.target.copy_(self.data)
 
     def _mismatch(self, how_much: str) -> ReplicaMismatch:
-        membership = self._link.membership
+        membership = self._transport.membership
         sender = membership.peers[self._status.Get_source()].rank
         return ReplicaMismatch(
             f"rank {membership.world_rank}: expected {self.data.numel()} × {self.data.dtype} from rank {sender}, "
@@ -120,11 +122,12 @@ class MpiReceive(MpiMessage):
         if not self.done():
             self._request.Cancel()
             deadline = time.monotonic() + GRACE_SECONDS
+            # A cancelled request has to be completed too. `Test` of one that is complete returns True again.
             while not self._request.Test() and time.monotonic() < deadline:
                 time.sleep(LONGEST_PAUSE_SECONDS)
             if not self._request.Test():
                 return False  # It was matched already, with a sender that does not continue.
-            self._over, self.error = True, self._link.closed_error()
+            self._over, self.error = True, self._transport.closed_error()
         return True
 
     def _finish(self) -> None:
@@ -141,9 +144,9 @@ class MpiReceive(MpiMessage):
 class MpiReduction(PolledWork):
     """A sum that the reducing thread makes of `data`; `target` gets it."""
 
-    def __init__(self, link: "MpiTransport", target: Tensor) -> None:
+    def __init__(self, transport: "MpiTransport", target: Tensor) -> None:
         """Prepare a sum of `target`, in a copy if MPI cannot add it where it is."""
-        super().__init__(link, [other for other in range(link.size) if other != link.rank])
+        super().__init__(transport, [other for other in range(transport.size) if other != transport.rank])
         self._target, self._data = target, _summable(target)
         self._reduced = threading.Event()
         self._operation: Work = CompletedWork()
@@ -160,19 +163,21 @@ class MpiReduction(PolledWork):
         return self._operation.done()
 
     def pause(self, seconds: float) -> None:
+        # The reducing thread ends this wait, so a longer pause delays nothing.
         self._reduced.wait(max(seconds, 0.01))
 
     def _run(self, comm: Any) -> Operation:
         try:
             yield _BlockingCall(lambda: self.run_here(comm))
         finally:
+            # Also after an error: the waiting thread must wake up to raise it.
             self._reduced.set()
 
     def _finish(self) -> None:
         try:
             self._operation.wait()
         except MPI.Exception as error:
-            raise self._link.membership.explain_error(error) from error
+            raise self._transport.membership.explain_error(error) from error
         if self._target is not self._data:
             self._target.copy_(self._data)
 
@@ -204,5 +209,6 @@ def _summable(tensor: Tensor) -> Tensor:
     """The tensor itself if MPI can add it where it is, or a copy in a wider dtype on the CPU."""
     wide = tensor.dtype
     if wide not in _MPI_SUM_TYPES:
+        # What is left are booleans, float16, bfloat16 and narrower floats: MPI has no type for them.
         wide = torch.int32 if wide == torch.bool else torch.float32
     return tensor.to("cpu", wide).contiguous()

@@ -56,6 +56,7 @@ class _ReductionPlan:
     def __init__(self, segment: Segment, address: int, tensor: Tensor, rank: int, size: int) -> None:
         offset = address - segment.start
         self.addresses = segment.bases + offset
+        # Segment number above, offset below: no segment is longer than 2^48 bytes.
         self.position = (segment.number << 48) + offset  # The same number on all ranks, if they reduce the same tensor.
         self.dtype = tensor.dtype
         self.dtype_code = _DTYPES.index(tensor.dtype)
@@ -66,6 +67,7 @@ class _ReductionPlan:
 
     def reduce(self, weights: np.ndarray, divisor: float) -> None:
         """Replace this rank's slice, in all ranks' memory, by the weighted sum over ranks divided by `divisor`."""
+        # A short tensor has fewer lines than there are ranks.
         if self.start == self.stop:
             return
         if self.kernel is not None:
@@ -81,6 +83,7 @@ class _ReductionPlan:
 def _slice(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
     """Rank's share of `numel` elements, cut at cache lines so that no two ranks write the same line."""
     line = max(1, _LINE_BYTES // itemsize)
+    # Whole lines per rank, rounded up: the last ranks may get fewer elements, or none.
     share = -(-numel // (size * line)) * line
     return min(rank * share, numel), min((rank + 1) * share, numel)
 
@@ -149,11 +152,14 @@ class SharedMemoryReductions:
 
     def _reduce_staged(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
         """Reduce a tensor that peers cannot read, through the staging buffer."""
+        # A view of a contiguous tensor, otherwise a copy.
         flat = tensor.reshape(-1)
         stage = self._staging.view(tensor.dtype)
+        # An empty tensor gives one empty piece, so that this rank takes part and lengths are compared.
         for piece in flat.split(stage.numel()):
             shared = stage[: piece.numel()]
             shared.copy_(piece)
+            # Entries hold `flat.numel()`, not the piece's length: ranks that differ find out at the first piece.
             plan = self._plan(shared)
             assert plan is not None
             self._post(plan, flat.numel(), weight, averaged).wait()  # The staging buffer is used again for the next.
@@ -185,6 +191,7 @@ class SharedMemoryReductions:
         self._pending.append(work)
         self._num_posted = index + 1
         entry = self._counters.own_entry(index)
+        # The second number also tells sums from means: ranks that ask for different ones must not be mixed.
         self._flags.write_entry(entry, (numel, 2 * plan.dtype_code + averaged, plan.position), weight)
         # Last: a rank that sees this counter may read the entry and the data, and overwrite the data.
         self._flags.publish(self._counters.own_ready, index + 1)
@@ -198,20 +205,23 @@ class SharedMemoryReductions:
 
     def _sum_slice(self, work: _SharedMemoryReduction) -> None:
         # All ranks read the same entries, so all of them refuse, or none does.
+        # Safe to read: every rank's `ready` counter was seen, and its entry was written before that.
         divisor = self._flags.read_weights(self._counters.entries(work.index), self._weights)
         if math.isnan(divisor):
             raise self._refusal(work.index)
         work.plan.reduce(self._weights, divisor if work.averaged else 1.0)
+        # Releases the results that were just written to the peers' memory.
         self._flags.publish(self._counters.own_done, work.index + 1)
 
     def _refusal(self, index: int) -> Exception:
         """Why reduction `index` cannot be done: the same error on every rank."""
         rows = self._counters.entry_values(index)
+        # All ask for the same thing, so NaN came from a weight. Its float64 bits lie in an int64 slot.
         if (rows[:, :3] == rows[0, :3]).all():
             return WeightRefused(np.flatnonzero(np.isnan(rows[:, 3].copy().view(np.float64))).tolist())
         asked = [
-            f"rank {rank}: {numel} × {_DTYPES[kind // 2]} at {position >> 48}:{position & (1 << 48) - 1}"
-            for rank, (numel, kind, position, _) in enumerate(rows.tolist())
+            f"rank {peer.rank}: {numel} × {_DTYPES[kind // 2]} at {position >> 48}:{position & (1 << 48) - 1}"
+            for peer, (numel, kind, position, _) in zip(self._membership.peers, rows.tolist(), strict=True)
         ]
         return ReplicaMismatch(
             f"rank {self._membership.world_rank}: all-reduce of tensors that differ in length, dtype or place in "

@@ -38,6 +38,7 @@ class RankCounters:
     @staticmethod
     def page_bytes(size: int) -> int:
         """Bytes of the page for `size` ranks."""
+        # 8 bytes per slot.
         return 8 * (_HEAD + _ROW * size)
 
     def own_entry(self, index: int) -> int:
@@ -59,6 +60,7 @@ class RankCounters:
 
     def closed_ranks(self) -> list[int]:
         """Ranks that have closed the channel."""
+        # Plain reads: a value that is missed now is seen at the next check.
         return np.flatnonzero(self.flags.counters[self._rows + _CLOSED]).tolist()
 
     def report_progress(self) -> None:
@@ -67,4 +69,5 @@ class RankCounters:
 
     def progress(self) -> int:
         """A number that changes whenever a rank reports progress."""
+        # The counters only grow, so their sum changes if any of them does.
         return int(self.flags.counters[self._rows + _PROGRESS].sum())

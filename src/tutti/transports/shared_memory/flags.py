@@ -40,6 +40,7 @@ COUNTERS = types.Array(types.int64, 1, "C")
 """The numba type of a page of counters, and of a list of slots in it."""
 
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+# Without FUTEX_PRIVATE_FLAG: the sleepers are in other processes.
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
@@ -142,10 +143,12 @@ def _next_version(counters, version_slot, clocks, firsts, counted):  # type: ign
     lowest = np.int64(-1)
     for rank in range(len(clocks)):
         clock = _load(counters, clocks[rank])
+        # This rank has not sent the version. If it is counted, all wait; otherwise the version is made without it.
         if clock <= version:
             if _load(counters, counted[rank]) == 1:
                 return np.int64(-1)
         else:
+            # A rank that joined late has sent nothing below its first version.
             first = max(_load(counters, firsts[rank]), version)
             if lowest < 0 or first < lowest:
                 lowest = first
@@ -168,11 +171,13 @@ def _read_weights(counters, entries, weights):  # type: ignore[no-untyped-def]
     for rank in range(len(entries)):
         entry = entries[rank]
         for field in range(3):
+            # Plain loads: the caller has seen the counter that each rank published after its entry.
             if counters[entry + field] != counters[entries[0] + field]:
                 return np.nan
         weights[rank] = counters[entry + 3 : entry + 4].view(np.float64)[0]
         total += weights[rank]
         equal = equal and weights[rank] == weights[0]
+    # NaN goes to the caller, who refuses it. Only equal weights may become ones.
     if np.isnan(total) or not equal:
         return total
     weights[:] = 1.0
@@ -196,6 +201,7 @@ class Flags:
     def publish(self, slot: int, value: int) -> None:
         """Store `value`, release everything written before it, and wake the sleepers."""
         if _publish(self.counters, slot, value):
+            # Wakes all: one futex serves all counters, and each sleeper looks whether its own was meant.
             self._futex(_FUTEX_WAKE, 2**31 - 1, None)
 
     def write_entry(self, entry: int, numbers: tuple[int, int, int], weight: float) -> None:
@@ -218,6 +224,7 @@ class Flags:
 
     def wait(self, slots: np.ndarray, value: int, seconds: float) -> bool:
         """Return True once all `slots` hold at least `value`, False after about `seconds`."""
+        # Numba releases the GIL here, so other threads of this process run while it spins.
         if _reached(self.counters, slots, value, self.num_spins):
             return True
         return self._sleep_until(lambda: _reached(self.counters, slots, value, 1), seconds)
@@ -239,12 +246,14 @@ class Flags:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
+                # A futex has 32 bits: the kernel compares the low half of the event number, which lies first.
                 self._futex(_FUTEX_WAIT, ctypes.c_int32(event & 0xFFFFFFFF).value, left)
         finally:
             _advance(self.counters, _SLEEPERS, -1)
 
     def value(self, slot: int) -> int:
         """Read a slot, and see everything that was written before it."""
+        # An addition of 0: a plain read through numpy would have no ordering.
         return _advance(self.counters, slot, 0)
 
     def advance(self, slot: int) -> int:
@@ -283,6 +292,7 @@ class Flags:
         pause = None
         if seconds is not None:
             pause = ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
+        # Its result does not matter: the caller checks its condition again. ctypes releases the GIL meanwhile.
         _libc.syscall(_FUTEX_CALL, self.counters.ctypes.data, call, value, pause)
 
 

@@ -39,14 +39,17 @@ class ChannelLiveness:
             raise self._channel_membership.closed_error()
 
     def missing(self) -> dict[int, str]:
-        """Ranks that will answer here no more, and how that is known."""
+        """Ranks of this channel (not world ranks) that will answer here no more, and how that is known."""
         ranks = range(self._membership.size)
         missing = {rank: reason for rank in ranks if (reason := self._reason_gone(rank)) is not None}
-        return missing | dict.fromkeys(self._closed_world_ranks(), _CLOSED)
+        # The counter is set before the store is told, so a rank that is just closing is found only here.
+        closed = {rank: _CLOSED for rank in self._counters.closed_ranks() if rank != self._membership.rank}
+        return missing | closed
 
     def await_reductions(self, slots: np.ndarray, value: int) -> None:
         """Wait until all `slots`, one per rank, hold `value`. Reported progress restarts the deadline."""
         counters, flags = self._counters, self._counters.flags
+        # The usual case first: it touches neither the clock nor the store.
         if flags.wait(slots, value, CHECK_SECONDS):
             return
         deadline, progress = time.monotonic() + self._timeout_s, counters.progress()
@@ -73,6 +76,7 @@ class ChannelLiveness:
         deadline = time.monotonic() + self._timeout_s
         while not flags.wait(slots, value, CHECK_SECONDS):
             self.check_open()
+            # `slots[i]` is written by `ranks[i]`.
             late = [ranks[index] for index in np.flatnonzero(flags.counters[slots] < value).tolist()]
             reasons = {self._membership.peers[rank].rank: self._reason_gone(rank) for rank in late}
             lost = {world_rank: reason for world_rank, reason in reasons.items() if reason is not None}

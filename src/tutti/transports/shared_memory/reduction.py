@@ -45,6 +45,7 @@ def _compile(element: types.Float) -> Kernel:
         types.void(addresses_type, addresses_type, types.int64, types.int64, weights_type, types.float64),
         nogil=True,
         cache=True,
+        # Division by 0 gives inf or NaN as in torch; Python's model would add a branch that raises.
         error_model="numpy",
     )
     def kernel(sources, targets, start, stop, weights, divisor):  # type: ignore[no-untyped-def]
@@ -54,7 +55,9 @@ def _compile(element: types.Float) -> Kernel:
         for begin in range(start, stop, BLOCK):
             end = min(begin + BLOCK, stop)
             size = end - begin
+            # The first source is copied, not added to 0, which would turn -0.0 into 0.0.
             first = True
+            # At least one weight is not 0: `read_weights` turns equal weights, all 0 included, into ones.
             for rank in range(len(sources)):
                 if weights[rank] == 0:
                     continue  # Not even read: it may hold NaN.
@@ -87,6 +90,7 @@ def combine(tensors: Sequence[Tensor], weights: Sequence[float], divisor: float)
 
     float16 and bfloat16 are summed in float32.
     """
+    # Rounded once at the end instead of after each addition.
     wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else tensors[0].dtype
     for begin in range(0, tensors[0].numel(), BLOCK):
         pieces = [tensor[begin : begin + BLOCK] for tensor in tensors]

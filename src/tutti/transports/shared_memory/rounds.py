@@ -75,6 +75,7 @@ class SharedMemoryRounds:
         self._row = int(rows[self.rank])
         self._input, self._result, self._finished = rows + _INPUT, rows + _RESULT, rows + _FINISHED
         self._entries = [rows + _ENTRIES + _ENTRY * half for half in range(2)]
+        # Not used: `read_weights` is called only because it compares entries.
         self._weights = np.ones(self.size)
         self.number = 0
         """The number of the round in progress, or of the next."""
@@ -83,12 +84,14 @@ class SharedMemoryRounds:
         """The buffers of this round as flat tensors, by rank."""
         key = self.number % 2, dtype
         if key not in self._typed:
+            # `view` needs a whole number of elements.
             usable = self.buffer_bytes // dtype.itemsize * dtype.itemsize
             self._typed[key] = [buffer[:usable].view(dtype) for buffer in self._halves[key[0]]]
         return self._typed[key]
 
     def await_writable(self) -> Work:
         """Work that is done when this rank may fill its buffer: all ranks have read what was there."""
+        # The half was last used in round `number` - 2, which is over when `number` - 1 rounds are finished.
         return _CountersReached(self, self._finished, self.number - 1)
 
     def publish_input(self, name: str, numel: int, dtype: torch.dtype) -> Work:
@@ -96,6 +99,7 @@ class SharedMemoryRounds:
         half = self.number % 2
         entry = int(self._entries[half][self.rank])
         self.flags.write_entry(entry, (self._names.index(name), numel, DTYPES.index(dtype)), 1.0)
+        # Releases the entry and the buffer: peers read both after they have seen this counter.
         self.flags.publish(self._row + _INPUT, self.number + 1)
         return _InputsPublished(self, self._input, self.number + 1)
 

@@ -39,13 +39,13 @@ class Segment:
     def __init__(self, number: int, mappings: list[SharedMapping], rank: int) -> None:
         """Join the mappings of all ranks; `number` is the same on all of them."""
         self.number = number
-        mine = mappings[rank]
-        mine.segment = self
-        self.peers = [mapping for mapping in mappings if mapping is not mine]
+        local = mappings[rank]
+        local.segment = self  # A tensor on `local` keeps the peers' mappings alive by this.
+        self.peers = [mapping for mapping in mappings if mapping is not local]
         self.bases = np.array([torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() for mapping in mappings])
         """The address of each rank's memory in this process."""
         self.start = int(self.bases[rank])
-        self.stop = self.start + len(mine)
+        self.stop = self.start + len(local)
 
 
 class SharedSegments:
@@ -69,6 +69,7 @@ class SharedSegments:
 
     def shared_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate one tensor of zeros that all ranks map."""
+        # All ranks use rank 0's memory. The other mappings are dropped here, and their memory is freed.
         return torch.frombuffer(self._map(numel, dtype)[1][0], dtype=dtype)[:numel]
 
     def per_rank_tensors(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -84,6 +85,7 @@ class SharedSegments:
 
     def _map(self, numel: int, dtype: torch.dtype) -> tuple[int, list[SharedMapping]]:
         number = self._num_allocated
+        # A mapping cannot be empty.
         mappings = map_all(self._membership, f"{self._name}/{number}", max(1, numel) * dtype.itemsize)
         self._num_allocated += 1
         return number, mappings
@@ -110,13 +112,15 @@ def _open(membership: Membership, name: str, rank: int, num_bytes: int) -> Share
     pid, number = membership.store.get(f"{name}/at/{rank}").split()
     try:
         file = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
+    # The process has ended, and its entry in /proc with it.
     except FileNotFoundError as error:
         raise membership.explain_error(error) from error
     try:
+        # mmap would accept a longer file, and ranks would disagree about what lies where.
         if os.fstat(file).st_size != num_bytes:
             raise ReplicaMismatch(
-                f"rank {membership.world_rank}: asked for {num_bytes} bytes of shared memory where rank {rank} asked "
-                f"for {os.fstat(file).st_size}: the ranks' models differ."
+                f"rank {membership.world_rank}: asked for {num_bytes} bytes of shared memory where rank "
+                f"{membership.peers[rank].rank} asked for {os.fstat(file).st_size}: the ranks' models differ."
             )
         return SharedMapping(file, num_bytes)
     finally:

@@ -29,10 +29,12 @@ class MessageSlots:
         """Allocate `slots`, each given by the rank that reads it and its bytes; the same on every rank. Collective."""
         self._transport = transport
         needed = [0] * transport.size
+        # `starts[i]` is where slot i begins in its reader's memory; `needed` how much each reader needs per half.
         starts = []
         for rank, num_bytes in slots:
             starts.append(needed[rank])
             needed[rank] += -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        # Mappings are equally long on all ranks, so the largest reader decides.
         half = max(needed)
         memories = transport.per_rank_tensors(2 * half, torch.uint8)
         self._buffers = [
@@ -52,4 +54,4 @@ class MessageSlots:
 
     def wait(self, slot: int, number: int, rank: int) -> None:
         """Wait until `rank` has published a slot in round `number`."""
-        self._transport.await_counters(self._flags, self._counters[slot], number + 1, [rank], "fill what it gives")
+        self._transport.await_counters(self._flags, self._counters[slot], number + 1, [rank], "fill its message slot")

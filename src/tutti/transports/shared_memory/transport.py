@@ -42,6 +42,7 @@ class SharedMemoryTransport(TransportWrapper):
             raise ConfigError(f"shared memory reaches one host only, but the ranks are on {', '.join(hosts)}.")
         self.rank, self.size, self.hosts, self.timeout = inner.rank, inner.size, inner.hosts, inner.timeout
         name = f"{inner.name}/memory"
+        # All ranks use rank 0's page; the pages of the others are dropped.
         pages = map_all(self.membership, f"{name}/counters", RankCounters.page_bytes(self.size))
         self._counters = RankCounters(memoryview(pages[0]), self.rank, self.size, spins_for(self.size))
         self._liveness = ChannelLiveness(inner, self._counters)
@@ -60,6 +61,7 @@ class SharedMemoryTransport(TransportWrapper):
         return made
 
     def interrupt(self) -> None:
+        # Seen by peers before anything else is closed: their waits for this rank end.
         if not self._liveness.closed:
             self._counters.close()
         self._liveness.closed = True
@@ -95,7 +97,7 @@ class SharedMemoryTransport(TransportWrapper):
     # Peers
 
     def missing(self) -> dict[int, str]:
-        """Ranks that will answer here no more, and how that is known."""
+        """Ranks of this channel (not world ranks) that will answer here no more, and how that is known."""
         return self._liveness.missing()
 
     def abort(self) -> None:

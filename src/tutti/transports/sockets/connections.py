@@ -120,10 +120,12 @@ class SocketConnections:
         self._size, self._matcher, self._guard = membership.size, matcher, guard
         self._token = secrets.token_bytes(16)
         self._selector = selectors.DefaultSelector()
+        # A byte sent through this pair ends a `select` that another thread waits in.
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._drain_wakeups)
         self.listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.listener.bind((address, 0))
+        # Many ranks may connect at once, and nothing accepts them while this rank computes.
         self.listener.listen(4096)
         self.listener.setblocking(False)
         self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
@@ -144,6 +146,7 @@ class SocketConnections:
             self._wake_sender.send(b"\0")
 
     def _drain_wakeups(self) -> None:
+        # Bytes beyond 16 make the selector report it again, which does no harm.
         self._wake_receiver.recv(16)
 
     def close(self) -> None:
@@ -161,6 +164,7 @@ class SocketConnections:
 
     def add_outgoing(self, dst: int, connection: socket.socket, hello: bytes) -> OutgoingConnection:
         """Use a connected socket for messages to `dst`, after `hello`."""
+        # Otherwise a short message waits until the one before it is acknowledged (Nagle).
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         outgoing = self.outgoing[dst] = OutgoingConnection(connection)
@@ -172,6 +176,7 @@ class SocketConnections:
         outgoing = self.outgoing[dst]
         try:
             while outgoing.queue:
+                # Several ranges in one call, so that a header and its payload leave in one packet.
                 sent = outgoing.socket.sendmsg([data for data, _ in islice(outgoing.queue, _MAX_BUFFERS)])
                 self.progressed_at[dst] = time.monotonic()
                 while sent:
@@ -199,8 +204,10 @@ class SocketConnections:
 
     def post_receive(self, receive: SocketReceive, tag: int, first: bool = False) -> None:
         """Match `receive` with a message that is here or held, or queue it, in front of the others if `first`."""
+        # Messages that are in memory came before those that are held back in the network.
         if self._matcher.match_receive(receive, tag):
             return
+        # A held message of another tag is taken into memory, as the wanted one may be behind it on the connection.
         for incoming in [incoming for incoming in self.incoming if incoming.held]:
             if receive.peer in (ANY, incoming.src) and self._release(incoming, receive, tag):
                 return
@@ -213,6 +220,7 @@ class SocketConnections:
 
     def may_still_arrive(self, peer: int, now: float) -> bool:
         """Whether data was moving on a connection from `peer` a moment ago. The peer itself may be gone already."""
+        # A connection whose hello is not read yet may be the one from `peer`.
         candidates = [incoming for incoming in self.incoming if peer == ANY or incoming.src in (ANY, peer)]
         return any(incoming.progressed_at > now - STALLED_SECONDS for incoming in candidates)
 
@@ -234,6 +242,7 @@ class SocketConnections:
             for _ in range(_READS_AT_ONCE):
                 # At most the present item: the next header decides where the bytes after it go.
                 count = incoming.socket.recv_into(incoming.unread)
+                # End of the stream: the peer has closed its end.
                 if count == 0:
                     return self._drop(incoming)
                 incoming.progressed_at = self.progressed_at[incoming.src] = self.progressed_at[ANY] = time.monotonic()
@@ -294,6 +303,7 @@ class SocketConnections:
 
     def _drop(self, incoming: IncomingConnection) -> None:
         """Close a connection whose other end is closed, or did not send the token."""
+        # Held connections are not read, so they never get here: this one is registered.
         self._selector.unregister(incoming.socket)
         self.incoming.discard(incoming)
         incoming.socket.close()

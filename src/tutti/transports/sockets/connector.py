@@ -27,6 +27,7 @@ class Connector:
         try:
             return self.connect(dst)
         except (RankLost, DeadlineExceeded):
+            # Later sends do not try again: each try would block all spawned operations for `STALLED_SECONDS`.
             broken.add(dst)
             return None
 
@@ -44,6 +45,7 @@ class Connector:
         while connection is None:
             health.check_not_interrupted()
             try:
+                # Short attempts: between them the rank sees that the peer is gone or that this channel was closed.
                 connection = socket.create_connection((address, port), WATCH_SECONDS)
             except TimeoutError:  # Nothing answers: the host is gone, or a firewall drops the packets.
                 if lost := health.channel_membership.lost(dst):

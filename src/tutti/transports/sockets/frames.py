@@ -21,6 +21,7 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes, without a copy."""
+    # An empty tensor has no memory that a view could refer to.
     if tensor.numel() == 0:
         return memoryview(bytearray())
     flat = tensor.detach().reshape(-1)

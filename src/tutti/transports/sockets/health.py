@@ -40,6 +40,7 @@ class ChannelHealth:
     def connection_error(self, peer: int, cause: OSError | None = None) -> RankLost:
         """The error for a connection with `peer` that is closed or could not be opened. Aborts the channel."""
         deadline = time.monotonic() + EXPLAIN_SECONDS
+        # The connection closes a moment before the peer's process is seen to end, or its announcement is in the store.
         while not (lost := self.channel_membership.lost(peer)) and time.monotonic() < deadline:
             time.sleep(0.02)
         self.abort()

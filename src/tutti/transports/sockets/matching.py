@@ -49,6 +49,7 @@ class ReceiveMatcher:
                 buffer = message.buffer  # `bind` replaces it if the message does not fit the receive.
                 self.bind(message, receive)
                 message.buffer = buffer
+                # Otherwise the connection is still reading into the buffer, and calls `complete` at its end.
                 if message.complete:
                     self.complete(message)
                 return True
@@ -95,6 +96,7 @@ class ReceiveMatcher:
         if message in self.unexpected[message.tag]:
             self.unexpected[message.tag].remove(message)
         receive = message.receive
+        # A receive from this very source cannot finish any more: its wait ends because the source is in `ended`.
         if receive is None or receive.requested_source != ANY:
             return None
         receive.peer = ANY

@@ -74,6 +74,7 @@ class Messenger(ProgressEngine):
         data = tensor_bytes(tensor)
         header = memoryview(HEADER.pack(tag, data.nbytes, DTYPE_CODES[tensor.dtype]))
         if data.nbytes:
+            # The send is finished with its last range: the payload, or the header if there is no payload.
             outgoing.queue += [(header, None), (data, send)]
         else:
             outgoing.queue.append((header, send))
@@ -103,6 +104,7 @@ class Messenger(ProgressEngine):
         while not work.finished:
             # Checked in every round: `interrupt` sets the flag before it wakes the selector, so it cannot be missed.
             health.check_not_interrupted()
+            # Checked after `finished`: what a peer sent before it closed the connection still counts.
             if work.peer_lost:
                 raise health.connection_error(work.peer)
             step(max(0.0, check_at - now))
@@ -112,6 +114,7 @@ class Messenger(ProgressEngine):
             # The check reads the store and other processes' state: too slow for every round.
             check_at = now + min(WATCH_SECONDS, timeout_s)
             self._check_peer(work, now)
+            # Bytes that moved with this peer restart the deadline, also those of other messages.
             if now > max(started, progressed_at[work.peer]) + timeout_s:
                 who = "any rank" if work.peer == ANY else f"rank {self.membership.peers[work.peer].rank}"
                 raise health.timeout_error(f"{who} to {work.awaited_action}")
@@ -127,6 +130,7 @@ class Messenger(ProgressEngine):
         self.connections.wake()
 
     def over(self, work: Work) -> bool:
+        # Not `done` for messages: that would call `step` from within a pass of the event loop.
         return work.finished or work.peer_lost if isinstance(work, SocketSend | SocketReceive) else work.done()
 
     def failure(self, work: Work) -> Exception | None:
@@ -134,6 +138,7 @@ class Messenger(ProgressEngine):
             return None
         if work.finished:
             return work.error if isinstance(work, SocketReceive) else None
+        # `over` was true without `finished`: so the peer is lost.
         return self.health.operation_error(work.peer)
 
     def timeout_error(self, awaited: str) -> DeadlineExceeded:
@@ -142,6 +147,7 @@ class Messenger(ProgressEngine):
     def interrupt(self) -> None:
         """End every wait, from any thread. Idempotent."""
         if not self.health.interrupted:
+            # Before the wake-up: a wait that wakes must see the flag.
             self.health.interrupted = True
             self.wake()
 
@@ -151,6 +157,7 @@ class Messenger(ProgressEngine):
         if self._closed:
             return
         self._closed = True
+        # Announced before the sockets close: peers then know why, and do not take it for a failure.
         self.channel_membership.close()
         self.connections.close()
 
@@ -158,6 +165,7 @@ class Messenger(ProgressEngine):
         """Raise if the peer of `work` will never answer."""
         peer, connections = work.peer, self.connections
         connections.read_partial()
+        # Data has moved since about the last check.
         if connections.progressed_at[peer] > now - 2 * WATCH_SECONDS:
             self.on_progress()
         if isinstance(work, SocketReceive) and connections.may_still_arrive(peer, now):
@@ -172,6 +180,7 @@ class Messenger(ProgressEngine):
         """Mark the peers of posted receives that are gone as ended, also those that never connected."""
         now, connections = time.monotonic(), self.connections
         connections.read_partial()
+        # A peer that never connected has no connection whose end would be noticed.
         for peer in self.matcher.awaited_peers() - self.ended:
             # `step` comes last: the peer may have sent and left between the two questions before it.
             arriving = connections.may_still_arrive(peer, now)

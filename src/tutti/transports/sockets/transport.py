@@ -87,6 +87,7 @@ class SocketTransport(Transport):
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         self.membership.check_peer(dst)
         self.bytes_sent += tensor.nbytes
+        # A copy, where one is made, is kept alive by the send until the kernel has taken it.
         return self._messenger.send(tensor.detach().contiguous().cpu(), dst, tag)
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
@@ -100,6 +101,7 @@ class SocketTransport(Transport):
     def all_reduce(self, tensor: Tensor) -> Work:
         """Replace `tensor` by its sum over ranks, by NCCL or Gloo."""
         self._check_open()
+        # What each rank sends in a ring; NCCL and Gloo do not report it.
         self.bytes_sent += 2 * (self.size - 1) * tensor.nbytes // self.size
         return self._torch_groups.all_reduce(tensor)
 
@@ -107,11 +109,13 @@ class SocketTransport(Transport):
         self._check_open()
         membership = self.membership if ranks is None else self.membership.subset(ranks)
         if ranks is not None:
+            # Disjoint groups may open channels of one name at the same time: the members tell their keys apart.
             name += f"[{','.join(map(str, ranks))}]"
         # The same name may be opened again: all ranks count alike, so the numbered name is the same on all of them.
         self._num_channels[name] += 1
         full_name = f"{self.name}/{name}.{self._num_channels[name]}"
         made = SocketTransport(membership, address=self._address, name=full_name)
+        # Channels that the caller has closed are forgotten, so that the list does not grow for ever.
         self._channels = [*(channel for channel in self._channels if not channel.closed), made]
         return made
 

@@ -1,4 +1,4 @@
-"""What the parts of a shared-memory worker share."""
+"""State of one shared-memory worker that its parts share: its private view of each bucket, and all shared memory."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LocalBucket:
-    """What this worker's model holds of a bucket. Private memory."""
+    """The versions of a bucket that this worker's model holds. Private memory."""
 
     base_versions: list[int]
     """Version of each shard, as read last."""
@@ -58,6 +58,7 @@ class SharedMemoryContext:
 
 def applies_own_updates(consistency: Consistency) -> bool:
     """Whether every update is a version of its own, so that each worker applies its updates itself."""
+    # `Async` and `SoftSync(1)`: a version needs no second worker, so no gradient has to be stored for others to read.
     return consistency.bound is None and consistency.quorum == 1
 
 

@@ -12,7 +12,7 @@ _NUM_RESERVED = 16
 
 
 class CounterLayout:
-    """Allocates indices among a conversation's counters, in the same order on every rank."""
+    """Allocates indices among the counters of one `Flags`, in the same order on every rank."""
 
     def __init__(self) -> None:
         self.num_counters = _NUM_RESERVED
@@ -62,7 +62,7 @@ class ShardCounters:
         """Use the counters of `flags`."""
         self.flags = flags
         self.values = flags.counters
-        """The counters themselves, for reads without a fence."""
+        """The counters themselves, for plain reads that may be stale, and for stores that a publish follows."""
 
     def version_of(self, shard_index: int) -> int:
         """Return a shard's version; what was written before it is visible."""

@@ -59,6 +59,7 @@ class HogwildWorker(Exchange):
         """Version that the private copy was read at."""
         self._clock = 0
         """Number of this worker's steps."""
+        # Counters are allocated in the same order on all ranks, so that their indices agree.
         layout = CounterLayout()
         self._registry = WorkerRegistry(transport, layout)
         self._version_counter, self._lock = int(layout.allocate(1)[0]), int(layout.allocate(1)[0])
@@ -71,9 +72,11 @@ class HogwildWorker(Exchange):
         self._parameters = [slot.tensor for slot in replica.slots]
         self._shared_parameters = self._map_shared(transport, replica.slots)
         self._private_data = [tensor.data for tensor in self._parameters]
+        """The model's own memory, to which the parameters point except while the optimiser steps."""
         self._statistics = [slot.tensor for slot in replica.statistics]
         self._shared_statistics = self._map_shared(transport, replica.statistics)
         self._last_statistics = [tensor.data.clone() for tensor in self._statistics]
+        """Running statistics as this worker read them last."""
         numel = sum(slot.tensor.numel() for slot in replica.slots)
         parameters = self._parameters
         state_bytes = SharedOptimizerState.required_bytes(numel, len(parameters))
@@ -82,6 +85,7 @@ class HogwildWorker(Exchange):
             memory, len(parameters), lambda index: replica.optimizer.state[parameters[index]]
         )
         if self._rank == 0:
+            # Optimiser state that rank 0 brings along counts for all ranks.
             self._optimizer_state.reset()
         transport.shared_tensor(1, torch.uint8)  # Collective: no rank goes on before rank 0 has filled in its values.
         self._has_lock = False
@@ -122,6 +126,7 @@ class HogwildWorker(Exchange):
         return self._registry.is_leader
 
     def before_step(self) -> None:
+        """Point the parameters at shared memory; take the lock if the optimiser's state is not all shared yet."""
         if isnan(self.replica.take_samples()):
             self._registry.request_stop()
             raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
@@ -132,14 +137,18 @@ class HogwildWorker(Exchange):
         self._staleness[staleness] += 1
         self.events.record(Event(READ, now, now, 0, (0, self._clock, self._base_version)))
         self._scale_gradients(self._consistency.scale(staleness))
+        # From here until `after_step`, the user's optimiser changes the shared parameters in place.
         for tensor, view in zip(self._parameters, self._shared_parameters, strict=True):
             tensor.data = view
+        # This rank lacks shared state, or some of it is numbers: then the step is taken under the lock.
         if not self._optimizer_state.is_current:
             self._registry.acquire(self._lock)
             self._has_lock = True
             self._optimizer_state.refresh()
 
     def after_step(self) -> None:
+        """Publish new optimiser state, copy the shared values, and point the parameters back at the copy."""
+        # If the step has made new state, that is in private memory, and other ranks do not know it.
         if not self._has_lock and not self._optimizer_state.is_complete:
             self._registry.acquire(self._lock)
             self._has_lock = True
@@ -154,6 +163,7 @@ class HogwildWorker(Exchange):
         now = self.transport.now()
         self.events.record(Event(APPLY, now, now, 0, (0, self._step_version, self._rank, self._clock)))
         self._clock += 1
+        # For the log of other ranks; nothing is ordered by it, so a plain store will do.
         self._flags.counters[self._clock_counters[self._rank]] = self._clock
         self._base_version = version
         self.events.record(Event(EXCHANGE, self._started_s, self._started_s, self._bytes_per_step))
@@ -180,11 +190,13 @@ class HogwildWorker(Exchange):
     def _add_statistics(self) -> None:
         """Add the change of this worker's running statistics since its last read to the shared ones."""
         if self._statistics:
+            # The change, not the value, which would undo what other workers have added since this one's last read.
             changes = torch._foreach_sub(self._statistics, self._last_statistics)
             torch._foreach_add_(self._shared_statistics, changes)
 
     def consensus(self) -> None:
         start_s = self.transport.now()
+        # No worker steps while all are in the barrier, so all of them copy the same values.
         self._registry.barrier(lambda number: self._read())
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
@@ -212,6 +224,7 @@ class HogwildWorker(Exchange):
             for tensor, private in zip(self._parameters, self._private_data, strict=True):
                 tensor.data = private
             for index in range(len(self._parameters)):
+                # The user's optimiser goes on without the transport, so it must not point into shared memory.
                 state = self._optimizer_state.state_of(index)
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
 
@@ -230,6 +243,7 @@ class HogwildWorker(Exchange):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        # Copied before the barrier: the model of the rank that turns out to lead counts.
         parameters = [tensor.data.clone() for tensor in self._parameters]
         statistics = [tensor.data.clone() for tensor in self._statistics]
 

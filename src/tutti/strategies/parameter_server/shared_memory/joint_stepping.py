@@ -42,8 +42,11 @@ class JointStepper:
     def make_due_versions(self) -> None:
         """Make all joint versions that are due."""
         while due_by_shard := self._all_due():
+            # Any shard's: all have the same version. Their updates may differ under a clocked consistency only, after a
+            # loss, and that is repaired by versions alone.
             self._write_plan(next(iter(due_by_shard.values())))
             parts, square_norm = [], 0.0
+            # All means before any step: the norm of the whole gradient is known after the last of them.
             for shard_index, due in due_by_shard.items():
                 updates = self._stepper.read_updates(shard_index, due)
                 self._counters.publish_stepping(shard_index, due.version + 1)
@@ -64,6 +67,7 @@ class JointStepper:
         for shard in self._context.parameters.shards if version else ():
             if counters.version_of(shard.index) < version:
                 counters.publish_version(shard.index, version)
+            # For counting consistencies, where an update that is not counted as applied would be applied again.
             for worker, num_applied in enumerate(counters.values[counters.joint_clocks].tolist()):
                 if num_applied > counters.flags.value(int(counters.num_applied[shard.index, worker])):
                     counters.publish_applied(shard.index, worker, num_applied)
@@ -89,8 +93,11 @@ class JointStepper:
             due = self._stepper.due(shard.index)
             if due is not None:
                 due_by_shard[shard.index] = due
+            # A member has still to push for this shard, so all shards wait. If no push is awaited, the shard's updates
+            # are lost with their workers: the others step without it.
             elif self._awaits_pushes(shard.bucket_index, self._counters.version_of(shard.index)):
                 return {}
+        # After a loss shards may be at different versions: those that are behind step first.
         lowest = min((due.version for due in due_by_shard.values()), default=0)
         return {index: due for index, due in due_by_shard.items() if due.version == lowest}
 

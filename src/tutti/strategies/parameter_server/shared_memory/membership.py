@@ -45,19 +45,24 @@ class ClockMembership:
             for index in self._all_buckets:
                 self._join_bucket(index)
         else:
+            # Under the lock, so that no joint version is made between reading the versions and becoming a member.
             self._registry.acquire(int(self._counters.lock[JOINT_LOCK]))
+            # Versions that are due now are made without this worker, which starts after them.
             self._joint.make_due_versions()
             for index in self._all_buckets:
                 self._start_at_version(index)
                 self._counters.set_member(index, self._context.rank, True)
             self._registry.release(int(self._counters.lock[JOINT_LOCK]))
         for local in self._context.buckets:
+            # The shared values have changed while this worker was away: its next wait reads them.
             local.is_stale = True
 
     def _join_bucket(self, bucket_index: int) -> None:
+        """Make this worker a member of one bucket's versions, from the next one on."""
         # Under the locks of all its shards: so no version is made between reading it and becoming a member.
         shards = [shard.index for shard in self._context.parameters.by_bucket[bucket_index]]
         locks = [int(self._counters.lock[index]) for index in shards]
+        # In the order of shards on every rank: two workers that join at once cannot each wait for the other.
         for lock in locks:
             self._registry.acquire(lock)
         for index in shards:
@@ -75,6 +80,8 @@ class ClockMembership:
         self._context.events.record(Event(PULL, start_s, self._context.transport.now()))
 
     def _complete_barrier(self, action: Callable[[int], None], number: int) -> None:
+        """Apply what is pushed, run the barrier's action, read, and become a member again."""
+        # Every worker has left, so every pushed update can be applied; only a worker in mid-step is waited for.
         self._registry.wait(self._unapplied)
         action(number)
         for index in self._all_buckets:
@@ -85,9 +92,11 @@ class ClockMembership:
 
     def remove_lost(self, worker: int) -> None:
         """Go on without a lost worker: no version waits for it, and its locks are taken over. May run repeatedly."""
+        # First: the versions that the last line looks for must not wait for the lost worker.
         for index in self._all_buckets:
             self._counters.set_member(index, worker, False)
         for shard_index in range(len(self._context.parameters.shards)):
+            # Joint steps only ever take the lock of shard 0, so for the other shards nothing is taken over.
             lock = int(self._counters.lock[shard_index])
             if self._registry.take_over(lock, worker):  # From here on no other worker repairs it.
                 if self._joint is None:
@@ -103,6 +112,8 @@ class ClockMembership:
         counters = self._counters
         for shard in self._context.parameters.shards:
             version = counters.version_of(shard.index)
+            # `stepping` ahead of `version`: a worker is in this step. It publishes the version, or is lost and
+            # repaired.
             if counters.stepping_of(shard.index) > version or self._stepper.due(shard.index) is not None:
                 return counters.version[[shard.index]], version + 1
         return None
@@ -114,8 +125,10 @@ class ClockMembership:
     def _start_at_version(self, bucket_index: int) -> None:
         """Let this worker's next push of a bucket be for the next version, unless it has pushed further already."""
         counters, local, rank = self._counters, self._context.buckets[bucket_index], self._context.rank
+        # Any shard of the bucket: all due versions are made, and clocks count per bucket, so all have the same version.
         version = counters.version_of(self._context.parameters.by_bucket[bucket_index][0].index)
         if self._context.consistency.bound is not None and version > local.clock:
             local.clock = version
+            # Before the clock, whose publish releases it: the clocks skipped here must never look like pushed updates.
             counters.values[counters.first_clock[bucket_index, rank]] = version
             counters.publish_clock(bucket_index, rank, version)

@@ -26,6 +26,7 @@ def cut_for_host(replica: Replica, num_workers: int, whole_buckets: bool) -> lis
         num_workers: workers of the host.
         whole_buckets: make one shard of each bucket.
     """
+    # Such an optimiser looks at whole rows or tensors, so no parameter may be cut.
     keep_whole = needs_whole_parameters(replica.optimizer)
     shards: list[ParameterShard] = []
     for bucket in replica.buckets:
@@ -50,6 +51,7 @@ class SharedParameters:
         for bucket in replica.buckets:
             values = transport.shared_tensor(bucket.flat.numel(), bucket.flat.dtype)
             if transport.rank == 0:
+                # Other ranks read it after the last collective call of `SharedMemoryWorker._map`, which orders it.
                 values.copy_(bucket.image())
             self.values.append(values)
             for shard in self.by_bucket[bucket.index]:
@@ -73,13 +75,16 @@ class SharedParameters:
 def _shared_optimizer(
     shard: ParameterShard, bucket: Bucket, values: Tensor, replica: Replica, transport: "SharedMemoryTransport"
 ) -> tuple[ShardOptimizer, SharedOptimizerState | None]:
+    """Return an optimiser that steps a shard's part of the shared values, and its shared state. Collective."""
     optimizer = ShardOptimizer(shard, bucket, replica.optimizer, values[shard.bucket_range])
     optimizer.mean_kernel = KERNELS.get(values.dtype)  # Compiled: one pass over all workers' gradients.
+    # Running statistics are replaced by their mean, so no optimiser state is needed.
     if not shard.is_trained:
         return optimizer, None
     num_segments = len(shard.segments)
     memory = transport.shared_tensor(SharedOptimizerState.required_bytes(shard.numel, num_segments), torch.uint8)
     state = SharedOptimizerState(memory, num_segments, optimizer.segment_state)
     if transport.rank == 0:
+        # Rank 0's optimiser state counts (a resumed run has one): other ranks drop theirs in their first refresh.
         state.reset()
     return optimizer, state

@@ -42,6 +42,7 @@ class PushBuffers:
         self._gradients: list[list[Tensor]] = []
         """By bucket and worker, [entry]: the flat gradient."""
         for bucket in replica.buckets if depth else ():
+            # All as float64, which holds versions exactly up to 2**53.
             width = 2 + num_options + len(shards_by_bucket[bucket.index]) + len(bucket.slots)
             numbers = transport.shared_tensor(transport.size * depth * width, torch.float64)
             self._numbers.append(numbers.numpy().reshape(transport.size, depth, width))
@@ -72,6 +73,7 @@ class PushBuffers:
             weight=float(numbers[0]),
             norm=float(numbers[1]),
             options=numbers[2:options_stop].copy(),  # Kept by the optimiser, longer than the entry lasts.
+            # Flags are per slot of the bucket; the shard needs those of its own segments.
             has_grad=flags[[segment.slot_index for segment in shard.segments]] != 0,
             values=self._gradients[shard.bucket_index][worker][entry][shard.bucket_range],
             clock=clock,

@@ -42,11 +42,14 @@ class GradientPusher:
             self._apply(bucket, clock, weight, norm, options)
         else:
             if bound is not None:
+                # A bool: only the first bucket of an iteration counts.
                 context.staleness[clock - local.version] += index == 0
+            # Gradient first, then clock: a worker that sees the clock (acquire) also sees the gradient.
             context.pushes.write(bucket, clock, weight, norm, options, local.base_versions)
             if bound is not None:
                 context.counters.publish_clock(index, context.rank, local.clock)
                 self._step_due([index])
+            # Counting: the update is published as a whole, once backward has filled its last bucket.
             elif index + 1 == len(context.buckets):
                 self._publish_update(index)
         local.is_stale = True  # Whether there really is a newer version costs nothing to find out here.
@@ -54,15 +57,18 @@ class GradientPusher:
     def _publish_update(self, last_bucket: int) -> None:
         """Publish an update under a counting consistency: when its last bucket is written, all buckets together."""
         counters, rank = self._context.counters, self._context.rank
+        # The atomic addition gives all updates of all workers one order. A plain store: the clocks below release it.
         counters.values[counters.arrival[rank]] = counters.flags.advance(counters.num_arrivals)
         # Bucket 0 last: joint steps look at its clock alone, and then find the whole update.
         for index, local in reversed(list(enumerate(self._context.buckets))):
             counters.publish_clock(index, rank, local.clock)
+        # Updates that are counted and not applied at once are always stepped jointly: any bucket stands for all.
         self._step_due([last_bucket])
 
     def _apply(self, bucket: Bucket, clock: int, weight: float, norm: float, options: np.ndarray) -> None:
         """Step each shard of a bucket with this worker's gradient: under `Async`, each update is a version."""
         context = self._context
+        # `Async` workers wait for nobody, so this is where a worker learns that another has asked all to stop.
         context.registry.check_stop(context.replica.steps)
         flags = np.array(gradient_flags(bucket), dtype=bool)
         local = context.buckets[bucket.index]
@@ -73,6 +79,7 @@ class GradientPusher:
             lock = int(context.counters.lock[shard.index])
             context.registry.acquire(lock)
             try:
+                # Read under the lock: no other update can come between this version and the step.
                 version = context.counters.version_of(shard.index)
                 update.staleness = version - base_version
                 self._stepper.make_version(shard.index, version, [update])
@@ -80,4 +87,5 @@ class GradientPusher:
                 context.registry.release(lock)
             if shard.index == 0:
                 context.staleness[update.staleness] += 1
+        # Only for the log and for `WorkerRegistry.progress`: the versions are published already.
         context.counters.publish_clock(bucket.index, context.rank, local.clock)

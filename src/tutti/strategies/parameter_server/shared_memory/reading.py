@@ -57,6 +57,7 @@ class ParameterReader:
         shards = [shard.index for shard in context.parameters.by_bucket[bucket_index]]
         clock, bound = context.buckets[bucket_index].clock, context.consistency.bound
         if bound is None:
+            # Counting: this worker's updates must be in every shard of the bucket.
             num_applied = counters.num_applied[shards, context.rank]
             if flags.reached(num_applied, clock):
                 return None
@@ -65,6 +66,7 @@ class ParameterReader:
         needed, versions = clock - bound, counters.version[shards]
         if flags.reached(versions, needed):
             return None
+        # A member that leaves now does not end the wait for its clock: `wait` asks here again after at most 0.2 s.
         is_member = counters.values[counters.is_member[bucket_index]] == 1
         member_clocks = counters.clock[bucket_index][is_member]
         if not flags.reached(member_clocks, needed):
@@ -84,6 +86,8 @@ class ParameterReader:
                 torch._foreach_copy_([slot.tensor for slot in bucket.slots], context.parameters.views[index])
                 local.version = min(local.base_versions)
                 self.num_bytes += bucket.flat.nbytes
+                # The steppers have stored the staleness of this worker's update; once per iteration, for the first
+                # shard.
                 counting = context.consistency.bound is None and not self._applies_own
                 if counting and index == 0 and local.is_stale:
                     context.staleness[int(counters.values[counters.staleness[0, context.rank]])] += 1

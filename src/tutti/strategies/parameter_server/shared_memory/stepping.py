@@ -27,7 +27,7 @@ class DueVersion(NamedTuple):
     """A version that can be made, and its updates."""
 
     version: int
-    """The version before it."""
+    """The shard's version becomes this plus 1. Under a clocked consistency, the clock of all updates."""
     updates: list[tuple[int, int]]
     """Worker and clock of each update, by worker."""
 
@@ -46,6 +46,8 @@ class ShardStepper:
         for bucket_index in buckets:
             for shard in self._context.parameters.by_bucket[bucket_index]:
                 lock = int(self._counters.lock[shard.index])
+                # Again after the release: a worker whose push came after the last look found the lock taken, and relies
+                # on this one to look once more.
                 while self.due(shard.index) and self._context.registry.try_acquire(lock):
                     try:
                         self.make_due_versions(shard.index)
@@ -66,6 +68,8 @@ class ShardStepper:
             return self._due_by_count(shard_index, bucket_index)
         counters = self._counters
         clocks, first_clocks = counters.clock[bucket_index], counters.first_clock[bucket_index]
+        # The lowest version that some worker has pushed for, or -1 while a member has still to push. Loads with
+        # acquire: the gradients that these clocks announce are visible.
         version = counters.flags.next_version(
             int(counters.version[shard_index]), clocks, first_clocks, counters.is_member[bucket_index]
         )
@@ -76,16 +80,21 @@ class ShardStepper:
         return DueVersion(version, [(int(worker), version) for worker in np.flatnonzero(has_update)])
 
     def _due_by_count(self, shard_index: int, bucket_index: int) -> DueVersion | None:
+        """Return the next version of a shard under a counting consistency, if enough updates wait."""
         counters = self._counters
         version = counters.version_of(shard_index)
         num_applied, arrival = counters.values[counters.num_applied[shard_index]], counters.values[counters.arrival]
         waiting = np.flatnonzero(counters.values[counters.clock[bucket_index]] > num_applied)
+        # The order of arrival decides which updates make the version; at most one per worker waits.
         in_order = sorted(waiting, key=lambda worker: arrival[worker])
         num_members = int(counters.values[counters.is_member[bucket_index]].sum())
+        # With fewer members than the quorum, one update of each makes a version. With none (at a barrier) nothing more
+        # is awaited, and what is there is enough.
         quorum = min(self._consistency.quorum, num_members or len(in_order))
         if not in_order or len(in_order) < quorum:
             return None
         workers = sorted(map(int, in_order[:quorum]))  # By rank, as in `Ledger.take_due`: the same bits in every run.
+        # A worker waits for each of its updates, so its only waiting one has the clock `num_applied`.
         return DueVersion(version, [(worker, int(num_applied[worker])) for worker in workers])
 
     def read_updates(self, shard_index: int, due: DueVersion) -> list[Update]:
@@ -95,6 +104,7 @@ class ShardStepper:
 
     def make_version(self, shard_index: int, version: int, updates: list[Update]) -> None:
         """Make the version after `version` of these updates."""
+        # Before anything changes: if this worker is killed from here on, `repair` counts the step as taken.
         self._counters.publish_stepping(shard_index, version + 1)
         has_grad = self.combine(shard_index, version, updates)
         self.step(shard_index, version, updates, has_grad)
@@ -106,6 +116,7 @@ class ShardStepper:
         scales = update_scales(updates, context.parameters.shards[shard_index], self._consistency, clip)
         for update in updates:
             context.events.record(Event(APPLY, now, now, 0, (shard_index, version, update.worker, update.clock)))
+            # A plain store: the worker reads it after the version, whose publish releases it.
             self._counters.values[self._counters.staleness[shard_index, update.worker]] = update.staleness
         return context.parameters.optimizers[shard_index].combine(updates, scales)
 
@@ -116,6 +127,7 @@ class ShardStepper:
         state = self._context.parameters.states[shard_index]
         if state is not None:
             state.refresh()
+        # Updates are sorted by rank: the options of the lowest rank count for all.
         self._context.parameters.optimizers[shard_index].step(has_grad, updates[0].options, factor)
         if state is not None:
             state.publish()

@@ -38,6 +38,7 @@ class SharedMemoryWorker(ParameterServerWorker):
 
     def __init__(self, replica: Replica, transport: "SharedMemoryTransport", strategy: "ParameterServer") -> None:
         super().__init__(replica, transport, strategy)
+        # Buckets in private memory: gradients are copied into shared rings, or used by this worker alone.
         replica.allocate(transport.inner, strategy.bucket_bytes)
         replica.arrange([slot.name for slot in replica.slots])
         self._context = context = self._map(transport)
@@ -60,12 +61,14 @@ class SharedMemoryWorker(ParameterServerWorker):
         flags = transport.flags(layout.num_counters)
         registry.open(flags)
         counters.open(flags)
+        # Bucket 0 stands for all: the log needs no more.
         registry.clock = lambda worker: int(counters.values[counters.clock[0, worker]])
         # Grows with every push and every step, so a wait goes on as long as any worker trains.
         registry.progress = lambda: int(counters.values[counters.clock].sum() + counters.values[counters.version].sum())
         if self._rank == 0:  # Once, for all: the last collective call below orders it before the others' first read.
             counters.values[counters.is_member] = 1
         parameters = SharedParameters(replica, transport, shards)
+        # A worker may have bound + 1 updates that are not applied yet (`push_buffers.py`).
         depth = 0 if applies_own else (consistency.bound or 0) + 1
         num_options = len(OptimizerOptions(replica.optimizer))
         pushes = PushBuffers(replica, transport, parameters.by_bucket, num_options, depth)
@@ -131,6 +134,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         """Return the optimiser's state, by parameter."""
         segment_states: list[Any] = []
 
+        # Runs within the barrier, where no worker steps: state and values belong to one version.
         def copy(number: int) -> None:
             parameters = self._context.parameters
             for optimizer, state in zip(parameters.optimizers, parameters.states, strict=True):
@@ -144,6 +148,7 @@ class SharedMemoryWorker(ParameterServerWorker):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        # First of all: the waits below overwrite the model with the old shared values.
         images = [bucket.image() for bucket in self.replica.buckets]
 
         def load() -> None:

@@ -101,12 +101,14 @@ class WorkerRegistry:
 
     def barrier(self, action: Callable[[int], None]) -> None:
         """Wait for all living workers; run `action` with the barrier's number; go on when all have run theirs."""
+        # The same on all ranks: no barrier can complete, and be counted, before this rank has entered it.
         number = self.flags.value(int(self._last_barrier[0])) + 1
         self.flags.publish(int(self._entered[self._rank]), number)
         self.wait(lambda: self._missing(self._entered, number))
         action(number)
         self.flags.publish(int(self._left_barrier[self._rank]), number)
         self.wait(lambda: self._missing(self._left_barrier, number))
+        # Every rank publishes the same number, so the order in which they do does not matter.
         self.flags.publish(int(self._last_barrier[0]), number)
 
     def run_on_leader(self, barrier_number: int, action: Callable[[], None]) -> None:
@@ -116,6 +118,8 @@ class WorkerRegistry:
             if self.flags.reached(self._leader_done, barrier_number):
                 return None
             if self.is_leader:
+                # A leader lost before the publish leaves it to the next one, which runs its own `action` from the
+                # start.
                 action()
                 self.flags.publish(int(self._leader_done[0]), barrier_number)
                 return None
@@ -124,6 +128,7 @@ class WorkerRegistry:
         self.wait(remaining)
 
     def _missing(self, counters: np.ndarray, number: int) -> Awaited | None:
+        # Statuses are read anew in every check, so the wait also ends when the last missing worker is lost.
         alive = counters[self._counters[self._status] == _ALIVE]
         return None if self.flags.reached(alive, number) else (alive, number)
 
@@ -137,6 +142,7 @@ class WorkerRegistry:
             steps: the number of steps taken, for the message of `NonFiniteLoss`.
         """
         timeout_s = self._transport.timeout.total_seconds()
+        # -1 is no progress that can be: the first check starts the deadline anew.
         deadline, last_progress = time.monotonic() + timeout_s, -1
         while (awaited := remaining()) is not None:
             if self.flags.wait(*awaited, _CHECK_SECONDS):
@@ -145,6 +151,7 @@ class WorkerRegistry:
             if (progress := self.progress()) != last_progress:
                 deadline, last_progress = time.monotonic() + timeout_s, progress
             elif time.monotonic() > deadline:
+                # For the message: awaited counters, one per worker or shard, that are still too low.
                 late = np.flatnonzero(self._counters[awaited[0]] < awaited[1])
                 gone = sorted(set(range(self._transport.size)) - set(self.alive))
                 suffix = f"; ranks {', '.join(map(str, gone))} have left" if gone else ""
