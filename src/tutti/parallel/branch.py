@@ -39,7 +39,7 @@ _INVALID = -1
 """The dtype in the header of an output that cannot be sent."""
 
 _REMEDY = (
-    "the ranks of one group of branches are one worker. Leave out tutti.data.shard, or give it the world of groups "
+    "the ranks of one group of branches are one worker. Leave out tutti.shard, or give it the world of groups "
     "(see docs/branches.md), and seed random data and shuffling."
 )
 
@@ -53,7 +53,7 @@ class Branches(nn.Module):
 
     The first branch is computed by the first rank, and so on, in turn if there are more branches than ranks. If there
     are more ranks than branches, each group of as many ranks as branches is a replica with its own data: `group` and
-    `num_groups` say which, for `tutti.data.shard`. The ranks of a group must be given the same inputs.
+    `num_groups` say which, for `tutti.shard`. The ranks of a group must be given the same inputs.
 
     Args:
         branches: modules that map one tensor to one floating-point tensor.

@@ -104,7 +104,7 @@ def rank_lost_error(world_rank: int, gone: dict[int, str]) -> RankLost:
     who = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in sorted(gone.items()))
     return RankLost(
         f"rank {world_rank}: {who}. It failed (see its output), or it took fewer steps than this rank "
-        "(tutti.data.shard gives all ranks the same number).",
+        "(tutti.shard gives all ranks the same number).",
         gone,
     )
 
