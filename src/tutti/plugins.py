@@ -55,6 +55,7 @@ class Registry(Mapping[str, T]):
         return self._loaded[name]
 
     def __contains__(self, name: object) -> bool:
+        # Does not load the entry, so a broken package is reported only when its name is used.
         return name in self.built_in or name in self._plugins()
 
     def __iter__(self) -> Iterator[str]:
@@ -70,7 +71,7 @@ class Registry(Mapping[str, T]):
         return self[name]
 
     def unknown(self, name: str, kind: str | None = None, known: Mapping[str, Any] | None = None) -> UnknownName:
-        """Return the error for a name that nothing has, `known` beside this registry's names if it is given."""
+        """Return the error for an unknown name; it lists this registry's names, and those of `known`."""
         return UnknownName(kind or self.kind, name, [*self, *(known or ())], self.load_failures().values())
 
     def package_of(self, name: str) -> str | None:
@@ -82,6 +83,7 @@ class Registry(Mapping[str, T]):
         failures = {}
         for name in self._plugins():
             try:
+                # Loading it is the check; what is loaded stays loaded.
                 self[name]
             except PluginError as error:
                 failures[name] = str(error)
@@ -94,6 +96,7 @@ class Registry(Mapping[str, T]):
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:
         """Return the entry points of the group by name, without those that have the name of a built-in entry."""
+        # Scanning the metadata of all installed packages takes milliseconds, so it is done once, and not at import.
         if self._offered is None:
             offered: dict[str, list[EntryPoint]] = {}
             for point in entry_points(group=self.group):
@@ -109,6 +112,7 @@ class Registry(Mapping[str, T]):
         return self._offered
 
     def _load_plugin(self, name: str) -> T:
+        """Import the entry that a package offers. Raises `PluginError` if there are several, or it is wrong."""
         points = self._plugins()[name]
         # One package can be found twice, installed and on the path: that is no conflict.
         if len({(_package(point), point.value) for point in points}) > 1:
@@ -117,6 +121,7 @@ class Registry(Mapping[str, T]):
         point = points[0]
         try:
             entry = point.load()
+        # Anything may go wrong in another package's import: the message must name that package.
         except Exception as error:
             raise PluginError(
                 f"{_package(point)} offers the {self.kind} '{name}' and failed to load ({point.value}): "

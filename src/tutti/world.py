@@ -25,22 +25,23 @@ class World:
     transport: Transport
     """Connects it to the other ranks."""
     sample_counts: SampleCounts = field(default_factory=SampleCounts, repr=False)
-    """What `shard` has given out, for the weights of gradients."""
+    """The samples that `shard` has given out, from which gradients get their weights."""
     strategy: Strategy | None = None
     """The strategy that the launcher was given (`tutti run --strategy`), which overrules the script's."""
     leave: Callable[[], None] = field(default=lambda: None, repr=False)
-    """Tells the other ranks that this one leaves."""
+    """Announces to the other ranks that this one leaves."""
     tolerate_loss: Callable[[bool], None] = field(default=lambda yes: None, repr=False)
-    """Tells the launcher whether the others go on training if this rank is lost."""
+    """Informs the launcher whether the others continue training if this rank is lost."""
 
     def close(self) -> None:
         """Leave the world: peers that still wait for this rank get an error. `tutti.init` may follow. Idempotent."""
-        self.leave()
+        self.leave()  # Before the transport closes: peers then see that it left, and not that it was lost.
         self.transport.close()
         if _current.get() is self:
             _current.set(None)
 
 
+# Per thread: simulated ranks, and ranks of tests, are threads of one process.
 _current: ContextVar[World | None] = ContextVar("tutti_world", default=None)
 
 

@@ -122,7 +122,7 @@ def test_each_rank_computes_its_own() -> None:
     def work(world: World) -> list[int]:
         branches = Branches([Noted(world.rank, number) for number in range(3)], world.transport)
         assert len(branches(*torch.ones(3, 4, 2))) == 3
-        return branches.mine
+        return branches.local_branches
 
     assert run_ok(work, size=2, transport="shared_memory") == [[0, 2], [1]]
     assert calls == {(0, 0): 1, (0, 2): 1, (1, 1): 1}

@@ -100,3 +100,24 @@ def test_smaller_buckets_hide_more() -> None:
         steps[num_bytes] = next(iter(scaling(case, [4]))).step_s
     computing_s = 32 * 4e-3
     assert steps[4 * 2**20] - computing_s < 0.6 * (steps[2**30] - computing_s)
+
+
+class TwoDtypes(nn.Module):
+    """A half-precision layer between two others: its bucket fills while that of the others does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.middle.half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x).half()).float())
+
+
+def test_buckets_of_two_dtypes_are_all_exchanged() -> None:
+    case = ScalingCase(
+        model=TwoDtypes, cluster=CLUSTER, strategy=parse("ring"), batch_size=ROWS, steps=STEPS, sample=(8,)
+    )
+    (result,) = scaling(case, [2])
+    # A ring of two sends as many bytes as there are: two buckets with a flag per gradient, and both weights.
+    assert result.bytes_per_worker == 4 * (2 * 64 + 2) + 2 * (64 + 1) + 8 * 2

@@ -198,7 +198,7 @@ MODELS: dict[str, Callable[[], Problem]] = {
 def test_layers_of_every_kind_in_pieces(make: Callable[[], Problem], caplog: pytest.LogCaptureFixture) -> None:
     _assert_as_alone(make(), Mesh(tensor=2), steps=5)
     if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):  # Earlier ones gather more.
-        assert ("gathers what" in caplog.text) == (make is MODELS["what pieces do not allow"])
+        assert ("gathers the inputs of" in caplog.text) == (make is MODELS["what pieces do not allow"])
 
 
 def test_a_traced_model_in_stages_and_pieces() -> None:
@@ -404,10 +404,10 @@ REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
     "a batch unlike the example": (PIPED, SQUARE, X, r"rank .: a batch of 6 samples, and this pipeline takes 8"),
     "nothing to split": (Mesh(tensor=2), nn.LayerNorm(8), X, r"none of the model's layers can be split over 2 ranks"),
     "what pieces do not allow": (
-        Mesh(tensor=2), Mixed(in_place=True), X, r"the model cannot be computed in pieces over 2 ranks"
+        Mesh(tensor=2), Mixed(in_place=True), X, r"the model cannot be computed on shards over 2 ranks"
     ),
     "nor uneven ones": (
-        Mesh(tensor=2), nn.Sequential(Mixed(True, 9)), X, r"layer '0' \(Mixed\) cannot be computed in pieces over"
+        Mesh(tensor=2), nn.Sequential(Mixed(True, 9)), X, r"layer '0' \(Mixed\) cannot be computed on shards over"
     ),
     "an example that does not fit": (PIPED, SQUARE, torch.randn(8, 7), r"could not be run one after the other on the"),
 }  # fmt: skip
@@ -604,7 +604,7 @@ def test_what_would_let_whole_layers_differ_is_refused() -> None:
     compressed = AllReduce(codec=ErrorFeedback(TopK(0.01)))
     for strategy in (compressed, ParameterServer(Async())):
         for message in run_ok(_refused, strategy, model, size=4, transport="sockets"):
-            assert "would let copies of layers that are whole on every rank differ (2)" in message
+            assert "would let copies of replicated layers differ between ranks (2)" in message
 
 
 def _loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -685,7 +685,7 @@ def _factored(model: nn.Module) -> torch.optim.Optimizer:
 REFUSED_OPTIMIZERS: list[tuple[Mesh, Callable[[nn.Module], torch.optim.Optimizer], str]] = [
     (Mesh(tensor=2), lambda it: torch.optim.Adafactor(it.parameters()), r"Adafactor looks at .* tensor=2: use SGD"),
     (PIPED, lambda it: torch.optim.LBFGS(it.parameters()), r"LBFGS looks at .* with pipe=2: use SGD"),
-    (Mesh(tensor=2), _factored, r"SGD remembers 'rows' of shape \(9,\) for parameter '0.weight'"),
+    (Mesh(tensor=2), _factored, r"SGD keeps state 'rows' of shape \(9,\) for parameter '0.weight'"),
 ]
 
 

@@ -21,6 +21,7 @@ def normalised(given: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
     mistakes.need(ranks is None or is_count(ranks), f"ranks_per_host must be 1 or more, got {ranks!r}")
     mistakes.need(is_count(seed, -math.inf), f"seed must be a whole number, got {seed!r}")
     jitter = given["jitter"]
+    # A plain number is the spread of log-normal jitter.
     if isinstance(jitter, (int, float)):
         jitter = mistakes.attempt(partial(Jitter, jitter))
     optional, needed = {"link": Link, "jitter": Jitter, "pauses": Pauses}, {"within": Link, "compute": Compute}
@@ -79,6 +80,7 @@ def _links(given: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes)
         for name in dict.fromkeys(key):
             if not _is_there(name, hosts):
                 mistakes.need(False, f"links between {one} and {two}: no host is named '{name}'{_hint(name, hosts)}")
+        # A pair may be given in both orders, as long as both links are equal.
         same = links.setdefault(pair(one, two), link) == link
         mistakes.need(same, f"links between {one} and {two} differ: {links[pair(one, two)]} and {link}")
     return links
@@ -87,6 +89,7 @@ def _links(given: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes)
 def _is_there(name: str, hosts: int | tuple[Host, ...] | None) -> bool:
     if isinstance(hosts, tuple):
         return any(host.name == name for host in hosts)
+    # Hosts that are given by their number have these names.
     match = re.fullmatch(r"host(0|[1-9][0-9]{0,8})", name)
     return match is not None and (hosts is None or int(match[1]) < hosts)
 

@@ -34,7 +34,7 @@ class Cluster:
     tiers: tuple[Tier, ...] = ()
     """Levels of switches, from the hosts up."""
     compute: Compute = _COMPUTE
-    """How long a rank of speed 1 computes."""
+    """Computing time of a rank of speed 1."""
     slow: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Factors by rank: a rank with 2.0 takes twice as long to compute."""
     jitter: Jitter | None = None
@@ -48,7 +48,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         mistakes = Mistakes()
-        for name, value in normalised(vars(self), mistakes).items():
+        for name, value in normalised(vars(self), mistakes).items():  # The dataclass is frozen.
             object.__setattr__(self, name, value)
         mistakes.report()
 
@@ -59,7 +59,7 @@ class Cluster:
         """
         mistakes = Mistakes()
         mistakes.need(is_count(workers), f"workers must be 1 or more, got {workers!r}")
-        mistakes.report()
+        mistakes.report()  # At once: the checks below need a number.
         for what, ranks in (("slow", self.slow), ("failures", self.failures)):
             absent = ", ".join(str(rank) for rank in sorted(ranks) if rank >= workers)
             mistakes.need(not absent, f"{what} names rank {absent}, but the ranks are 0 to {workers - 1}")
@@ -68,6 +68,7 @@ class Cluster:
         held = sum(counts)
         mistakes.need(held == workers, f"{workers} ranks are more than the hosts of '{self.name}' hold, {held}")
         mistakes.report()
+        # Hosts without a rank are dropped; each other one is repeated for every rank that it holds.
         filled = (replace(host, ranks=host.ranks or count) for host, count in zip(hosts, counts, strict=True) if count)
         return tuple(chain.from_iterable(map(repeat, filled, filter(None, counts))))
 
@@ -75,13 +76,14 @@ class Cluster:
         """Return the link from one host to another, without the latency of tiers; None if they are not joined."""
         if one.name == two.name:
             return self.within
-        own = [one.link or self.link, two.link or self.link]
+        cards = [one.link or self.link, two.link or self.link]
         path = self.links.get(pair(one.name, two.name))
-        if path is None and None in own:
+        if path is None and None in cards:
             return None
-        there = [link for link in (*own, path) if link is not None]
-        latency_s = path.latency_s if path is not None else max(link.latency_s for link in there)
-        return Link(min(link.bits_per_s for link in there), latency_s)
+        links = [link for link in (*cards, path) if link is not None]
+        # The slowest part limits the rate. A path's latency is end to end; cards' latencies are not added to it.
+        latency_s = path.latency_s if path is not None else max(link.latency_s for link in links)
+        return Link(min(link.bits_per_s for link in links), latency_s)
 
     def speed_of(self, rank: int, host: Host) -> float:
         """Return the speed of a rank, relative to `compute`."""
@@ -90,7 +92,7 @@ class Cluster:
     @classmethod
     def load(cls, text: str | Path) -> "Cluster":
         """Return a preset by its name, or the cluster that a TOML file describes."""
-        from tutti.cluster.files import load
+        from tutti.cluster.files import load  # It imports this module.
 
         return load(text)
 
@@ -128,7 +130,7 @@ class Cluster:
         words = "as many hosts as it takes" if number is None else _counted(number, "host")
         words += "" if self.ranks_per_host is None else f" of {_counted(self.ranks_per_host, 'rank')}"
         if number != 1:  # A single host has no network.
-            words += f", each on {self.link}" if self.link is not None else ", joined only as said below"
+            words += f", each on {self.link}" if self.link is not None else ", joined only by the links below"
         return words + "".join(f"\n  {_in_words(host, alone=number == 1)}" for host in named)
 
 
@@ -138,7 +140,7 @@ def _counted(number: int, what: str) -> str:
 
 def _in_words(host: Host, alone: bool) -> str:
     """Describe a host, as far as it differs from the rest."""
-    own = [] if host.ranks is None else [_counted(host.ranks, "rank")]
-    own += [] if host.link is None or alone else [f"on {host.link}"]
-    own += [] if host.speed == 1 else [f"speed {host.speed:g}"]
-    return f"{host.name}: {', '.join(own)}" if own else host.name
+    parts = [] if host.ranks is None else [_counted(host.ranks, "rank")]
+    parts += [] if host.link is None or alone else [f"on {host.link}"]
+    parts += [] if host.speed == 1 else [f"speed {host.speed:g}"]
+    return f"{host.name}: {', '.join(parts)}" if parts else host.name

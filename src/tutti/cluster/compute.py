@@ -1,4 +1,4 @@
-"""Compute times: `Compute` (how fast ranks are), `Jitter` and `Pauses` (how unevenly)."""
+"""Compute times: `Compute` (the speed of ranks), `Jitter` and `Pauses` (its random variation)."""
 
 import math
 import random
@@ -13,14 +13,14 @@ from tutti.errors import UnknownName
 Shape = Literal["lognormal", "uniform", "exponential"]
 
 _LEAST = 1e-9
-"""Least factor of jitter: no step takes no time at all."""
+"""Least factor of jitter: every step takes some time."""
 _MOST = 5
 """Largest spread of log-normal jitter. A larger one is taken for a percentage that was meant as a share."""
 
 
 @dataclass(frozen=True, init=False)
 class Compute:
-    """How long computing takes on a rank of speed 1."""
+    """The computing time of a rank of speed 1."""
 
     flops: float
     """FLOP/s that the model reaches in fact; used where `sample_s` is None."""
@@ -38,7 +38,7 @@ class Compute:
         step_s: Duration = 0.0,
         forward: float = 1 / 3,
     ) -> None:
-        """Make it from numbers or texts, such as "100gflops" and "2ms"."""
+        """Make compute times from numbers, or from texts such as "100gflops" and "2ms"."""
         mistakes = Mistakes()
         sample = None if sample_s is None else mistakes.attempt(lambda: parse_time(sample_s), "a sample's time: ")
         object.__setattr__(self, "flops", mistakes.attempt(lambda: parse_speed(flops), "flops: "))
@@ -71,6 +71,7 @@ class Jitter:
         if self.shape not in shapes:
             mistakes.need(False, str(UnknownName("shape of jitter", str(self.shape), shapes)).rstrip("."))
         if self.shape == "uniform":
+            # `not ... >=`: a NaN was reported above, and is not reported twice.
             mistakes.need(not spread * math.sqrt(3) >= 1, f"uniform jitter's spread must be below 0.577, got {spread}")
         if self.shape == "lognormal":
             mistakes.need(
@@ -84,11 +85,14 @@ class Jitter:
     def draw(self, rng: random.Random) -> float:
         """Return a random factor above 0."""
         if self.shape == "uniform":
+            # A uniform distribution on [1 - w, 1 + w] has the standard deviation w / √3.
             width = math.sqrt(3) * self.spread
             factor = rng.uniform(1 - width, 1 + width)
         elif self.shape == "exponential":
+            # An exponential of mean and deviation `spread`, shifted to the mean 1.
             factor = 1 - self.spread + self.spread * rng.expovariate(1)
         else:
+            # σ² = ln(1 + spread²) and μ = -σ² / 2 give the mean 1 and the deviation `spread`.
             variance = 2 * math.log(math.hypot(1, self.spread))
             factor = rng.lognormvariate(-variance / 2, math.sqrt(variance))
         return max(factor, _LEAST)
@@ -107,7 +111,7 @@ class Pauses:
     """Mean length of a pause."""
 
     def __init__(self, every_s: Duration, length_s: Duration) -> None:
-        """Make it from seconds, or texts such as "10s" and "200ms"."""
+        """Make pauses from seconds, or from texts such as "10s" and "200ms"."""
         mistakes = Mistakes()
         for name, given in (("every_s", every_s), ("length_s", length_s)):
             seconds = mistakes.attempt(partial(parse_time, given), f"{name.removesuffix('_s')}: ")

@@ -51,6 +51,7 @@ def read(text: str, source: str) -> Cluster:
         if key in table and (made := part(table[key], key, mistakes)) is not _REFUSED:
             given[name] = made
     mistakes.need(not {"hosts", "host"} <= table.keys(), "give either hosts or [[host]], not both")
+    # Made even after mistakes, from the parts that are right: it reports what is wrong with those.
     cluster = mistakes.attempt(partial(Cluster, **given))
     mistakes.report(f"{source}:")
     assert cluster is not None
@@ -99,13 +100,15 @@ class _Form:
         _check_keys(table, self.arguments, f"{where}: ", mistakes)
         missing = [key for key in self.needed if key not in table]
         mistakes.need(not missing, f"{where} needs {' and '.join(missing)}")
-        whole = {**self.needed, **table}
-        given = {self.arguments[key]: value for key, value in whole.items() if key in self.arguments}
+        completed = {**self.needed, **table}
+        given = {self.arguments[key]: value for key, value in completed.items() if key in self.arguments}
         made = mistakes.attempt(partial(self.make, **given), f"{where}: ")
+        # Made from a stand-in, it served to check the other keys only.
         return _REFUSED if made is None or missing else made
 
 
 def _path(hosts: Any, rate: Any, latency: Any = 0.0) -> tuple[tuple[str, str], Link | None]:
+    """Return the two hosts and the link of a [[between]] table."""
     mistakes = Mistakes()
     two = isinstance(hosts, list) and len(hosts) == 2 and all(isinstance(name, str) for name in hosts)
     mistakes.need(two, f'hosts must be two names, such as ["host0", "host1"], got {hosts!r}')
@@ -136,11 +139,11 @@ def _read_jitter(value: Any, where: str, mistakes: Mistakes) -> Any:
 
 def _read_hosts(value: Any, where: str, mistakes: Mistakes) -> Any:
     hosts = []
-    for place, table in _tables(value, where, mistakes):
+    for location, table in _tables(value, where, mistakes):
         given = dict(table)
-        if "link" in given and (link := _LINK.read(given.pop("link"), f"{place} link", mistakes)) is not _REFUSED:
+        if "link" in given and (link := _LINK.read(given.pop("link"), f"{location} link", mistakes)) is not _REFUSED:
             given["link"] = link
-        host = _HOST.read(given, place, mistakes)
+        host = _HOST.read(given, location, mistakes)
         if host is _REFUSED and is_name(given.get("name")):  # So that links which name it are still checked.
             host = Host(name=given["name"])
         hosts += [] if host is _REFUSED else [host]
@@ -148,16 +151,16 @@ def _read_hosts(value: Any, where: str, mistakes: Mistakes) -> Any:
 
 
 def _read_tiers(value: Any, where: str, mistakes: Mistakes) -> Any:
-    tiers = [_TIER.read(table, place, mistakes) for place, table in _tables(value, where, mistakes)]
+    tiers = [_TIER.read(table, location, mistakes) for location, table in _tables(value, where, mistakes)]
     return tuple(tier for tier in tiers if tier is not _REFUSED)
 
 
 def _read_between(value: Any, where: str, mistakes: Mistakes) -> Any:
     links: dict[tuple[str, str], Link] = {}
-    for place, table in _tables(value, where, mistakes):
-        if (path := _PATH.read(table, place, mistakes)) is not _REFUSED:
+    for location, table in _tables(value, where, mistakes):
+        if (path := _PATH.read(table, location, mistakes)) is not _REFUSED:
             names, link = path
-            mistakes.need(names not in links, f"{place}: {names[0]} and {names[1]} are joined before")
+            mistakes.need(names not in links, f"{location}: {names[0]} and {names[1]} are joined before")
             links[names] = link
     return links
 
@@ -166,6 +169,7 @@ def _read_by_rank(value: Any, where: str, mistakes: Mistakes) -> Any:
     if not isinstance(value, dict):
         mistakes.need(False, f"{where} must be a table by rank, got {value!r}")
         return _REFUSED
+    # TOML keys are texts. Only canonical decimals count, so that "1" and "01" cannot name the same rank.
     ranks = [key for key in value if key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key]
     for key in (key for key in value if key not in ranks):
         mistakes.need(False, f"{where}: {key!r} is not a rank")

@@ -75,5 +75,6 @@ def share(workers: int, holds: Sequence[int | None]) -> list[int]:
         left -= counts[-1]
     free = [index for index, hold in enumerate(holds) if hold is None]
     for position, index in enumerate(free):
+        # As evenly as possible: the first hosts take one more where it does not divide.
         counts[index] = left // len(free) + (position < left % len(free))
     return counts

@@ -58,5 +58,5 @@ def number(value: Any) -> float:
         return math.nan
     try:
         return float(value)
-    except OverflowError:
+    except OverflowError:  # An int beyond the largest float.
         return math.inf

@@ -46,8 +46,9 @@ def bucket_loads(profile: Profile, bucket_bytes: int, exact_below: int = 0) -> t
     kinds: dict[Kind, list[Slot]] = {}
     for slot in slots:
         kinds.setdefault(kind_of(slot.tensor), []).append(slot)
-    alone = SingleRankTransport()
-    memories = {kind: Memory(alike, alone, True, exact_below) for kind, alike in kinds.items()}
+    # A replica's own code cuts them, with sizes only, so that the cost model has exactly the buckets of a run.
+    transport = SingleRankTransport()
+    memories = {kind: Memory(group, transport, True, exact_below) for kind, group in kinds.items()}
     ready = {gradient.name: gradient.ready_s for gradient in profile.gradients}
     return tuple(_load(bucket, ready) for bucket in cut_buckets((slots, []), memories, bucket_bytes))
 
@@ -61,21 +62,25 @@ def exposed_seconds(loads: Sequence[BucketLoad], seconds: Sequence[float], begin
     """
     end_s = begin_s
     for load, bucket_s in zip(loads, seconds, strict=True):
+        # A bucket begins when it is full and the one before has arrived.
         end_s = max(end_s, load.ready_s) + bucket_s
     return max(0.0, end_s - backward_s)
 
 
 def meta_tensor(gradient: Gradient) -> torch.Tensor:
     """Return a tensor of the gradient's shape and element size, without values."""
+    # A gradient without elements has no size per element; any dtype will do.
     itemsize = gradient.num_bytes // max(1, prod(gradient.shape))
     return torch.empty(gradient.shape, dtype=_DTYPES.get(itemsize, torch.float32), device="meta")
 
 
 def _load(bucket: Bucket, ready: dict[str, float]) -> BucketLoad:
+    """Return the load of a bucket; `ready` is when each gradient is complete, in seconds, by name."""
     numel = bucket.values.numel()
     layout = tuple(
         (start, tuple(slot.tensor.shape))
         for start, slot in zip(bucket.starts, bucket.slots, strict=True)
+        # Slots behind the compressible part are small, and sent exactly.
         if start < numel
     )
     return BucketLoad(

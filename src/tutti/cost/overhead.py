@@ -28,8 +28,10 @@ class Overhead:
 
     def seconds(self, cost: CommunicationCost) -> float:
         """Return the seconds per step that come on top of `cost.exposed_s`."""
+        # Time on the wire that is not exposed, so that computation runs meanwhile on the same cores.
         hidden_s = max(0.0, cost.wire_s - max(0.0, cost.exposed_s - cost.coding_s))
         exchanging_s = self.exchange_s * cost.num_exchanges + self.bucket_s * cost.num_buckets
+        # `cost` already contains the coding time once, at the codec's own speed.
         return exchanging_s + (self.coding_factor - 1) * cost.coding_s + self.contention * hidden_s
 
     def slowed(self, factor: float) -> "Overhead":

@@ -41,10 +41,11 @@ class Placement:
         blocking, latency_s = _through_switches(cluster, len(hosts))
         link = cluster.within if len(hosts) == 1 else _slowest(cluster, hosts)
         link = link if len(hosts) == 1 else Link(link.bits_per_s, link.latency_s + latency_s)
+        # Ranks of one host share its link; oversubscribed switches divide it further.
         share = 1.0 if len(hosts) == 1 else max(per_host.values()) * blocking
-        alike = len({host.link for host in hosts}) == 1 and not cluster.links and blocking == 1
-        settled = cluster.jitter is None and cluster.pauses is None and not cluster.failures and len(speeds) == 1
-        flat = len(hosts) == 1 or max(per_host.values()) == 1
+        equal_links = len({host.link for host in hosts}) == 1 and not cluster.links and blocking == 1
+        steady = cluster.jitter is None and cluster.pauses is None and not cluster.failures and len(speeds) == 1
+        single_level = len(hosts) == 1 or max(per_host.values()) == 1
         return cls(
             num_ranks=num_ranks,
             num_hosts=len(hosts),
@@ -52,7 +53,7 @@ class Placement:
             shared_link=Link(link.bits_per_s / share, link.latency_s),
             within=cluster.within,
             slowness=1 / min(speeds),
-            uniform=flat and settled and (alike or len(hosts) == 1),
+            uniform=single_level and steady and (equal_links or len(hosts) == 1),
         )
 
     def link_with_senders(self, num_senders: float) -> Link:
@@ -83,6 +84,7 @@ def restricted_to(cluster: Cluster, num_ranks: int) -> Cluster:
 def _through_switches(cluster: Cluster, num_hosts: int) -> tuple[float, float]:
     """Return the factor by which switches divide the rate of each of `num_hosts` hosts, and the latency they add."""
     sizes = [prod(tier.size for tier in cluster.tiers[: level + 1]) for level in range(len(cluster.tiers))]
+    # A tier joins that many hosts. More hosts than that must send through the switch above it.
     passed = [tier for tier, size in zip(cluster.tiers, sizes, strict=True) if num_hosts > size]
     return prod(tier.oversubscription for tier in passed), sum(tier.latency_s for tier in passed)
 

@@ -18,6 +18,7 @@ def with_batch(profile: Profile, num_samples: int) -> Profile:
     """
     factor = num_samples / profile.num_samples
     activations = sum(layer.activation_bytes for layer in profile.layers)
+    # Only activations depend on the batch; parameters, gradients and optimiser state stay.
     peak_bytes = max(0, profile.peak_bytes + round(activations * (factor - 1)))
     layers = tuple(_with_larger_batch(layer, factor) for layer in profile.layers)
     return _stretched(replace(profile, num_samples=num_samples, peak_bytes=peak_bytes, layers=layers), factor)

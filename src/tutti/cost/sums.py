@@ -42,6 +42,7 @@ def all_reduce_cost(algorithm: str, num_bytes: float, placement: Placement) -> S
     if algorithm == "cheapest":
         return min((all_reduce_cost(name, num_bytes, placement) for name in _CHOICES), key=lambda cost: cost.wire_s)
     if algorithm in ("native", "hierarchical") and placement.two_levels:
+        # Three sums in sequence: in each host's memory, between the hosts' leaders, and back in memory.
         across = _cheapest(placement.num_hosts, num_bytes, placement.link)
         return across._replace(wire_s=across.wire_s + 2 * _in_memory(num_bytes, placement))
     if algorithm in ("native", "hierarchical") and placement.num_hosts == 1:
@@ -72,15 +73,19 @@ def compressed_sum_cost(load: BucketLoad, codec: Codec, placement: Placement) ->
 
 
 def _compressed(load: BucketLoad, codec: Codec, num_ranks: int, placement: Placement) -> SumCost:
+    """Return the cost of a compressed sum over `num_ranks` ranks, or leaders of hosts."""
     method, others = compressed_sum_for(codec), num_ranks - 1
+    # Between hosts only the leaders send, so no ranks of a host share its link.
     link = placement.link if placement.two_levels else placement.shared_link
     if method is LinearSum:
         return _in_rounds(load, codec, num_ranks, link)
     packet = codec.packet_bytes(load.numel, load.groups)
     if method is GatheredSum:  # Every rank sends its packet to every other.
+        # Sparse packets differ in length, so each is preceded by its length.
         num_bytes: float = others * (_LENGTH_BYTES + aligned(load.exact_bytes) + packet)
         times, coding_s = 1, coding_seconds(codec.speed, load.numel, 1, num_ranks)
     else:  # Parts go to their owners, and the sums of parts come back.
+        # Each part has a header of its own; everything else is divided by the number of ranks.
         num_bytes = 2 * others * (HEADER.size + (packet - HEADER.size + load.exact_bytes) / num_ranks)
         times, coding_s = 2, coding_seconds(codec.speed, load.numel, 1, 2 * others / num_ranks)
     return SumCost(num_bytes, num_bytes * link.seconds_per_byte, times * link.latency_s, coding_s)
@@ -88,6 +93,7 @@ def _compressed(load: BucketLoad, codec: Codec, num_ranks: int, placement: Place
 
 def _in_rounds(load: BucketLoad, codec: Codec, num_ranks: int, link: Link) -> SumCost:
     """Return the cost of a linear codec: small sums one after another, each by the cheapest algorithm."""
+    # In float32 elements. The exact values travel with the first round.
     first, *later = cast(LinearCodec, codec).round_sizes(load.layout)
     sizes = [4 * first + load.exact_bytes, *(4 * size for size in later)]
     costs = [_cheapest(num_ranks, size, link) for size in sizes]
@@ -97,6 +103,7 @@ def _in_rounds(load: BucketLoad, codec: Codec, num_ranks: int, link: Link) -> Su
 
 def _cheapest(num_ranks: int, num_bytes: float, link: Link) -> SumCost:
     """Return the cost of the algorithm that ranks choose for a typical link, on the given link."""
+    # Chosen by the typical link, as ranks choose: they must agree without knowing their links. Priced on the real one.
     best = min(_ACROSS, key=lambda collective: collective.cost(num_ranks, num_bytes, TYPICAL_LINK))
     return SumCost(_sent(best.name, num_bytes, num_ranks), best.cost(num_ranks, num_bytes, link))
 
@@ -104,6 +111,7 @@ def _cheapest(num_ranks: int, num_bytes: float, link: Link) -> SumCost:
 def _tree_s(num_bytes: float, placement: Placement) -> float:
     """Return the seconds of a reduction tree and a broadcast: half of the ranks send, then a quarter, at last one."""
     levels = range(1, ceil(log2(placement.num_ranks)) + 1)
+    # Up and down again. The fewer ranks send at a level, the more of what they share does each have.
     return 2 * sum(
         placement.link_with_senders(ceil(placement.num_ranks / 2**level)).seconds(num_bytes) for level in levels
     )

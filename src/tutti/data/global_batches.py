@@ -30,6 +30,7 @@ class GlobalBatches(Sampler[list[int]]):
     def __init__(self, num_samples: int, batch_size: int, num_parts: int, seed: int) -> None:
         self.num_samples = num_samples
         self.num_parts = num_parts
+        # Ends of all batches but the last, which takes the remainder: hence no cut within `batch_size` of the end.
         self._cuts = list(range(batch_size, num_samples - batch_size + 1, batch_size))
         self._generator = torch.Generator().manual_seed(seed)
         if num_parts > (smallest := min(batch_size, num_samples)):
@@ -41,6 +42,7 @@ class GlobalBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(self.num_samples, generator=self._generator)
         for batch in order.tensor_split(self._cuts):
+            # Consecutive parts of one batch: `shard` gives each rank one of them, so that they form one step.
             yield from (part.tolist() for part in batch.tensor_split(self.num_parts))
 
     def __len__(self) -> int:

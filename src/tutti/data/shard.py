@@ -22,6 +22,7 @@ from tutti.world import World
 from tutti.world import world as current_world
 
 Batch = list[int]
+"""Indices of the samples of one batch on one rank."""
 
 
 def shard(
@@ -39,6 +40,7 @@ def shard(
     world = world or current_world()
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         return ShardedLoader(data, seed, world)
+    # An IterableDataset may have a length too, but its items come in its own order only.
     map_style = hasattr(data, "__getitem__") and isinstance(data, Sized)
     if map_style and not isinstance(data, DataLoader | IterableDataset):
         return ShardedDataset(data, seed, world)
@@ -53,9 +55,10 @@ def divide_batches(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]
     Each `num_ranks` consecutive batches are one step. Samples of batches that are left over at the end are split
     evenly; where they are fewer than the ranks, they join the step before.
     """
-    whole = len(batches) // num_ranks * num_ranks
-    steps = [list(batches[start : start + num_ranks]) for start in range(0, whole, num_ranks)]
-    pool = [index for batch in batches[whole:] for index in batch]
+    num_in_full_steps = len(batches) // num_ranks * num_ranks
+    steps = [list(batches[start : start + num_ranks]) for start in range(0, num_in_full_steps, num_ranks)]
+    pool = [index for batch in batches[num_in_full_steps:] for index in batch]
+    # A rank without a sample would take no part in the last step, for which the others would wait.
     if pool and len(pool) < num_ranks and steps:
         pool = [index for batch in steps.pop() for index in batch] + pool
     if pool:
@@ -66,11 +69,12 @@ def divide_batches(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]
 
 def _split(pool: Batch, num_parts: int) -> list[Batch]:
     size, extra = divmod(len(pool), num_parts)
-    starts = [part * size + min(part, extra) for part in range(num_parts + 1)]
+    starts = [part * size + min(part, extra) for part in range(num_parts + 1)]  # The first `extra` parts have one more.
     return [pool[start:stop] for start, stop in pairwise(starts)]
 
 
 def _shuffled(num_samples: int, seed: int, epoch: int) -> Batch:
+    # The multiplier keeps epochs of neighbouring seeds apart: seed 0, epoch 1 is not seed 1, epoch 0.
     generator = torch.Generator("cpu").manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(num_samples, generator=generator, device="cpu").tolist()
 
@@ -130,9 +134,11 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         _refuse_servers(self._world)
+        # The loader was built once, and reads this list at the start of every epoch.
         self._rank_batches.batches = self._divide(self._epoch_batches())
         self._epoch += 1
         sizes = [len(batch) for batch in self._rank_batches.batches]
+        # Sizes are known from the indices, whatever the collate function makes of the samples.
         return _counted(iter(self._loader), iter(sizes), self._world.sample_counts)
 
     def __len__(self) -> int:
@@ -153,7 +159,7 @@ class ShardedLoader:
         """Return the number of steps: exact for a sampler, the most there can be for a batch sampler of the user's."""
         if self._source.batch_size is not None:
             return len(self._divide(self._batched(list(range(len(self._source.sampler))))))  # type: ignore[arg-type]
-        return -(-len(self._source) // self._world.size)
+        return -(-len(self._source) // self._world.size)  # Rounded up: a last, incomplete step may be joined.
 
     def _epoch_batches(self) -> Sequence[Batch]:
         """Return the batches of all ranks in this epoch, the same list on every rank."""
@@ -183,6 +189,7 @@ def _is_plain(loader: DataLoader[Any], kind: type) -> bool:
         or getattr(sampler, "data_source", None) is not loader.dataset
     ):
         return False
+    # With replacement, or of another length, it is not a permutation of the dataset.
     return not isinstance(sampler, RandomSampler) or not (sampler.replacement or sampler._num_samples)
 
 
@@ -206,6 +213,7 @@ def _rebuilt(loader: DataLoader[Any], batches: _RankBatches) -> DataLoader[Any]:
 
 def _counted(items: Iterator[Any], sizes: Iterator[int], sample_counts: SampleCounts) -> Iterator[Any]:
     for item, size in zip(items, sizes, strict=True):
+        # Just before the batch is used: the loader's prefetching must not count batches ahead of time.
         sample_counts.record_batch(size)
         yield item
 
@@ -228,6 +236,7 @@ class ShardedDataset:
         return _in_turn(enumerate(order), self._world, self._dataset.__getitem__)
 
     def __len__(self) -> int:
+        # In training all ranks have as many items as the longest: the last one of some has weight 0 (`_in_turn`).
         num_items = len(range(self._world.rank, len(self._dataset), self._world.size))
         return -(-len(self._dataset) // self._world.size) if self._world.sample_counts.in_training else num_items
 
@@ -256,15 +265,16 @@ def _in_turn(items: Iterator[tuple[int, Any]], world: World, get: Callable[[Any]
     Where the number of items is not a multiple of the ranks, some ranks run out one item early. In training, such a
     rank gets its last item once more with weight 0: it contributes nothing, but takes part in the others' last step.
     """
-    number, mine = -1, []
+    number, local = -1, []  # `local` holds this rank's last item, if it has had one.
     for number, item in items:
         if number % world.size == world.rank:
-            mine = [get(item)]
-            world.sample_counts.record_batch(num_rows(mine))
-            yield mine[0]
+            local = [get(item)]  # Items of other ranks are not even loaded.
+            world.sample_counts.record_batch(num_rows(local))
+            yield local[0]
+    # Only known after the last item: an iterable need not have a length.
     _refuse_empty(number + 1)
     _refuse_too_few(number + 1, world.size)
     left_over = (number + 1) % world.size
-    if mine and left_over and world.rank >= left_over and world.sample_counts.in_training:
+    if local and left_over and world.rank >= left_over and world.sample_counts.in_training:
         world.sample_counts.record_batch(0)
-        yield mine[0]
+        yield local[0]

@@ -18,7 +18,7 @@ APPLY = "apply"
 
 COMPUTE = "compute"
 WAIT = "wait"
-"""COMPUTE and WAIT: what a simulated rank does with its time."""
+"""COMPUTE and WAIT: a simulated rank computes, or waits for others."""
 
 
 class Event(NamedTuple):
@@ -62,7 +62,7 @@ class EventLog:
 
 
 class Strip:
-    """How time was divided between a few kinds of use, in a fixed number of bins that widen as time goes on."""
+    """The division of time between a few kinds of use, in a fixed number of bins that widen as time goes on."""
 
     def __init__(self, kinds: tuple[str, ...], num_bins: int = 256) -> None:
         self.kinds = kinds
@@ -77,13 +77,16 @@ class Strip:
             return
         row = self.seconds[kind]
         while stop_s > self.bin_s * len(row):
+            # The time does not fit: add up pairs of bins in the first half, clear the second, and double the width.
             self.seconds[:, : len(row) // 2] = self.seconds.reshape(len(self.kinds), -1, 2).sum(2)
             self.seconds[:, len(row) // 2 :] = 0
             self.bin_s *= 2
+        # The end of the last bin belongs to it: hence the minimum.
         first, last = int(start_s / self.bin_s), min(int(stop_s / self.bin_s), len(row) - 1)
         if first == last:
             row[first] += stop_s - start_s
             return
+        # A part of the first bin, whole bins between, a part of the last.
         row[first] += (first + 1) * self.bin_s - start_s
         row[first + 1 : last] += self.bin_s
         row[last] += stop_s - last * self.bin_s

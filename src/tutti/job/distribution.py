@@ -54,6 +54,7 @@ def distribute(
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh must be a tutti.Mesh(data=..., tensor=..., pipe=...), got {mesh!r}.")
     world = world or initialised_world()
+    # Mistakes are collected, not raised: every rank has to reach `check_alike`, which raises them on all ranks alike.
     strategy, mistakes = _chosen(strategy, world)
     mistakes += _mistakes(model, optimizer, strategy)
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
@@ -62,17 +63,18 @@ def distribute(
     if mesh is not None:
         mistakes += mesh_mistakes(model, optimizer, mesh, strategy, world.size, example)
     check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
+    # Before a mesh splits the model: until then all ranks have the same tensors.
     take_from_rank_0(model, optimizer, world.transport)
-    before, model_on_mesh = world, None
+    previous_world, model_on_mesh = world, None
     if mesh is not None:
         model_on_mesh = ModelOnMesh(model, optimizer, mesh, world.transport, example)
         world = _along_data(world, model_on_mesh)
     try:
-        return _start(model, optimizer, strategy, world, before, model_on_mesh)
-    except BaseException:
+        return _start(model, optimizer, strategy, world, previous_world, model_on_mesh)
+    except BaseException:  # Whatever it is: the transports of the mesh must be closed.
         if model_on_mesh is not None:
             model_on_mesh.abandon()
-            restore_world(world, before)
+            restore_world(world, previous_world)
         raise
 
 
@@ -81,30 +83,35 @@ def _start(
     optimizer: Optimizer,
     strategy: Strategy,
     world: World,
-    before: World,
+    previous_world: World,
     model_on_mesh: ModelOnMesh | None,
 ) -> Job:
-    """Attach the strategy to the model between the ranks of `world`; `before` is that of all ranks. Collective."""
+    """Attach the strategy to the model between the ranks of `world`. Collective.
+
+    `previous_world` is the world of all ranks, which `Job` restores at its end.
+    """
     replica = HookedReplica(
         model if model_on_mesh is None else model_on_mesh.local_module, optimizer, world.sample_counts
     )
     transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
     if world.rank >= world.size - strategy.num_dedicated_servers:
-        strategy.serve(replica, channel)
+        strategy.serve(replica, channel)  # Returns when all workers have finished.
         channel.close()
         raise SystemExit(0)
     trains = _without_servers(world, strategy.num_dedicated_servers)
+    # On a mesh `ModelOnMesh` counts operators instead: ranks compute different parts of the model.
     compute_clock = ComputeClock(channel) if channel.cluster is not None and model_on_mesh is None else None
     if compute_clock is not None:
+        # Before `attach`: hooks run in the order of registration, and time must pass before a gradient is handed over.
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
     job = Job(replica, exchange, strategy, trains, compute_clock, model_on_mesh)
-    job.previous_world = before
+    job.previous_world = previous_world
     setattr(model, JOB_ATTRIBUTE, job)
     for module in model.modules():
-        if isinstance(module, Branches):
+        if isinstance(module, Branches):  # Its backward refuses to run undistributed: gradients would be partial.
             module.distributed = True
     world.tolerate_loss(exchange.tolerates_loss)
     return job
@@ -115,6 +122,7 @@ def _without_servers(world: World, num_servers: int) -> World:
     if not num_servers:
         return world
     size = world.size - num_servers
+    # Closing the workers' world closes that of all ranks too.
     trains = replace(world, size=size, transport=world.transport.channel("workers", range(size)), leave=world.close)
     world.sample_counts.num_training_ranks = size
     if world is current_world():
@@ -123,7 +131,7 @@ def _without_servers(world: World, num_servers: int) -> World:
 
 
 def _along_data(world: World, model_on_mesh: ModelOnMesh) -> World:
-    """Return the world of the ranks that have the same part of the model."""
+    """Return the world of the ranks along the `data` axis, which have the same part of the model."""
     row = model_on_mesh.data_transport
     along = replace(world, rank=row.rank, size=row.size, transport=row, leave=world.close)
     if world is current_world():

@@ -48,7 +48,7 @@ class Job:
         self._started_s = exchange.transport.now()
         self._finished = self._was_leader = False
         self.previous_world = world
-        """What `tutti.world()` was before `distribute`, to be restored at the end."""
+        """The world that `tutti.world()` returned before `distribute`; restored at the end."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward keeps gradients to this rank; the next one outside exchanges their sum."""
@@ -65,6 +65,7 @@ class Job:
 
     def watch(self, loss: Tensor) -> None:
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
+        # An error here alone would leave the others waiting, so it travels with this step's exchange.
         if not loss.is_meta and not torch.isfinite(loss.detach()).all():
             if self._exchange.transport.size == 1:
                 raise NonFiniteLoss(0, [0], self._replica.steps)
@@ -102,6 +103,7 @@ class Job:
             with nullcontext() if self._model_on_mesh is None else self._model_on_mesh.full_model(optimizer):
                 yield self._model
         finally:
+            # Also after an error inside: the rank must not train on from the consensus by accident.
             self._replica.in_consensus = False
             self._exchange.restore_local()
 
@@ -109,10 +111,10 @@ class Job:
     def away(self) -> Iterator[None]:
         """Take no part in training inside this context, so that the others do not wait: to evaluate, for example.
 
-        Afterwards this rank goes on from the parameters that the others have. Parameter servers, peer updates and
+        Afterwards this rank continues from the parameters that the others have. Parameter servers, peer updates and
         gossip allow it; other strategies refuse.
         """
-        self._exchange.leave()
+        self._exchange.leave()  # Refuses if the strategy needs every rank; then nothing has changed.
         self._replica.away = True
         try:
             yield
@@ -151,38 +153,40 @@ class Job:
         return self._exchange.events
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be saved beside the model's and the optimiser's own state to go on exactly.
+        """Return what must be saved in addition to the states of model and optimiser to continue exactly.
 
         It is alike on every rank. Collective: every rank calls it, and one may save it for all.
         """
         return job_state(self.strategy, self._replica.steps, self._exchange, self._model_on_mesh)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; every rank loads it, before its first step.
+        """Continue from a state that `state_dict` returned; every rank loads it, before its first step.
 
         Raises `ConfigError` for a state of another strategy, or of a model that was split otherwise.
         """
-        own = exchange_state(state, self.strategy, self._model_on_mesh)
+        # Checked first: a state that is refused changes nothing.
+        saved = exchange_state(state, self.strategy, self._model_on_mesh)
         self._replica.steps = state["steps"]
-        self._exchange.load_state_dict(own)
+        self._exchange.load_state_dict(saved)
 
     def finish(self) -> None:
         """Complete exchanges, leave the agreed parameters in the model, and release it. Collective. Idempotent."""
         if not self._finished:
             _refuse_in_consensus(self._replica, "job.finish()")
-            self._was_leader = self.is_leader
+            self._was_leader = self.is_leader  # Asked while peers are still known.
             self._finished = True
             try:
                 self._exchange.finish()
                 if self._model_on_mesh is not None:
                     self._model_on_mesh.close()
-                self.world.tolerate_loss(False)
+                self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
             finally:
                 self._release()
 
     def _release(self) -> None:
         """Detach the model and close the job's transport. Not collective: it also ends a job that failed."""
         self._finished = True
+        # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
         self._exchange.close()
         self._replica.detach()
         if self._compute_clock is not None:
@@ -197,7 +201,7 @@ class Job:
         return None  # A copy of a distributed model (for an average of weights, for example) is not distributed.
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+        return type(None), ()  # A pickle of the model has None in place of the job.
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""`Metrics`: what a job counts and times on one rank."""
+"""`Metrics`: the counters and times of a job on one rank."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ class Metrics:
     waiting_s: float
     """The part of it in which this rank waited for other ranks."""
     strategy: dict[str, Any] = field(default_factory=dict)
-    """What the strategy itself reports, by name. Each has only what applies to it:
+    """Metrics of the strategy itself, by name. Each strategy has only those that apply to it:
 
     - "staleness" (parameter servers, peer updates): counts of this rank's updates, by the age in steps of the
       parameters they were computed from;

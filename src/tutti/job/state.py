@@ -1,4 +1,4 @@
-"""The state of a job beside its model and optimiser: what is saved, and what of a saved state this job can use."""
+"""The state of a job besides its model and optimiser: its content, and the checks when it is loaded."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from tutti.strategies import Exchange, Strategy
 
 
 def job_state(strategy: Strategy, steps: int, exchange: Exchange, model_on_mesh: ModelOnMesh | None) -> dict[str, Any]:
-    """Return what `Job.state_dict` returns. Collective."""
-    own = exchange.state_dict()
+    """Return the state of a job, for `Job.state_dict`. Collective."""
+    local = exchange.state_dict()
     return {
         "strategy": str(strategy),
         "steps": steps,
-        "exchange": own if model_on_mesh is None else model_on_mesh.gather_state(own),
+        "exchange": local if model_on_mesh is None else model_on_mesh.gather_state(local),
     }
 
 
 def exchange_state(state: dict[str, Any], strategy: Strategy, model_on_mesh: ModelOnMesh | None) -> dict[str, Any]:
     """Return the part of a job's saved state that the exchange of this rank loads.
 
-    Raises `ConfigError` for what is no such state, for one of a strategy that cannot go on from it, and for one of a
-    model that was split otherwise.
+    Raises `ConfigError` for a dict that is no such state, for the state of a strategy that this one cannot resume from,
+    and for the state of a model that was split otherwise.
     """
     if missing := {"strategy", "steps", "exchange"} - state.keys():
         raise ConfigError(
@@ -32,14 +32,15 @@ def exchange_state(state: dict[str, Any], strategy: Strategy, model_on_mesh: Mod
             f"this state was saved under strategy '{state['strategy']}' and cannot be used under "
             f"'{strategy}'. Load the model and the optimiser alone, before distribute, or use that strategy."
         )
-    own = state["exchange"]
+    saved = state["exchange"]
     if model_on_mesh is not None:
-        return model_on_mesh.local_state(own)
-    if not any(own.get("parts", [own])):
+        return model_on_mesh.local_state(saved)
+    # On a mesh the state has a list of "parts", one per part of the model.
+    if not any(saved.get("parts", [saved])):
         return {}  # Saved on a mesh by a strategy without state: it goes with any split.
-    if "parts" in own:
+    if "parts" in saved:
         raise ConfigError(
-            f"this state was saved of {own['of']}, and this model is not split. Use the same mesh, or load "
+            f"this state was saved of {saved['of']}, and this model is not split. Use the same mesh, or load "
             "the model and the optimiser alone, before distribute."
         )
-    return own
+    return saved

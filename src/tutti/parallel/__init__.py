@@ -1,4 +1,4 @@
-"""Splitting the model: its layers over ranks, and the sequence of them."""
+"""Model parallelism: meshes of ranks, tensor parallelism, pipelines, branches, and scheduled updates."""
 
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.pipeline.settings import Pipeline

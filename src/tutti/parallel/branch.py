@@ -1,4 +1,24 @@
-"""Branches of one model, each computed by another rank."""
+"""`Branches`: independent branches of one model, each computed by another rank.
+
+How it works
+------------
+All ranks of a group hold all branches and get the same inputs; rank r of n computes branches r, r + n, r + 2n and so
+on. Two autograd functions surround the branches:
+
+- `_GatherOutputs` sends each branch's output from the rank that computed it to all others: a header with dtype and
+  shape, then the values, with the number of the branch as tag. In backward no message is needed: every rank computes
+  the same loss from the same outputs, so it has the gradients of its own branches' outputs.
+- `_ShareInputGradients` does nothing in forward. In backward, the rank that computed a branch sends the gradient of its
+  input to all others, so that layers before the branches get the gradients of all branches on every rank.
+
+`distribute` then averages gradients over ranks. A weight of one branch has a gradient on one of n ranks, so its mean
+would be an n-th of what it should be: `_GatherOutputs` multiplies by n. A layer before the branches has its gradient
+on every rank, so `_ShareInputGradients` divides by n again.
+
+Every rank starts all of its sends before it waits for a message, so no two ranks wait for each other. Both passes are
+collective in the group. If a rank is lost, the transport ends the waits for it with `RankLost`. A branch with an output
+of the wrong kind sends a header that says so, and all ranks raise the same error.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,33 +29,34 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tutti.errors import ConfigError
 from tutti.parallel.same_batch import SameBatchCheck
-from tutti.transports import Transport
+from tutti.transports import Transport, Work
 from tutti.transports.sockets.frames import DTYPES
 
 _MAX_DIMS = 8
-_REFUSED = -1
+"""Largest number of dimensions of a branch's output: headers have a fixed size."""
 
+_INVALID = -1
+"""The dtype in the header of an output that cannot be sent."""
 
 _REMEDY = (
-    "ranks of one group of branches are one worker. Leave out tutti.data.shard, or give it the world of groups (see "
-    "docs/branches.md), and give random data and shuffling a seed."
+    "the ranks of one group of branches are one worker. Leave out tutti.data.shard, or give it the world of groups "
+    "(see docs/branches.md), and seed random data and shuffling."
 )
 
 
 class Branches(nn.Module):
     """Independent branches of one model, on different ranks; every rank gets the outputs of all of them.
 
-    `outputs = branches(a, b)` has an output for each branch, as if all had been computed here; all ranks call it, also
-    to evaluate. Branches may share weights, or be one module several times. Gradients are right once
-    `tutti.distribute(model, optimizer)` has put those of all ranks together, as it does in `loss.backward()`; what
-    comes before and after the branches every rank computes for itself.
+    `outputs = branches(a, b)` has one output per branch, as if all had been computed here. All ranks call it, also
+    to evaluate. Branches may share weights, or be the same module. Layers before and after the branches are computed by
+    every rank. Gradients are right once `tutti.distribute(model, optimizer)` averages them in `loss.backward()`.
 
-    The first branch is the first rank's, and so on, round after round if branches are more than ranks. Where ranks are
-    more than branches, each group of as many ranks as branches has a replica of its own, and other data: `group`
-    and `num_groups` say which, for `tutti.data.shard`. In a group all ranks are given the same inputs.
+    The first branch is computed by the first rank, and so on, in turn if there are more branches than ranks. If there
+    are more ranks than branches, each group of as many ranks as branches is a replica with its own data: `group` and
+    `num_groups` say which, for `tutti.data.shard`. The ranks of a group must be given the same inputs.
 
     Args:
-        branches: modules that make one tensor of one tensor each.
+        branches: modules that map one tensor to one floating-point tensor.
         transport: to the other ranks: `tutti.init().transport`. Collective.
     """
 
@@ -43,139 +64,141 @@ class Branches(nn.Module):
         super().__init__()
         _check(branches, transport)
         self.branches = nn.ModuleList(branches)
-        size = min(len(branches), transport.size)
-        self.num_groups = transport.size // size
-        self.group = transport.rank // size
-        members = range(self.group * size, (self.group + 1) * size)
-        self._talk = transport.channel("branches", members)
-        self._place = transport.rank - members[0]
-        self._size = size
-        self._same = SameBatchCheck(self._talk, _REMEDY)
+        self.size = min(len(branches), transport.size)
+        """Number of ranks that compute the branches of one replica."""
+        self.num_groups = transport.size // self.size
+        """Number of replicas."""
+        self.group = transport.rank // self.size
+        """Number of this rank's replica."""
+        members = range(self.group * self.size, (self.group + 1) * self.size)
+        self._transport = transport.channel("branches", members)
+        self._group_rank = transport.rank - members[0]
+        self._check_batch = SameBatchCheck(self._transport, _REMEDY)
         self.distributed = False
-        """Whether gradients are averaged over ranks, without which they would be wrong."""
+        """Whether gradients are averaged over ranks, without which they would be wrong. Set by `distribute`."""
 
     @property
-    def mine(self) -> list[int]:
+    def local_branches(self) -> list[int]:
         """The numbers of the branches that this rank computes."""
-        return list(range(self._place, len(self.branches), self._size))
+        return list(range(self._group_rank, len(self.branches), self.size))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if len(inputs) != len(self.branches):
             raise ConfigError(
-                f"rank {self._talk.world_rank}: {len(self.branches)} branches need an input each, got {len(inputs)}."
+                f"rank {self._transport.world_rank}: {len(self.branches)} branches need an input each, got "
+                f"{len(inputs)}. Call branches(x, y, ...) with one tensor per branch."
             )
-        if self._size == 1:
+        if self.size == 1:
             return tuple(branch(x) for branch, x in zip(self.branches, inputs, strict=True))
         if any(x.is_meta for x in inputs):
-            return self._counted(inputs)
+            return self._forward_without_values(inputs)
         if torch.is_grad_enabled():
-            self._same([x for x in inputs if x.grad_fn is None])  # Hosts may compute what is below to other last bits.
-        entered = _Enter.apply(self, *inputs)
-        outputs = {number: self.branches[number](entered[number]) for number in self.mine}
-        ties = [x for x in entered if x.requires_grad]
-        gathered: tuple[Tensor, ...] = _Gather.apply(self, len(ties), *ties, *outputs.values())
+            # Inputs that layers have computed are not compared: hosts may differ in their last bits.
+            self._check_batch([x for x in inputs if x.grad_fn is None])
+        shared = _ShareInputGradients.apply(self, *inputs)
+        outputs = {number: self.branches[number](shared[number]) for number in self.local_branches}
+        # Inputs of all branches are arguments of the gather, so that autograd runs the backward of
+        # `_ShareInputGradients` on every rank, also for branches that it did not compute.
+        anchors = [x for x in shared if x.requires_grad]
+        gathered: tuple[Tensor, ...] = _GatherOutputs.apply(self, len(anchors), *anchors, *outputs.values())
         return gathered
 
-    def _counted(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Without values nothing is sent; whoever counts operations counts those of this rank's branches alone."""
+    def _forward_without_values(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Compute all branches on meta tensors, without messages; count operations of this rank's branches only."""
         outputs = []
         for number, (branch, x) in enumerate(zip(self.branches, inputs, strict=True)):
-            if number in self.mine:
+            if number in self.local_branches:
                 outputs.append(branch(x))
             else:
-                with _disable_current_modes():
+                with _disable_current_modes():  # A counter of operations is such a mode.
                     outputs.append(branch(x))
         return tuple(outputs)
 
-    def owner(self, number: int) -> int:
-        """Whose branch it is: a rank of the group."""
-        return number % self._size
-
-    def give(self, tensor: Tensor, number: int) -> list[Any]:
-        """Start sending a tensor about a branch of this rank to all others."""
+    def isend(self, tensor: Tensor, number: int) -> list[tuple[Tensor, Work]]:
+        """Start sending a tensor of a branch of this rank to all others; the tensors are kept until the works end."""
         data = tensor.detach().cpu().contiguous()
-        others = [rank for rank in range(self._size) if rank != self._place]
-        return [(data, self._talk.isend(data, rank, number)) for rank in others]
+        others = [rank for rank in range(self.size) if rank != self._group_rank]
+        return [(data, self._transport.isend(data, rank, number)) for rank in others]
 
-    def get(self, room: Tensor, number: int) -> None:
-        """Receive one about a branch of another rank."""
-        self._talk.irecv(room, self.owner(number), number).wait()
+    def receive(self, buffer: Tensor, number: int) -> None:
+        """Receive a tensor of a branch of another rank into `buffer`."""
+        self._transport.irecv(buffer, number % self.size, number).wait()
 
-    @property
-    def size(self) -> int:
-        """How many ranks have branches of one replica."""
-        return self._size
-
-    def undistributed(self) -> ConfigError:
+    def not_distributed_error(self) -> ConfigError:
+        """Return the error of a backward pass whose gradients nobody would average."""
         return ConfigError(
-            f"rank {self._talk.world_rank}: the gradients of Branches are right when they are averaged over ranks: "
-            "tutti.distribute the model that has them before you train it."
+            f"rank {self._transport.world_rank}: gradients of Branches are right only after they are averaged over "
+            "ranks: tutti.distribute the model that contains them before you train it."
         )
 
-    def refusal(self, number: int) -> ConfigError:
+    def output_error(self, number: int) -> ConfigError:
+        """Return the error of a branch whose output cannot be sent."""
         return ConfigError(
-            f"rank {self._talk.world_rank}: branch {number} must make one floating-point tensor of at most {_MAX_DIMS} "
-            "dimensions. Wrap it in a module that returns what the rest of the model needs."
+            f"rank {self._transport.world_rank}: branch {number} must make one floating-point tensor of at most "
+            f"{_MAX_DIMS} dimensions. Wrap it in a module that returns only what the rest of the model needs."
         )
 
 
-class _Enter(torch.autograd.Function):
-    """Nothing, forward; back, the gradient of every branch's input goes from who has it to all."""
+class _ShareInputGradients(torch.autograd.Function):
+    """Forward: identity. Backward: the gradient of each branch's input, sent to all ranks by the one that has it."""
 
     @staticmethod
     def forward(ctx: Any, branches: Branches, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.branches = branches
-        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs]
-        entered = tuple(x.view_as(x) for x in inputs)
-        ctx.mark_non_differentiable(*(x for x in entered if not x.is_floating_point()))
-        return entered
+        ctx.input_properties = [(x.shape, x.dtype, x.device) for x in inputs]
+        outputs = tuple(x.view_as(x) for x in inputs)
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         branches: Branches = ctx.branches
-        wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        found: dict[int, Tensor] = {}
+        needed = [number for number, needs_grad in enumerate(ctx.needs_input_grad[1:]) if needs_grad]
+        shared: dict[int, Tensor] = {}
         sending = []
-        for number in wanted:
-            shape, dtype, device = ctx.like[number]
-            if number in branches.mine:
+        for number in needed:
+            shape, dtype, device = ctx.input_properties[number]
+            if number in branches.local_branches:
                 grad = grads[number]
-                found[number] = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad / branches.size
-                sending += branches.give(found[number], number)
-        for number in wanted:
-            if number not in found:
-                shape, dtype, device = ctx.like[number]
-                room = torch.empty(shape, dtype=dtype, device="cpu")
-                branches.get(room, number)
-                found[number] = room.to(device)
+                # `_GatherOutputs` multiplied by the number of ranks, and this gradient will be on all of them.
+                shared[number] = (
+                    torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad / branches.size
+                )
+                sending += branches.isend(shared[number], number)
+        for number in needed:
+            if number not in shared:
+                shape, dtype, device = ctx.input_properties[number]
+                buffer = torch.empty(shape, dtype=dtype, device="cpu")
+                branches.receive(buffer, number)
+                shared[number] = buffer.to(device)
         for _, work in sending:
             work.wait()
-        return None, *(found.get(number) for number in range(len(ctx.like)))
+        return None, *(shared.get(number) for number in range(len(ctx.input_properties)))
 
 
-class _Gather(torch.autograd.Function):
-    """The outputs of all branches, on every rank; back, each rank takes the gradients of its own.
+class _GatherOutputs(torch.autograd.Function):
+    """Forward: the outputs of all branches, on every rank. Backward: each rank keeps the gradients of its own.
 
-    Every rank computes the same loss, so no gradient has to travel. The mean over ranks, of which only one has a
-    gradient for this branch, makes it an nth of what it is: so it is n times as much here.
+    Every rank computes the same loss, so no gradient has to be sent. Of the n ranks whose gradients are averaged, only
+    one has a gradient of this branch: so it is multiplied by n here.
     """
 
     @staticmethod
-    def forward(ctx: Any, branches: Branches, num_ties: int, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.branches, ctx.num_ties = branches, num_ties
-        own = dict(zip(branches.mine, given[num_ties:], strict=True))
+    def forward(ctx: Any, branches: Branches, num_anchors: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.branches, ctx.num_anchors = branches, num_anchors
+        local = dict(zip(branches.local_branches, tensors[num_anchors:], strict=True))
         device = next(branches.parameters(), torch.empty(0)).device
         sending = []
-        for number, output in own.items():
-            sending += branches.give(_header(output), number)
-            if _is_fine(output):
-                sending += branches.give(output, number)
+        for number, made in local.items():
+            sending += branches.isend(_header(made), number)
+            if _can_be_sent(made):
+                sending += branches.isend(made, number)
         outputs = []
         for number in range(len(branches.branches)):
-            output = own[number] if number in own else _received(branches, number)
-            if not _is_fine(output):
-                raise branches.refusal(number)
-            outputs.append(output.view_as(output) if number in own else output.to(device))
+            output: Any = local[number] if number in local else _receive_output(branches, number)
+            if not _can_be_sent(output):
+                raise branches.output_error(number)
+            outputs.append(output.view_as(output) if number in local else output.to(device))
         for _, work in sending:
             work.wait()
         return tuple(outputs)
@@ -184,31 +207,32 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         branches: Branches = ctx.branches
         if not branches.distributed:
-            raise branches.undistributed()
-        return None, None, *([None] * ctx.num_ties), *(grads[number] * branches.size for number in branches.mine)
+            raise branches.not_distributed_error()
+        local = (grads[number] * branches.size for number in branches.local_branches)
+        return None, None, *([None] * ctx.num_anchors), *local
 
 
-def _received(branches: Branches, number: int) -> Any:
-    """Another rank's output; None if it is none that can be sent."""
+def _receive_output(branches: Branches, number: int) -> Tensor | None:
+    """Receive another rank's output; return None if it is of a kind that cannot be sent."""
     header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64)
-    branches.get(header, number)
+    branches.receive(header, number)
     dtype, dims, *shape = header.tolist()
-    if dtype == _REFUSED:
+    if dtype == _INVALID:
         return None
-    room = torch.empty(shape[:dims], dtype=DTYPES[dtype])
-    branches.get(room, number)
-    return room
+    buffer = torch.empty(shape[:dims], dtype=DTYPES[dtype])
+    branches.receive(buffer, number)
+    return buffer
 
 
-def _is_fine(output: Any) -> bool:
+def _can_be_sent(output: Any) -> bool:
     return isinstance(output, Tensor) and output.is_floating_point() and output.dim() <= _MAX_DIMS
 
 
 def _header(output: Any) -> Tensor:
-    """What an output is: its dtype, how many dimensions it has, and which."""
+    """Return a description of an output: number of its dtype, number of dimensions, and shape."""
     header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64)
-    header[0] = _REFUSED
-    if _is_fine(output):
+    header[0] = _INVALID
+    if _can_be_sent(output):
         header[0], header[1] = DTYPES.index(output.dtype), output.dim()
         header[2 : 2 + output.dim()] = torch.tensor(output.shape)
     return header
@@ -226,10 +250,10 @@ def _check(branches: Sequence[nn.Module], transport: Transport) -> None:
     for number, branch in enumerate(branches):
         for name, module in branch.named_modules():
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-                what = f"'{name}' of branch {number}" if name else f"branch {number}"
+                location = f"'{name}' of branch {number}" if name else f"branch {number}"
                 mistakes.append(
-                    f"{what} keeps running statistics, which only one rank would see: use LayerNorm or GroupNorm, or "
-                    "track_running_stats=False"
+                    f"{location} keeps running statistics, which only one rank would update: use LayerNorm or "
+                    "GroupNorm, or track_running_stats=False"
                 )
     if mistakes:
         raise ConfigError(f"rank {transport.world_rank}: Branches: {'; '.join(mistakes)}.")

@@ -1,4 +1,4 @@
-"""torch's process groups along an axis of a mesh: what DTensor and torch's pipeline schedules talk through."""
+"""torch process groups over Tutti's transports, along an axis of a mesh: DTensor communicates through these."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _numbers = count()
-"""torch looks groups up by names, of which a process may use each once; ranks may be threads of one process."""
+"""Numbers for names of groups. torch finds a group by its name in the process, where ranks may be threads."""
 
 
 @contextmanager
 def process_group(transport: Transport) -> Iterator[dist.ProcessGroup]:
-    """A torch process group of the ranks of `transport`. Collective.
+    """Make a torch process group of the ranks of `transport`, for as long as the context. Collective.
 
-    It is not, and needs no, default group. When a rank is lost, what waits for it fails at once.
+    It is not the default group, and needs none. When a rank is lost, operations that wait for it fail at once.
     """
     group = group_over(GroupConnection(transport.channel("group"), transport.world_rank, lambda: None))
     with registered(group):
@@ -32,7 +32,7 @@ def process_group(transport: Transport) -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def registered(group: Any) -> Iterator[None]:
-    """Let torch find a group by its name; it is shut down in the end."""
+    """Let torch find a group by its name within the context, and shut the group down at its end."""
     name: Any = f"tutti-{next(_numbers)}"
     group._set_group_name(name)
     c10d._register_process_group(name, group)
@@ -52,12 +52,16 @@ def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def device_mesh(group: dist.ProcessGroup, device_type: str) -> Iterator["DeviceMesh"]:
-    """The row of ranks of `group`, as DTensor wants to see it."""
+    """Make the one-dimensional device mesh of the ranks of `group`, for DTensor.
+
+    torch's own constructor needs a default group. So the mesh is made without groups, and `group` is put into it.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
     mesh: Any = DeviceMesh(device_type, list(range(group.size())), _init_backend=False, _rank=group.rank())
     mesh._dim_group_names = [group.group_name]
     mesh._pg_registry = {group.group_name: group}
-    mesh._thread_id = next(_numbers)  # DTensor takes equal meshes for one, and groups of other ranks or jobs are not.
+    # DTensor treats equal meshes as one, and those of other jobs, or of ranks in other threads, have other groups.
+    mesh._thread_id = next(_numbers)
     yield mesh
-    mesh._pg_registry.clear()  # DTensor remembers meshes for as long as the process lives: not their groups too.
+    mesh._pg_registry.clear()  # DTensor caches meshes for the life of the process; their groups must not live on.

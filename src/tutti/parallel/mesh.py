@@ -1,4 +1,4 @@
-"""`Mesh`: ranks in rows, one row per way of splitting the work."""
+"""`Mesh`: ranks in a grid with one axis each for data, tensor and pipeline parallelism."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,20 +12,23 @@ from tutti.parallel.tensor.styles import ParallelStyle
 Axis = Literal["pipe", "data", "tensor"]
 
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""From the one whose neighbours are furthest apart in rank to the one whose neighbours are next to each other."""
+"""All axes, from the one whose neighbours are furthest apart in rank to the one whose neighbours are adjacent."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks split batches, layers, and the sequence of layers.
+    """The number of ranks along each axis of parallelism.
 
-    Ranks next to each other split layers (`tensor`), which talk most; then come replicas (`data`), which stay together
-    by any strategy; furthest apart are the stages of the pipeline (`pipe`), which talk least.
+    Adjacent ranks split layers (`tensor`), since these communicate most. Then come replicas (`data`), which any
+    strategy synchronises. Furthest apart are the stages of a pipeline (`pipe`), which communicate least.
 
     Args:
-        split: by name, or pattern of names such as "blocks.*.mlp.0": how to split a layer that `tutti.tensor_plan`
-            would split otherwise, or "replicate".
-        pipeline: its schedule and its cut.
+        data: number of replicas.
+        tensor: number of ranks that split the layers of a stage.
+        pipe: number of ranks that hold the stages of a replica.
+        split: styles of layers that `tutti.tensor_plan` would split otherwise, by name, or by pattern of names such as
+            "blocks.*.mlp.0".
+        pipeline: schedule and cut of the pipeline.
     """
 
     data: int = 1
@@ -39,20 +42,24 @@ class Mesh:
         if wrong:
             raise ConfigError(f"Mesh: {', '.join(wrong)}; every axis needs a whole number of ranks, 1 or more.")
         if not isinstance(self.split, Mapping):
-            raise ConfigError(f"Mesh: split={self.split!r}; it is by layer, such as {{'output': 'replicate'}}.")
+            raise ConfigError(
+                f"Mesh: split={self.split!r}; it must map names of layers to styles, as {{'output': 'replicate'}}."
+            )
         if not isinstance(self.pipeline, Pipeline):
-            raise ConfigError(f"Mesh: pipeline={self.pipeline!r}; it is a tutti.Pipeline(schedule=...).")
+            raise ConfigError(f"Mesh: pipeline={self.pipeline!r}; it must be a tutti.Pipeline(schedule=...).")
 
     @property
     def shape(self) -> dict[Axis, int]:
+        """Number of ranks along each axis."""
         return {"pipe": self.pipe, "data": self.data, "tensor": self.tensor}
 
     @property
     def size(self) -> int:
+        """Number of all ranks."""
         return prod(self.shape.values())
 
     def mistakes(self, num_ranks: int) -> list[str]:
-        """What is wrong with using it on so many ranks."""
+        """Return what is wrong with using the mesh on `num_ranks` ranks."""
         if self.size == num_ranks:
             return []
         return [
@@ -61,23 +68,23 @@ class Mesh:
         ]
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
-        """Where a rank is on every axis."""
-        found: dict[Axis, int] = {}
-        for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, self.shape[axis])
-        return found
+        """Return the coordinate of a rank on every axis."""
+        coordinates: dict[Axis, int] = {}
+        for axis in reversed(AXES):  # The last axis varies fastest.
+            rank, coordinates[axis] = divmod(rank, self.shape[axis])
+        return coordinates
 
     def ranks_along(self, axis: Axis, rank: int) -> list[int]:
-        """The ranks of the row along `axis` in which `rank` is, in order."""
-        place = self.coordinates(rank)
-        return [self._rank({**place, axis: number}) for number in range(self.shape[axis])]
+        """Return the ranks that differ from `rank` on `axis` alone, and itself, in order."""
+        coordinates = self.coordinates(rank)
+        return [self._rank({**coordinates, axis: coordinate}) for coordinate in range(self.shape[axis])]
 
     def replica_ranks(self, rank: int) -> list[int]:
-        """The ranks that have one replica together with `rank`, itself among them, in order."""
-        return [each for stage in self.ranks_along("pipe", rank) for each in self.ranks_along("tensor", stage)]
+        """Return the ranks that hold one replica of the model together with `rank`, and itself, in order."""
+        return [member for stage in self.ranks_along("pipe", rank) for member in self.ranks_along("tensor", stage)]
 
-    def _rank(self, place: dict[Axis, int]) -> int:
+    def _rank(self, coordinates: dict[Axis, int]) -> int:
         rank = 0
         for axis in AXES:
-            rank = rank * self.shape[axis] + place[axis]
+            rank = rank * self.shape[axis] + coordinates[axis]
         return rank

@@ -1,4 +1,18 @@
-"""A model on a mesh: what of it this rank has, and how to have it whole again."""
+"""`ModelOnMesh`: a model split over the ranks of a mesh, of which each rank holds a part.
+
+How it works
+------------
+Every rank starts with the same whole model. Along `pipe` it is cut into stages (`StagedModel`), of which a rank keeps
+its own. Along `tensor` the layers of these stages are sharded (`ShardedModel`). What remains is `local_module`.
+Strategies work on that alone, over `data_transport`, between the ranks that hold the same part: for them each is an
+ordinary replica. Ranks that hold one replica together, along `tensor` and `pipe`, share `_replica_transport`.
+
+The order of splitting matters, and is undone in reverse: stages first, since shards belong to the layers of a stage;
+`full_model` and `close` gather shards first, then stages.
+
+All transports are channels of the world's, made and closed here. Everything but `abandon` is collective. If making it
+fails on one rank, that rank abandons what it has made, which closes its channels and so ends the waits of its peers.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +40,7 @@ from tutti.parallel.same_batch import SameBatchCheck
 from tutti.parallel.tensor.plan import TensorPlan, nothing_split_mistakes, tensor_plan
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
-from tutti.replica.gathered import gather_state as gather_objects
+from tutti.replica.gathered import gather_state as gather_states
 from tutti.simulation import operator_clock
 from tutti.strategies import Strategy
 from tutti.transports import SingleRankTransport, Transport
@@ -40,222 +54,244 @@ _WHOLE_TENSOR_OPTIMIZERS: dict[str, tuple[Axis, ...]] = {
     ),
     "LBFGS": ("tensor", "pipe"),
 }
-"""Optimisers, torch's and others', that do not take each number by itself, and along which axes they would have to."""
+"""Optimisers, torch's and others', that are not element-wise, and the axes along which they would be wrong."""
 
-_PARTS = "tensor={tensor} x pipe={pipe}"
+_SPLIT = "tensor={tensor} x pipe={pipe}"
+"""How a saved state names the split of its model."""
 
 
 class ModelOnMesh:
-    """Splits `model` as the mesh says, which starts equal on all ranks. Collective."""
+    """Splits `model`, which is the same on all ranks at first, over a mesh. Collective.
+
+    Args:
+        transport: between all ranks of the world.
+        example: one batch of inputs, on which layers are timed if there is a pipeline.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, mesh: Mesh, transport: Transport, example: Any = None
     ) -> None:
         self.model, self.mesh = model, mesh
-        place = mesh.coordinates(transport.rank)
-        self.is_replica_leader = place["tensor"] == place["pipe"] == 0
-        """Whether this rank is the first of those that have a replica together."""
+        coordinates = mesh.coordinates(transport.rank)
+        self.is_replica_leader = coordinates["tensor"] == coordinates["pipe"] == 0
+        """Whether this rank is the first of those that hold a replica together."""
         self._axis_transports = {axis: _axis_transport(mesh, axis, transport) for axis in mesh.shape}
-        together = mesh.replica_ranks(transport.rank)
+        replica_ranks = mesh.replica_ranks(transport.rank)
         self._replica_transport = (
-            transport.channel("replica", together)
-            if len(together) > 1
+            transport.channel("replica", replica_ranks)
+            if len(replica_ranks) > 1
             else SingleRankTransport(transport.timeout, transport.world_rank)
         )
-        """Between the ranks that have a replica together."""
+        """Between the ranks that hold a replica together."""
         self.data_transport = self._axis_transports["data"]
-        """Between this rank and those that have the same part of the model."""
+        """Between the ranks that hold the same part of the model."""
         self._device = next(model.parameters()).device
         self._resources = ExitStack()
-        self._stages: StagedModel | None = None
+        self._staged: StagedModel | None = None
         self._links: StageLinks | None = None
-        self._splits: list[ShardedModel] = []
+        self._sharded: list[ShardedModel] = []
         try:
-            self._split_model(optimizer, transport, example)
+            self._split(optimizer, transport, example)
         except BaseException:
             self.abandon()
             raise
 
-    def _split_model(self, optimizer: Optimizer, transport: Transport, example: Any) -> None:
+    def _split(self, optimizer: Optimizer, transport: Transport, example: Any) -> None:
         model, mesh = self.model, self.mesh
         if transport.cluster is not None:
             self._resources.enter_context(operator_clock.counting(transport))
+        # Before the cut into stages: the plan looks at pairs of layers and at names in the whole model.
         plan = tensor_plan(model, mesh.tensor, mesh.split)
         styles = {module: plan.style_of(name) for name, module in model.named_modules()}
         if mesh.pipe > 1:
-            self._stages = StagedModel(
-                model, optimizer, mesh.pipeline, self._axis_transports["pipe"], transport, example
-            )
-        self.local_module = (
-            model if self._stages is None else nn.ModuleDict({str(it): each for it, each in self._local_parts.items()})
-        )
-        """What this rank has: what strategies work on."""
+            pipe_transport = self._axis_transports["pipe"]
+            self._staged = StagedModel(model, optimizer, mesh.pipeline, pipe_transport, transport, example)
+        stages = {str(number): stage for number, stage in self._local_stages.items()}
+        self.local_module = model if self._staged is None else nn.ModuleDict(stages)
+        """The part of the model that this rank holds, on which strategies work."""
         if mesh.tensor > 1:
-            from tutti.parallel.tensor.sharded_model import (  # Costs a compiler's import.
-                ShardedModel,
-                implicit_replication,
-            )
+            # Imports torch's compiler, which is slow.
+            from tutti.parallel.tensor.sharded_model import ShardedModel, implicit_replication
 
             group = self._resources.enter_context(process_group(self._axis_transports["tensor"]))
             devices = self._resources.enter_context(device_mesh(group, self._device.type))
-            same = SameBatchCheck(self._replica_transport) if mesh.pipe == 1 else None
-            self._splits = [ShardedModel(each, styles, devices, optimizer, same) for each in self._local_parts.values()]
+            # In a pipeline `PipelineStep` compares batches, which only the first stage would see here.
+            check_batch = SameBatchCheck(self._replica_transport) if mesh.pipe == 1 else None
+            self._sharded = [
+                ShardedModel(stage, styles, devices, optimizer, check_batch) for stage in self._local_stages.values()
+            ]
             self._resources.enter_context(implicit_replication())
             _share_random_state(group, self._device)
 
     @property
-    def _local_parts(self) -> dict[int, nn.Module]:
-        return dict(self._stages.local_stages) if self._stages is not None else {0: self.model}
+    def _local_stages(self) -> dict[int, nn.Module]:
+        """The stages of this rank by number; the whole model is stage 0 if there is no pipeline."""
+        return dict(self._staged.local_stages) if self._staged is not None else {0: self.model}
 
     def pipeline_step(self, loss: Loss, replica: HookedReplica) -> PipelineStep:
-        """What takes a batch through all stages. Collective."""
-        plan = self._stages.plan if self._stages is not None else self._one_stage()
-        stages: dict[int, nn.Module] = (
-            self._local_parts if self._stages is not None else {0: StageModule([("model", self.model)])}
-        )
+        """Return a function that takes a batch through all stages, forward and backward. Collective."""
+        plan = self._staged.plan if self._staged is not None else self._single_stage_plan()
+        stages = self._local_stages
+        if self._staged is None:
+            stages = {0: StageModule([("model", self.model)])}
         self._links = self._links or open_links(plan, self._axis_transports["pipe"], self._device)
         return PipelineStep(plan, stages, self._links, replica, loss, SameBatchCheck(self._replica_transport))
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale gradients so that the norm of all, on all ranks, is at most `max_norm`. Collective."""
-        gradients = {it: it.grad for it in self.local_module.parameters() if it.grad is not None}
-        first = self._axis_transports["tensor"].rank == 0
-        counted = [grad for it, grad in gradients.items() if first or any(each.is_sharded(it) for each in self._splits)]
+        """Scale all gradients of a replica such that their norm is at most `max_norm`; return the norm. Collective."""
+        parameters = [parameter for parameter in self.local_module.parameters() if parameter.grad is not None]
+        # Replicated parameters are on every rank along `tensor`: only the first one counts them.
+        is_first = self._axis_transports["tensor"].rank == 0
+        counted = [
+            parameter
+            for parameter in parameters
+            if is_first or any(sharded.is_sharded(parameter) for sharded in self._sharded)
+        ]
         square = torch.zeros(1, dtype=torch.float64)
-        for grad in counted:
-            square += grad.double().square().sum().cpu()
+        for parameter in counted:
+            assert parameter.grad is not None
+            square += parameter.grad.double().square().sum().cpu()
         for axis in ("tensor", "pipe"):
             if self._axis_transports[axis].size > 1:
                 run(native.steps(square, self._axis_transports[axis]))
         norm = float(square.sqrt())
-        for grad in gradients.values():
-            grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
         return norm
 
     @contextmanager
     def full_model(self, optimizer: bool) -> Iterator[None]:
-        """Within it every rank has the whole model, and if asked the `optimizer`'s memory. Collective."""
+        """Within it every rank has the whole model, and the state of the `optimizer` if asked. Collective."""
         with ExitStack() as stack:
-            for split in self._splits:
-                stack.enter_context(split.full_model(optimizer))
-            if self._stages is not None:
-                stack.enter_context(self._stages.full_model(optimizer))
+            for sharded in self._sharded:
+                stack.enter_context(sharded.full_model(optimizer))
+            if self._staged is not None:
+                stack.enter_context(self._staged.full_model(optimizer))
             yield
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What the ranks that have a replica together have of their own, for one to save. Collective."""
-        parts = gather_objects(state, self._replica_transport)
-        return {"parts": parts, "of": self._parts} if len(parts) > 1 else state
+        """Return the states of all ranks that hold a replica together, for one of them to save. Collective."""
+        parts = gather_states(state, self._replica_transport)
+        return {"parts": parts, "of": self._split_name} if len(parts) > 1 else state
 
     def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of what `gather_state` returned."""
-        parts, of = state.get("parts", [state]), state.get("of", _PARTS.format(tensor=1, pipe=1))
-        if not any(parts):
+        """Return this rank's part of what `gather_state` returned.
+
+        Raises `ConfigError` for the state of a model that was split otherwise.
+        """
+        parts, split_name = state.get("parts", [state]), state.get("of", _SPLIT.format(tensor=1, pipe=1))
+        if not any(parts):  # A strategy without state: it continues with any split.
             return {}
-        if of != self._parts:
+        if split_name != self._split_name:
             raise ConfigError(
-                f"this state was saved of {of}, and this is {self._parts}. Use the same mesh, and Pipeline(cut=...), "
-                "or load the model and the optimiser alone, before distribute."
+                f"this state was saved with {split_name}, and this model is split with {self._split_name}. Use the "
+                "same mesh and Pipeline(cut=...), or load only the model and the optimiser, before distribute."
             )
-        found: dict[str, Any] = parts[self._replica_transport.rank]
-        return found
+        part: dict[str, Any] = parts[self._replica_transport.rank]
+        return part
 
     @property
-    def _parts(self) -> str:
-        cut = "" if self._stages is None else f", cut {self._stages.cut}"
-        return _PARTS.format(tensor=self.mesh.tensor, pipe=self.mesh.pipe) + cut
+    def _split_name(self) -> str:
+        cut = "" if self._staged is None else f", cut {self._staged.cut}"
+        return _SPLIT.format(tensor=self.mesh.tensor, pipe=self.mesh.pipe) + cut
 
     def close(self) -> None:
-        """Give every rank the whole model, and let it go. Collective."""
-        for split in self._splits:
-            split.close()
-        if self._stages is not None:
-            self._stages.close()
+        """Give every rank the whole model, and release it. Collective."""
+        for sharded in self._sharded:
+            sharded.close()
+        if self._staged is not None:
+            self._staged.close()
         self._release()
 
     def abandon(self) -> None:
-        """Let the model go as it is. Not collective."""
-        for split in self._splits:
-            split.abandon()
-        if self._stages is not None:
-            self._stages.abandon()
+        """Release the model as it is. Not collective."""
+        for sharded in self._sharded:
+            sharded.abandon()
+        if self._staged is not None:
+            self._staged.abandon()
         self._release()
 
     def _release(self) -> None:
-        self._resources.close()
-        for row in (*self._axis_transports.values(), self._replica_transport):
-            row.close()
+        self._resources.close()  # Process groups first: they use channels of the axis transports.
+        for transport in (*self._axis_transports.values(), self._replica_transport):
+            transport.close()
 
-    def _one_stage(self) -> PipelinePlan:
-        number = self.mesh.pipeline.microbatches or 2
-        free = LayerCost("model", 0.0, 0.0, 0, 0, ())
-        return PipelinePlan(actions_by_rank("gpipe", 1, 1, number), [free], number)
+    def _single_stage_plan(self) -> PipelinePlan:
+        """Return the plan of a pipeline step without a pipeline: microbatches whose gradients are accumulated."""
+        num_microbatches = self.mesh.pipeline.microbatches or 2
+        cost = LayerCost("model", 0.0, 0.0, 0, 0, ())
+        return PipelinePlan(actions_by_rank("gpipe", 1, 1, num_microbatches), [cost], num_microbatches)
 
 
 def mesh_mistakes(
     model: nn.Module, optimizer: Optimizer, mesh: Mesh, strategy: Strategy, num_ranks: int, example: Any = None
 ) -> list[str]:
-    """What is wrong with splitting `model` so, as far as is seen without doing it."""
-    found = [*mesh.mistakes(num_ranks), *_refuse_optimizer(optimizer, mesh)]
+    """Return what is wrong with splitting `model` over `mesh`, as far as can be seen without doing it."""
+    mistakes = [*mesh.mistakes(num_ranks), *_optimizer_mistakes(optimizer, mesh)]
     if mesh.tensor * mesh.pipe > 1 and any(isinstance(module, Branches) for module in model.modules()):
-        found.append("Branches are for ranks that have the whole model: use them without tensor and pipe.")
+        mistakes.append("Branches need the whole model on every rank: use them without tensor and pipe.")
     if strategy.needs_whole_model and mesh.tensor * mesh.pipe > 1:
-        found.append(
+        mistakes.append(
             f"strategy '{strategy}' needs the whole model on every rank, and a rank of this mesh has a part of it: "
-            "name another strategy."
+            "choose another strategy."
         )
     if mesh.pipe > 1 and any(isinstance(module, SyncedBatchNorm) for module in model.modules()):
-        found.append("sync_batchnorm normalises over all ranks, and a stage of a pipeline is on some: do without.")
+        mistakes.append(
+            "sync_batchnorm normalises over all ranks, and a stage of a pipeline is on some of them: do not use it."
+        )
     if mesh.pipe > 1 and example is None:
-        found.append(
-            "a mesh with pipe above 1 needs an example, by which layers are timed and the model is cut: "
-            "distribute(..., example=x), one batch as the pipeline will get."
+        mistakes.append(
+            "a mesh with pipe above 1 needs an example, on which layers are timed to cut the model: pass one batch of "
+            "the pipeline's inputs, distribute(..., example=x)."
         )
     if mesh.tensor > 1:
         try:
             plan = tensor_plan(model, mesh.tensor, mesh.split)
         except ConfigError as error:
-            return [*found, str(error)]
-        found += nothing_split_mistakes(plan)
+            return [*mistakes, str(error)]
+        mistakes += nothing_split_mistakes(plan)
         if mesh.data > 1:
-            found += _refuse_uneven(model, plan, strategy)
-    return found
+            mistakes += _diverging_copies_mistakes(model, plan, strategy)
+    return mistakes
 
 
-def _refuse_optimizer(optimizer: Optimizer, mesh: Mesh) -> list[str]:
-    """Those that look at more of a parameter, or of all of them, than each of its numbers by itself."""
-    kind = next((it.__name__ for it in type(optimizer).__mro__ if it.__name__ in _WHOLE_TENSOR_OPTIMIZERS), "")
-    over = [axis for axis in _WHOLE_TENSOR_OPTIMIZERS.get(kind, ()) if mesh.shape[axis] > 1]
-    if not over:
+def _optimizer_mistakes(optimizer: Optimizer, mesh: Mesh) -> list[str]:
+    """Refuse optimisers that look at more than one element at a time, of a parameter or of all parameters."""
+    classes = [base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _WHOLE_TENSOR_OPTIMIZERS]
+    axes = [axis for axis in (_WHOLE_TENSOR_OPTIMIZERS[classes[0]] if classes else ()) if mesh.shape[axis] > 1]
+    if not axes:
         return []
     return [
-        f"{type(optimizer).__name__} looks at parameters as wholes, and a rank has parts of them with "
-        f"{' and '.join(f'{axis}={mesh.shape[axis]}' for axis in over)}: use SGD, Adam, AdamW or another that takes "
-        f"each number by itself, or do without {' and '.join(over)}."
+        f"{type(optimizer).__name__} looks at whole parameters, and a rank has parts of them with "
+        f"{' and '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}: use SGD, Adam, AdamW or another element-wise "
+        f"optimiser, or do not use {' and '.join(axes)}."
     ]
 
 
-def _refuse_uneven(model: nn.Module, plan: TensorPlan, strategy: Strategy) -> list[str]:
-    """What would let copies of a whole layer differ: ranks that split others exchange them apart from each other.
+def _diverging_copies_mistakes(model: nn.Module, plan: TensorPlan, strategy: Strategy) -> list[str]:
+    """Refuse strategies under which the copies of a replicated layer would come to differ along `tensor`.
 
-    A sum is the same whatever is beside a gradient; what a codec says may not be, nor who comes first to a server.
+    Each rank along `tensor` exchanges its copy with other ranks than its neighbours do. A sum is the same whatever else
+    is exchanged. But a codec's result may depend on the other gradients, and an asynchronous one on the order of
+    arrival.
     """
     codec = getattr(strategy, "codec", None)
     if strategy.synchronous and (codec is None or isinstance(codec, Cast)):
         return []
     exact_below = getattr(strategy, "exact_below", 0) if strategy.synchronous else 0
-    large = [
+    compressed = [
         layer.name
         for layer in plan.layers
         if layer.style == "replicate"
         and any(p.numel() >= exact_below for p in model.get_submodule(layer.name).parameters(recurse=False))
     ]
-    if not large:
+    if not compressed:
         return []
     return [
-        f"'{strategy}' would let copies of layers that are whole on every rank differ ({', '.join(large[:3])}): use an "
-        "exact strategy, or one with a cast, along data."
+        f"'{strategy}' would let copies of replicated layers differ between ranks ({', '.join(compressed[:3])}): use "
+        "an exact strategy along data, or one whose codec is a cast."
     ]
 
 
@@ -266,7 +302,7 @@ def _axis_transport(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
 
 
 def _share_random_state(group: Any, device: torch.device) -> None:
-    """Have the ranks along `tensor` draw the same numbers, for dropout, say."""
+    """Give all ranks along `tensor` the random state of the first, so that dropout draws the same. Collective."""
     warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support on cpu")
     state = torch.get_rng_state()
     broadcast(state, 0, group)

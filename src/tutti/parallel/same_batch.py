@@ -1,4 +1,4 @@
-"""Whether ranks that have one replica together are given the same batch."""
+"""`SameBatchCheck`: a check that ranks that hold one replica together are given the same batch."""
 
 from hashlib import blake2b
 from typing import Any
@@ -11,36 +11,40 @@ from tutti.collectives import all_gather_json
 from tutti.errors import ConfigError
 from tutti.transports import Transport
 
-MESH_REMEDY = "make tutti.data.shard after distribute, when the world is that of replicas, and seed what is random."
+MESH_REMEDY = (
+    "call tutti.data.shard after distribute, when the world has one rank per replica, and seed all random generators."
+)
+"""What to do about different batches on a mesh."""
 
 
 class SameBatchCheck:
-    """Compares the first batch that ranks are given: whoever draws others does so from the start."""
+    """Compares the first batch between ranks: a data loader that differs does so from the start."""
 
     def __init__(self, transport: Transport, remedy: str = MESH_REMEDY) -> None:
-        """Compare between the ranks of `transport`, which have one replica together."""
+        """Compare between the ranks of `transport`, which hold one replica together."""
         self._remedy = remedy
         self._transport = transport
         self._compared = transport.size == 1
 
     def __call__(self, batch: Any) -> None:
-        """Refuse, on all ranks, a batch that differs between them. Collective, the first time."""
+        """Refuse, on all ranks, a batch that differs between them. Collective on the first call; free afterwards."""
         if self._compared:
             return
-        mine = [self._transport.world_rank, *(_told(each) for each in tree_leaves(batch) if isinstance(each, Tensor))]
-        everyone = all_gather_json(mine, self._transport)
-        for other, *theirs in everyone:
-            if theirs != everyone[0][1:]:
+        fingerprints = [_fingerprint(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        by_rank = all_gather_json([self._transport.world_rank, *fingerprints], self._transport)
+        first_rank, *first_fingerprints = by_rank[0]
+        for rank, *fingerprints in by_rank:
+            if fingerprints != first_fingerprints:
                 raise ConfigError(
-                    f"rank {self._transport.world_rank}: ranks {everyone[0][0]} and {other} split one replica of the "
+                    f"rank {self._transport.world_rank}: ranks {first_rank} and {rank} split one replica of the "
                     "model, and were given different batches. Both must draw the same samples from the same data: "
                     f"{self._remedy}"
                 )
         self._compared = True
 
 
-def _told(tensor: Tensor) -> list[Any]:
-    """A tensor in few words."""
+def _fingerprint(tensor: Tensor) -> list[Any]:
+    """Return dtype, shape and a hash of the values; tensors without data have no hash."""
     kind = [str(tensor.dtype), list(tensor.shape)]
     if tensor.is_meta:
         return kind

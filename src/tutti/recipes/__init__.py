@@ -66,6 +66,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    # PEP 562: called for names that the module does not have yet.
     for module, names in _MODULES.items():
         if name in names:
             return load(f"{__name__}.{module}:{name}")

@@ -100,6 +100,7 @@ class ArrayDataset(MapDataset):
         return self._prepared(self.inputs[index].clone()), self.targets[index].clone()
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
+        # `DataLoader` calls it with all indices of a batch, where a dataset has it.
         rows = torch.as_tensor(indices, dtype=torch.long)
         return Batch(self._prepared(self.inputs[rows]), self.targets[rows])
 
@@ -119,9 +120,10 @@ class Normalize:
     full_scale: int = 255
 
     def __call__(self, images: Tensor) -> Tensor:
-        mean, std = torch.tensor([self.mean, self.std]).unsqueeze(-1).unsqueeze(-1)
+        mean, std = torch.tensor([self.mean, self.std]).unsqueeze(-1).unsqueeze(-1)  # Each of shape (channel, 1, 1).
         # Contiguous, because CIFAR is stored channels last and indexing would keep that.
         floats = images.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        # (x / full_scale - mean) / std, in two operations in place.
         return floats.mul_(1 / (self.full_scale * std)).sub_(mean / std)
 
 
@@ -197,6 +199,7 @@ def tinyshakespeare(root: Path | None, window: int = 64) -> Splits:
 
 def windows(tokens: Tensor, length: int) -> ArrayDataset:
     """Every whole window of `length` tokens, each with the same window one token later as its target."""
+    # The last target needs one more token.
     num_windows = (len(tokens) - 1) // length
     size = num_windows * length
     return ArrayDataset(tokens[:size].view(-1, length), tokens[1 : size + 1].view(-1, length))
@@ -205,7 +208,7 @@ def windows(tokens: Tensor, length: int) -> ArrayDataset:
 def _idx_splits(root: Path | None, origins: dict[str, str], prepare: Normalize) -> Splits:
     """Images and labels for training, then for testing, from four idx files in that order."""
     paths = [Source(path, origin).under(root) for path, origin in origins.items()]
-    for path in paths[::2]:
+    for path in paths[::2]:  # Images; labels are between them.
         if (shape := read_idx(path, 3).shape[1:]) != (28, 28):
             raise DataError(f"{path} is not the idx file wanted: images are {tuple(shape)}, wanted (28, 28).")
     train, test = (

@@ -1,4 +1,4 @@
-"""Factories by "module:function": how the command line finds a user's own model or recipe.
+"""Factories by "module:function", by which the command line finds a user's own model or recipe.
 
 The module is looked for in the working directory first, as `python -m` does. Nothing here imports torch.
 """
@@ -18,7 +18,7 @@ def call_factory(text: str, options: dict[str, Any], wanted: str) -> Any:
 
     Args:
         text: "module:function", such as "nets:make" for make() in nets.py.
-        wanted: a sentence that says what the factory should return, for error messages.
+        wanted: a sentence about what the factory should return, for error messages.
 
     Raises `ConfigError` if there is no such module or function, if it is not callable, or if it raises.
     """
@@ -42,6 +42,7 @@ def _find(text: str, wanted: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # A user's module may raise anything.
+        # Else the module was found, and something that it imports is missing.
         if isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or ":"):
             raise ConfigError(
                 f"no module '{module_name}', in this folder or installed. Wanted: MODULE:FACTORY."

@@ -81,6 +81,7 @@ def read_text(path: Path, alphabet: str) -> Tensor:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    """Return the size and modification time of a file: part of the cache key, so that a changed file is read again."""
     try:
         status = path.stat()
     except OSError as error:
@@ -159,6 +160,7 @@ def _read_text(path: Path, alphabet: str, stamp: tuple[int, int]) -> Tensor:
         raise DataError(f"cannot read {path}: {error.strerror}.") from error
     if not raw:
         raise DataError(f"{path} is empty: fetch it again.")
+    # A table from byte to token; -1 for bytes that are not in the alphabet.
     codes = np.full(256, -1)
     codes[np.frombuffer(alphabet.encode("ascii"), dtype=np.uint8)] = np.arange(len(alphabet))
     tokens = codes[np.frombuffer(raw, dtype=np.uint8)]

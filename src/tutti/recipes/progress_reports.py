@@ -13,7 +13,7 @@ _REPORT_SECONDS = 2.0
 
 
 class ProgressReports:
-    """Reports the state of a run every so many steps, and after every evaluation.
+    """Reports the progress of a run at regular steps, and after every evaluation.
 
     Only the leader reports. In a simulation every rank reports the loss of its steps: that costs nothing there, and
     the loss of one rank's part of a small batch is a poor estimate.
@@ -34,6 +34,7 @@ class ProgressReports:
 
     def step(self, loss: Tensor) -> None:
         """Report the loss of a step, if a report is due."""
+        # From the first step on. `1 % every` is 0 where every step is reported.
         regular = self._job.steps % self._every == 1 % self._every
         due = regular or self._now() - self._last_s > self._longest_s
         if due and (self._simulated or self._job.is_leader):
@@ -48,7 +49,7 @@ class ProgressReports:
         metrics = self._job.metrics
         self._last_s = self._now()
         epoch = metrics.steps / self._steps_per_epoch
-        ages = metrics.strategy.get("staleness")
+        ages = metrics.strategy.get("staleness")  # Counts of updates by age: the mean age is reported.
         if ages:
             values["staleness"] = round(sum(age * count for age, count in ages.items()) / sum(ages.values()), 3)
         self._supervisor.progress(

@@ -30,7 +30,7 @@ _TEST_BATCH_SIZE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """What to train and how; the same on every worker."""
+    """The configuration of a training run; the same on every worker."""
 
     recipe: str
     """A recipe's name, or "module:function" of a function that returns a `Recipe`."""
@@ -85,7 +85,7 @@ def train(config: TrainingConfig) -> TrainingResult:
     """Train a recipe on this rank, together with all other ranks, and report progress to the launcher. Collective."""
     world = init()
     made = recipe(config.recipe, **config.options)
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed)  # Before the model draws its parameters.
     model, optimizer = _model_and_optimizer(made, config)
     splits = made.data(Path(config.data) if config.data else None)
     num_samples, epochs = len(splits.train), config.epochs or made.epochs
@@ -97,14 +97,16 @@ def train(config: TrainingConfig) -> TrainingResult:
         for epoch in range(1, epochs + 1):
             for x, y in batches:
                 loss = made.loss(model(_in_precision(x, config.double)), y)
-                job.watch(loss)
+                job.watch(loss)  # Before backward, whose exchange stops all ranks if the loss is not finite.
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 reports.step(loss)
             accuracy = _evaluate_epoch(evaluation, job, reports, loss, last=epoch == epochs)
+            # Equal on all ranks under a synchronous strategy, so all of them leave here. NaN never is large enough.
             if config.until is not None and accuracy >= config.until:
                 break
+        # Read before the job ends, whose clean-up sends messages of its own.
         metrics, synchronous, is_leader = job.metrics, job.strategy.synchronous, job.is_leader
     if not synchronous and is_leader:
         # Leaving the job brought the parameters of all ranks together: only now are they the final ones.
@@ -175,6 +177,7 @@ class _Evaluation:
             self.model.eval()
             for x, y in batches:
                 scores = self.model(_in_precision(x, self.double))
+                # Weighted by samples: the last batch may be smaller. Sums in float64, which are added over ranks below.
                 right_and_total += torch.tensor([float(self.made.accuracy(scores, y)) * len(y), len(y)])
             self.model.train()
         if world is not None:

@@ -1,4 +1,4 @@
-"""Timelines of pipelines: which rank works on which microbatch at what time."""
+"""Figures of pipeline timelines: a row per rank, a box per microbatch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,5 +56,5 @@ def _box(axis: Any, span: ActionSpan, start_s: float, longest_s: float) -> None:
     style = {"color": COLOURS[span.kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.6}
     left = 1e3 * (span.start_s - start_s)
     axis.barh(span.rank, 1e3 * width, left=left, height=0.86, **style)
-    if width > 0.012 * longest_s:
+    if width > 0.012 * longest_s:  # Wide enough for a number.
         axis.text(left + 5e2 * width, span.rank, str(span.microbatch), ha="center", va="center", fontsize=7)

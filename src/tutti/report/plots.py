@@ -1,4 +1,4 @@
-"""Figures of collectives, and what all figures share. The file's suffix selects PNG or SVG.
+"""Figures of collectives, and functions that all figures share. The file's suffix selects PNG or SVG.
 
 Figures need matplotlib (`pip install 'tutti[report]'`), which is imported only when one is drawn.
 """
@@ -38,9 +38,8 @@ def plot_collectives(result: Mapping[str, Any], title: str, path: Path) -> None:
     rows = result["rows"]
     sizes = [row["num_bytes"] for row in rows]
     for name in rows[0]["seconds"]:
-        width, height = (
-            (5.0, 1) if name == "cheapest" else (1.6, 3)
-        )  # A broad band behind the algorithms that it chose.
+        # "cheapest" is a broad band behind the algorithms that it chose.
+        width, height = (5.0, 1) if name == "cheapest" else (1.6, 3)
         style = {"color": COLOURS[name], "linewidth": width, "zorder": height, "label": label(name)}
         axes.plot(sizes, [row["seconds"][name] for row in rows], marker="o", markersize=4, **style)
         if name in rows[0]["predicted"]:
@@ -115,7 +114,7 @@ def pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise ConfigError("plots need matplotlib: pip install 'tutti[report]'.") from error
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # Draws to files, without a display.
     import matplotlib.pyplot as plt
 
     return plt

@@ -61,7 +61,7 @@ def plot_panels(panels: Panels, ylabel: str, title: str, path: Path, scale: Lite
 def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: Literal["log", "linear"]) -> None:
     workers = sorted({number for points in lines.values() for number, _ in points})
     (fewest, start), *_, (_, end) = next(iter(lines.values()))
-    power = 1 if end > start else -1
+    power = 1 if end > start else -1  # Throughput rises with the workers; a time falls.
     linear = [start * (number / fewest) ** power for number in workers]
     axis.plot(workers, linear, ":", color="#222222", zorder=3, label="linear scaling")
     for position, (label, points) in enumerate(lines.items()):
@@ -119,6 +119,7 @@ def _bars(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: lis
 def _ideal(results: Mapping[str, Rows]) -> float:
     """Images per second of a single worker."""
     first = next(iter(results.values()))[0]
+    # Efficiency is relative to a single worker, so any row gives that worker's speed.
     return float(first["images_per_s"] / first["workers"] / first["efficiency"])
 
 

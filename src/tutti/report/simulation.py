@@ -24,8 +24,11 @@ _UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _SMOOTH = 15
 """A curve is smoothed over a window of its length divided by this."""
 _MOST_EPOCHS = 10
+"""Most labels of epochs along an axis."""
 _FEW_RANKS = 16
+"""Up to so many ranks, every rank has a label and a row that shows shares."""
 _PIXELS_OF_A_ROW = 64
+"""Height of such a row in pixels."""
 
 
 def plot_progress(reports: Sequence[Mapping[str, Any]], target: float, title: str, path: Path) -> None:
@@ -125,7 +128,7 @@ def _count_epochs(axis: Any, tested: Sequence[Mapping[str, Any]], size: float) -
 def _running_mean(values: np.ndarray) -> np.ndarray:
     """The mean over a window around each value; the window is narrower at the start, and cut off at the end."""
     half = len(values) // _SMOOTH // 2
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+    sums = np.concatenate([[0.0], np.cumsum(values)])  # A window's sum is the difference of two of these.
     indices = np.arange(len(values))
     reach = np.minimum(half, indices)
     stops = np.minimum(indices + reach + 1, len(values))
@@ -140,6 +143,7 @@ def rank_names(cluster: Cluster, workers: int) -> dict[int, str]:
     usual = statistics.median_high(speeds)
     slow = [rank for rank, speed in enumerate(speeds) if speed < usual][:_FEW_RANKS]
     every = -(-workers // _FEW_RANKS)
+    # Slow ranks are always named; regular labels next to them would overlap.
     near = {rank + offset for rank in slow for offset in range(1 - every, every)}
     names = {}
     for rank in sorted({*slow, *(rank for rank in range(0, workers, every) if rank not in near)}):
@@ -155,18 +159,22 @@ def _spent(simulation: Simulation) -> np.ndarray:
 
 def _picture(strips: Sequence[Strip], seconds: float) -> tuple[np.ndarray, float]:
     """Pixels of shape (rows, bin, colour), and the time at which the last bin ends. White: the rank has ended."""
+    # Ranks that ended early have narrower bins; all widths are powers of two times the first.
     bin_s = max(strip.bin_s for strip in strips)
     num_bins = int(np.ceil(seconds / bin_s)) or 1
+    # (rank, state, bin): the share of each state in each bin.
     shares = np.stack([_widened(strip, bin_s)[:, :num_bins] for strip in strips]) / bin_s
     shares[:, :, -1] *= bin_s / (seconds - (num_bins - 1) * bin_s)  # The last bin is shorter than the others.
+    # A fourth state for the remainder: the rank has ended.
     shares = np.concatenate([shares, 1 - shares.sum(1, keepdims=True)], 1)
     if len(strips) > _FEW_RANKS:
+        # (rank, bin): too many ranks for more than one pixel row each.
         use = shares.argmax(1)
     else:
         heights = 1 - (np.arange(_PIXELS_OF_A_ROW) + 0.5) / _PIXELS_OF_A_ROW
-        use = (heights[:, None] > np.cumsum(shares, 1)[:, :-1, None, :]).sum(
-            1
-        )  # The number of states that lie below each pixel.
+        # (rank, state, pixel, bin): whether a pixel lies above the top of a state. Their number is the pixel's state.
+        above = heights[:, None] > np.cumsum(shares, 1)[:, :-1, None, :]
+        use = above.sum(1)
     colours = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in (*COLOURS, _ENDED)], np.uint8)
     return colours[use].reshape(-1, num_bins, 3), bin_s * num_bins
 

@@ -1,4 +1,4 @@
-"""`SimulatedChannel`: all messages that a group of simulated ranks exchanges under one name, and who has closed it."""
+"""`SimulatedChannel`: all messages of a group of simulated ranks under one name, and the ranks that have closed it."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SimulatedChannel:
     """The mailboxes of one group of ranks under one name: messages of other channels never mix with these.
 
-    Ranks are numbered by their place in the group here; `Rank.number` is their number in the world.
+    Ranks are numbered by their position in the group here; `Rank.number` is their number in the world.
     """
 
     def __init__(self, name: str, ranks: Sequence["Rank"], network: Network, on_closed: Callable[[], None]) -> None:
@@ -24,14 +24,15 @@ class SimulatedChannel:
         self.ranks = tuple(ranks)
         self.network = network
         self._on_closed = on_closed
-        """Called when all ranks have closed it."""
+        """Called when all ranks have closed this channel."""
         self.mailboxes: dict[tuple[int, int, int], Mailbox] = {}
-        """By sender, receiver and tag."""
+        """Mailboxes by sender, receiver and tag."""
         self._mailboxes_of: dict[int, list[Mailbox]] = {}
+        """The mailboxes in which a rank sends or receives, by rank."""
         self.any_source_mailboxes: dict[tuple[int, int], AnySourceMailbox] = {}
-        """By receiver and tag."""
+        """Mailboxes of receives from ANY rank, by receiver and tag."""
         self.closed: dict[int, str] = {}
-        """The ranks that answer no more, and why."""
+        """The ranks that have closed this channel, with their reasons."""
         self.host_sums: dict[int, Any] = {}
         """Sums in shared memory that not all ranks have joined yet, by number (see `shared_memory`)."""
 
@@ -51,21 +52,22 @@ class SimulatedChannel:
         return self.any_source_mailboxes[dst, tag]
 
     def close(self, rank: "Rank", why: str) -> None:
-        """Note that a rank answers here no more, and fail the waits that only it could end. Idempotent.
+        """Close this channel for a rank, and fail the waits that only that rank could end. Idempotent.
 
-        What it has sent before still arrives.
+        Messages that the rank has sent before still arrive.
         """
         index = self.ranks.index(rank)
         if index in self.closed:
             return
         self.closed[index] = why
         for mailbox in self._mailboxes_of.get(index, ()):
+            # Receives from this rank could never end; receives by this rank are abandoned.
             receives, mailbox.receives = mailbox.receives, deque()
             for receive in receives:
                 receive.fail(self.loss_error(receive.rank, index))
         for any_source in self.any_source_mailboxes.values():
             any_source.fail_hopeless()
-        for host_sum in list(self.host_sums.values()):
+        for host_sum in list(self.host_sums.values()):  # Sums that not all ranks have joined.
             host_sum.fail(index)
         if len(self.closed) == len(self.ranks):
             self._on_closed()
@@ -77,5 +79,6 @@ class SimulatedChannel:
         """
         if self.ranks[lost] is waiting:
             return RankLost(f"rank {waiting.number}: this channel was closed while it waited for a peer.")
+        # Any rank of the group may be the first cause, not only the one that is waited for.
         causes = {rank.number: rank.gone for rank in self.ranks if rank.gone is not None and not rank.lost_a_peer}
         return rank_lost_error(waiting.number, causes or {self.ranks[lost].number: self.closed[lost]})

@@ -48,18 +48,23 @@ class ComputeClock:
         self._cluster = transport.cluster
         self._elapse = transport.elapse
         self._workload = workload
-        self._rng = random.Random(f"{transport.seed} jitter")
+        self._rng = random.Random(f"{transport.seed} jitter")  # The seed has the rank in it: ranks vary independently.
         self._factor = 1.0
+        """Jitter of the current step."""
         self._backward_s = 0.0
+        """Seconds of the current backward pass, divided between gradients by their shares."""
         self._in_backward = False
+        """Whether a gradient has come since `backward` was last called."""
         self._computed: set[str] = set()
-        """Parameters whose time has passed in this backward pass: by caught factors, or by the gradient itself."""
+        """Parameters whose time has passed in this backward pass, by caught factors or by the gradient itself."""
         self._handles: list[Any] = []
         self._exits = ExitStack()
 
     def listen(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Register hooks on a model and its optimiser, and count no operators meanwhile."""
+        # Else a process group's operator clock would count the same computation a second time.
         self._exits.enter_context(operator_clock.suspended())
+        # Weak: parameters keep their hooks in C++, out of sight of the garbage collector.
         clock_ref = ref(self)
 
         def on_step(*_: Any) -> None:
@@ -108,16 +113,18 @@ class ComputeClock:
 
     def backward(self, seconds: float) -> None:
         """Note a backward pass that takes so long; several add up to one, if their losses were summed."""
+        # Gradients have come since the last call: this is a new pass, not a further output of the same one.
         self._backward_s = seconds if self._in_backward else self._backward_s + seconds
         self._in_backward = False
 
     def gradient(self, name: str) -> None:
         """Advance the clock by the share of the backward pass that a parameter's gradient takes."""
-        if not self._in_backward:
+        if not self._in_backward:  # The first gradient of a pass.
             self._computed.clear()
         if self._workload is not None and name not in self._computed:  # None before the first forward pass.
             self._in_backward = True
             self._computed.add(name)
+            # A factored weight that is used elsewhere as well comes here twice: its time passes once.
             self._elapse(self._backward_s * self._workload.shares.get(name, 0.0))
 
     @property
@@ -160,6 +167,7 @@ class _AfterForward(OwnedHook):
         if torch.compiler.is_compiling() or (clock := self._compute_clock()) is None:
             return
         backward_s = clock.forward(num_rows(args or kwargs))
+        # One output is enough: its gradient comes before those of the parameters that it depends on.
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(partial(_backward_begins, self._compute_clock, backward_s))

@@ -25,7 +25,9 @@ class DryRunReplica(Replica):
         self._layers: list[FactoredLayer] = []
         self._listener: Listener | None = None
         self._gradients = False
+        """Whether the listener wants gradients, not only steps."""
         self._num_samples = 0.0
+        """Samples since the last `take_samples`."""
 
     def listen(self, listener: Listener, to: EventScope) -> None:
         self._listener, self._gradients = listener, to == "gradients"
@@ -48,7 +50,7 @@ class DryRunReplica(Replica):
             layer.catching = layer.slot.name in names
 
     def step(self, num_samples: int) -> None:
-        """Report a forward pass, a backward pass and a step of the optimiser, of so many samples."""
+        """Report a forward pass, a backward pass and a step of the optimiser, for a batch of so many samples."""
         listener, compute_clock = self._listener, self._compute_clock
         assert listener is not None
         compute_clock.backward(compute_clock.forward(num_samples))
@@ -64,26 +66,31 @@ class DryRunReplica(Replica):
         listener.after_step()
 
     def _backward(self, listener: Listener, num_samples: int) -> None:
-        apart, workload = self.exchanged_as_factors, self._compute_clock.workload
+        """Report the events of a backward pass in the order in which `BackwardPass` would."""
+        as_factors, workload = self.exchanged_as_factors, self._compute_clock.workload
         layers = {layer.slot.name: layer for layer in self._layers}
         for layer in self._layers:
             layer.rows = round(num_samples * workload.rows.get(layer.slot.name, 0.0)) if workload is not None else 0
         remaining = iter(self.buckets)
+        arrived: set[Slot] = set()
         bucket, missing = _next(remaining)
         for number, slot in enumerate(self.slots):
             self._compute_clock.gradient(slot.name)
-            if number == 0:
+            if number == 0:  # As in a real pass, which its first gradient starts.
                 listener.backward_started(float(num_samples))
-            if slot.name in apart:
+            if slot.name in as_factors:
                 listener.factors_ready(layers[slot.name])
                 continue
+            arrived.add(slot)
             missing.discard(slot)
+            # Several may be ready: buckets of two dtypes fill at the same time, and buffers wait for nothing.
             while bucket is not None and not missing:
                 listener.bucket_ready(bucket)
                 bucket, missing = _next(remaining)
+                missing -= arrived
         assert bucket is None
         listener.backward_done()
-        if self.exchanged_as_factors != apart:
+        if self.exchanged_as_factors != as_factors:  # `backward_done` has chosen factors: their slots leave buckets.
             self._cut()
 
 

@@ -45,9 +45,10 @@ _PROGRESS_S, _PROGRESS_EVERY = 0.1, 64
 """Least wall time between two calls of `on_progress`, and how many events pass between two looks at the wall clock."""
 
 _GRACE_S = 10.0
-"""How long threads of ranks get to reach their next wait when the simulation is over, in wall time."""
+"""Wall time that threads of ranks get to reach their next wait when the simulation is over."""
 
 _JOIN_S = 0.01
+"""Wall time between two looks at a thread that is to end."""
 
 
 class Engine:
@@ -57,15 +58,21 @@ class Engine:
         self.now = 0.0
         """Virtual time of the event that is being handled, in seconds."""
         self.stopping = False
+        """Whether the simulation is over, and threads of ranks are being ended."""
         self._times: list[float] = []
+        """A heap of the times for which anything is scheduled, each of them once."""
         self._actions: dict[float, Action | list[Action]] = {}
+        """The actions of each of these times: one, or a list in the order of scheduling."""
         self._alarms: list[tuple[float, int, Rank]] = []
+        """A heap of deadlines. The rank's number decides between equal times, so that ranks are never compared."""
         self._polling_ranks: list[Rank] = []
+        """Ranks that poll, and continue once all that is due now is done."""
         self._on_progress = on_progress
         self._turn = threading.Lock()
         self._turn.acquire()
         self._callers_randomness = Randomness()
         self._last: Rank | None = None
+        """The rank whose random generators are the global ones now; None before any has run."""
 
     def schedule(self, time_s: float, action: Action) -> None:
         """Call `action` at that virtual time, which must not have passed."""
@@ -95,11 +102,13 @@ class Engine:
         times, actions, alarms = self._times, self._actions, self._alarms
         reported_s, count = time.monotonic(), 0
         while times:
+            # Strictly before: work that ends exactly at its deadline is in time.
             if alarms and alarms[0][0] < times[0]:
                 self.now, _, rank = heappop(alarms)
                 rank.waiter.check_deadline()
                 continue
             self.now = heappop(times)
+            # Popped first: what these actions schedule for this very moment becomes a new entry, which is handled next.
             due = actions.pop(self.now)
             if due.__class__ is list:
                 for action in due:
@@ -129,11 +138,14 @@ class Engine:
     def run_rank(self, rank: "Rank") -> None:
         """Let a rank's thread run until it waits or ends. It uses random generators of its own."""
         if self._last is not rank:
+            # A rank that runs twice in a row needs no switch, which is the most expensive part of a turn.
             (self._last.randomness if self._last is not None else self._callers_randomness).save()
             rank.randomness.restore()
             self._last = rank
+        # Before the release: an interrupt between the two lines must not let `stop` release the lock twice.
         rank.thread.paused = False
         rank.thread.turn.release()
+        # Until the rank calls `return_turn`, by waiting or ending.
         self._turn.acquire()
 
     def return_turn(self) -> None:
@@ -147,6 +159,7 @@ class Engine:
         The loop may have been interrupted anywhere, even while a rank's thread runs (by Ctrl-C, for example). A thread
         that does not come to a wait within the grace period is left to itself; it is a daemon.
         """
+        # First of all: a thread that is woken below must find it set.
         self.stopping = True
         deadline = time.monotonic() + _GRACE_S
         for thread in (rank.thread for rank in ranks):
@@ -155,6 +168,7 @@ class Engine:
                     thread.paused = False
                     thread.turn.release()
                 thread.join(_JOIN_S)
+            # It has passed its last line: joining it takes no time, and leaves no thread behind.
             if not thread.alive:
                 thread.join()
         if self._last is not None:

@@ -18,19 +18,19 @@ from typing import Any
 
 from tutti.errors import ConfigError
 
-_here = threading.local()
+_thread_local = threading.local()
 
 _NETWORK = (socket.AF_INET, socket.AF_INET6)
 
 
 def enter() -> None:
     """Mark this thread as that of a simulated rank."""
-    _here.simulated = True
+    _thread_local.simulated = True
 
 
 def refuse(what: str) -> None:
     """Raise `ConfigError` if this thread is that of a simulated rank; `what` was attempted."""
-    if getattr(_here, "simulated", False):
+    if getattr(_thread_local, "simulated", False):
         raise ConfigError(
             f"{what} inside a simulation: simulated ranks communicate through tutti.world().transport alone, and "
             "nothing leaves their process."
@@ -42,7 +42,7 @@ def install() -> None:
     """Refuse Python's sockets and torch's stores in the threads of simulated ranks, from now on."""
     from torch.distributed import TCPStore  # Late: the launcher uses `refuse` and need not wait for torch.
 
-    sys.addaudithook(_audit)
+    sys.addaudithook(_audit)  # It cannot be removed: hence `cache`, once per process.
     before = TCPStore.__init__
 
     @wraps(before)
@@ -54,5 +54,6 @@ def install() -> None:
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
+    # The arguments are the socket, its family, type and protocol. Unix sockets are allowed.
     if event == "socket.__new__" and args[1] in _NETWORK:
         refuse("a real socket was opened")

@@ -42,29 +42,33 @@ class Mailbox:
         self.receives: deque[Receive] = deque()
         """Receives that wait for a message."""
         self.any_source: AnySourceMailbox | None = channel.any_source_mailboxes.get((dst, tag))
-        """Where messages are delivered if the receiver takes them from ANY rank."""
+        """The mailbox that messages are delivered to if the receiver takes them from ANY rank."""
         self.num_travelling = 0
-        """Messages that were sent and not yet delivered there."""
+        """Messages that were sent and not yet delivered to `any_source`."""
         self.newest_s = 0.0
-        """When the last message whose arrival is known arrives."""
+        """Arrival of the last message whose arrival is known; no later message may arrive before it."""
 
     def send_direct(self, tensor: Tensor) -> SimulatedWork | None:
-        """Send what a receive waits for over a route on which nothing can come before it; None where that is not so.
+        """Send what a receive waits for over a route on which nothing can overtake it; None where that is impossible.
 
         The whole journey is then known at once, and only its end is scheduled. Large simulations consist of these.
         """
         route, src = self.route, self.src
         first, last, engine = route.first, route.last, src.engine
         now = engine.now
+        # A receive waits, the sender's card is free, and nothing sent before is still on its way to the other card.
         if not (self.receives and route.direct and first.free_s <= now and not last.pending) or src.gone is not None:
             return None
+        # The head travels on while the tail still leaves: times as in `SimulatedMessage.depart` and `_travel`.
         num_bytes = tensor.nbytes
         sent = SimulatedWork(src)
         first.free_s = sent.finish_s = now + num_bytes * first.seconds_per_byte
         first.num_bytes += num_bytes
+        # The head reaches the receiver's card at `head_s`, which takes it when it is free.
         arrival_s, head_s = sent.finish_s + route.latency_s, now + route.latency_s
         last.free_s = stop_s = (last.free_s if last.free_s > head_s else head_s) + num_bytes * last.seconds_per_byte
         last.num_bytes += num_bytes
+        # The slower of the two cards decides.
         arrival_s = max(arrival_s, stop_s)
         src.num_messages += 1
         for travel in self.travels:  # `TravelTime.add`, without the calls.
@@ -73,6 +77,7 @@ class Mailbox:
                 travel.total_s += arrival_s - (now if now > until_s else until_s)
                 travel.until_s = arrival_s
         receive = self.receives.popleft()
+        # `SimulatedWork.complete`, without the call. A receive of another size or dtype has failed in `take`.
         if receive.take(tensor, self):
             receive.finish_s = arrival_s
             if receive.on_finish is not None:
@@ -86,7 +91,7 @@ class Mailbox:
         if self.any_source is None:
             self.messages.append(message)
         else:
-            self.num_travelling += 1
+            self.num_travelling += 1  # Until `deliver`, which `_arrive` schedules.
 
     def post(self, receive: Receive) -> None:
         """Match a receive with the oldest message, or let it wait; fail it if the sender is gone."""
@@ -94,13 +99,14 @@ class Mailbox:
             self.any_source.post(receive)
         elif self.messages:
             receive.match(self.messages.popleft())
+        # Only now: what the sender sent before it left can still be received.
         elif self.key[0] in self.channel.closed:
             receive.fail(self.channel.loss_error(receive.rank, self.key[0]))
         else:
             self.receives.append(receive)
 
     def cancel(self, receive: Receive) -> None:
-        """Forget a receive that has waited too long: what comes is for the next."""
+        """Remove a receive that has waited too long: the next message is for the next receive."""
         if self.any_source is not None:
             self.any_source.cancel(receive)
         elif receive in self.receives:
@@ -114,11 +120,13 @@ class Mailbox:
         """Hand a message that has arrived to the receive it was matched with, or to the any-source mailbox."""
         assert self.any_source is not None
         if message.receive is not None:
+            # It was matched at departure, before the mailbox was taken over.
             receive, message.receive = message.receive, None
             receive.complete(message.rank.engine.now)
         else:
             self.num_travelling -= 1
             self.any_source.deliver(message)
+            # The sender may have left meanwhile: this was perhaps the last message on its way.
             self.any_source.fail_hopeless()
 
 
@@ -137,6 +145,7 @@ class AnySourceMailbox:
                 mailbox.any_source = self
                 self._receives += mailbox.receives
                 self._take_over(mailbox, now)
+        # They come from several mailboxes, each in its own order.
         self._arrived.sort(key=lambda message: message.arrival_s or 0.0)
 
     def _take_over(self, mailbox: Mailbox, now: float) -> None:
@@ -175,13 +184,15 @@ class AnySourceMailbox:
         channel = self.channel
         others = set(range(len(channel.ranks))) - {self._dst}
         for receive in list(self._receives):
+            # The ranks that could still end this receive.
             sources = others if receive.src == ANY else {receive.src}
             if sources <= channel.closed.keys() and not self._any_travelling(sources):
                 self._receives.remove(receive)
-                receive.fail(channel.loss_error(receive.rank, max(sources)))
+                lost = max(sources)  # Any of them: the error names those that went first.
+                receive.fail(channel.loss_error(receive.rank, lost))
 
     def cancel(self, receive: Receive) -> None:
-        """Forget a receive that has waited too long."""
+        """Remove a receive that has waited too long."""
         if receive in self._receives:
             self._receives.remove(receive)
 

@@ -8,9 +8,9 @@ head of the message reaches the next pipe (cut-through: the head moves on while 
 the other pipes in turn; where one is busy, it continues when that is free. The arrival is the last end of all pipes.
 
 Messages of one mailbox are matched with receives in the order of sending, at departure: the payload is copied into the
-receiver's tensor right then, or into a copy if nobody waits yet. That is early in virtual time, but no rank looks at
-the tensor before the receive is done, and the receive is done at the message's arrival. Messages to a mailbox that
-receives from ANY rank are matched in the order of arrival instead (see `mailboxes`).
+receiver's tensor right then, or into a copy if no receive is posted yet. That is early in virtual time, but no rank
+looks at the tensor before the receive is done, and the receive is done at the message's arrival. Messages to a mailbox
+that receives from ANY rank are matched in the order of arrival instead (see `mailboxes`).
 
 The two `__init__` methods do not call their base class's, and frequent lines are written out: a large simulation makes
 hundreds of millions of these objects.
@@ -44,24 +44,26 @@ class SimulatedMessage(SimulatedWork):
         self.mailbox = mailbox
         self.num_bytes: int = tensor.nbytes
         self.payload: Any = tensor
-        """The sender's tensor, or a copy of it; None once it was received."""
+        """The sender's tensor, or a copy of it; None once a receive has copied it."""
         self.receive: Receive | None = None
         """The receive that it was matched with, until it has arrived."""
         self.arrival_s: float | None = None
-        """When its last byte arrives, once that is known."""
+        """Time at which its last byte arrives; None until that is known."""
 
     def depart(self) -> None:
         """Take the first pipe as soon as it is free, and match the message with a receive. An action of the engine."""
         mailbox, rank = self.mailbox, self.rank
-        if rank.gone is not None:
+        if rank.gone is not None:  # It died between the call of `isend` and this time.
             return
         route, engine = mailbox.route, rank.engine
         now, num_bytes = engine.now, self.num_bytes
         pipe = route.first
         free_s = pipe.free_s
+        # `max`, written out: a call costs more than the comparison.
         start_s = self._start_s = free_s if free_s > now else now
         pipe.free_s = self.finish_s = left_s = start_s + num_bytes * pipe.seconds_per_byte
         pipe.num_bytes += num_bytes
+        # The earliest end of the journey; slower pipes on the way postpone it.
         self._stop_s = left_s + route.latency_s
         rank.num_messages += 1
         if self.on_finish is not None:
@@ -70,6 +72,7 @@ class SimulatedMessage(SimulatedWork):
             mailbox.receives.popleft().match(self)
         else:
             mailbox.keep(self)
+        # As long as this is on its way, no later message may be timed by `send_direct`.
         route.last.pending += 1
         self._hop = 0
         engine.schedule(start_s + route.latency_s, self._travel)
@@ -80,6 +83,7 @@ class SimulatedMessage(SimulatedWork):
         while self._hop < len(rest):
             start_s = self._take(rest[self._hop], engine.now)
             self._hop += 1
+            # The pipe is busy. Those after it are taken when the head gets there: others may come first.
             if start_s > engine.now and self._hop < len(rest):
                 engine.schedule(start_s, self._travel)
                 return
@@ -93,6 +97,7 @@ class SimulatedMessage(SimulatedWork):
         """Occupy a pipe as soon as it is free; returns when that is."""
         start_s = pipe.free_s if pipe.free_s > now else now
         stop_s = start_s + self.num_bytes * pipe.seconds_per_byte
+        # A switch is free again when the first of its slots is.
         pipe.free_s = stop_s if pipe.slots is None else pipe.occupy_slot(stop_s)
         pipe.num_bytes += self.num_bytes
         self._stop_s = max(self._stop_s, stop_s)
@@ -104,6 +109,7 @@ class SimulatedMessage(SimulatedWork):
         mailbox = self.mailbox
         for travel in mailbox.travels:
             travel.add(self._start_s, arrival_s)
+        # ANY receives are matched in the order of arrival, so the message is handed over at that time.
         if mailbox.any_source is not None:
             self.rank.engine.schedule(arrival_s, partial(mailbox.deliver, self))
         elif self.receive is not None:
@@ -135,10 +141,11 @@ class Receive(SimulatedWork):
 
     def match(self, message: SimulatedMessage) -> None:
         """Copy what the message carries, and finish when it arrives, which may be later or long ago."""
-        payload, message.payload = message.payload, None
+        payload, message.payload = message.payload, None  # Frees the copy, if it was one.
         if not self.take(payload, message.mailbox):
             return
         if message.arrival_s is None:
+            # `_arrive` completes this receive.
             message.receive = self
         else:
             self.complete(message.arrival_s)
@@ -155,6 +162,7 @@ class Receive(SimulatedWork):
                 )
             )
             return False
+        # A dry run has sizes only. `detach`: the receiver's tensor may require grad.
         if not payload.is_meta:
             tensor.detach().copy_(payload if payload.shape == tensor.shape else payload.reshape(tensor.shape))
         return True
@@ -169,6 +177,7 @@ class Receive(SimulatedWork):
 
     @property
     def active_until_s(self) -> float:
+        # As long as a message is on its way, the network is slow and nobody is lost: no deadline.
         travelling = self._source != ANY or self.mailbox.has_travelling(self.src)
         return self.rank.engine.now if travelling else 0.0
 

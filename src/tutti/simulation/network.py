@@ -39,9 +39,9 @@ class Pipe:
         self.seconds_per_byte = seconds_per_byte
         """Time that one byte takes in one slot."""
         self.slots = [0.0] * num_slots if num_slots > 1 else None
-        """When each slot is free, as a heap; None where there is just one."""
+        """Times at which the slots are free, as a heap; None where there is just one slot."""
         self.free_s = 0.0
-        """When it can take the next message."""
+        """Time at which it can take the next message."""
         self.num_bytes = 0
         """Bytes carried so far."""
         self.pending = 0
@@ -79,6 +79,7 @@ class Network:
         self.hosts = tuple(hosts)
         """The host of each rank."""
         self._unique = {host.name: host for host in hosts}
+        # Switches are numbered by hosts in the order of ranks: neighbours in rank share a switch.
         self._host_numbers = {name: number for number, name in enumerate(self._unique)}
         self._pipes: dict[str, Pipe] = {}
         self._routes: dict[tuple[int, int], Route] = {}
@@ -102,6 +103,7 @@ class Network:
         if one.name == two.name:
             per_byte, latency_s = self.cluster.within.seconds_per_byte, self.cluster.within.latency_s
             out, into = self._pipe(f"rank {src} out", per_byte), self._pipe(f"rank {dst} in", per_byte)
+            # Pipes in memory carry messages within the host only, which all have the same latency.
             return Route(out, (into,), into, latency_s, direct=True)
         link = self.cluster.link_between(one, two)
         if link is None:
@@ -123,9 +125,10 @@ class Network:
         down: list[Pipe] = []
         latency_s, below = 0.0, 1
         for level, tier in enumerate(self.cluster.tiers):
+            # Hosts below one switch of this level.
             below *= tier.size
             here, there = self._host_numbers[one.name] // below, self._host_numbers[two.name] // below
-            if here == there:
+            if here == there:  # The switch that joins both: the message turns here.
                 break
             up.append(self._uplink(level, here, "up"))
             down.append(self._uplink(level, there, "down"))
@@ -140,12 +143,14 @@ class Network:
         name = f"switch {level}.{number} {direction}"
         if name not in self._pipes:
             tiers = self.cluster.tiers[: level + 1]
-            below = prod(tier.size for tier in tiers)
+            below = prod(tier.size for tier in tiers)  # Hosts that the switch has room for.
             hosts = list(self._unique.values())[number * below : (number + 1) * below]
             rates = [host.link.bits_per_s for host in hosts if host.link is not None]
             share = prod(tier.oversubscription for tier in tiers)
             bits_per_s = sum(rates) / max(1, len(rates)) * below / share
+            # As many cards at full rate as the uplink can carry; the summand absorbs rounding errors of the quotient.
             num_slots = max(1, int(bits_per_s / max(rates) + 1e-6)) if rates else 1
+            # Each slot has an equal part of the rate.
             self._pipes[name] = Pipe(name, 8 * num_slots / bits_per_s if rates else 0.0, num_slots)
         return self._pipes[name]
 
@@ -163,7 +168,7 @@ class Network:
             if self.cluster.link_between(one, two) is None
         ]
         return (
-            f"rank {src} on {self.hosts[src].name} talks to rank {dst} on {self.hosts[dst].name}, but the cluster "
+            f"rank {src} on {self.hosts[src].name} sends to rank {dst} on {self.hosts[dst].name}, but the cluster "
             f"'{self.cluster.name}' has no link between them. Not joined: {', '.join(pairs)}. Give it a link for every "
             "host, or links for these pairs."
         )

@@ -4,7 +4,7 @@ How it works
 ------------
 `counting` is entered for as long as a simulated rank has a process group. An `OperatorClock` is then a dispatch mode of
 the rank's thread: it sees every operator, looks up its floating-point operations, and advances the clock.
-`suspended` is entered where something else advances the clock (`ComputeClock`, a mesh); it wins over `counting`.
+`suspended` is entered where something else advances the clock (`ComputeClock`); it wins over `counting`.
 
 Both may be entered several times and left in any order, so each thread counts them (`_ThreadClock`). A dispatch mode
 can only be left when it is the innermost one. Where another is on top of it, or where the garbage collector ends a
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from tutti.transports.base import Transport
 
-_here = threading.local()
+_thread_local = threading.local()
 
 
 class OperatorClock(TorchDispatchMode):
@@ -46,12 +46,14 @@ class OperatorClock(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or self._fake in types:
-            return func(*args, **kwargs)  # A FakeTensor: DTensor asks for sizes, nothing is computed.
+        if not self.active or self._fake in types:  # A FakeTensor: DTensor asks for sizes, nothing is computed.
+            return func(*args, **kwargs)
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # A DTensor: the operators on its local tensor come here again.
+        # Dispatch modes are off inside `__torch_dispatch__`, so this call does not come here again.
         result = func(*args, **kwargs)
         if (formula := self._formulas.get(func._overloadpacket)) is not None:
+            # Formulas are torch's own (`torch.utils.flop_counter`), by operator; some need the result's shape.
             self._elapse(self._factor * formula(*args, **kwargs, out_val=result) / self._cluster.compute.flops)
         return result
 
@@ -65,11 +67,12 @@ class OperatorClock(TorchDispatchMode):
             self._factor = self._cluster.jitter.draw(self._rng)
 
 
+# Types on which an operator computes by itself, with no subclass to take it apart.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _ThreadClock:
-    """The operator clock of one thread, and how often counting was asked for and suspended."""
+    """The operator clock of one thread, and the numbers of contexts that count and that suspend."""
 
     def __init__(self) -> None:
         self.mode: OperatorClock | None = None
@@ -82,6 +85,7 @@ class _ThreadClock:
         self._num_suspended += suspended
         if (mode := self.mode) is None:
             return
+        # Set in any thread: an inactive mode on the stack does nothing.
         mode.active = self._num_counting > 0 and self._num_suspended == 0
         if self._thread != threading.get_ident():
             return  # Called by the garbage collector, in whatever thread that runs.
@@ -96,9 +100,9 @@ class _ThreadClock:
 
 def _clock() -> _ThreadClock:
     """Return the clock of this thread."""
-    if not hasattr(_here, "clock"):
-        _here.clock = _ThreadClock()
-    clock: _ThreadClock = _here.clock
+    if not hasattr(_thread_local, "clock"):
+        _thread_local.clock = _ThreadClock()
+    clock: _ThreadClock = _thread_local.clock
     return clock
 
 
@@ -106,6 +110,7 @@ def _clock() -> _ThreadClock:
 def counting(transport: Transport) -> Iterator[None]:
     """Advance this thread's virtual time as its operators run. May be nested; time passes once."""
     clock = _clock()
+    # One mode per thread: groups within groups must not count an operator twice.
     clock.mode = clock.mode or OperatorClock(transport)
     clock.change(counting=1)
     try:

@@ -23,9 +23,10 @@ class Randomness:
 
     def __init__(self) -> None:
         """Start from the present state."""
+        # A copy: every rank has a generator object of its own, so that switching moves a reference and no state.
         self._bits: np.random.BitGenerator = copy(mtrand.get_bit_generator())
         self._spare = _spare()
-        self._content = b""
+        self._content = b""  # Of the generator at the last `restore`.
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
 
@@ -41,7 +42,7 @@ class Randomness:
     def restore(self) -> None:
         """Make the saved state that of the global generators."""
         mtrand.set_bit_generator(self._bits)
-        if self._spare is not None:
+        if self._spare is not None:  # `set_bit_generator` discards it: it is kept outside the bit generator.
             state: Any = mtrand.get_state(legacy=False)
             mtrand.set_state(state | {"has_gauss": 1, "gauss": self._spare})
         self._content = _content(self._bits)

@@ -41,7 +41,7 @@ class Rank:
         self.number = number
         self.host = host
         self.timeout = timeout
-        """How long it waits for others before it gives up, in virtual time."""
+        """Virtual time after which a wait for other ranks fails."""
         self.clock = 0.0
         """The rank's own virtual time, in seconds; never behind what it knows of."""
         self.stepping = False
@@ -51,14 +51,14 @@ class Rank:
         self.randomness = Randomness()
         self.channels: list[SimulatedChannel] = []
         self.gone: str | None = None
-        """Why it answers nobody any more; None as long as it does."""
+        """The reason why this rank has left the simulation; None as long as it takes part."""
         self.lost_a_peer = False
-        """Whether it has gone only because another was gone before."""
+        """Whether this rank has left only because it lost another one."""
         self.time_account = TimeAccount()
         self.travel = TravelTime()
         self.num_messages = 0
         self.dies_s = cluster.failures.get(number, float("inf"))
-        """When it dies, as the cluster says."""
+        """Time at which the cluster's `failures` kill this rank; infinite for most."""
         self._speed = ComputeSpeed(cluster, number, cluster.speed_of(number, host))
 
     @property
@@ -76,28 +76,31 @@ class Rank:
     def resume(self) -> None:
         """Let the thread run until it waits or ends. An action of the engine."""
         thread = self.thread
-        if thread.ended:
+        if thread.ended:  # Its death resumed and ended it before this event.
             return
         self.engine.run_rank(self)
         if thread.ended:
             self.time_account.flush()
+            # Peers learn of the end at the time of this rank's clock, which may be ahead of the engine's.
             lost_a_peer = isinstance(thread.error, RankLost)
             why = "it has left" if thread.error is None else f"it failed: {type(thread.error).__name__}"
             self.engine.schedule(max(self.clock, self.engine.now), lambda: self.leave(why, lost_a_peer))
 
     def leave(self, why: str, lost_a_peer: bool = False) -> None:
-        """Answer nobody any more: close all channels, so that ranks that wait for this one learn `why`."""
+        """Leave the simulation: close all channels, which fails the waits for this rank with the reason `why`."""
         if self.gone is None:
             self.gone, self.lost_a_peer = why, lost_a_peer
             for channel in list(self.channels):
                 channel.close(self, why)
 
     def _die(self) -> None:
+        """End this rank, as the cluster's `failures` demand. An action of the engine."""
         thread = self.thread
-        if thread.ended and not thread.died:
+        if thread.ended and not thread.died:  # It came to its end before.
             return
         thread.died = True
         self.leave(f"it died at {format_time(self.dies_s)}")
+        # A rank that waits is woken, and unwinds in `pause`. One that computes ahead has met `dies_s` by itself.
         if not thread.ended and self.waiter.interrupt(self.dies_s):
             self.resume()
 
@@ -105,13 +108,16 @@ class Rank:
         """Yield the turn until the engine resumes this rank; raises `Stopped` if it is to go no further."""
         self.check_alive()
         self.thread.yield_turn()
-        self.check_alive()
+        self.check_alive()  # It may have died, or the simulation ended, while it waited.
 
     def check_alive(self) -> None:
         """Unwind the thread if this rank is to go no further. Raises `ConfigError` inside an operation."""
         thread = self.thread
+        # Operations run in the engine's thread: to wait there would stop the simulation.
         if self.stepping:
-            raise ConfigError(f"rank {self.number}: steps yield the work they wait for; they neither wait nor compute.")
+            raise ConfigError(
+                f"rank {self.number}: operations yield the work they wait for; they neither wait nor compute."
+            )
         if self.clock >= self.dies_s:
             thread.died = True
         elif not self.engine.stopping and self.gone is None and thread.doom is None:
@@ -120,6 +126,7 @@ class Rank:
 
     def elapse(self, seconds: float) -> None:
         """Compute for as long as a rank of speed 1 would in `seconds`."""
+        # A rank that dies meanwhile computes until then, so its account of time is exact.
         stop_s = min(self._speed.finish_s(self.clock, seconds), self.dies_s)
         self.time_account.add_computing(self.clock, stop_s)
         self.clock = stop_s
@@ -134,6 +141,7 @@ class Rank:
         spent_s = time_s - self.clock
         if spent_s <= 0:
             return
+        # Arrivals may be known ahead of time: `before` leaves out what travels after `time_s`.
         communicating_s = min(spent_s, max(0.0, self.travel.before(time_s) - travelled_s))
         self.time_account.add_waiting(self.clock, time_s, communicating_s)
         self.clock = time_s

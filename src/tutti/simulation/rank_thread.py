@@ -22,7 +22,7 @@ from tutti.errors import Deadlock
 from tutti.simulation.engine import Engine
 
 _MAX_UNWINDS = 20
-"""How often a function may catch `Stopped` before its thread is abandoned."""
+"""Number of times that a function may catch `Stopped` before its thread is abandoned."""
 
 
 class Stopped(BaseException):
@@ -36,18 +36,18 @@ class RankThread:
         self._engine = engine
         self._name = name
         self.turn = threading.Lock()
-        self.turn.acquire()
+        self.turn.acquire()  # Held from the start: the thread blocks on it until the engine first releases it.
         self.paused = True
         """Whether the thread is blocked on `turn`."""
         self.ended = False
         self.result: Any = None
-        """What the function returned."""
+        """The value that the function returned."""
         self.error: BaseException | None = None
-        """What the function raised; None where it returned, exited with status 0, or the rank died."""
+        """The exception that the function raised; None where it returned, exited with status 0, or the rank died."""
         self.died = False
-        """Whether the rank was killed, as the cluster's `failures` say."""
+        """Whether the cluster's `failures` killed the rank."""
         self.doom: Deadlock | None = None
-        """The error that ends the rank, whatever its function makes of it."""
+        """The error that ends the rank, even if its function catches it."""
         self._num_unwinds = 0
         self._abandoned = False
         self._thread: threading.Thread | None = None
@@ -84,15 +84,17 @@ class RankThread:
     def _run(self, function: Callable[[], Any]) -> None:
         self.turn.acquire()
         try:
-            if not self._engine.stopping:
+            if not self._engine.stopping:  # True if the simulation failed before this rank's first turn.
                 self.result = function()
         except Stopped:
-            pass
+            pass  # Raised by `unwind` in this very thread.
         except SystemExit as error:
+            # Status 0 is a normal end: `distribute` leaves a dedicated server's function so.
             self.error = error if error.code else None
         except BaseException as error:
-            self.error = error
+            self.error = error  # `simulate` raises it in the caller's thread.
         finally:
+            # Death is planned, no error. A doom holds even if the function has caught it.
             self.error = None if self.died else self.doom or self.error
             self.ended = True
             self._engine.return_turn()  # Last: from here on the engine's thread runs.
@@ -102,4 +104,4 @@ class RankThread:
         self._abandoned = self.ended = True
         self.error = None if self.died else self.doom
         self._engine.return_turn()
-        threading.Event().wait()
+        threading.Event().wait()  # Nobody sets it.

@@ -53,10 +53,12 @@ class _HostSum:
     def join(self, rank: int, operand: _Operand) -> None:
         """Add a rank's operand; the last one makes the sum."""
         self._operands[rank] = operand
+        # A rank that left without having joined never will.
         for lost in self._channel.closed:
             self.fail(lost)
         if len(self._operands) == len(self._channel.ranks):
             del self._channel.host_sums[self._number]
+            # In the order of ranks, not of joining: rounding then does not depend on who was last.
             self._compute([self._operands[rank] for rank in range(len(self._operands))])
 
     def fail(self, lost: int) -> None:
@@ -74,17 +76,17 @@ class _HostSum:
         finish_s = max(operand.posted_s for operand in operands) + spent_s
         for operand in operands:
             operand.rank.travel.add(finish_s - spent_s, finish_s)
-            operand.error = error
+            operand.error = error  # The same on all ranks, raised by each one's wait.
             operand.complete(finish_s)
 
 
 def _mismatch(operands: list[_Operand]) -> Exception | None:
     """Return why these cannot be summed, the same for every rank; None if they can."""
-    asked = [(operand.tensor.numel(), operand.tensor.dtype, operand.averaged) for operand in operands]
-    if any(other != asked[0] for other in asked):
+    requests = [(operand.tensor.numel(), operand.tensor.dtype, operand.averaged) for operand in operands]
+    if any(request != requests[0] for request in requests):
         shapes = "; ".join(
             f"rank {operand.rank.number}: {numel} × {dtype}"
-            for operand, (numel, dtype, _) in zip(operands, asked, strict=True)
+            for operand, (numel, dtype, _) in zip(operands, requests, strict=True)
         )
         return ReplicaMismatch(f"all-reduce of tensors that differ in length or dtype: {shapes}.")
     if bad := [number for number, operand in enumerate(operands) if math.isnan(operand.weight)]:
@@ -105,6 +107,7 @@ def _sum_in_place(operands: list[_Operand]) -> None:
     flats = [tensor.contiguous().view(-1) for tensor in tensors]
     if (kernel := KERNELS.get(tensors[0].dtype)) is not None:
         addresses = np.array([flat.data_ptr() for flat in flats])
+        # Reads all tensors and writes all tensors: sources and destinations are the same.
         kernel(addresses, addresses, 0, flats[0].numel(), weights, divisor)
     else:
         combine(flats, weights.tolist(), divisor)
@@ -158,8 +161,9 @@ class SimulatedSharedMemory(TransportWrapper):
         me, channel = self.inner.member()
         self._reduced_bytes += tensor.nbytes
         data = tensor.detach()
+        # The kernels know real numbers only; the sum of complex ones is that of both parts.
         operand = _Operand(me, torch.view_as_real(data) if data.is_complex() else data, weight, averaged)
-        number = self._num_sums
+        number = self._num_sums  # Ranks call collectives in the same order, so numbers match between them.
         self._num_sums += 1
         if number not in channel.host_sums:
             channel.host_sums[number] = _HostSum(channel, number)

@@ -24,6 +24,7 @@ class SizeOnlyTensor:
         self.itemsize = itemsize
         self.nbytes = numel * itemsize
         self._slices: dict[int, SizeOnlyTensor] = {}
+        """Slices by length: collectives cut the same few lengths over and over."""
 
     @classmethod
     def like(cls, tensor: "torch.Tensor | SizeOnlyTensor") -> "SizeOnlyTensor":
@@ -48,9 +49,9 @@ class SizeOnlyTensor:
     def __getitem__(self, index: slice) -> "SizeOnlyTensor":
         start, stop, _ = index.indices(self._numel)
         numel = max(0, stop - start)
-        if (found := self._slices.get(numel)) is None:  # Slices of one length are all alike.
-            found = self._slices[numel] = SizeOnlyTensor(numel, self.dtype, self.itemsize)
-        return found
+        if (piece := self._slices.get(numel)) is None:  # Slices of one length are all alike.
+            piece = self._slices[numel] = SizeOnlyTensor(numel, self.dtype, self.itemsize)
+        return piece
 
     def add_(self, other: object) -> Self:
         return self

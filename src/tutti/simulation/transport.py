@@ -32,7 +32,7 @@ from tutti.transports.base import ANY, Operation, Signal, Transport, Work
 
 
 class ChannelRegistry:
-    """What all transports of one simulation share: its ranks, its network, and the channels that are open."""
+    """State that all transports of one simulation share: its ranks, its network, and the open channels."""
 
     def __init__(self, ranks: Sequence[Rank], network: Network) -> None:
         self.ranks = tuple(ranks)
@@ -48,7 +48,7 @@ class ChannelRegistry:
         return self._channels[key]
 
     def _remove(self, key: tuple[str, tuple[int, ...]]) -> None:
-        channel = self._channels.pop(key)
+        channel = self._channels.pop(key)  # All members have closed it: a long simulation opens many.
         for rank in channel.ranks:
             rank.channels.remove(channel)
 
@@ -72,9 +72,11 @@ class SimulatedTransport(Transport):
         self.bytes_sent = 0
         self._sequence, self._concurrent = OperationSequence(), ConcurrentOperations()
         self._num_opened: dict[tuple[str, tuple[int, ...]], int] = {}
+        """How often each name was opened for these members."""
         self._children: WeakSet[SimulatedTransport] = WeakSet()
+        """Channels opened from this one. Weak: one that is used no more need not be closed from here."""
         self._closed = False
-        me.channels.append(self._channel)
+        me.channels.append(self._channel)  # `Rank.leave` closes it, whatever becomes of this object.
 
     @property
     def timeout(self) -> timedelta:  # type: ignore[override]
@@ -84,9 +86,10 @@ class SimulatedTransport(Transport):
         if self._closed or not 0 <= dst < self.size or dst == self.rank:
             raise self._refusal(dst)
         me, channel = self._me, self._channel
+        # The lookup is written out, as this line runs for every message.
         mailbox = channel.mailboxes.get((self.rank, dst, tag)) or channel.mailbox(self.rank, dst, tag)
         self.bytes_sent += tensor.nbytes
-        if not me.stepping:
+        if not me.stepping:  # The rank's clock may be ahead of the engine: departing now would be too early.
             message = SimulatedMessage(mailbox, tensor)
             me.engine.schedule(me.clock, message.depart)
             return message
@@ -110,6 +113,7 @@ class SimulatedTransport(Transport):
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedTransport":
         numbers = self._numbers if ranks is None else tuple(self._numbers[rank] for rank in ranks)
+        # Every member counts alike, so the n-th opening of a name is one channel on all of them.
         count = self._num_opened[name, numbers] = self._num_opened.get((name, numbers), 0) + 1
         opened = SimulatedTransport(self._registry, self._me, f"{self._channel.name}/{name}.{count}", numbers)
         self._children.add(opened)
@@ -143,7 +147,7 @@ class SimulatedTransport(Transport):
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
+        self._closed = True  # First: operations that fail below may try to use this transport.
         for child in list(self._children):
             child.close()
         self._children.clear()
@@ -151,6 +155,7 @@ class SimulatedTransport(Transport):
         for operations in (self._sequence, self._concurrent):
             operations.fail(RankLost(f"rank {me.number}: this transport was closed with work still to do."))
         why = "it has closed this channel"
+        # A rank that is being unwound may be behind the engine, and nothing can be scheduled in the past.
         me.engine.schedule(max(me.time, me.engine.now), partial(self._channel.close, me, why))
 
     def shared(self) -> Transport:

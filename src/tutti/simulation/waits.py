@@ -9,7 +9,7 @@ the threads runs at a time (see `engine`), so nothing is locked.
 rank registers `resume` as the work's `on_finish`, sets an alarm, and yields its turn. Completing or failing the
 work schedules `on_finish`. If the peer that should do so is gone, its channel fails the work instead.
 
-`poll`: a rank's clock may be ahead of the engine's, so before work is said to be unfinished the engine catches up with
+`poll`: a rank's clock may be ahead of the engine's, so before work is reported as unfinished the engine catches up with
 the clock. The second poll at one moment suspends the rank until the next event (see `polling`).
 
 Deadlines: a rank has at most one alarm on the engine's heap. When it goes off, the wait that is current then is
@@ -36,8 +36,9 @@ class _Wait(NamedTuple):
 
     work: SimulatedWork
     since_s: float
+    """The rank's clock when the wait began."""
     travelled_s: float
-    """How long messages to or from the rank had travelled when the wait began."""
+    """Travel time of all messages to or from the rank when the wait began."""
 
 
 class Waiter:
@@ -47,8 +48,9 @@ class Waiter:
         self._rank = rank
         self._wait: _Wait | None = None
         self._alarm_set = False
+        """Whether the engine will call `check_deadline`."""
         self._polling = Polling()
-        self._failures = (-1.0, 0)  # When the last one was, and how many there were at that moment.
+        self._failures = (-1.0, 0)  # Time of the last failed wait, and the number of failures at that time.
 
     @property
     def awaited(self) -> SimulatedWork | None:
@@ -59,10 +61,11 @@ class Waiter:
         """Wait until `work` is over, and raise its error if it failed."""
         rank = self._rank
         rank.check_alive()
+        # Read before the wait: the increase until its end is the time in which messages travelled.
         travelled_s = rank.travel.before(rank.clock)
         if work.finish_s is None:
             self._wait = _Wait(work, rank.clock, travelled_s)
-            work.on_finish = rank.resume
+            work.on_finish = rank.resume  # Called by `complete` or `fail`; a peer's loss and a deadline fail the work.
             if not self._alarm_set:
                 self._alarm_set = True
                 rank.engine.set_alarm(rank.clock + rank.timeout.total_seconds(), rank)
@@ -82,7 +85,7 @@ class Waiter:
         """
         rank = self._rank
         rank.check_alive()
-        if work.finish_s is None and rank.engine.now < rank.clock:
+        if work.finish_s is None and rank.engine.now < rank.clock:  # Events before the clock may still end it.
             self._let_engine_catch_up()
         self._polling.begin(rank.clock)
         if self._is_over(work):
@@ -92,7 +95,7 @@ class Waiter:
         return self._is_over(work)
 
     def next_poll_s(self, next_s: float | None) -> float:
-        """When the polling rank is to be resumed, if the next event is at `next_s`."""
+        """Return the time at which the polling rank is resumed, if the next event is at `next_s`."""
         return self._polling.next_poll_s(self._rank.engine.now, next_s)
 
     def interrupt(self, time_s: float) -> bool:
@@ -106,7 +109,7 @@ class Waiter:
         """Fail the work that the rank waits for if the deadline has passed; set the alarm again if it has not."""
         rank, wait, limit_s = self._rank, self._wait, self._rank.timeout.total_seconds()
         if wait is None or wait.work.finish_s is not None or rank.thread.ended:
-            self._alarm_set = False
+            self._alarm_set = False  # The next wait sets an alarm of its own.
             return
         work = wait.work
         due_s = max(wait.since_s, work.active_until_s) + limit_s
@@ -114,6 +117,7 @@ class Waiter:
             rank.engine.set_alarm(due_s, rank)
             return
         self._alarm_set = False
+        # It fails the work, whose `on_finish` then resumes the rank, where `wait` raises the error.
         work.time_out(
             DeadlineExceeded(
                 f"rank {rank.number}: waited {limit_s:g} s of simulated time for {work.describe()}, and no rank is "
@@ -125,12 +129,13 @@ class Waiter:
         return work.finish_s is not None and work.finish_s <= self._rank.clock
 
     def _let_engine_catch_up(self) -> None:
-        """Have the engine handle all events up to the rank's clock, which may be ahead of it."""
+        """Yield the turn until the engine has handled all events before the rank's clock."""
         rank = self._rank
         rank.engine.schedule(rank.clock, rank.resume)
         rank.pause()
 
     def _suspend_until_next_event(self, work: SimulatedWork) -> None:
+        """Yield the turn until something else happens, and move the clock there."""
         rank = self._rank
         if rank.engine.now < rank.clock:
             self._let_engine_catch_up()
@@ -139,8 +144,9 @@ class Waiter:
         rank.engine.poll_later(rank)
         rank.pause()
         self._wait = None
+        # Resumed with no time passed, many times in a row: nothing is scheduled that could end the work.
         if self._polling.record_retry(work, fruitless=rank.engine.now == rank.clock):
-            raise Deadlock(f"rank {rank.number} asks again and again for {work.describe()}, and nothing else goes on.")
+            raise Deadlock(f"rank {rank.number} polls {work.describe()} again and again, and nothing else happens.")
         self._advance_clock(rank.engine.now, travelled_s)
 
     def _advance_clock(self, time_s: float, travelled_s: float) -> None:
@@ -154,7 +160,8 @@ class Waiter:
         last_s, number = self._failures
         self._failures = (rank.clock, number + 1 if last_s == rank.clock else 1)
         if self._failures[1] > MAX_FRUITLESS:
+            # Not raised here: the loop would catch it like the others. `check_alive` unwinds by `Stopped`.
             rank.thread.doom = Deadlock(
-                f"rank {rank.number} has caught {MAX_FRUITLESS} errors at one moment and goes on. The last: {error}"
+                f"rank {rank.number} has caught {MAX_FRUITLESS} errors at one moment and continues. The last: {error}"
             )
             rank.check_alive()

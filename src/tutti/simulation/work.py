@@ -9,7 +9,7 @@ completing the work schedules it for that time.
 An operation is a generator that yields the work it waits for. `SimulatedOperation.advance` runs it until it yields
 work that is not over at the engine's time, and registers itself as that work's `on_finish`. It is always an action of
 the engine, and runs in the engine's thread; `rank.stepping` is set meanwhile, and waiting or computing is refused.
-The error of work that has failed is thrown into the generator, which may catch it and go on.
+The error of work that has failed is thrown into the generator, which may catch it and continue.
 
 A transport has two collections of operations. Those of an `OperationSequence` (`Transport.start`) run one after the
 other: only the first is advanced, and a failure fails all that follow, because the peers would be in other operations.
@@ -36,10 +36,10 @@ class SimulatedWork(Work):
     def __init__(self, rank: "Rank") -> None:
         self.rank = rank
         self.finish_s: float | None = None
-        """When it ends or has ended, in virtual time; None as long as that is not known."""
+        """Virtual time at which the work ends or has ended; None as long as that is not known."""
         self.error: Exception | None = None
         self.on_finish: Action | None = None
-        """What to call when it ends: the `resume` of the rank, or the `advance` of the operation, that waits for it."""
+        """Action at its end: `resume` of the rank, or `advance` of the operation, that waits for this work."""
 
     def done(self) -> bool:
         return self.rank.waiter.poll(self)
@@ -48,29 +48,29 @@ class SimulatedWork(Work):
         self.rank.waiter.wait(self)
 
     def complete(self, time_s: float) -> None:
-        """Set the time at which it ends, now or later, and schedule the one that waits for it."""
+        """Set the time at which the work ends, now or later, and schedule `on_finish` there."""
         self.finish_s = time_s
         if self.on_finish is not None:
             self.rank.engine.schedule(time_s, self.on_finish)
             self.on_finish = None  # After a deadline it may be completed a second time: nobody waits then.
 
     def fail(self, error: Exception) -> None:
-        """End it now with an error, unless its end is known already."""
+        """End the work now with an error, unless its end is known already."""
         if self.finish_s is None:
             self.error = error
             self.complete(self.rank.engine.now)
 
     def time_out(self, error: Exception) -> None:
-        """End it because the one that waits for it has reached the deadline."""
+        """End the work, because the rank or operation that waits for it has reached its deadline."""
         self.fail(error)
 
     @property
     def active_until_s(self) -> float:
-        """Until when it is known to have made progress: a deadline counts from there."""
+        """Time of the last known progress, from which a deadline counts; 0 where nothing is known."""
         return 0.0
 
     def describe(self) -> str:
-        """What a rank that waits for it waits for, for error messages."""
+        """Describe the work for error messages, to follow "waits for"."""
         raise NotImplementedError
 
 
@@ -85,6 +85,7 @@ class SimulatedOperation(SimulatedWork):
         self._operation = operation
         self._queue = queue
         self._awaited: SimulatedWork | None = None
+        # When it last made progress, and when it was started.
         self._advanced_s = self.posted_s = rank.time
 
     def advance(self) -> None:
@@ -95,6 +96,7 @@ class SimulatedOperation(SimulatedWork):
         self._advanced_s = rank.engine.now
         rank.stepping = True
         try:
+            # The work it waited for may have failed: the generator gets that error at its `yield`.
             failure = None if self._awaited is None else self._awaited.error
             rest: Iterator[Any]
             while True:
@@ -110,21 +112,21 @@ class SimulatedOperation(SimulatedWork):
             rank.stepping = False
 
     def _advance_through(self, works: Iterator[Any]) -> Exception | None:
-        """Take works until one is not over (returns None) or has failed (returns its error).
+        """Take work after work until one is not over (returns None) or has failed (returns its error).
 
         Raises `StopIteration` at the end of the operation.
         """
         rank = self.rank
         now = rank.engine.now
         for work in works:
-            if work.__class__ is CompletedWork:
+            if work.__class__ is CompletedWork:  # It has no `finish_s`; an exact class check is the cheapest.
                 continue
             self._awaited = work
             finish_s = work.finish_s
-            if finish_s is None:
+            if finish_s is None:  # Completing or failing the work schedules `advance`.
                 work.on_finish = self.advance
                 return None
-            if finish_s > now:
+            if finish_s > now:  # The end is known and lies in the future.
                 rank.engine.schedule(finish_s, self.advance)
                 return None
             if work.error is not None:
@@ -132,7 +134,7 @@ class SimulatedOperation(SimulatedWork):
         raise StopIteration
 
     def _end(self, error: Exception | None) -> None:
-        self._operation.close()
+        self._operation.close()  # A no-op, unless it yielded something that is no work.
         if error is None:
             self.complete(self.rank.engine.now)
         else:
@@ -140,7 +142,7 @@ class SimulatedOperation(SimulatedWork):
         self._queue.remove_ended(self, error)
 
     def abort(self, error: Exception) -> None:
-        """End it with an error, wherever it is."""
+        """End the operation with an error, whatever it waits for."""
         with suppress(ValueError):  # Raised if this is called from inside the generator itself.
             self._operation.close()
         self.fail(error)
@@ -150,7 +152,7 @@ class SimulatedOperation(SimulatedWork):
 
     @property
     def active_until_s(self) -> float:
-        if not self._has_deadline:
+        if not self._has_deadline:  # As if it had just made progress: the deadline never comes.
             return self.rank.engine.now
         first = self._queue.first or self  # Progress of an operation before it is progress towards this one.
         awaited = first._awaited
@@ -159,8 +161,8 @@ class SimulatedOperation(SimulatedWork):
     def describe(self) -> str:
         awaited = self._awaited
         if self.finish_s is None and isinstance(awaited, SimulatedWork) and awaited.finish_s is None:
-            return f"steps under way, which wait for {awaited.describe()}"
-        return "steps under way"
+            return f"an operation in progress, which waits for {awaited.describe()}"
+        return "an operation in progress"
 
 
 class SimulatedSignal(SimulatedWork, Signal):
@@ -191,7 +193,7 @@ class OperationSequence:
 
     def _add(self, operation: SimulatedOperation) -> None:
         self._queue.append(operation)
-        if len(self._queue) == 1:
+        if len(self._queue) == 1:  # Else `remove_ended` starts it, when those before it have ended.
             operation.rank.engine.schedule(operation.posted_s, operation.advance)
 
     @property
@@ -210,6 +212,7 @@ class OperationSequence:
         elif self._queue:
             following = self._queue[0]
             engine = following.rank.engine
+            # A rank computes ahead of the engine: an operation must not begin before it was posted.
             engine.schedule(max(engine.now, following.posted_s), following.advance)
 
     def time_out(self, operation: SimulatedOperation, error: Exception) -> None:
@@ -218,8 +221,8 @@ class OperationSequence:
 
     def fail(self, error: Exception) -> None:
         """Fail all operations, and those that are started later."""
-        self._failure = self._failure or error
-        queue, self._queue = self._queue, []
+        self._failure = self._failure or error  # The first failure is the cause of the others.
+        queue, self._queue = self._queue, []  # Emptied first: an abort may come back here.
         for operation in queue:
             operation.abort(error)
 

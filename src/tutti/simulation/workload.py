@@ -42,19 +42,20 @@ class Workload:
         counts: dict[str, float] = {}
         seen: dict[str, int] = {}
         for stand_in in (_without_values, _with_values):
-            with (
-                suppress(Exception),
-                torch.random.fork_rng(devices=[]),
-            ):  # The user's pass draws the same again.
+            # A model may refuse meta tensors by any error. Random states are restored for the user's own pass.
+            with suppress(Exception), torch.random.fork_rng(devices=[]):
                 counts, seen = _count(model, args, kwargs, stand_in)
                 break
         rows = max(1, num_rows(args or kwargs))
-        by_layer = {name: counts.get(f"{type(model).__name__}.{name.rpartition('.')[0]}", 0.0) for name in sizes}
-        owned = {
+        # The counter names modules by their path from the model's class name on.
+        by_layer = {name: counts.get(f"{type(model).__name__}.{_layer(name)}", 0.0) for name in sizes}
+        layer_sizes = {
             name: sum(size for other, size in sizes.items() if _layer(other) == _layer(name))
             for name, size in sizes.items()
         }
-        raw = {name: by_layer[name] * size / owned[name] or 1e-3 * size for name, size in sizes.items()}
+        # A layer's operations are divided between its parameters by size. Layers without a count (normalisation) get a
+        # small share by size, so that no gradient is there before backward has begun.
+        raw = {name: by_layer[name] * size / layer_sizes[name] or 1e-3 * size for name, size in sizes.items()}
         total = sum(raw.values()) or 1.0
         counted = counts.get("Global", 0.0) / rows
         shares = {name: value / total for name, value in raw.items()}
@@ -65,6 +66,7 @@ class Workload:
     def speed(self, cluster: Cluster) -> float:
         """Return floating-point operations per second, on a rank of speed 1."""
         compute = cluster.compute
+        # One forward pass, and a backward pass of twice as many operations.
         return compute.flops if compute.sample_s is None else 3 * self.forward_flops / compute.sample_s
 
     def forward_s(self, rows: int, cluster: Cluster) -> float:
@@ -83,6 +85,7 @@ class Workload:
 
 
 def _layer(name: str) -> str:
+    """Return the path of the module that owns a parameter."""
     return name.rpartition(".")[0]
 
 
@@ -93,17 +96,19 @@ def _count(
     from torch.utils.flop_counter import FlopCounterMode  # Imports a compiler, which is slow.
 
     values = [*model.parameters(), *model.buffers()]
+    # `deepcopy` takes what is in its memo for copied already, so no parameter is ever copied.
     memo: dict[int, Any] = {id(value): stand_in(value) for value in values}
     bare = copy.deepcopy(model, memo).eval()
+    # Hooks of the user and of this library must not see this pass.
     for module in bare.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
     names = {module: f"{name}.weight".lstrip(".") for name, module in bare.named_modules()}
     rows: dict[str, int] = {}
 
-    def count_rows(module: nn.Module, given: tuple[Any, ...]) -> None:
+    def count_rows(module: nn.Module, args: tuple[Any, ...]) -> None:
         num_in = module.get_parameter("weight").shape[1]
-        rows[names[module]] = rows.get(names[module], 0) + given[0].numel() // num_in
+        rows[names[module]] = rows.get(names[module], 0) + args[0].numel() // num_in
 
     for module in factorable(bare):
         module.register_forward_pre_hook(count_rows)

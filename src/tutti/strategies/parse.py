@@ -93,8 +93,10 @@ def parse(text: str) -> Strategy:
     if not is_strategy_name(name):
         raise STRATEGIES.unknown(name, known={**dict.fromkeys(CODECS), **dict.fromkeys(ALGORITHMS)})
     try:
+        # A name that is both a strategy and a codec is the strategy.
         return _parse_codec_text(text) if name not in STRATEGIES and name in CODECS else _parse_named(name, text)
     except (TypeError, ValueError) as error:
+        # A `ConfigError` is a `ValueError`, and says more than the general message below.
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
@@ -114,20 +116,22 @@ def _parse_named(name: str, text: str) -> Strategy:
 
 def _parse_codec_text(text: str) -> Strategy:
     """Parse a codec's text among whose options are some of `AllReduce`: `topk:0.01,exact_below=100+quantize:8`."""
-    codecs, of_strategy = [], []
+    codecs: list[str] = []
+    strategy_options: list[str] = []
     for part in CHAIN_SEPARATOR.split(text):
         name, colon, rest = part.partition(":")
         options = rest.split(",") if colon else []
-        of_strategy += [option for option in options if option.partition("=")[0] in OPTIONS]
-        of_codec = [option for option in options if option.partition("=")[0] not in OPTIONS]
-        codecs.append(f"{name}:{','.join(of_codec)}" if of_codec else name)
-    return AllReduce(codec=parse_codec("+".join(codecs)), **_numbers(_unique(text, of_strategy)))
+        # Options of `AllReduce` may follow any codec of a chain; all others belong to that codec.
+        strategy_options += [option for option in options if option.partition("=")[0] in OPTIONS]
+        codec_options = [option for option in options if option.partition("=")[0] not in OPTIONS]
+        codecs.append(f"{name}:{','.join(codec_options)}" if codec_options else name)
+    return AllReduce(codec=parse_codec("+".join(codecs)), **_numbers(_unique(text, strategy_options)))
 
 
 def _unique(text: str, parts: list[str]) -> Options:
     """Return options by key, and raise if one is given twice."""
-    given = [(key, value) for key, _, value in (part.partition("=") for part in parts if part)]
-    options = dict(given)
-    if len(options) < len(given):
+    pairs = [(key, value) for key, _, value in (part.partition("=") for part in parts if part)]
+    options = dict(pairs)
+    if len(options) < len(pairs):
         raise ConfigError(f"strategy '{text}' says one of its options twice.")
     return options

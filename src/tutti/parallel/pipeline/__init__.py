@@ -1,1 +1,1 @@
-"""A model's layers in stages, one after the other, on different ranks."""
+"""Pipeline parallelism: the layers of a model in stages on different ranks, and batches in microbatches."""

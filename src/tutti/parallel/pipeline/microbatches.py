@@ -1,4 +1,4 @@
-"""Batches in parts of one size."""
+"""Microbatches: equal parts of a batch."""
 
 from typing import Any
 
@@ -9,18 +9,17 @@ from tutti.errors import ConfigError
 from tutti.replica.samples import num_rows
 
 
-def split_batch(batch: Any, num_parts: int) -> list[Any]:
-    """The microbatches of a batch: nested tensors cut alike along their first dimension."""
+def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """Return the microbatches of a batch: its tensors, nested or not, are cut alike along their first dimension."""
     rows = num_rows(batch)
-    if rows % num_parts or not rows:
+    if rows % num_microbatches or not rows:
         raise ConfigError(
-            f"a batch of {rows} samples does not divide into {num_parts} microbatches of one size. Choose a batch size "
-            f"that {num_parts} divides and drop_last=True, or Pipeline(microbatches=...)."
+            f"a batch of {rows} samples does not divide into {num_microbatches} microbatches of equal size. Choose a "
+            f"multiple of {num_microbatches} as batch size and drop_last=True, or set Pipeline(microbatches=...)."
         )
-    size = rows // num_parts
-    starts = range(0, rows, size)
-    return [_rows(batch, start, start + size) for start in starts]
+    size = rows // num_microbatches
+    return [_rows(batch, start, start + size) for start in range(0, rows, size)]
 
 
 def _rows(batch: Any, start: int, stop: int) -> Any:
-    return tree_map_only(Tensor, lambda it: it[start:stop], batch)
+    return tree_map_only(Tensor, lambda tensor: tensor[start:stop], batch)

@@ -1,4 +1,4 @@
-"""Which stages a pipeline has, what each does when, and what goes from whom to whom."""
+"""`PipelinePlan`: the stages of a pipeline, the actions of every rank, and the messages between them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,37 +6,40 @@ from dataclasses import dataclass
 from tutti.parallel.pipeline.measure import LayerCost
 from tutti.parallel.pipeline.schedules import Action, StageMessage
 
-Shapes = Sequence[tuple[tuple[int, ...], str]]
-"""Shape and dtype of each tensor that goes together."""
+TensorShapes = Sequence[tuple[tuple[int, ...], str]]
+"""Shape and dtype of each tensor of a message."""
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The same on all ranks along `pipe`. Stage s is on rank s modulo their number."""
+    """The plan of one pipeline, the same on all ranks along `pipe`. Stage s is on rank s modulo their number."""
 
     actions_by_rank: Sequence[Sequence[Action]]
-    """By rank."""
+    """The actions of each rank, in the order in which it performs them."""
     costs: Sequence[LayerCost]
-    """By stage."""
+    """The cost of each stage, for one microbatch."""
     num_microbatches: int
+    """Number of microbatches of a batch."""
     num_samples: int | None = None
-    """Of every batch; None where any will do."""
+    """Number of samples that every batch must have; None if any number will do."""
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks along `pipe`."""
         return len(self.actions_by_rank)
 
     @property
     def num_stages(self) -> int:
+        """Number of stages on all ranks."""
         return len(self.costs)
 
     def seconds(self, action: Action) -> float:
-        """What an action takes, as its stage's layers took alone; each half of a backward pass takes half."""
+        """Return the measured seconds of an action; half of a backward pass takes half its time."""
         cost = self.costs[action.stage]
         return cost.forward_s if action.kind == "F" else cost.backward_s / (1 if action.kind == "B" else 2)
 
     def messages(self) -> Iterator[StageMessage]:
-        """All that goes from one rank to another in a step, numbered by the order."""
+        """Yield every message between two ranks in a step, always in the same order."""
         for actions in self.actions_by_rank:
             for action in actions:
                 message = action.output_message(self.num_stages)
@@ -44,11 +47,13 @@ class PipelinePlan:
                     yield message
 
     def sender(self, message: StageMessage) -> int:
+        """Return the rank along `pipe` that sends a message."""
         return message.stage % self.num_ranks
 
     def receiver(self, message: StageMessage) -> int:
+        """Return the rank along `pipe` that receives a message."""
         return (message.stage + (1 if message.direction == "forward" else -1)) % self.num_ranks
 
-    def shapes(self, message: StageMessage) -> Shapes:
-        """What is in it: gradients are as what they are of."""
+    def shapes(self, message: StageMessage) -> TensorShapes:
+        """Return shapes and dtypes of a message's tensors; gradients have those of the activations they belong to."""
         return self.costs[message.stage if message.direction == "forward" else message.stage - 1].output_shapes

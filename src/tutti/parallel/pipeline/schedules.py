@@ -1,4 +1,8 @@
-"""What each rank of a pipeline does, in order."""
+"""Pipeline schedules: the order in which each rank runs the forward and backward passes of its microbatches.
+
+Sequential, GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2019) are made here. Interleaved 1F1B (Narayanan et al.
+2021) and zero-bubble (Qi et al. 2023) are read from torch's own schedules.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,27 +14,33 @@ from tutti.errors import ConfigError
 from tutti.parallel.pipeline.settings import ScheduleName
 
 ActionKind = Literal["F", "B", "I", "W"]
-"""Forward; backward; or backward in two halves: gradients of inputs, and those of weights."""
+"""Forward pass; backward pass; or its two halves: gradients of inputs (I), and gradients of weights (W)."""
 
 
 class StageMessage(NamedTuple):
-    """What a stage makes of one microbatch: activations, which the next takes, or gradients, for the one before."""
+    """The output of a stage for one microbatch: activations for the next stage, or gradients for the one before."""
 
     direction: Literal["forward", "backward"]
+    """Forward for activations, backward for gradients."""
     stage: int
+    """The stage that sends it."""
     microbatch: int
+    """The number of the microbatch in its batch."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One stage's work on one microbatch."""
+    """One pass of one stage over one microbatch."""
 
     kind: ActionKind
+    """Which pass it is."""
     stage: int
+    """Number of the stage, from 0 on."""
     microbatch: int
+    """Number of the microbatch in its batch, from 0 on."""
 
     def input_message(self, num_stages: int) -> StageMessage | None:
-        """What it needs of another stage."""
+        """Return the message that the action needs from another stage, if any."""
         if self.kind == "F":
             return StageMessage("forward", self.stage - 1, self.microbatch) if self.stage else None
         if self.kind == "W" or self.stage + 1 == num_stages:
@@ -38,23 +48,27 @@ class Action:
         return StageMessage("backward", self.stage + 1, self.microbatch)
 
     def output_message(self, num_stages: int) -> StageMessage | None:
-        """What another stage needs of it."""
+        """Return the message that the action makes for another stage, if any."""
         if self.kind == "F":
             return StageMessage("forward", self.stage, self.microbatch) if self.stage + 1 < num_stages else None
         return StageMessage("backward", self.stage, self.microbatch) if self.kind != "W" and self.stage else None
 
     def dependencies(self, num_stages: int) -> "list[Action]":
-        """What must be done before, on whatever rank; of a backward pass any half that gives its inputs' gradients."""
+        """Return the actions that must be done before this one, on any rank.
+
+        A dependency on a backward pass ("B") is met by its first half ("I") too, which makes the gradients of inputs.
+        """
         if self.kind == "F":
             return [Action("F", self.stage - 1, self.microbatch)] if self.stage else []
         if self.kind == "W":
             return [Action("I", self.stage, self.microbatch)]
-        own = Action("F", self.stage, self.microbatch)
-        return [own, Action("B", self.stage + 1, self.microbatch)] if self.stage + 1 < num_stages else [own]
+        forward = Action("F", self.stage, self.microbatch)
+        return [forward, Action("B", self.stage + 1, self.microbatch)] if self.stage + 1 < num_stages else [forward]
 
 
 def max_live_microbatches(actions: Sequence[Action], stage: int) -> int:
-    """Of how many microbatches a stage keeps activations at a time."""
+    """Return the largest number of microbatches whose activations a stage keeps at a time."""
+    # "I" frees nothing: the weights' gradients still need the activations.
     changes = [1 if action.kind == "F" else -1 for action in actions if action.stage == stage and action.kind != "I"]
     return max(accumulate(changes), default=0)
 
@@ -62,10 +76,10 @@ def max_live_microbatches(actions: Sequence[Action], stage: int) -> int:
 def actions_by_rank(
     schedule: ScheduleName, num_ranks: int, stages_per_rank: int, num_microbatches: int
 ) -> list[list[Action]]:
-    """By rank, what it does. Stage s is on rank s modulo the number of ranks."""
+    """Return the actions of each rank, in order. Stage s is on rank s modulo the number of ranks."""
     if schedule == "sequential":
         return [
-            [Action(kind, rank, it) for it in range(num_microbatches) for kind in ("F", "B")]
+            [Action(kind, rank, microbatch) for microbatch in range(num_microbatches) for kind in ("F", "B")]
             for rank in range(num_ranks)
         ]
     if schedule == "gpipe":
@@ -73,34 +87,36 @@ def actions_by_rank(
             [*_passes("F", rank, num_microbatches), *_passes("B", rank, num_microbatches)] for rank in range(num_ranks)
         ]
     if schedule == "1f1b":
-        return [list(_one_by_one(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)]
+        return [list(_one_forward_one_backward(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)]
     return _from_torch(schedule, num_ranks, stages_per_rank, num_microbatches)
 
 
 def _passes(kind: ActionKind, stage: int, num_microbatches: int) -> Iterator[Action]:
-    return (Action(kind, stage, number) for number in range(num_microbatches))
+    return (Action(kind, stage, microbatch) for microbatch in range(num_microbatches))
 
 
-def _one_by_one(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """As many forward passes as there are stages behind, then one backward for each forward, then the rest."""
-    ahead = min(num_ranks - 1 - rank, num_microbatches)
-    yield from _passes("F", rank, ahead)
-    for number in range(num_microbatches):
-        if number + ahead < num_microbatches:
-            yield Action("F", rank, number + ahead)
-        yield Action("B", rank, number)
+def _one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield a warm-up of one forward pass per later stage, then forward and backward in alternation, then the rest."""
+    num_warmup = min(num_ranks - 1 - rank, num_microbatches)
+    yield from _passes("F", rank, num_warmup)
+    for microbatch in range(num_microbatches):
+        if microbatch + num_warmup < num_microbatches:
+            yield Action("F", rank, microbatch + num_warmup)
+        yield Action("B", rank, microbatch)
 
 
 def _from_torch(
     schedule: ScheduleName, num_ranks: int, stages_per_rank: int, num_microbatches: int
 ) -> list[list[Action]]:
-    from torch.distributed.pipelining import schedules  # Costs seconds.
+    """Read the order of one of torch's schedules, made for stand-ins of its stages."""
+    from torch.distributed.pipelining import schedules  # Takes seconds to import.
 
-    kinds: dict[str, Any] = {
+    classes: dict[str, Any] = {
         "interleaved": schedules.ScheduleInterleaved1F1B,
         "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
     }
     num_stages = num_ranks * stages_per_rank
+    # The attributes of torch's PipelineStage that its schedules read. The order of all ranks is the same on each.
     stages = [
         SimpleNamespace(
             num_stages=num_stages,
@@ -115,13 +131,15 @@ def _from_torch(
         for index in range(0, num_stages, num_ranks)
     ]
     try:
-        made = kinds[schedule](stages, num_microbatches).pipeline_order
+        order = classes[schedule](stages, num_microbatches).pipeline_order
     except ValueError as error:
         raise ConfigError(f"schedule '{schedule}' on {num_ranks} ranks: {error}") from error
-    return [[_action(each) for each in made[rank] if each is not None] for rank in range(num_ranks)]
+    # None in torch's order is a time slot in which a rank waits.
+    return [[_from_torch_action(action) for action in order[rank] if action is not None] for rank in range(num_ranks)]
 
 
-def _action(action: Any) -> Action:
+def _from_torch_action(action: Any) -> Action:
+    # Depending on its version, torch names the computation by an enum or by a text.
     kind: Any = str(
         action.computation_type.value if hasattr(action.computation_type, "value") else action.computation_type
     )

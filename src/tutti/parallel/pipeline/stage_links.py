@@ -1,4 +1,29 @@
-"""What stages tell each other: activations forward, gradients back, and at the end the loss."""
+"""Links between pipeline stages: activations go forward, gradients go backward, and the loss goes to every rank.
+
+How it works
+------------
+A `StageMessage` is the output of one stage for one microbatch. Both ends know its tensors' shapes and dtypes from the
+`PipelinePlan`, so no header is sent. A stage sends a message as soon as it has computed it, and asks for the input of
+its next action before it begins the present one. So messages travel while ranks compute.
+
+`MessageLinks` works over any transport. Each tensor of a message has a tag of its own, the same in every step. Messages
+up to `EAGER_BYTES` are sent from the computing thread: they fit into the network's buffers. Larger ones would stop
+half-way, since a computing rank does not serve its sockets. A background thread moves them, over a channel of its own.
+
+`SharedMemoryLinks` works between ranks of one host. Each message has a slot in the memory of its receiver, written by
+its sender alone. The sender copies its tensors there and publishes the number of the step; the receiver waits for that
+number and computes on the slot without a copy. Every slot exists twice, for even and odd steps. Nothing says that a
+slot has been read, so a sender may write the slot of step n + 2 only when the receiver has ended step n.
+
+`end_step` gives that guarantee. The last rank has a loss when it has run all forward passes of step n, which needs
+input from all other ranks: so all of them have begun step n, and therefore ended step n - 1. A rank that has received
+the loss may begin step n + 1 and write its slots, which are those of step n - 1.
+
+A wait for a peer ends with its message; or, if the peer has died or closed its channel, with `RankLost`; or after the
+transport's timeout. A rank on which a step fails calls `abort`, which closes its channel and so ends the waits of its
+peers. They fail too and abort in turn. Which gradients were added before the failure differs between ranks, so no
+further step is allowed (`check_usable`).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -9,94 +34,88 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ConfigError
-from tutti.parallel.pipeline.plan import PipelinePlan, Shapes
+from tutti.parallel.pipeline.plan import PipelinePlan, TensorShapes
 from tutti.parallel.pipeline.schedules import StageMessage
 from tutti.transports import Transport, Work
 from tutti.transports.base import Operation
 from tutti.transports.capabilities import SharesAll, SharesMemory
 
 EAGER_BYTES = 64 * 2**10
-"""A message as small as this fits into the network's buffers: it needs nobody to move it along while ranks compute."""
+"""Largest message that is sent from the computing thread: it fits into the network's buffers."""
 
 MAX_SHARED_BYTES = 2**30
-"""What may come to a rank through memory in two steps."""
+"""Largest size of the slots of one rank, for two steps; pipelines that need more send messages."""
+
+_ALIGNED_BYTES = 16
+"""Each tensor in a slot begins at a multiple of this, as views of any dtype need."""
 
 PendingTensors = Callable[[], tuple[Tensor, ...]]
-"""Waits for tensors that are on their way here."""
+"""Waits for the tensors of a message that is being received, and returns them."""
 
 
 def open_links(plan: PipelinePlan, transport: Transport, device: torch.device) -> "StageLinks":
-    """The quickest there are between the ranks along `pipe`. Collective."""
+    """Open the fastest links that the ranks along `pipe` can have. Collective."""
     shared = isinstance(transport, SharesMemory) and isinstance(transport, SharesAll) and transport.cluster is None
-    if shared and device.type == "cpu" and 2 * _most_received(plan) <= MAX_SHARED_BYTES:
+    if shared and device.type == "cpu" and 2 * _max_received_bytes(plan) <= MAX_SHARED_BYTES:
         return SharedMemoryLinks(plan, transport)
     return MessageLinks(plan, transport, device)
 
 
-def _most_received(plan: PipelinePlan) -> int:
+def _max_received_bytes(plan: PipelinePlan) -> int:
+    """Return the bytes that the rank with most input receives in a step."""
     received = [0] * plan.num_ranks
     for message in plan.messages():
-        received[plan.receiver(message)] += num_bytes(plan.shapes(message))
+        received[plan.receiver(message)] += message_bytes(plan.shapes(message))
     return max(received)
 
 
 class StageLinks(ABC):
-    """Takes messages between the ranks along `pipe` while they compute."""
+    """Moves messages between the ranks along `pipe` while they compute."""
 
     def __init__(self, plan: PipelinePlan, transport: Transport, device: torch.device) -> None:
         self.control_transport = transport
-        """For what is said between steps."""
+        """Transport for collectives between steps, such as gathering timelines."""
         self.transport = transport.channel("stage_links")
+        """Transport of the messages within steps; `abort` closes it."""
         self._plan = plan
         self._sending: list[Work] = []
         self._loss_device = "meta" if device.type == "meta" else "cpu"
-        self._broken = False
+        self._failed = False
 
     def check_usable(self) -> None:
-        """Refuse to go on after a step that failed, here or elsewhere: what others have of it is not known."""
-        if self._broken:
+        """Refuse another step after one that failed on this rank or on a peer."""
+        if self._failed:
             raise ConfigError(
-                f"rank {self.transport.world_rank}: an earlier step of this pipeline failed, and ranks may have "
-                "different parts of it. End this job, and go on from a checkpoint."
+                f"rank {self.transport.world_rank}: an earlier step of this pipeline failed, so ranks may have "
+                "different gradients. End this job, and continue from a checkpoint."
             )
 
     def abort(self) -> None:
-        """A step failed: whoever waits for this rank is told."""
-        self._broken = True
+        """Mark the pipeline as failed, and end the waits of the peers for this rank."""
+        self._failed = True
         self.transport.close()
 
     def begin_step(self) -> None:
-        """A step begins. No rank begins the next but one before all have ended this."""
+        """Begin a step. No rank begins step n + 2 before all ranks have ended step n."""
         return None
-
-    def _as_planned(self, message: StageMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors as the receiver expects them: under autocast they may be of another dtype than the example's."""
-        shapes = self._plan.shapes(message)
-        got, wanted = [tuple(each.shape) for each in tensors], [shape for shape, _ in shapes]
-        if got != wanted:
-            raise ConfigError(
-                f"rank {self.transport.world_rank}: stage {message.stage} made tensors of shapes {got} of a microbatch "
-                f"and {wanted} of the example that distribute was given. All batches must be of one shape, the "
-                "example's: pad them, or drop the last."
-            )
-        dtypes = [getattr(torch, name) for _, name in shapes]
-        return [each.detach().to(dtype) for each, dtype in zip(tensors, dtypes, strict=True)]
 
     @abstractmethod
     def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
-        """Start sending; the tensors stay as they are until `end_step`."""
+        """Start sending; the tensors must not change until `end_step`."""
 
     @abstractmethod
     def receive(self, message: StageMessage) -> PendingTensors:
         """Start receiving."""
 
     def end_step(self, loss: Tensor | None) -> Tensor:
-        """The step is done: wait until all is sent. The loss, which the last rank has, on all of them. Collective.
+        """Wait until everything is sent, and return the loss of the last rank on every rank. Collective.
 
-        It has one when all other ranks have begun this step: so nobody who is here is a step ahead of anybody.
+        Args:
+            loss: the loss of the batch on the last rank; None on the others.
         """
         last = self._plan.num_ranks - 1
         if loss is None:
+            # Also a barrier: the last rank has a loss only when all ranks have begun this step (see the module's text).
             loss = torch.empty((), dtype=torch.float64, device=self._loss_device)
             self.transport.irecv(loss, last).wait()
         else:
@@ -107,26 +126,41 @@ class StageLinks(ABC):
         self._sending.clear()
         return loss
 
+    def _as_planned(self, message: StageMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors with the dtypes that the receiver expects; refuse other shapes than the example's."""
+        shapes = self._plan.shapes(message)
+        got, wanted = [tuple(tensor.shape) for tensor in tensors], [shape for shape, _ in shapes]
+        if got != wanted:
+            raise ConfigError(
+                f"rank {self.transport.world_rank}: stage {message.stage} made tensors of shapes {got} from a "
+                f"microbatch, and of shapes {wanted} from the example that distribute was given. All batches must have "
+                "the shape of the example: pad them, or drop the last one."
+            )
+        # Under autocast a stage's outputs may have another dtype than they had for the example.
+        dtypes = [getattr(torch, name) for _, name in shapes]
+        return [tensor.detach().to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+
 
 class MessageLinks(StageLinks):
-    """Over any network; large messages are moved by a thread, because ranks that compute do not."""
+    """Links over any transport. A background thread moves large messages while the rank computes."""
 
     def __init__(self, plan: PipelinePlan, transport: Transport, device: torch.device) -> None:
         super().__init__(plan, transport, device)
-        self._large = self.transport.channel("large")
+        self._large_transport = self.transport.channel("large")
         self._device = device
-        tags = accumulate((len(plan.shapes(message)) for message in plan.messages()), initial=1)
-        self._tags = dict(zip(plan.messages(), tags, strict=False))
+        # One tag per tensor, from 1 on: tag 0 is that of the loss.
+        first_tags = accumulate((len(plan.shapes(message)) for message in plan.messages()), initial=1)
+        self._first_tags = dict(zip(plan.messages(), first_tags, strict=False))
 
     def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
-        held = [it.contiguous() for it in self._as_planned(message, tensors)]
+        contiguous = [tensor.contiguous() for tensor in self._as_planned(message, tensors)]
         self._sending = [work for work in self._sending if not work.done()]
-        self._sending += self._started(message, held, _sends, self._plan.receiver(message))
+        self._sending += self._start(message, contiguous, _send_all, self._plan.receiver(message))
 
     def receive(self, message: StageMessage) -> PendingTensors:
         shapes = self._plan.shapes(message)
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in shapes]
-        works = self._started(message, tensors, _receives, self._plan.sender(message))
+        works = self._start(message, tensors, _receive_all, self._plan.sender(message))
 
         def wait() -> tuple[Tensor, ...]:
             for work in works:
@@ -135,71 +169,75 @@ class MessageLinks(StageLinks):
 
         return wait
 
-    def _started(
+    def _start(
         self,
         message: StageMessage,
         tensors: list[Tensor],
-        steps: Callable[[Transport, list[Tensor], int, int], Operation],
+        operation: Callable[[Transport, list[Tensor], int, int], Operation],
         peer: int,
     ) -> list[Work]:
-        tag = self._tags[message]
-        if num_bytes(self._plan.shapes(message)) > EAGER_BYTES:
-            return [self._large.spawn(steps(self._large, tensors, peer, tag))]
-        return list(steps(self.transport, tensors, peer, tag))
+        """Start an operation in the background thread if the message is large, otherwise here."""
+        tag = self._first_tags[message]
+        if message_bytes(self._plan.shapes(message)) > EAGER_BYTES:
+            return [self._large_transport.spawn(operation(self._large_transport, tensors, peer, tag))]
+        # Exhausting the generator submits all of its works without waiting for any.
+        return list(operation(self.transport, tensors, peer, tag))
 
 
 class SharedMemoryLinks(StageLinks):
-    """Between ranks of one host: who sends writes where the other reads."""
+    """Links between ranks of one host: the sender writes to memory in which the receiver computes."""
 
     def __init__(self, plan: PipelinePlan, transport: Transport) -> None:
-        """Open the memory. Collective."""
-        from tutti.transports.shared_memory.slots import MessageSlots  # Costs a compiler's import.
+        """Allocate the slots of all messages. Collective."""
+        from tutti.transports.shared_memory.slots import MessageSlots  # Imports a compiler, which is slow.
 
         super().__init__(plan, transport, torch.device("cpu"))
         messages = list(plan.messages())
-        self._places = {message: place for place, message in enumerate(messages)}
-        sizes = [(plan.receiver(message), num_bytes(plan.shapes(message))) for message in messages]
+        self._slot_numbers = {message: number for number, message in enumerate(messages)}
+        sizes = [(plan.receiver(message), message_bytes(plan.shapes(message))) for message in messages]
         self._slots = MessageSlots(self.transport, sizes)  # type: ignore[arg-type]
-        self._turn = 0
+        self._step = 0
 
     def begin_step(self) -> None:
-        self._turn += 1
+        self._step += 1
 
     def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
-        for room, tensor in zip(self._rooms(message), self._as_planned(message, tensors), strict=True):
-            room.copy_(tensor)
-        self._slots.publish(self._places[message], self._turn)
+        for target, tensor in zip(self._slot_tensors(message), self._as_planned(message, tensors), strict=True):
+            target.copy_(tensor)
+        # Only now: the receiver reads the slot without a lock once it sees the number of this step.
+        self._slots.publish(self._slot_numbers[message], self._step)
 
     def receive(self, message: StageMessage) -> PendingTensors:
         def wait() -> tuple[Tensor, ...]:
-            self._slots.wait(self._places[message], self._turn, self._plan.sender(message))
-            return tuple(self._rooms(message))
+            self._slots.wait(self._slot_numbers[message], self._step, self._plan.sender(message))
+            # Views of the slot: valid until this rank has ended the step.
+            return tuple(self._slot_tensors(message))
 
         return wait
 
-    def _rooms(self, message: StageMessage) -> Iterator[Tensor]:
-        """The tensors of a message, where they lie in this step."""
-        room = self._slots.buffer(self._places[message], self._turn)
+    def _slot_tensors(self, message: StageMessage) -> Iterator[Tensor]:
+        """Yield views of the message's slot of this step, one for each tensor."""
+        buffer = self._slots.buffer(self._slot_numbers[message], self._step)
         start = 0
         for shape, name in self._plan.shapes(message):
             dtype = getattr(torch, name)
             stop = start + prod(shape) * dtype.itemsize
-            yield room[start:stop].view(dtype).view(shape)
+            yield buffer[start:stop].view(dtype).view(shape)
             start = _aligned(stop)
 
 
-def num_bytes(shapes: Shapes) -> int:
-    """Of a message, each tensor of which begins where any number may."""
+def message_bytes(shapes: TensorShapes) -> int:
+    """Return the bytes of a message whose tensors are aligned."""
     return sum(_aligned(prod(shape) * getattr(torch, dtype).itemsize) for shape, dtype in shapes)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // 16) * 16
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def _sends(transport: Transport, tensors: list[Tensor], dst: int, tag: int) -> Operation:
-    yield from [transport.isend(it, dst, tag + number) for number, it in enumerate(tensors)]
+def _send_all(transport: Transport, tensors: list[Tensor], dst: int, tag: int) -> Operation:
+    yield from [transport.isend(tensor, dst, tag + number) for number, tensor in enumerate(tensors)]
 
 
-def _receives(transport: Transport, tensors: list[Tensor], src: int, tag: int) -> Operation:
-    yield from [transport.irecv(it, src, tag + number) for number, it in enumerate(tensors)]
+def _receive_all(transport: Transport, tensors: list[Tensor], src: int, tag: int) -> Operation:
+    yield from [transport.irecv(tensor, src, tag + number) for number, tensor in enumerate(tensors)]

@@ -1,4 +1,4 @@
-"""One stage's computing, a microbatch at a time."""
+"""`StageRunner`: forward and backward passes of one pipeline stage, one microbatch at a time."""
 
 from typing import Any
 
@@ -9,74 +9,90 @@ Tensors = tuple[Tensor, ...]
 
 
 class StageRunner:
-    """Keeps what a microbatch's backward pass will need from its forward pass."""
+    """Runs one stage, and keeps the inputs and outputs of each microbatch until its backward pass."""
 
-    def __init__(self, stage: nn.Module, first: bool) -> None:
-        self._stage, self._first = stage, first
-        self._kept: dict[int, tuple[Tensors, Tensors]] = {}
-        self._later: dict[int, Any] = {}
+    def __init__(self, stage: nn.Module, is_first: bool) -> None:
+        """Run `stage`. The first stage needs no gradients of its inputs, since nothing comes before it."""
+        self._stage, self._is_first = stage, is_first
+        self._live: dict[int, tuple[Tensors, Tensors]] = {}
+        """Inputs and outputs, by microbatch, between forward and backward."""
+        self._deferred: dict[int, Any] = {}
+        """What `backward_weights` needs, by microbatch, after `backward_inputs`."""
 
     def forward(self, microbatch: int, values: Tensors) -> Tensors:
-        """What the stage makes of `values`; call `set_loss` with what the backward pass is to start from."""
-        if not self._first:
+        """Return the stage's outputs. The last stage calls `set_loss` next."""
+        if not self._is_first:
+            # A leaf per microbatch, so that backward stops here and its gradient can be sent to the stage before.
             values = tuple(value.detach().requires_grad_(value.is_floating_point()) for value in values)
-        made: Tensors = self._stage(*protect_inputs(self._stage, values))
-        self._kept[microbatch] = values, made
-        return made
+        outputs: Tensors = self._stage(*protect_inputs(self._stage, values))
+        self._live[microbatch] = values, outputs
+        return outputs
 
     def set_loss(self, microbatch: int, loss: Tensor) -> None:
-        """Have the backward pass start from a loss."""
-        self._kept[microbatch] = self._kept[microbatch][0], (loss,)
+        """Let the backward pass of a microbatch start from its loss, not from the outputs."""
+        self._live[microbatch] = self._live[microbatch][0], (loss,)
 
     def backward(self, microbatch: int, gradients: Tensors | None) -> Tensors:
-        """Add to the parameters' gradients; returns those of what the stage took."""
-        taken, made = self._kept.pop(microbatch)
-        _backward(made, gradients)
-        return () if self._first else tuple(_gradient(value) for value in taken)
+        """Add to the parameters' gradients, and return the gradients of the stage's inputs.
+
+        Args:
+            gradients: gradients of the outputs; None if the backward pass starts from a loss.
+        """
+        inputs, outputs = self._live.pop(microbatch)
+        _backward(outputs, gradients)
+        return () if self._is_first else tuple(_gradient(value) for value in inputs)
 
     def backward_inputs(self, microbatch: int, gradients: Tensors | None) -> Tensors:
-        """The gradients of what the stage took, and no others yet."""
-        taken, made = self._kept.pop(microbatch)
-        if self._first:  # Nobody wants those.
-            self._later[microbatch] = made, gradients
+        """Return the gradients of the stage's inputs; those of the weights are left to `backward_weights`."""
+        inputs, outputs = self._live.pop(microbatch)
+        if self._is_first:  # Nothing comes before it, so its whole backward pass can wait.
+            self._deferred[microbatch] = outputs, gradients
             return ()
-        from torch.distributed.pipelining._backward import stage_backward_input  # Costs seconds.
+        from torch.distributed.pipelining._backward import stage_backward_input  # Takes seconds to import.
 
-        if gradients is not None:  # Parameters may keep them as their own.
-            gradients = tuple(each.clone() for each in gradients)
-        outputs, wanted = _differentiable(made, gradients)
-        _, self._later[microbatch] = stage_backward_input(outputs, wanted, list(taken), self._stage.parameters())
-        return tuple(_gradient(value) for value in taken)
+        if gradients is not None:
+            # A parameter may adopt one of these as its gradient, and received tensors lie in memory that is reused.
+            gradients = tuple(gradient.clone() for gradient in gradients)
+        roots, root_gradients = _differentiable(outputs, gradients)
+        _, self._deferred[microbatch] = stage_backward_input(
+            roots, root_gradients, list(inputs), self._stage.parameters()
+        )
+        return tuple(_gradient(value) for value in inputs)
 
     def backward_weights(self, microbatch: int) -> None:
-        """Add to the parameters' gradients what `backward_inputs` left for later."""
-        left = self._later.pop(microbatch)
-        if self._first:
-            _backward(*left)
+        """Add to the parameters' gradients what `backward_inputs` has deferred."""
+        deferred = self._deferred.pop(microbatch)
+        if self._is_first:
+            _backward(*deferred)
             return
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        stage_backward_weight(self._stage.parameters(), left)
+        stage_backward_weight(self._stage.parameters(), deferred)
 
 
 def protect_inputs(module: nn.Module, values: Tensors) -> Tensors:
-    """What to give a module that may change what it takes in place, which is not allowed of what gradients are of."""
+    """Return copies of inputs that need gradients if the first layer may change them in place.
+
+    autograd does not allow in-place changes of leaves that require gradients.
+    """
     first = next(iter(module.children()), module)
-    if not any(getattr(each, "inplace", False) for each in first.modules()):
+    if not any(getattr(layer, "inplace", False) for layer in first.modules()):
         return values
     return tuple(value.clone() if value.requires_grad else value for value in values)
 
 
-def _backward(made: Tensors, gradients: Tensors | None) -> None:
-    outputs, wanted = _differentiable(made, gradients)
-    if outputs:
-        torch.autograd.backward(outputs, wanted)
+def _backward(outputs: Tensors, gradients: Tensors | None) -> None:
+    roots, root_gradients = _differentiable(outputs, gradients)
+    if roots:
+        torch.autograd.backward(roots, root_gradients)
 
 
-def _differentiable(made: Tensors, gradients: Tensors | None) -> tuple[list[Tensor], list[Tensor] | None]:
-    numbers = [number for number, value in enumerate(made) if value.requires_grad]
-    return [made[it] for it in numbers], None if gradients is None else [gradients[it] for it in numbers]
+def _differentiable(outputs: Tensors, gradients: Tensors | None) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Return the outputs that require gradients, and their gradients."""
+    indices = [index for index, value in enumerate(outputs) if value.requires_grad]
+    return [outputs[index] for index in indices], None if gradients is None else [gradients[index] for index in indices]
 
 
 def _gradient(value: Tensor) -> Tensor:
+    """Return a tensor's gradient; zeros if the loss does not depend on it, since the stage before expects a message."""
     return torch.zeros_like(value) if value.grad is None else value.grad

@@ -1,4 +1,18 @@
-"""A model cut into stages, of which this rank keeps its own."""
+"""`StagedModel`: a model cut into pipeline stages, of which each rank keeps only its own.
+
+How it works
+------------
+Every rank starts with the whole model. All of them find the same layers; the first rank of the world times each layer
+on a microbatch of the example and broadcasts the costs, so that all compute the same cut. Then each rank frees the
+parameters and buffers that none of its stages use: their data becomes empty, their gradients and optimiser state are
+dropped. The tensor objects stay, so the user's optimiser and model need not be rebuilt.
+
+`full_model` reverses this for a while: the rank that owns a tensor (the first one that uses it) sends it to the others.
+Outside of it, calling the model raises an error, because no rank could compute it alone.
+
+Everything but `abandon` is collective, in the same order on every rank. A mistake on one rank is shared before it is
+raised, so that all ranks raise it and none waits.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,11 +46,12 @@ from tutti.transports import Transport
 
 
 class StagedModel:
-    """Cuts `model`, and keeps only the parameters of this rank's stages. Collective among all ranks of `everyone`.
+    """Cuts `model` into stages, and keeps only the parameters of this rank's. Collective among all ranks of the world.
 
     Args:
         transport: between the ranks along `pipe`.
-        everyone: between all ranks: what the first one measures, all go by.
+        world_transport: between all ranks: all of them use the costs that the first one measures.
+        example: one batch of inputs, on which layers are timed.
     """
 
     def __init__(
@@ -45,84 +60,90 @@ class StagedModel:
         optimizer: Optimizer,
         settings: Pipeline,
         transport: Transport,
-        everyone: Transport,
+        world_transport: Transport,
         example: Any,
     ) -> None:
         self._model, self._optimizer, self._transport = model, optimizer, transport
         num_microbatches = settings.microbatches or 2 * transport.size
         num_stages = transport.size * settings.num_stages_per_rank
-        orders = actions_by_rank(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
-        batch = split_batch(example, num_microbatches)[0]
-        layers = _layers(model, batch, everyone)
-        costs = _shared_costs(layers, batch, everyone)
-        held = [max_live_microbatches(orders[stage % transport.size], stage) for stage in range(num_stages)]
-        spans = _spans(costs, settings, held, transport.size)
-        stage_costs = [_sum(costs[start:stop]) for start, stop in spans]
-        self.plan = PipelinePlan(orders, stage_costs, num_microbatches, num_rows(example))
+        actions = actions_by_rank(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
+        microbatch = split_batch(example, num_microbatches)[0]
+        layers = _find_layers(model, microbatch, world_transport)
+        costs = _shared_costs(layers, microbatch, world_transport)
+        num_live = [max_live_microbatches(actions[stage % transport.size], stage) for stage in range(num_stages)]
+        ranges = _cut(costs, settings, num_live, transport.size)
+        stage_costs = [_sum(costs[start:stop]) for start, stop in ranges]
+        self.plan = PipelinePlan(actions, stage_costs, num_microbatches, num_rows(example))
+        """The stages, and the actions of each rank."""
         self.local_stages = {
             index: StageModule(layers[start:stop])
-            for index, (start, stop) in enumerate(spans)
+            for index, (start, stop) in enumerate(ranges)
             if index % transport.size == transport.rank
         }
-        self.cut = [stop - start for start, stop in spans]
-        """How many layers each stage has."""
-        users = _users(model, layers, spans, transport.size)
+        """The stages of this rank, by number."""
+        self.cut = [stop - start for start, stop in ranges]
+        """Number of layers of each stage."""
+        users = _users(model, layers, ranges, transport.size)
         self._owners = {tensor: min(ranks) for tensor, ranks in users.items()}
-        """Who gives each parameter and buffer to the others: a buffer may be of several stages."""
-        self._others = [tensor for tensor, ranks in users.items() if transport.rank not in ranks]
-        """What this rank has no use for."""
+        """The rank that sends each parameter and buffer to the others; several stages may share a buffer."""
+        self._remote = [tensor for tensor, ranks in users.items() if transport.rank not in ranks]
+        """Parameters and buffers that no stage of this rank uses."""
         self._shapes = {tensor: tensor.shape for tensor in self._owners}
-        self._hold()
+        self._free_remote()
 
     @contextmanager
     def full_model(self, optimizer: bool) -> Iterator[None]:
-        """Within it every rank has the whole model, and if asked the `optimizer`'s memory. Collective along `pipe`."""
+        """Within it every rank has the whole model, and the state of the `optimizer` if asked. Collective on `pipe`."""
         self._gather(optimizer)
         try:
             yield
         finally:
-            self._hold()
+            self._free_remote()
 
     def close(self) -> None:
-        """Give every rank the whole model and the optimiser's memory, and let it go. Collective along `pipe`."""
+        """Give every rank the whole model and optimiser state, and release the model. Collective along `pipe`."""
         self._gather(optimizer=True)
+
+    def abandon(self) -> None:
+        """Release the model as it is. Not collective. Idempotent."""
+        self._model.__dict__.pop("forward", None)
 
     @torch.no_grad()
     def _gather(self, optimizer: bool) -> None:
         self.abandon()
         if optimizer:
             self._gather_optimizer()
-        for tensor in self._others:
+        for tensor in self._remote:
             tensor.data = tensor.new_empty(self._shapes[tensor])
+        # One owner after the other, and its tensors in one order: all ranks agree on which broadcast comes next.
         for rank in range(self._transport.size):
-            for tensor in [it for it, owner in self._owners.items() if owner == rank]:
-                self._hand_out(tensor, rank)
+            for tensor in [tensor for tensor, owner in self._owners.items() if owner == rank]:
+                self._broadcast(tensor, rank)
 
     def _gather_optimizer(self) -> None:
-        memory = self._optimizer.state
-        mine = {
-            number: memory[tensor]
+        """Give every rank the optimiser state of all parameters. Parameters are named by their position."""
+        state = self._optimizer.state
+        local = {
+            number: state[tensor]
             for number, (tensor, owner) in enumerate(self._owners.items())
-            if owner == self._transport.rank and tensor in memory
+            if owner == self._transport.rank and tensor in state
         }
-        tensors, devices = list(self._owners), _devices(mine)
-        for rank, theirs in enumerate(gather_state(mine, self._transport)):
+        tensors, devices = list(self._owners), _state_devices(local)
+        for rank, entries_of in enumerate(gather_state(local, self._transport)):
             if rank != self._transport.rank:
-                for number, entries in theirs.items():
-                    memory[tensors[number]] = _beside(entries, tensors[number], self._shapes[tensors[number]], devices)
+                for number, entries in entries_of.items():
+                    tensor = tensors[number]
+                    state[tensor] = _on_devices(entries, tensor, self._shapes[tensor], devices)
 
-    def abandon(self) -> None:
-        """Let the model go as it is. Not collective. Idempotent."""
-        self._model.__dict__.pop("forward", None)
-
-    def _hold(self) -> None:
-        for tensor in self._others:
+    def _free_remote(self) -> None:
+        """Free what no stage of this rank uses, and let calls of the whole model fail."""
+        for tensor in self._remote:
             tensor.data = tensor.new_empty(0)
             tensor.grad = None
             self._optimizer.state.pop(tensor, None)
         self._model.forward = _refuse_forward
 
-    def _hand_out(self, tensor: Tensor, root: int) -> None:
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
         if self._transport.rank == root:
             others = [rank for rank in range(self._transport.size) if rank != root]
             for work in [self._transport.isend(tensor.detach(), rank) for rank in others]:
@@ -131,53 +152,57 @@ class StagedModel:
             self._transport.irecv(tensor.detach(), root).wait()
 
 
-def _layers(model: nn.Module, batch: Any, everyone: Transport) -> Layers:
-    """The model's layers; if they cannot be had on one rank, all are told."""
+def _find_layers(model: nn.Module, microbatch: Any, world_transport: Transport) -> Layers:
+    """Return the model's layers; if that fails on one rank, raise the error on all."""
     layers, mistake = Layers(), ""
     try:
-        layers = sequential_layers(model, batch)
+        layers = sequential_layers(model, microbatch)
         check_no_shared_parameters(layers)
     except ConfigError as error:
         mistake = str(error)
-    mistakes = all_gather_json(mistake, everyone)
+    mistakes = all_gather_json(mistake, world_transport)
     if any(mistakes):
-        rank = next(rank for rank, each in enumerate(mistakes) if each)
+        rank = next(rank for rank, mistake in enumerate(mistakes) if mistake)
         raise ConfigError(mistakes[0] if len(set(mistakes)) == 1 else f"rank {rank}: {mistakes[rank]}")
     return layers
 
 
-def _shared_costs(layers: Layers, batch: Any, everyone: Transport) -> list[LayerCost]:
-    """What the first rank measures: all must cut alike."""
-    found: Any = None
-    if everyone.rank == 0:
+def _shared_costs(layers: Layers, microbatch: Any, world_transport: Transport) -> list[LayerCost]:
+    """Return what the first rank measures, on all ranks: their cuts must be the same."""
+    result: Any = None
+    if world_transport.rank == 0:
         try:
-            found = [[*vars(cost).values()] for cost in measure_layers(layers, batch, everyone.now)]
-        except Exception as error:  # Whatever it is: the other ranks are waiting.
-            found = f"the layers could not be run one after the other on the example: {error}"
-    found = broadcast_json(found, everyone)
-    if isinstance(found, str):
-        raise ConfigError(found)
-    return [_cost(*each) for each in found]
+            result = [[*vars(cost).values()] for cost in measure_layers(layers, microbatch, world_transport.now)]
+        except Exception as error:  # Of any kind: the other ranks are waiting for the broadcast.
+            result = f"the layers could not be run one after the other on the example: {error}"
+    result = broadcast_json(result, world_transport)
+    if isinstance(result, str):
+        raise ConfigError(result)
+    return [_cost_from_json(*values) for values in result]
 
 
-def _cost(*values: Any) -> LayerCost:
-    """From what JSON made of it."""
+def _cost_from_json(*values: Any) -> LayerCost:
     cost = LayerCost(*values)
+    # JSON has lists for tuples.
     return replace(cost, output_shapes=tuple((tuple(shape), dtype) for shape, dtype in cost.output_shapes))
 
 
-def _spans(costs: list[LayerCost], settings: Pipeline, held: list[int], num_ranks: int) -> list[LayerRange]:
-    """Which layers each stage has; `held` is by stage, of how many microbatches it keeps activations."""
-    num_stages, limit_bytes = len(held), settings.memory_bytes
-    memory = [[cost.memory_bytes(each) for cost in costs] for each in held]
-    least = [min(each) for each in zip(*memory, strict=True)]
+def _cut(costs: list[LayerCost], settings: Pipeline, num_live: list[int], num_ranks: int) -> list[LayerRange]:
+    """Return the layers of each stage.
+
+    Args:
+        num_live: for each stage, the number of microbatches whose activations it keeps at a time.
+    """
+    num_stages, limit_bytes = len(num_live), settings.memory_bytes
+    memory = [[cost.memory_bytes(number) for cost in costs] for number in num_live]
+    least = [min(sizes) for sizes in zip(*memory, strict=True)]
     check_layers_fit([cost.name for cost in costs], num_stages, least, limit_bytes)
     if settings.cut is not None:
-        spans = cut_from_counts(settings.cut, num_stages, len(costs))
-        check_ranks_fit(spans, memory, num_ranks, limit_bytes)
-        return spans
+        ranges = cut_from_counts(settings.cut, num_stages, len(costs))
+        check_ranks_fit(ranges, memory, num_ranks, limit_bytes)
+        return ranges
     seconds = [cost.seconds for cost in costs]
-    if not any(seconds):  # In virtual time, without a layer that multiplies.
+    if not any(seconds):  # In virtual time, layers without matrix products take none.
         seconds = [1.0 + cost.parameter_bytes for cost in costs]
     if limit_bytes is None:
         best = balanced_cut(seconds, num_stages)
@@ -188,49 +213,51 @@ def _spans(costs: list[LayerCost], settings: Pipeline, held: list[int], num_rank
         raise ConfigError(
             f"{len(costs)} layers that need {format_size(sum(least))} or more do not fit into {num_stages} stages on "
             f"{num_ranks} ranks of {format_size(limit_bytes)} each. Allow more memory, use more ranks or smaller "
-            "microbatches, or say Pipeline(cut=...)."
+            "microbatches, or set Pipeline(cut=...)."
         )
     return fitting
 
 
 def _sum(costs: list[LayerCost]) -> LayerCost:
-    """What several layers cost together."""
+    """Return the cost of consecutive layers together."""
     return LayerCost(
         costs[0].name,
-        sum(it.forward_s for it in costs),
-        sum(it.backward_s for it in costs),
-        sum(it.parameter_bytes for it in costs),
-        sum(it.activation_bytes for it in costs),
+        sum(cost.forward_s for cost in costs),
+        sum(cost.backward_s for cost in costs),
+        sum(cost.parameter_bytes for cost in costs),
+        sum(cost.activation_bytes for cost in costs),
         costs[-1].output_shapes,
     )
 
 
-def _users(model: nn.Module, layers: Layers, spans: list[LayerRange], num_ranks: int) -> dict[Tensor, set[int]]:
-    """The ranks along `pipe` that need each parameter and buffer; the first has those that no layer uses."""
-    found: dict[Tensor, set[int]] = {}
-    for index, (start, stop) in enumerate(spans):
+def _users(model: nn.Module, layers: Layers, ranges: list[LayerRange], num_ranks: int) -> dict[Tensor, set[int]]:
+    """Return the ranks along `pipe` that use each parameter and buffer; the first keeps those that no layer uses."""
+    users: dict[Tensor, set[int]] = {}
+    for index, (start, stop) in enumerate(ranges):
         for _, layer in layers[start:stop]:
             for tensor in [*layer.parameters(), *layer.buffers()]:
-                found.setdefault(tensor, set()).add(index % num_ranks)
+                users.setdefault(tensor, set()).add(index % num_ranks)
     for tensor in [*model.parameters(), *model.buffers()]:
-        found.setdefault(tensor, {0})
-    return found
+        users.setdefault(tensor, {0})
+    return users
 
 
-def _devices(memory: dict[int, dict[str, Any]]) -> dict[str, torch.device]:
-    """Where an optimiser keeps what it remembers of this rank's parameters: some count steps on the CPU."""
-    return {key: it.device for entries in memory.values() for key, it in entries.items() if isinstance(it, Tensor)}
+def _state_devices(state: dict[int, dict[str, Any]]) -> dict[str, torch.device]:
+    """Return the device of each kind of optimiser state: some optimisers count steps on the CPU."""
+    return {
+        key: value.device for entries in state.values() for key, value in entries.items() if isinstance(value, Tensor)
+    }
 
 
-def _beside(
+def _on_devices(
     entries: dict[str, Any], parameter: Tensor, shape: torch.Size, devices: dict[str, torch.device]
 ) -> dict[str, Any]:
-    """What an optimiser remembers of a parameter of another rank, where this one's would be."""
+    """Move the optimiser state of another rank's parameter to the devices on which this rank keeps such state."""
     return {
-        key: it.to(devices.get(key, parameter.device if it.shape == shape else it.device))
-        if isinstance(it, Tensor)
-        else it
-        for key, it in entries.items()
+        key: value.to(devices.get(key, parameter.device if value.shape == shape else value.device))
+        if isinstance(value, Tensor)
+        else value
+        for key, value in entries.items()
     }
 
 

@@ -1,4 +1,20 @@
-"""A training step through the pipeline: what replaces the forward and backward lines of a script."""
+"""`PipelineStep`: one training step through all stages of a pipeline, in place of a script's forward and backward.
+
+How it works
+------------
+All ranks that hold one replica call the step with the same batch. It is cut into microbatches, and each rank performs
+the actions that the schedule gives it (`schedules`), in order. An action takes its input from the batch, from a stage
+on this rank (`_local_messages`), or from another rank (`_pending`, received through `stage_links`). The input of the
+next action is requested before the present one is computed, so that it arrives meanwhile.
+
+Gradients accumulate in the parameters over all microbatches, inside `no_sync`. The loss of each microbatch is divided
+by their number, so the sum is the gradient of the batch's mean loss. After the last action, `end_step` distributes the
+loss, and the strategy exchanges the gradients along `data` once, as it would after one backward pass.
+
+An action waits only for a message of another rank. The schedule has no cyclic waits (`simulate_schedule` would fail on
+one), so each wait is ended by the sender's `send`, or by an error if that rank is lost. Any exception on this
+rank, also one of the user's model or loss, aborts the links, so that no peer waits for the rest of the step.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +34,10 @@ from tutti.replica import HookedReplica
 from tutti.replica.samples import num_rows
 
 Loss = Callable[[Any, Any], Tensor]
+"""Computes the mean loss of a microbatch from the model's output and the targets."""
 
 BatchCheck = Callable[[Any], None]
-"""Sees to it that ranks that have one replica together were given the same batch."""
+"""Raises an error if the ranks that hold one replica were given different batches."""
 
 
 class PipelineStep:
@@ -35,121 +52,127 @@ class PipelineStep:
         loss: Loss,
         check_batch: BatchCheck,
     ) -> None:
+        """Run the `stages` of this rank, given by their numbers, as `plan` says."""
         self.plan = plan
-        """Its stages, and what each rank does when."""
-        self._work = {index: StageRunner(stage, index == 0) for index, stage in stages.items()}
+        """The stages, and the actions of each rank."""
+        self._runners = {index: StageRunner(stage, index == 0) for index, stage in stages.items()}
         self._links, self._replica, self._loss, self._check_batch = links, replica, loss, check_batch
         self._rank = links.transport.rank
-        self._here: dict[StageMessage, Tensors] = {}
-        self._arriving: dict[StageMessage, PendingTensors] = {}
+        self._local_messages: dict[StageMessage, Tensors] = {}
+        self._pending: dict[StageMessage, PendingTensors] = {}
         self._spans: list[ActionSpan] = []
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
-        """The mean loss of the batch, on every rank; the parameters have their gradients. Collective."""
+        """Return the mean loss of the batch on every rank; gradients are in the parameters. Collective."""
         self._links.check_usable()
         try:
-            return self._stepped(inputs, targets)
+            return self._step(inputs, targets)
         except BaseException:
-            self._links.abort()
+            self._links.abort()  # Peers may be waiting for messages that will not come.
             raise
 
-    def _stepped(self, inputs: Any, targets: Any) -> Tensor:
+    def timeline(self) -> PipelineTimeline:
+        """Return what all ranks did in the last step, by the clock of the first. Collective."""
+        local = [[span.kind, span.stage, span.microbatch, span.start_s, span.stop_s] for span in self._spans]
+        offsets = clock_offsets(self._links.control_transport)
+        by_rank = all_gather_json(local, self._links.control_transport)
+        spans = [
+            ActionSpan(rank, kind, stage, microbatch, start_s - offsets[rank], stop_s - offsets[rank])
+            for rank, rank_spans in enumerate(by_rank)
+            for kind, stage, microbatch, start_s, stop_s in rank_spans
+        ]
+        return PipelineTimeline(self.plan.num_ranks, self.plan.num_microbatches, tuple(spans))
+
+    def _step(self, inputs: Any, targets: Any) -> Tensor:
         self._check_batch((inputs, targets))
-        batches = self._cut(inputs, self.plan.num_samples), self._cut(targets)
+        batches = self._split(inputs, self.plan.num_samples), self._split(targets)
         losses: list[Tensor] = []
         self._spans = []
         actions = self.plan.actions_by_rank[self._rank]
         self._links.begin_step()
         with self._replica.no_sync(), torch.enable_grad():
-            for place, action in enumerate(actions):
-                for each in actions[place : place + 2]:  # The next one's input comes while this one is done.
-                    self._ask_for(each)
+            for index, action in enumerate(actions):
+                # The input of the next action is received while this one computes.
+                for upcoming in actions[index : index + 2]:
+                    self._request_input(upcoming)
                 self._perform(action, batches, losses)
         loss = self._links.end_step(torch.stack(losses).sum().double() if losses else None)
         self._replica.contribution.forward((inputs,), {})
         self._replica.exchange_gathered()
         return loss
 
-    def _cut(self, batch: Any, wanted: int | None = None) -> list[Any]:
-        """Its microbatches; `wanted` is how many samples it must have, if that matters."""
+    def _split(self, batch: Any, num_samples: int | None = None) -> list[Any]:
+        """Return the microbatches of a batch; refuse one that does not have `num_samples`, if given."""
         try:
-            if wanted is not None and num_rows(batch) != wanted:
+            if num_samples is not None and num_rows(batch) != num_samples:
                 raise ConfigError(
-                    f"a batch of {num_rows(batch)} samples, and this pipeline takes {wanted}, as many as the example "
-                    "of distribute had. Use drop_last=True, or an example as large as your batches."
+                    f"a batch of {num_rows(batch)} samples, and this pipeline takes {num_samples}, as many as the "
+                    "example given to distribute. Use drop_last=True, or an example as large as your batches."
                 )
             return split_batch(batch, self.plan.num_microbatches)
         except ConfigError as error:
             raise ConfigError(f"rank {self._links.transport.world_rank}: {error}") from error
 
-    def timeline(self) -> PipelineTimeline:
-        """What all ranks did in the last step, by the first one's clock. Collective."""
-        mine = [[it.kind, it.stage, it.microbatch, it.start_s, it.stop_s] for it in self._spans]
-        ahead = clock_offsets(self._links.control_transport)
-        everyone = all_gather_json(mine, self._links.control_transport)
-        spans = [
-            ActionSpan(rank, kind, stage, microbatch, start_s - ahead[rank], stop_s - ahead[rank])
-            for rank, several in enumerate(everyone)
-            for kind, stage, microbatch, start_s, stop_s in several
-        ]
-        return PipelineTimeline(self.plan.num_ranks, self.plan.num_microbatches, tuple(spans))
-
     def _perform(self, action: Action, batches: tuple[list[Any], list[Any]], losses: list[Tensor]) -> None:
-        work, number = self._work[action.stage], action.microbatch
-        taken = self._taken(action, batches[0])
+        """Compute one action, and send its output on."""
+        runner, microbatch = self._runners[action.stage], action.microbatch
+        values = self._input(action, batches[0])
         transport = self._links.transport
-        start_s = transport.now()
+        start_s = transport.now()  # After the input has arrived: waiting is not part of the span.
         if action.kind == "F":
-            made = work.forward(number, taken)
+            output = runner.forward(microbatch, values)
             if self._is_last(action.stage):
-                shown = _apart(made, taken)  # A loss may keep what it was given.
-                loss = self._mean_loss(shown, batches[1][number])
-                work.set_loss(number, loss)
+                loss = self._mean_loss(_copy_views(output, values), batches[1][microbatch])
+                runner.set_loss(microbatch, loss)
                 losses.append(loss.detach())
         elif action.kind == "W":
-            work.backward_weights(number)
+            runner.backward_weights(microbatch)
         else:
-            backward = work.backward if action.kind == "B" else work.backward_inputs
-            made = backward(number, None if self._is_last(action.stage) else taken)
-        self._spans.append(ActionSpan(self._rank, action.kind, action.stage, number, start_s, transport.now()))
+            backward = runner.backward if action.kind == "B" else runner.backward_inputs
+            output = backward(microbatch, None if self._is_last(action.stage) else values)
+        self._spans.append(ActionSpan(self._rank, action.kind, action.stage, microbatch, start_s, transport.now()))
         if (message := action.output_message(self.plan.num_stages)) is not None:
-            self._give(message, made)
+            self._send(message, output)
 
-    def _mean_loss(self, shown: Tensors, target: Any) -> Tensor:
-        """A microbatch's part of the mean over the batch."""
-        loss = self._loss(shown[0] if len(shown) == 1 else shown, target)
+    def _mean_loss(self, output: Tensors, target: Any) -> Tensor:
+        """Return a microbatch's share of the mean loss over the batch."""
+        loss = self._loss(output[0] if len(output) == 1 else output, target)
         if not isinstance(loss, Tensor) or loss.dim():
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ConfigError(
                 f"rank {self._links.transport.world_rank}: the loss must be one number, the mean over samples, got "
-                f"{got}. Take its mean in the function that job.pipeline is given."
+                f"{got}. Take the mean in the function that job.pipeline is given."
             )
         return loss / self.plan.num_microbatches
 
-    def _ask_for(self, action: Action) -> None:
-        """Have what an action needs from another rank on its way."""
+    def _request_input(self, action: Action) -> None:
+        """Start receiving what an action needs from another rank, unless it is already under way."""
         message = action.input_message(self.plan.num_stages)
-        if message is not None and message not in self._arriving and self.plan.sender(message) != self._rank:
-            self._arriving[message] = self._links.receive(message)
+        if message is not None and message not in self._pending and self.plan.sender(message) != self._rank:
+            self._pending[message] = self._links.receive(message)
 
-    def _taken(self, action: Action, inputs: list[Any]) -> Tensors:
+    def _input(self, action: Action, inputs: list[Any]) -> Tensors:
+        """Wait for the input of an action: of another stage, or for the first stage from the batch."""
         message = action.input_message(self.plan.num_stages)
         if message is not None:
-            return self._arriving.pop(message)() if message in self._arriving else self._here.pop(message)
-        given = inputs[action.microbatch] if action.kind == "F" else ()
-        return given if isinstance(given, tuple) else (given,)
+            return self._pending.pop(message)() if message in self._pending else self._local_messages.pop(message)
+        values = inputs[action.microbatch] if action.kind == "F" else ()
+        return values if isinstance(values, tuple) else (values,)
 
-    def _give(self, message: StageMessage, made: Tensors) -> None:
+    def _send(self, message: StageMessage, tensors: Tensors) -> None:
         if self.plan.receiver(message) == self._rank:
-            self._here[message] = tuple(it.detach() for it in made)
+            self._local_messages[message] = tuple(tensor.detach() for tensor in tensors)
         else:
-            self._links.send(message, made)
+            self._links.send(message, tensors)
 
     def _is_last(self, stage: int) -> bool:
         return stage == self.plan.num_stages - 1
 
 
-def _apart(made: Tensors, taken: Tensors) -> Tensors:
-    """What a stage made; what is but another view of what it took, which will be written over, as a copy."""
-    places = {it.untyped_storage().data_ptr() for it in taken if isinstance(it, Tensor)}
-    return tuple(it.clone() if it.untyped_storage().data_ptr() in places else it for it in made)
+def _copy_views(output: Tensors, values: Tensors) -> Tensors:
+    """Return a stage's output, with copies of tensors that are views of its input.
+
+    The user's loss function may keep what it is given, and the memory of the input is overwritten two steps later.
+    """
+    storages = {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
+    return tuple(tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor for tensor in output)

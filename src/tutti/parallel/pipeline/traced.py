@@ -1,4 +1,9 @@
-"""Layers of a model that is no sequence, as `torch.export` sees it: cut wherever one module's operators end."""
+"""Layers of a model that is not an `nn.Sequential`, found by tracing it with `torch.export`.
+
+The traced graph is a sequence of operators. It may be cut between any two modules where all live values are
+floating-point tensors, since these can be sent to the next stage and have gradients that come back. Values that a later
+layer needs pass through the layers between (skip connections, for example).
+"""
 
 import traceback
 import warnings
@@ -15,69 +20,83 @@ from torch import Tensor, fx, nn
 
 from tutti.errors import ConfigError
 
-_one_at_a_time = Lock()  # Tracing keeps its state in the process; ranks may be threads.
+_trace_lock = Lock()
+"""Held while tracing: torch keeps the state of a trace per process, and ranks may be threads of one process."""
 
 _TORCH = str(Path(torch.__file__).parent)
 
 
 def traced_layers(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]:
-    """The model's operators, grouped by the module that ran them; each group a layer."""
+    """Return the model's operators, grouped into layers by the module that ran them.
+
+    Args:
+        example: one microbatch of inputs; several inputs are a tuple.
+    """
     args = example if isinstance(example, tuple) else (example,)
     graph = _export(model, args).graph
-    values = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
     _refuse_values(model, results)
-    position = {node: index for index, node in enumerate([*values, *nodes])}
+    position = {node: index for index, node in enumerate([*inputs, *nodes])}
     position[output] = len(position)
     last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in position}
     groups = [list(group) for _, group in groupby(nodes, _module_of)]
     layers: list[tuple[str, nn.Module]] = []
-    live, waiting = values, list[fx.Node]()
+    live, pending = inputs, list[fx.Node]()
     for group in groups:
-        waiting += group
-        end = position[waiting[-1]]
+        pending += group
+        end = position[pending[-1]]
+        # Values computed up to here that something after here uses: they would be sent to the next stage.
         after = [node for node in position if position[node] <= end and last_use[node] > end]
         if group is groups[-1]:
             after = results
-        elif not all(_can_travel(node) for node in after):
-            continue  # Not a place to cut: something here is no tensor that can have a gradient.
-        layers.append((_name(waiting, layers), _TracedLayer(model, waiting, live, after)))
-        live, waiting = after, []
+        elif not all(_can_be_sent(node) for node in after):
+            continue  # No cut here: a live value is not a tensor that can have a gradient.
+        layers.append((_name(pending, layers), _TracedLayer(model, pending, live, after)))
+        live, pending = after, []
     return layers
 
 
 class _TracedLayer(nn.Module):
-    """Some operators of the graph. What later ones need goes through."""
+    """Consecutive operators of a graph as a module. Inputs that later layers need are passed through."""
 
     def __init__(
-        self, model: nn.Module, nodes: Sequence[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]
+        self, model: nn.Module, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
     ) -> None:
         super().__init__()
-        self._takes, self._gives = [node.name for node in takes], [node.name for node in gives]
+        self._input_names, self._output_names = [node.name for node in inputs], [node.name for node in outputs]
         self._steps: list[tuple[str, str | None, Any, Any, Any]] = []
         for path, group in groupby(nodes, _module_of):
             self._add(model, path, list(group))
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        known: dict[str, Any] = dict(zip(self._takes, values, strict=True))
+        values_by_name: dict[str, Any] = dict(zip(self._input_names, values, strict=True))
         for name, module, target, args, kwargs in self._steps:
             if module is not None:
-                known[name] = self.get_submodule(module)(known[args])
+                values_by_name[name] = self.get_submodule(module)(values_by_name[args])
             else:
-                known[name] = self._run(known, target, (args, kwargs))
-        return tuple(known[name] for name in self._gives)
+                values_by_name[name] = self._run(values_by_name, target, (args, kwargs))
+        return tuple(values_by_name[name] for name in self._output_names)
 
-    def _run(self, known: dict[str, Any], target: Any, arguments: Any) -> Any:
-        args, kwargs = fx.node.map_arg(arguments, lambda node: self._value(known, node))
+    def _run(self, values_by_name: dict[str, Any], target: Any, arguments: Any) -> Any:
+        args, kwargs = fx.node.map_arg(arguments, lambda node: self._value(values_by_name, node))
         return target(*args, **kwargs)
 
     def _add(self, model: nn.Module, path: str, group: list[fx.Node]) -> None:
-        """One module's operators; the module itself in their place, where it only turns one tensor into another."""
+        """Add the operators of one module, or the module itself if it is one of torch's that maps a tensor to a tensor.
+
+        The module is preferred, because tensor parallelism and hooks work on modules. Recurrent modules return tuples.
+        """
         module = model.get_submodule(path)
         inside = set(group)
-        inputs = {it for node in group for it in node.all_input_nodes if it not in inside and it.op != "get_attr"}
+        inputs = {
+            source
+            for node in group
+            for source in node.all_input_nodes
+            if source not in inside and source.op != "get_attr"
+        }
         outputs = [node for node in group if any(user not in inside for user in node.users)]
         leaf = not list(module.children()) and len(inputs) == len(outputs) == 1
         if leaf and type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.RNNBase):
@@ -86,80 +105,91 @@ class _TracedLayer(nn.Module):
             self._steps.append((outputs[0].name, key, None, next(iter(inputs)).name, None))
             return
         for node in group:
-            for each in node.all_input_nodes:
-                if each.op == "get_attr":
-                    self._hold(model, str(each.target), each.name)
+            for source in node.all_input_nodes:
+                if source.op == "get_attr":
+                    self._add_tensor(model, str(source.target), source.name)
             self._steps.append((node.name, None, node.target, node.args, node.kwargs))
 
-    def _hold(self, model: nn.Module, target: str, name: str) -> None:
+    def _add_tensor(self, model: nn.Module, target: str, name: str) -> None:
+        """Register a parameter or buffer that an operator uses."""
         owner, _, key = target.rpartition(".")
         try:
             tensor = getattr(model.get_submodule(owner), key)
         except AttributeError as error:
-            raise ConfigError(f"the model makes a constant tensor ('{target}') that no module holds.") from error
+            raise ConfigError(
+                f"the model makes a constant tensor ('{target}') that no module holds. Register it as a buffer."
+            ) from error
         if isinstance(tensor, nn.Parameter):
             self.register_parameter(name, tensor)
         else:
-            self.register_buffer(name, tensor, persistent=False)  # Of this stage's rank, as parameters are.
+            self.register_buffer(name, tensor, persistent=False)  # Kept by the ranks whose stages use it.
 
-    def _value(self, known: dict[str, Any], node: fx.Node) -> Any:
+    def _value(self, values_by_name: dict[str, Any], node: fx.Node) -> Any:
         if node.op != "get_attr":
-            return known[node.name]
+            return values_by_name[node.name]
         return self._parameters[node.name] if node.name in self._parameters else self._buffers[node.name]
 
 
 def _export(model: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
+    """Trace a model. Raises `ConfigError` with the line of the user's code that cannot be traced."""
     try:
-        with _one_at_a_time, torch.enable_grad(), warnings.catch_warnings(), redirect_stderr(StringIO()):
-            warnings.simplefilter("ignore")  # They, and what is printed, are about exporting, which nobody does here.
+        with _trace_lock, torch.enable_grad(), warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")  # They are about saving exported programs, which is not done here.
             exported = torch.export.export(model, args, strict=False)
             _refuse_structure(model, exported.call_spec.out_spec)
             return exported.module()
     except ConfigError:
         raise
-    except Exception as error:  # Whatever it is, it is about the model.
+    except Exception as error:  # torch.export raises errors of many kinds, all about the model.
         raise ConfigError(
             f"the model cannot be traced, so no cut into stages can be found: {_line_of(error)}"
-            f"{str(error).strip().splitlines()[0]} Make it an nn.Sequential, or mend that line."
+            f"{str(error).strip().splitlines()[0]} Make it an nn.Sequential, or change that line."
         ) from error
 
 
 def _line_of(error: BaseException) -> str:
-    """The user's line at which it came up."""
+    """Return the innermost line of the user's code in a traceback, as a prefix of a message."""
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [it for it in frames if not it.filename.startswith((_TORCH, "<")) and it.filename != __file__]
-    inside = [it for it in mine[1:] if it.name != "_export"] or mine
-    return f"{inside[-1].filename}:{inside[-1].lineno}: `{inside[-1].line}`: " if inside else ""
+    outside = [frame for frame in frames if not frame.filename.startswith((_TORCH, "<")) and frame.filename != __file__]
+    user = [frame for frame in outside[1:] if frame.name != "_export"] or outside
+    return f"{user[-1].filename}:{user[-1].lineno}: `{user[-1].line}`: " if user else ""
 
 
 def _module_of(node: fx.Node) -> str:
+    """Return the name of the innermost module that ran an operator."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
     return str(list(stack.values())[-1][0])
 
 
 def _name(nodes: list[fx.Node], layers: list[tuple[str, nn.Module]]) -> str:
+    """Return a name for a layer, after its first module, that no layer before it has."""
     names = [name for node in nodes if (name := _module_of(node))]
     name, taken = names[0] if names else "model", {name for name, _ in layers}
     return next(
-        each for number in range(len(taken) + 1) if (each := name if not number else f"{name}+{number}") not in taken
+        unique
+        for number in range(len(taken) + 1)
+        if (unique := name if not number else f"{name}+{number}") not in taken
     )
 
 
-def _can_travel(node: fx.Node) -> bool:
+def _can_be_sent(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _refuse_structure(model: nn.Module, spec: Any) -> None:
-    """Refuse what is neither a tensor nor a tuple of them: what the loss gets is what the model gives."""
-    if spec.is_leaf() or (spec.type is tuple and all(each.is_leaf() for each in spec.children())):
+    """Refuse a model whose output is neither a tensor nor a tuple of tensors: no message can hold it."""
+    if spec.is_leaf() or (spec.type is tuple and all(child.is_leaf() for child in spec.children())):
         return
     raise ConfigError(
-        f"{type(model).__name__} gives a {spec.type.__name__}, and a pipeline's last stage gives a tensor or a tuple "
-        "of tensors: have it return those."
+        f"{type(model).__name__} returns a {spec.type.__name__}, and the last stage of a pipeline must return a tensor "
+        "or a tuple of tensors. Change what its forward returns."
     )
 
 
 def _refuse_values(model: nn.Module, results: list[Any]) -> None:
-    if not all(isinstance(each, fx.Node) for each in results):
-        raise ConfigError(f"{type(model).__name__} gives something that is no tensor, which cannot leave a pipeline.")
+    if not all(isinstance(result, fx.Node) for result in results):
+        raise ConfigError(
+            f"{type(model).__name__} returns something that is not a tensor, and the last stage of a pipeline must "
+            "return a tensor or a tuple of tensors. Change what its forward returns."
+        )

@@ -1,1 +1,1 @@
-"""Layers split over ranks, on torch's DTensor."""
+"""Tensor parallelism: the weights of layers sharded over ranks, computed with torch's DTensor."""

@@ -1,4 +1,25 @@
-"""Operators that DTensor cannot compute in pieces are computed on the whole."""
+"""`GatherFallbackMode`: operators that DTensor cannot compute on shards are computed on gathered tensors.
+
+How it works
+------------
+A model's forward pass runs inside this mode, which sees every torch function before DTensor does. A function is
+computed in one of four ways:
+
+1. Functions that read properties (`METADATA`) run as they are.
+2. Dropout draws its mask for the full tensor on every rank, as one process would, and each rank applies its part. This
+   needs no communication, since the generators of the ranks are equal.
+3. Functions that are not known to be correct on shards (`operators.needs_gather`) run on full tensors: every DTensor
+   argument is gathered, every rank computes the same, and the results are replicated DTensors again. An in-place
+   function runs on a copy, which is then written back to the shards.
+4. All others are given to DTensor. If it refuses them, they run as in 3, unless they are in-place functions.
+
+So a gather costs communication, and never changes the result. The first time that it happens at a layer, rank 0 logs a
+warning. The choice depends only on names, shapes and placements, which are the same on all ranks: so all of them take
+part in every gather. If a rank is lost, the collective of the gather fails on the others.
+
+In-place functions need care, because a gathered view is a copy: changes to it would not reach the tensor it is a part
+of. Such views are marked (`_is_gathered_view`), and in-place changes of them are refused.
+"""
 
 import logging
 import sys
@@ -20,87 +41,88 @@ _log = logging.getLogger("tutti")
 
 
 class GatherFallbackMode(TorchFunctionMode):
-    """Within it, what an operator takes is gathered if DTensor cannot compute it on shards.
-
-    Which operators these are depends on the version of torch. One that changes a tensor in place must find it as it is,
-    unless it is known to need the whole. Random ones draw what one process would.
-    """
+    """Within it, functions that DTensor cannot compute on shards are computed on full tensors."""
 
     def __init__(self, mesh: DeviceMesh, names: Mapping[nn.Module, str]) -> None:
-        """Say, once for each of the modules that have `names`, what is gathered there."""
+        """Compute on `mesh`; `names` are those of the model's modules, for warnings."""
         super().__init__()
         self._mesh, self._names = mesh, names
-        self._said: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if name in METADATA:
             return func(*args, **kwargs)
-        changes = is_in_place(func, args, kwargs)
-        if changes:
-            _refuse_lost(name, kwargs.get("out", args[0] if args else None))
+        in_place = is_in_place(func, args, kwargs)
+        if in_place:
+            _refuse_lost_change(name, kwargs.get("out", args[0] if args else None))
         if name in ("dropout", "dropout_") and isinstance(args[0] if args else kwargs.get("input"), DTensor):
-            return self._drop(func, args, kwargs)
-        if needs_gather(name, args, kwargs) or (changes and _is_written_elsewhere(args, kwargs)):
+            return self._dropout(func, args, kwargs)
+        if needs_gather(name, args, kwargs) or (in_place and _writes_to_plain_tensor(args, kwargs)):
             if name not in VALUE_READS and any(map(is_sharded, tree_leaves((args, kwargs)))):
-                self._say(name, "it needs all of it")
-            return self._changed_whole(func, args, kwargs) if changes else self._whole(func, args, kwargs)
-        return self._tried(func, args, kwargs)
+                self._warn(name, "it needs all of it")
+            return self._gathered_in_place(func, args, kwargs) if in_place else self._gathered(func, args, kwargs)
+        return self._on_shards(func, args, kwargs)
 
-    def _tried(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """In pieces if that goes."""
+    def _on_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let DTensor compute a function; gather its arguments if DTensor refuses."""
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, TuttiError) or not _has_pieces((args, kwargs)) or is_in_place(func, args, kwargs):
+            # An in-place function is not tried again: it would change the gathered copy.
+            if isinstance(error, TuttiError) or not _has_dtensors((args, kwargs)) or is_in_place(func, args, kwargs):
                 raise
-            self._say(getattr(func, "__name__", str(func)), str(error).splitlines()[0])
-        return self._whole(func, args, kwargs)
+            self._warn(getattr(func, "__name__", str(func)), str(error).splitlines()[0])
+        return self._gathered(func, args, kwargs)
 
-    def _whole(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _gathered(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute a function on full tensors."""
         args, kwargs = to_full_tensors((args, kwargs))
-        made = func(*args, **kwargs)
-        result = to_dtensors(made, self._mesh)
-        taken = {_memory(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        for plain, given in zip(tree_leaves(made), tree_leaves(result), strict=True):
-            if isinstance(plain, Tensor) and plain._is_view() and _memory(plain) in taken:
-                given._is_part = True
+        full_result = func(*args, **kwargs)
+        result = to_dtensors(full_result, self._mesh)
+        storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for full, wrapped in zip(tree_leaves(full_result), tree_leaves(result), strict=True):
+            if isinstance(full, Tensor) and full._is_view() and _storage(full) in storages:
+                wrapped._is_gathered_view = True
         return result
 
-    def _changed_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """With the changes of the whole put back into the pieces."""
+    def _gathered_in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an in-place function on a full copy, and write the copy back to the shards."""
         target = kwargs.get("out", args[0] if args else None)
         if not isinstance(target, DTensor):
-            return self._whole(func, args, kwargs)
+            return self._gathered(func, args, kwargs)
         if "out" in kwargs or isinstance(target.placements[0], Partial):
-            raise RuntimeError(f"'{func.__name__}' changes all of a DTensor that is spread over ranks.")
+            raise RuntimeError(f"'{func.__name__}' changes all of a DTensor that is sharded over ranks.")
         args, kwargs = to_full_tensors((args, kwargs))
-        whole = args[0].clone()
-        func(whole, *args[1:], **kwargs)
-        return target.copy_(to_dtensors(whole, self._mesh))
+        full = args[0].clone()  # The full tensor of a replicated target is the target's own memory.
+        func(full, *args[1:], **kwargs)
+        return target.copy_(to_dtensors(full, self._mesh))
 
-    def _drop(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Every rank draws for the whole, as one process would, and takes its part: no messages."""
-        x, p, training, changes = _dropout(func, *args, **kwargs)
+    def _dropout(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Draw the mask of the full tensor on every rank, as one process would, and apply this rank's part of it."""
+        x, p, training, in_place = _dropout_arguments(func, *args, **kwargs)
         if not training or not p:
             return x
+        # With the strides of the tensor: the order in which numbers are drawn is that of memory.
         ones = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
-        kept = to_dtensors(torch.dropout(ones, p, True), self._mesh)
-        return self._tried(Tensor.mul_ if changes else torch.mul, (x, kept), {})
+        mask = to_dtensors(torch.dropout(ones, p, True), self._mesh)
+        return self._on_shards(Tensor.mul_ if in_place else torch.mul, (x, mask), {})
 
-    def _say(self, operator: str, reason: str) -> None:
-        where = self._where()
-        if (where, operator) in self._said or self._mesh.get_group().rank() != 0:
+    def _warn(self, operator: str, reason: str) -> None:
+        """Warn on rank 0, once for each layer and operator."""
+        location = self._location()
+        if (location, operator) in self._warned or self._mesh.get_group().rank() != 0:
             return
-        self._said.add((where, operator))
+        self._warned.add((location, operator))
         _log.warning(
-            "%s gathers what '%s' takes, which cannot be computed in pieces (%s): that costs messages. "
-            "Mesh(split=...) can keep whole the layers that it takes from.",
-            where, operator, reason,
+            "%s gathers the inputs of '%s', which cannot be computed on shards (%s): this costs communication. "
+            "Mesh(split=...) can replicate the layers that compute these inputs.",
+            location, operator, reason,
         )  # fmt: skip
 
-    def _where(self) -> str:
+    def _location(self) -> str:
+        """Return the innermost named module on the call stack."""
         frame = sys._getframe(1)
         while frame is not None and frame.f_back is not None:
             module = frame.f_locals.get("self")
@@ -111,35 +133,36 @@ class GatherFallbackMode(TorchFunctionMode):
 
 
 def is_sharding_error(error: Exception) -> bool:
-    """Whether an operator failed because of how its tensors are spread."""
+    """Whether an operator failed because of the placements of its arguments."""
     return not isinstance(error, TuttiError) and ("shard" in str(error).lower() or "DTensor" in str(error))
 
 
-def _dropout(
+def _dropout_arguments(
     func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
 ) -> tuple[Any, float, bool, bool]:
+    """Return tensor, probability, training and in-place of a call; torch's several functions name them differently."""
     return input, p, training and train, inplace or func.__name__.endswith("_")
 
 
-def _has_pieces(value: Any) -> bool:
-    return any(isinstance(each, DTensor) for each in tree_leaves(value))
+def _has_dtensors(value: Any) -> bool:
+    return any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
 
 
-def _is_written_elsewhere(args: Any, kwargs: Any) -> bool:
-    """Whether what is changed is a plain tensor, a buffer say, by something that is not."""
+def _writes_to_plain_tensor(args: Any, kwargs: Any) -> bool:
+    """Whether an in-place function changes a plain tensor, such as a buffer, by values that are sharded."""
     target = kwargs.get("out", args[0] if args else None)
     return not isinstance(target, DTensor) and any(map(is_sharded, tree_leaves((args, kwargs))))
 
 
-def _refuse_lost(name: str, x: Any) -> None:
-    """What is a part of another tensor for one process, and was moved here: changes would not get there."""
+def _refuse_lost_change(name: str, x: Any) -> None:
+    """Refuse an in-place change of a view that is a copy here: for one process it would change the base as well."""
     if not isinstance(x, DTensor):
         return
     base = x._base if x._is_view() else None
-    moved = isinstance(base, DTensor) and _memory(x._local_tensor) != _memory(base._local_tensor)
-    if moved or hasattr(x, "_is_part") or hasattr(base, "_is_part"):
-        raise RuntimeError(f"'{name}' changes in place a part of a DTensor that is spread over ranks.")
+    is_copy = isinstance(base, DTensor) and _storage(x._local_tensor) != _storage(base._local_tensor)
+    if is_copy or hasattr(x, "_is_gathered_view") or hasattr(base, "_is_gathered_view"):
+        raise RuntimeError(f"'{name}' changes in place a part of a DTensor that is sharded over ranks.")
 
 
-def _memory(x: Tensor) -> int:
+def _storage(x: Tensor) -> int:
     return 0 if x.is_sparse else x.untyped_storage().data_ptr()

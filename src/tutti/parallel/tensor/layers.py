@@ -1,4 +1,9 @@
-"""What layers do with DTensors, where DTensor does not know or would talk more."""
+"""Forward passes of split layers on DTensors, where DTensor has no rule or would communicate more than needed.
+
+Column-parallel layers (Shoeybi et al. 2019) take replicated inputs and return outputs sharded by feature; row-parallel
+layers take inputs sharded by feature and all-reduce their partial outputs. Every function here that changes a module
+returns a function that undoes the change.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,132 +23,145 @@ from tutti.parallel.tensor.styles import ParallelStyle
 _aten = torch.ops.aten
 
 Undo = Callable[[], None]
+"""Undoes the change of a module."""
+
+
+# Sharding rules that DTensor lacks. Each returns the accepted combinations: placements of outputs, and of inputs.
 
 
 @register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)
 def _attention(query: Any, *_: Any, attn_mask: Any = None, **__: Any) -> Any:
     mask = [Replicate()] if attn_mask is not None else []
-    return [([it] * 2, [*[it] * 3, None, None, *mask]) for it in (Replicate(), Shard(1))]
+    # Dimension 1 is that of the heads, which are independent of each other.
+    return [([placement] * 2, [*[placement] * 3, None, None, *mask]) for placement in (Replicate(), Shard(1))]
 
 
 @register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention_backward(grad: Any, *_: Any, attn_mask: Any = None, **__: Any) -> Any:
     mask = [Replicate()] if attn_mask is not None else []
-    return [([it] * 3, [*[it] * 6, None, None, *mask]) for it in (Replicate(), Shard(1))]
+    return [([placement] * 3, [*[placement] * 6, None, None, *mask]) for placement in (Replicate(), Shard(1))]
 
 
 @register_sharding(_aten.avg_pool2d_backward.default)
 def _avg_pool_backward(grad: Any, x: Any, *options: Any) -> Any:
     channels = Shard(len(x.shape) - 3)
-    return [([it], [it, it, *[None] * len(options)]) for it in (Replicate(), channels)]
+    return [([placement], [placement, placement, *[None] * len(options)]) for placement in (Replicate(), channels)]
 
 
 def parallelise(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> Undo:
-    """Have a split layer take and give DTensors; returns what undoes it."""
+    """Let a split layer take and return DTensors."""
     if isinstance(module, CONVOLUTIONS):
-        return _replace_forward(module, _by_channel(module, style, mesh))
+        return _replace_forward(module, _convolution_forward(module, style, mesh))
     if style == "heads":
-        return _replace_forward(module, _by_heads(module, mesh))
+        return _replace_forward(module, _fused_attention_forward(module, mesh))
     if style == "colwise":
-        return module.register_forward_pre_hook(_whole_arguments).remove
-    return module.register_forward_hook(lambda _, __, output: _summed(output, mesh)).remove
+        return module.register_forward_pre_hook(_replicate_arguments).remove
+    return module.register_forward_hook(lambda _, __, output: _all_reduced(output, mesh)).remove
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> Undo:
-    """Have a module of which nothing is split work on plain tensors, the same on every rank; returns what undoes it."""
+    """Let a module without split layers compute on plain tensors, the same on every rank."""
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(DTensor, lambda it: _placed(it, Replicate()).to_local(), (args, kwargs))
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(DTensor, lambda x: _redistributed(x, Replicate()).to_local(), (args, kwargs))
 
-    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
         return to_dtensors(output, mesh)
 
-    entering = module.register_forward_pre_hook(enter, with_kwargs=True)
-    leaving = module.register_forward_hook(leave, prepend=True)
+    pre_hook = module.register_forward_pre_hook(before, with_kwargs=True)
+    hook = module.register_forward_hook(after, prepend=True)  # The user's hooks see DTensors, as for other modules.
 
     def undo() -> None:
-        entering.remove()
-        leaving.remove()
+        pre_hook.remove()
+        hook.remove()
 
     return undo
 
 
 def to_dtensors(value: Any, mesh: DeviceMesh) -> Any:
-    """Tensors that every rank has alike, as DTensors; those that are DTensors stay."""
-    return tree_map_only(Tensor, lambda it: it if isinstance(it, DTensor) else _alike(it, mesh), value)
+    """Wrap plain tensors, which must be the same on every rank, as replicated DTensors; DTensors stay as they are."""
+    return tree_map_only(Tensor, lambda x: x if isinstance(x, DTensor) else _replicated(x, mesh), value)
 
 
 def to_full_tensors(value: Any) -> Any:
-    """The whole of each DTensor, on every rank."""
-    return tree_map_only(DTensor, _whole, value)
+    """Replace each DTensor by the full tensor, on every rank."""
+    return tree_map_only(DTensor, _full_tensor, value)
 
 
-def _whole(x: Any) -> Tensor:
+def _full_tensor(x: Any) -> Tensor:
     (placement,) = x.placements
     if not isinstance(placement, _StridedShard):
         full: Tensor = x.full_tensor()
         return full
-    # Heads, each rank's of all three together, which not every version of torch can gather.
-    parts = x.to_local().unflatten(placement.dim, (placement.split_factor, -1))
-    whole: Any = DTensor.from_local(parts, x.device_mesh, [Shard(placement.dim + 1)], run_check=False)
-    return _whole(whole).flatten(placement.dim, placement.dim + 1)
+    # Queries, keys and values, of which each rank has some heads. Not every version of torch can gather strided
+    # shards, so the three blocks become a dimension of their own, and the heads an ordinary shard.
+    blocks = x.to_local().unflatten(placement.dim, (placement.split_factor, -1))
+    sharded: Any = DTensor.from_local(blocks, x.device_mesh, [Shard(placement.dim + 1)], run_check=False)
+    return _full_tensor(sharded).flatten(placement.dim, placement.dim + 1)
 
 
-def _by_channel(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    def outputs(x: Tensor) -> Tensor:
-        channels = x.dim() - len(module.kernel_size) - 1
-        made = module._conv_forward(_taken_whole(x), module.weight, module.bias)
-        given = _given(made, Shard(channels), mesh, module.out_channels)
-        return _placed(given, Replicate()) if module.out_channels % mesh.size() else given
+def _convolution_forward(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Return a forward pass on local tensors: DTensor has no sharding by channels for convolutions."""
 
-    def inputs(x: Tensor) -> Tensor:
-        channels = x.dim() - len(module.kernel_size) - 1
-        made = module._conv_forward(_placed(x, Shard(channels)).to_local(), module.weight, None)
-        summed: Any = _summed(DTensor.from_local(made, mesh, [Partial()], run_check=False), mesh)
+    def colwise(x: Tensor) -> Tensor:
+        channel_dim = x.dim() - len(module.kernel_size) - 1
+        local = module._conv_forward(_replicated_input(x), module.weight, module.bias)
+        output = _sharded_output(local, Shard(channel_dim), mesh, module.out_channels)
+        # Unequal shards are gathered at once: pooling and reshaping, which follow, need equal ones.
+        return _redistributed(output, Replicate()) if module.out_channels % mesh.size() else output
+
+    def rowwise(x: Tensor) -> Tensor:
+        channel_dim = x.dim() - len(module.kernel_size) - 1
+        local = module._conv_forward(_redistributed(x, Shard(channel_dim)).to_local(), module.weight, None)
+        summed: Any = _all_reduced(DTensor.from_local(local, mesh, [Partial()], run_check=False), mesh)
         if module.bias is None:
             return summed
-        return _alike(summed.to_local() + module.bias.view([-1] + [1] * len(module.kernel_size)), mesh)
+        # The bias is added after the sum: otherwise every rank would add it once.
+        return _replicated(summed.to_local() + module.bias.view([-1] + [1] * len(module.kernel_size)), mesh)
 
-    return outputs if style == "colwise" else inputs
+    return colwise if style == "colwise" else rowwise
 
 
-def _by_heads(module: Any, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+def _fused_attention_forward(module: Any, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Return the forward pass of a Linear layer that computes some heads of queries, keys and values."""
+
     def forward(x: Tensor) -> Tensor:
-        made = F.linear(_taken_whole(x), module.weight, module.bias)
-        return _given(made, _StridedShard(x.dim() - 1, split_factor=3), mesh, module.out_features)
+        local = F.linear(_replicated_input(x), module.weight, module.bias)
+        return _sharded_output(local, _StridedShard(x.dim() - 1, split_factor=3), mesh, module.out_features)
 
     return forward
 
 
-def _taken_whole(x: Any) -> Tensor:
-    """All of the input, from whose use on each rank a part of its gradient comes."""
-    local: Tensor = _placed(x, Replicate()).to_local(grad_placements=[Partial()])
+def _replicated_input(x: Any) -> Tensor:
+    """Return the full input as a local tensor. Each rank computes a part of its gradient, so these are summed."""
+    local: Tensor = _redistributed(x, Replicate()).to_local(grad_placements=[Partial()])
     return local
 
 
-def _given(made: Tensor, placement: Any, mesh: DeviceMesh, size: int) -> Tensor:
-    """This rank's part of an output that has `size` in the dimension of the placement."""
-    made = made.contiguous()
-    shape = torch.Size(size if dim == placement.dim else each for dim, each in enumerate(made.shape))
+def _sharded_output(local: Tensor, placement: Any, mesh: DeviceMesh, size: int) -> Tensor:
+    """Wrap this rank's shard of an output, whose full size in the sharded dimension is `size`."""
+    local = local.contiguous()
+    # Given explicitly: from an uneven shard, DTensor would compute another shape.
+    shape = torch.Size(size if dim == placement.dim else length for dim, length in enumerate(local.shape))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(made, mesh, [placement], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
-def _alike(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+def _replicated(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
 
-def _placed(x: Any, placement: Placement) -> Any:
+def _redistributed(x: Any, placement: Placement) -> Any:
     return x if x.placements == (placement,) else x.redistribute(placements=[placement])
 
 
-def _whole_arguments(_: nn.Module, args: Any) -> Any:
-    return tree_map_only(DTensor, lambda it: _placed(it, Replicate()), args)
+def _replicate_arguments(_: nn.Module, args: Any) -> Any:
+    return tree_map_only(DTensor, lambda x: _redistributed(x, Replicate()), args)
 
 
-def _summed(x: Any, mesh: DeviceMesh) -> Tensor:
-    """What ranks have parts of, whole; its gradient will be whole too."""
-    return _alike(_placed(x, Replicate()).to_local(), mesh)
+def _all_reduced(x: Any, mesh: DeviceMesh) -> Tensor:
+    """Sum partial values over ranks. The result is wrapped anew, so that its gradient is replicated too."""
+    return _replicated(_redistributed(x, Replicate()).to_local(), mesh)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Undo:

@@ -1,6 +1,7 @@
-"""Which operators DTensor computes in pieces as one process would. All others are computed on the whole.
+"""Lists of operators that DTensor computes on shards with the result of one process. All others need a gather.
 
-These were tried, forward and backward, on even and uneven pieces: that DTensor takes an operator on does not mean that.
+An operator is listed only if it was tested, forward and backward, on equal and unequal shards. That DTensor accepts an
+operator is not enough: some results or gradients are wrong.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ VALUE_READS = frozenset({
     "item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__bool__", "__int__", "__float__", "__complex__",
     "__index__", "__array__", "__format__", "__contains__",
 })  # fmt: skip
-"""What gives the model numbers, which must be of all ranks together."""
+"""Operators that return values to Python, where all ranks must see those of the full tensor."""
 
 _RANDOM = frozenset({
     "alpha_dropout", "bernoulli", "binomial", "cauchy", "dropout1d", "dropout2d", "dropout3d", "exponential",
@@ -21,14 +22,14 @@ _RANDOM = frozenset({
     "multi_head_attention_forward", "multinomial", "native_dropout", "normal", "poisson", "rand_like", "randint_like",
     "randn_like", "random", "rrelu", "uniform",
 })  # fmt: skip
-"""Random operators, which draw by the whole also where all have the whole: so ranks stay in step."""
+"""Random operators. They draw for the full tensor on every rank, so that the ranks' generators stay equal."""
 
 METADATA = frozenset({
     "__get__", "__set__", "__len__", "__hash__", "__repr__", "_has_compatible_shallow_copy_type", "_is_view", "dim",
     "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel",
     "register_hook", "requires_grad_", "retain_grad", "size", "stride",
 })  # fmt: skip
-"""About a tensor, not its numbers."""
+"""Operators that read or set properties of a tensor, not its values."""
 
 _ELEMENTWISE = frozenset({
     "abs", "absolute", "add", "addcdiv", "addcmul", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or", "bool",
@@ -44,20 +45,20 @@ _ELEMENTWISE = frozenset({
     "__ior__", "__isub__", "__itruediv__", "__le__", "__lt__", "__mul__", "__ne__", "__neg__", "__or__", "__pow__",
     "__radd__", "__rdiv__", "__rmul__", "__rpow__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__",
 })  # fmt: skip
-"""Of each number by itself: in pieces of any kind."""
+"""Operators on each element by itself: correct on shards of any kind."""
 
 _ON_ANY_SHARDS = frozenset({
     "addmm", "baddbmm", "bmm", "einsum", "embedding", "layer_norm", "linear", "log_softmax", "matmul", "mm", "rms_norm",
     "softmax", "sum", "__matmul__", "__rmatmul__",
 })  # fmt: skip
-"""Of pieces that may differ in size, but not of parts of sums. Products with vectors have no backward."""
+"""Operators that are correct on shards of any size, but not on partial sums. Products with vectors lack a backward."""
 
 _ON_EQUAL_SHARDS = frozenset({
     "__getitem__", "adaptive_avg_pool2d", "avg_pool2d", "cat", "chunk", "expand", "expand_as", "flatten", "max_pool2d",
     "mean", "movedim", "narrow", "permute", "reshape", "reshape_as", "scaled_dot_product_attention", "select", "split",
     "squeeze", "stack", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
 })  # fmt: skip
-"""Of pieces that are equal in size."""
+"""Operators that are correct on shards of equal size only."""
 
 _IN_PLACE_DUNDERS = frozenset({
     f"__{name}__"
@@ -66,29 +67,31 @@ _IN_PLACE_DUNDERS = frozenset({
         "ilshift", "irshift",
     )
 })  # fmt: skip
+"""Names of the in-place operators of Python's syntax; others end with an underscore."""
 
 
 def needs_gather(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator is to be computed on the whole of what it takes."""
-    pieces = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+    """Whether an operator must be computed on the full tensors of its arguments."""
+    dtensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     bare = name if name.startswith("__") else name.removesuffix("_")
+    # Attention with dropout draws random numbers.
     drops = name == "scaled_dot_product_attention" and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0)
     if bare in VALUE_READS or bare in _RANDOM or drops:
-        return bool(pieces)
+        return bool(dtensors)
     if bare in _ELEMENTWISE:
         return False
     if bare in _ON_ANY_SHARDS:
-        vectors = "matmul" in bare and any(each.dim() < 2 for each in pieces)
-        return vectors or any(isinstance(each.placements[0], Partial) for each in pieces)
-    return bool(pieces) if bare not in _ON_EQUAL_SHARDS else not all(_is_even(each) for each in pieces)
+        vectors = "matmul" in bare and any(x.dim() < 2 for x in dtensors)
+        return vectors or any(isinstance(x.placements[0], Partial) for x in dtensors)
+    return bool(dtensors) if bare not in _ON_EQUAL_SHARDS else not all(_has_equal_shards(x) for x in dtensors)
 
 
 def is_sharded(x: Any) -> bool:
-    """Whether no rank has all of it."""
+    """Whether `x` is a DTensor of which no rank has the full value: sharded, or a partial sum."""
     return isinstance(x, DTensor) and not x.placements[0].is_replicate()
 
 
-def _is_even(x: DTensor) -> bool:
+def _has_equal_shards(x: DTensor) -> bool:
     dim = getattr(x.placements[0], "dim", None)
     return not is_sharded(x) or (dim is not None and x.shape[dim] % x.device_mesh.size() == 0)
 
@@ -98,12 +101,12 @@ def is_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name in _IN_PLACE_DUNDERS
-    return name.endswith("_") or kwargs.get("out") is not None or _is_asked(func, "inplace", args, kwargs)
+    return name.endswith("_") or kwargs.get("out") is not None or _has_flag(func, "inplace", args, kwargs)
 
 
-def _is_asked(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function written in Python is given `name`."""
+def _has_flag(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function written in Python is called with a true argument `name`, by position or keyword."""
     code = getattr(func, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    place = names.index(name) if name in names else len(args)
-    return bool(args[place] if place < len(args) else kwargs.get(name))
+    index = names.index(name) if name in names else len(args)
+    return bool(args[index] if index < len(args) else kwargs.get(name))

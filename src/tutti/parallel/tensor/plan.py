@@ -1,4 +1,7 @@
-"""A plan: the parallel style of each layer, and why. Any plan computes the same; a good one talks little."""
+"""`TensorPlan`: the parallel style of every layer of a model, with the reason.
+
+Every plan computes the same result; a good one needs little communication.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,30 +17,39 @@ from tutti.parallel.tensor.styles import PARALLEL_STYLES, ParallelStyle
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """What becomes of one layer."""
+    """How one layer is split."""
 
     name: str
+    """Name of the layer in the model."""
     kind: str
-    """Its class."""
+    """Name of its class."""
     shape: tuple[int, ...]
-    """Of its weight, or its first parameter."""
+    """Shape of its weight, or of its first parameter."""
     style: ParallelStyle
+    """The part of the layer that each rank holds."""
     reason: str
+    """Why it has this style."""
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What becomes of every layer that has parameters, in the model's order. Prints as a table."""
+    """How every layer with parameters is split, in the model's order. Prints as a table."""
 
     num_ranks: int
+    """Number of ranks that split the layers."""
     layers: tuple[LayerSplit, ...]
+    """All layers that have parameters of their own."""
 
     def style_of(self, name: str) -> ParallelStyle:
+        """Return the style of the layer called `name`; a module without parameters is replicated."""
         return next((layer.style for layer in self.layers if layer.name == name), "replicate")
 
     def __str__(self) -> str:
-        rows = [("layer", "kind", "weight", "split by", "why")]
-        rows += [(it.name, it.kind, " x ".join(map(str, it.shape)), it.style, it.reason) for it in self.layers]
+        rows = [("layer", "kind", "weight", "style", "why")]
+        rows += [
+            (layer.name, layer.kind, " x ".join(map(str, layer.shape)), layer.style, layer.reason)
+            for layer in self.layers
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             "  ".join([*(f"{text:<{width}}" for text, width in zip(row[:4], widths, strict=True)), row[4]])
@@ -47,44 +59,48 @@ class TensorPlan:
 
 
 def tensor_plan(model: nn.Module, num_ranks: int, split: Mapping[str, ParallelStyle] | None = None) -> TensorPlan:
-    """How `model` would be split over `num_ranks` ranks: `Mesh(tensor=num_ranks, split=split)` does it.
+    """Return how `Mesh(tensor=num_ranks, split=split)` would split `model`.
 
-    Linear layers that follow each other are split in pairs, by outputs and by inputs, so that each pair needs one sum;
-    attention by heads; embeddings by words; convolutions by channels. What is not split is whole on every rank.
+    Linear layers that follow each other are split in pairs, by column and by row, so that each pair needs one
+    all-reduce (Shoeybi et al. 2019). Attention is split by heads, embeddings by words, convolutions by channels. All
+    other layers are replicated.
+
+    Args:
+        split: styles for layers that should have others than these, by name or pattern of names.
     """
     split = split or {}
     layers = {name: module for name, module in model.named_modules() if _has_own_parameters(module)}
-    found = rules.styles(model, num_ranks)
-    made = []
+    choices = rules.styles(model, num_ranks)
+    splits = []
     for name, module in layers.items():
-        style, why = found.get(name, ("replicate", f"no rule for {type(module).__name__}"))
-        shape = next((tuple(p.shape) for p in module.parameters(recurse=False)), ())
-        made.append(LayerSplit(name, type(module).__name__, shape, style, why))
+        style, reason = choices.get(name, ("replicate", f"no rule for {type(module).__name__}"))
+        shape = next((tuple(parameter.shape) for parameter in module.parameters(recurse=False)), ())
+        splits.append(LayerSplit(name, type(module).__name__, shape, style, reason))
     unknown = [key for key in split if not any(fnmatchcase(name, key) for name in layers)]
-    mistakes = [f"no layer with parameters is called '{key}'{_meant(key, layers)}" for key in unknown]
-    for index, layer in enumerate(made):
-        wanted = [style for key, style in split.items() if fnmatchcase(layer.name, key)]
-        if wanted:
-            if wrong := rules.refusal(layers[layer.name], wanted[-1], num_ranks):
-                mistakes.append(f"layer '{layer.name}' ({layer.kind}) cannot be split by {wanted[-1]}: {wrong}")
-            made[index] = replace(layer, style=wanted[-1], reason="as asked")
+    mistakes = [f"no layer with parameters is called '{key}'{_suggestion(key, layers)}" for key in unknown]
+    for index, layer in enumerate(splits):
+        requested = [style for key, style in split.items() if fnmatchcase(layer.name, key)]
+        if requested:  # Of several patterns that match, the last one counts.
+            if wrong := rules.refusal(layers[layer.name], requested[-1], num_ranks):
+                mistakes.append(f"layer '{layer.name}' ({layer.kind}) cannot be '{requested[-1]}': {wrong}")
+            splits[index] = replace(layer, style=requested[-1], reason="as requested")
     if mistakes:
         raise ConfigError(f"{'; '.join(mistakes)}. Styles are {', '.join(PARALLEL_STYLES)}.")
-    return TensorPlan(num_ranks, tuple(made))
+    return TensorPlan(num_ranks, tuple(splits))
 
 
 def nothing_split_mistakes(plan: TensorPlan) -> list[str]:
-    """What is wrong with a plan that splits nothing."""
+    """Return what is wrong with a plan that splits no layer; nothing if it splits one."""
     if any(layer.style != "replicate" for layer in plan.layers):
         return []
-    each = "; ".join(f"'{layer.name}' ({layer.kind}): {layer.reason}" for layer in plan.layers)
-    return [f"none of the model's layers can be split over {plan.num_ranks} ranks: {each or 'it has none'}."]
+    reasons = "; ".join(f"'{layer.name}' ({layer.kind}): {layer.reason}" for layer in plan.layers)
+    return [f"none of the model's layers can be split over {plan.num_ranks} ranks: {reasons or 'it has none'}."]
 
 
 def _has_own_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-def _meant(key: str, layers: Iterable[str]) -> str:
+def _suggestion(key: str, layers: Iterable[str]) -> str:
     close = get_close_matches(key, layers, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,4 +1,9 @@
-"""Which way of splitting suits which layer."""
+"""Rules that choose a parallel style for each layer of a model.
+
+Communication is least where a column-parallel layer feeds a row-parallel one: the values between them stay sharded, and
+one all-reduce after the second serves both (Shoeybi et al. 2019). So pairs are looked for first, in attention and in
+sequences; other layers are split alone.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -9,45 +14,47 @@ from torch import nn
 from tutti.parallel.tensor.styles import PARALLEL_STYLES, ParallelStyle
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Convolutions that are split by channels."""
 
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
-"""What models call the number of their attention's heads."""
+"""Names under which attention modules keep the number of their heads."""
 
 StyleChoice = tuple[ParallelStyle, str]
+"""A style, and the reason for it."""
 
 
 def styles(model: nn.Module, num_ranks: int) -> dict[str, StyleChoice]:
-    """By name, how each layer for which there is a rule should be split, and why."""
-    found: dict[str, StyleChoice] = {}
+    """Return the style of each layer for which there is a rule, by name."""
+    choices: dict[str, StyleChoice] = {}
     for prefix, parent in model.named_modules():
         if isinstance(parent, nn.MultiheadAttention):
-            found.update(_whole_attention(prefix, parent))
+            choices.update(_replicated_attention(prefix, parent))
         children = [(f"{prefix}.{key}".lstrip("."), child) for key, child in parent.named_children()]
-        for name, verdict in [*_attention(parent, children, num_ranks), *_pairs(parent, children, num_ranks)]:
-            found.setdefault(name, verdict)
+        for name, choice in [*_attention(parent, children, num_ranks), *_pairs(parent, children, num_ranks)]:
+            choices.setdefault(name, choice)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS)) and name not in found:
-            found[name] = _alone(module, num_ranks)
-    return found
+        if isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS)) and name not in choices:
+            choices[name] = _single(module, num_ranks)
+    return choices
 
 
 def refusal(module: nn.Module, style: ParallelStyle, num_ranks: int) -> str | None:
-    """Why a layer cannot be split so; None if it can."""
+    """Return why a layer cannot have a style; None if it can."""
     if style not in PARALLEL_STYLES:
-        return "there is no such way"
+        return "there is no such style"
     if style == "replicate":
         return None
     sizes = _sizes(module)
     if style not in sizes:
-        ways = " or ".join(sizes)
-        return f"it is split by {ways}" if sizes else f"of a {type(module).__name__} there are whole copies only"
-    return _peculiarity(module, style, num_ranks) or (
-        f"it has {sizes[style]} of them for {num_ranks} ranks" if sizes[style] < num_ranks else None
+        kind = type(module).__name__
+        return f"a {kind} can be {', '.join(sizes)} or replicate" if sizes else f"a {kind} can only be replicate"
+    return _other_refusal(module, style, num_ranks) or (
+        f"its size there is {sizes[style]}, less than {num_ranks} ranks" if sizes[style] < num_ranks else None
     )
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:
-    """How many things there are to split, by way."""
+    """Return the size of the dimension that each possible style shards."""
     if isinstance(module, nn.Embedding):
         return {"vocabulary": module.num_embeddings}
     if isinstance(module, CONVOLUTIONS):
@@ -57,8 +64,8 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     return {}
 
 
-def _peculiarity(module: nn.Module, style: ParallelStyle, num_ranks: int) -> str | None:
-    """What else about a layer is in the way."""
+def _other_refusal(module: nn.Module, style: ParallelStyle, num_ranks: int) -> str | None:
+    """Return a reason against a style other than its size."""
     if isinstance(module, nn.Embedding) and (
         module.max_norm is not None or module.padding_idx is not None or module.sparse
     ):
@@ -70,46 +77,45 @@ def _peculiarity(module: nn.Module, style: ParallelStyle, num_ranks: int) -> str
     return None
 
 
-def _whole_attention(prefix: str, module: nn.MultiheadAttention) -> Iterator[tuple[str, StyleChoice]]:
-    why = "nn.MultiheadAttention puts heads and samples in one dimension"
-    yield from ((f"{prefix}.{name}".strip("."), ("replicate", why)) for name, _ in module.named_modules())
+def _replicated_attention(prefix: str, module: nn.MultiheadAttention) -> Iterator[tuple[str, StyleChoice]]:
+    reason = "nn.MultiheadAttention puts heads and samples in one dimension"
+    yield from ((f"{prefix}.{name}".strip("."), ("replicate", reason)) for name, _ in module.named_modules())
 
 
-def _alone(module: nn.Module, num_ranks: int) -> StyleChoice:
+def _single(module: nn.Module, num_ranks: int) -> StyleChoice:
+    """Return the style of a layer that is not part of a pair."""
     style: ParallelStyle = "vocabulary" if isinstance(module, nn.Embedding) else "colwise"
-    why = "words over ranks, summed" if style == "vocabulary" else "outputs over ranks, gathered where needed"
+    reason = "words over ranks, summed" if style == "vocabulary" else "outputs over ranks, gathered where needed"
     if isinstance(module, nn.Linear) and module.out_features == 3 * module.in_features:
-        why += "; if they are queries, keys and values, split it by 'heads'"
-    return _unless_refused(module, (style, why), num_ranks)
-
-
-def _unless_refused(module: nn.Module, verdict: StyleChoice, num_ranks: int) -> StyleChoice:
-    wrong = refusal(module, verdict[0], num_ranks)
-    return ("replicate", wrong) if wrong else verdict
+        reason += "; if they are queries, keys and values, use 'heads'"
+    wrong = refusal(module, style, num_ranks)
+    return ("replicate", wrong) if wrong else (style, reason)
 
 
 def _pairs(
     parent: nn.Module, children: list[tuple[str, nn.Module]], num_ranks: int
 ) -> Iterator[tuple[str, StyleChoice]]:
-    """Layers of one kind that follow each other, with nothing that has parameters between.
+    """Yield column- and row-parallel styles for layers that follow each other without parameters between them.
 
-    That one takes what the other gives is sure in a sequence; elsewhere it shows in their widths, unless all are alike.
+    In a sequence the second layer surely takes the output of the first. Elsewhere their widths show it, unless all
+    widths are equal: then they could as well be parallel layers, such as queries and keys.
     """
-    weighty = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
+    with_parameters = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
     taken = ""
-    for (first_name, first), (second_name, second) in pairwise(weighty):
+    for (first_name, first), (second_name, second) in pairwise(with_parameters):
         if first_name == taken or not _fits(first, second):
             continue
-        if not isinstance(parent, nn.Sequential) and _alike(first, second):
+        if not isinstance(parent, nn.Sequential) and _all_widths_equal(first, second):
             continue
         if refusal(first, "colwise", num_ranks) or refusal(second, "rowwise", num_ranks):
             continue
-        yield first_name, ("colwise", f"'{second_name}' takes its outputs as they are")
-        yield second_name, ("rowwise", f"takes the outputs of '{first_name}' as they are; one sum for both")
+        yield first_name, ("colwise", f"'{second_name}' takes its outputs as shards")
+        yield second_name, ("rowwise", f"takes the outputs of '{first_name}' as shards; one all-reduce for both")
         taken = second_name
 
 
 def _fits(first: nn.Module, second: nn.Module) -> bool:
+    """Whether the second layer can take the output of the first."""
     if isinstance(first, nn.Linear) and isinstance(second, nn.Linear):
         return first.out_features == second.in_features
     if isinstance(first, CONVOLUTIONS) and isinstance(second, CONVOLUTIONS):
@@ -117,31 +123,27 @@ def _fits(first: nn.Module, second: nn.Module) -> bool:
     return False
 
 
-def _alike(first: nn.Module, second: nn.Module) -> bool:
-    """Whether both take and give as much: queries and keys, say."""
-    return (
-        len({size for style in ("colwise", "rowwise") for it in (first, second) for size in [_sizes(it)[style]]}) == 1
-    )
+def _all_widths_equal(first: nn.Module, second: nn.Module) -> bool:
+    return len({_sizes(layer)[style] for layer in (first, second) for style in ("colwise", "rowwise")}) == 1
 
 
 def _attention(
     parent: nn.Module, children: list[tuple[str, nn.Module]], num_ranks: int
 ) -> Iterator[tuple[str, StyleChoice]]:
-    """Queries, keys and values, by one Linear layer or three, and the one that mixes heads again."""
+    """Yield styles for queries, keys and values, in one Linear layer or three, and for the output projection."""
     num_heads = next((value for key in _HEADS if isinstance(value := getattr(parent, key, None), int)), None)
     linear: list[tuple[str, Any]] = [(name, child) for name, child in children if isinstance(child, nn.Linear)]
     for index, (name, layer) in enumerate(linear[:-1]):
         width = layer.in_features
         fused = layer.out_features == 3 * width
         run = linear[index : index + (2 if fused else 4)]
-        square = all((it.in_features, it.out_features) == (width, width) for _, it in run[int(fused) :])
+        square = all((part.in_features, part.out_features) == (width, width) for _, part in run[int(fused) :])
         if num_heads is None or len(run) != (2 if fused else 4) or not square:
             continue
         if num_heads % num_ranks:
-            yield from ((each, ("replicate", f"{num_heads} heads over {num_ranks} ranks")) for each, _ in run)
+            yield from ((part, ("replicate", f"{num_heads} heads over {num_ranks} ranks")) for part, _ in run)
             return
-        why = f"{num_heads // num_ranks} of {num_heads} heads each"
         style: ParallelStyle = "heads" if fused else "colwise"
-        yield from ((each, (style, why)) for each, _ in run[:-1])
-        yield run[-1][0], ("rowwise", f"takes the heads as they are; one sum after {name}")
+        yield from ((part, (style, f"{num_heads // num_ranks} of {num_heads} heads each")) for part, _ in run[:-1])
+        yield run[-1][0], ("rowwise", f"takes the heads as shards; one all-reduce for it and {name}")
         return

@@ -1,4 +1,4 @@
-"""Which piece of a parameter a rank has."""
+"""`ShardSpec`: the part of a parameter that each tensor-parallel rank holds."""
 
 from dataclasses import dataclass
 
@@ -13,48 +13,46 @@ from tutti.parallel.tensor.styles import ParallelStyle
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A parameter cut along one dimension, each of `parts` equal parts by itself; None is all of it."""
+    """How a parameter is sharded: along one dimension, each of `num_blocks` equal blocks by itself."""
 
     dim: int | None = None
-    parts: int = 1
+    """The sharded dimension; None if every rank has the whole parameter."""
+    num_blocks: int = 1
+    """Number of blocks along `dim` that are sharded separately: 3 for queries, keys and values in one matrix."""
 
     @property
     def placement(self) -> Placement:
+        """The same as a placement of DTensor."""
         if self.dim is None:
             return Replicate()
-        return Shard(self.dim) if self.parts == 1 else _StridedShard(self.dim, split_factor=self.parts)
+        return Shard(self.dim) if self.num_blocks == 1 else _StridedShard(self.dim, split_factor=self.num_blocks)
 
-    def of(self, whole: Tensor, rank: int, num_ranks: int) -> Tensor:
-        """This rank's piece, in memory of its own."""
+    def shard(self, full: Tensor, rank: int, num_ranks: int) -> Tensor:
+        """Return the shard of one rank, copied; the tensor itself if it is not sharded."""
         if self.dim is None:
-            return whole
-        cuts = [Shard.local_shard_size_and_offset(size, num_ranks, rank) for size in self._sizes(whole)]
-        starts = [index * size for index, size in enumerate(self._sizes(whole))]
-        found = [
-            whole.narrow(self.dim, start + int(offset), int(size))
-            for start, (size, offset) in zip(starts, cuts, strict=True)
-        ]
-        return torch.cat(found, self.dim)
+            return full
+        block_size = full.shape[self.dim] // self.num_blocks
+        # DTensor's own function, so that uneven shards have the sizes that DTensor expects.
+        size, offset = Shard.local_shard_size_and_offset(block_size, num_ranks, rank)
+        starts = [block * block_size + int(offset) for block in range(self.num_blocks)]
+        return torch.cat([full.narrow(self.dim, start, int(size)) for start in starts], self.dim)
 
-    def whole(self, pieces: list[Tensor]) -> Tensor:
-        """All ranks' pieces together."""
+    def full_tensor(self, shards: list[Tensor]) -> Tensor:
+        """Return the parameter whose shards, by rank, are given."""
         if self.dim is None:
-            return pieces[0]
-        split = [piece.chunk(self.parts, self.dim) for piece in pieces]
-        return torch.cat([each[part] for part in range(self.parts) for each in split], self.dim)
-
-    def _sizes(self, whole: Tensor) -> list[int]:
-        assert self.dim is not None
-        return [whole.shape[self.dim] // self.parts] * self.parts
+            return shards[0]
+        blocks = [shard.chunk(self.num_blocks, self.dim) for shard in shards]
+        return torch.cat([chunks[block] for block in range(self.num_blocks) for chunks in blocks], self.dim)
 
 
 def shard_specs(module: nn.Module, style: ParallelStyle) -> dict[str, ShardSpec]:
-    """By name, how the parameters of a layer are cut that is split in this way."""
+    """Return how each parameter of a layer of this style is sharded, by name."""
     if style in ("colwise", "vocabulary"):
         return {"weight": ShardSpec(0), "bias": ShardSpec(0)}
     if style == "heads":
         return {"weight": ShardSpec(0, 3), "bias": ShardSpec(0, 3)}
     if style == "rowwise":
+        # Every rank has the whole bias: it is added once, after the sum over ranks.
         return {"weight": ShardSpec(1), "bias": ShardSpec()}
     assert style == "replicate" or isinstance(module, CONVOLUTIONS)
     return {name: ShardSpec() for name, _ in module.named_parameters(recurse=False)}

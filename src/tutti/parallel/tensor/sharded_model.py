@@ -1,4 +1,26 @@
-"""A model split over the ranks along `tensor`: each has its pieces of the parameters, and computes with DTensors."""
+"""`ShardedModel`: a model whose weights are sharded over the ranks along `tensor`, computed with DTensor.
+
+How it works
+------------
+Between forward passes the parameters are plain tensors: this rank's shards. The optimiser, strategies and checkpoints
+see these, and need not know of DTensor. Within a forward pass each parameter is replaced by a DTensor that wraps the
+shard; the module's parameters are put back at the end, also after an error. autograd passes gradients of the DTensors
+back to the plain shards.
+
+The whole model computes on DTensors, so that DTensor inserts the communication that each operator needs. Plain tensors
+that it uses, such as buffers, count as replicated (`implicit_replication`). Three things are changed, and undone by
+`_unpatch`:
+
+- Layers that are split get forward passes that communicate least (`layers.parallelise`).
+- Modules that contain no split layer compute on plain tensors, the same on every rank (`layers.replicate`): nothing in
+  them needs DTensor. Of nested ones, only the outermost is changed.
+- The model's `forward` is wrapped: inputs become replicated DTensors, outputs become full tensors. Operators that
+  DTensor cannot compute correctly on shards are gathered (`gather_fallback`).
+
+All ranks along `tensor` must run the same operators in the same order, because collectives happen inside of operators.
+They do: they get the same batch (`SameBatchCheck`), draw the same random numbers, and see full values wherever
+the model reads any. If a rank is lost, the collective in progress fails on the others.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,172 +46,188 @@ from tutti.parallel.tensor.styles import ParallelStyle
 
 
 class ShardedModel:
-    """Keeps `model` split.
-
-    Between forward passes its parameters are plain tensors, the pieces of this rank, which is what the optimiser and
-    strategies see; within one they are DTensors over those, so that whatever the model computes is what the
-    whole model would.
-    """
+    """Keeps `model` sharded, and lets it compute what the full model would."""
 
     def __init__(
         self,
         model: nn.Module,
-        ways: Mapping[nn.Module, ParallelStyle],
+        styles: Mapping[nn.Module, ParallelStyle],
         mesh: DeviceMesh,
         optimizer: Optimizer,
-        same: SameBatchCheck | None = None,
+        check_batch: SameBatchCheck | None = None,
     ) -> None:
-        """Split it. `same` compares what ranks give the model, unless somebody else has."""
-        self._model, self._mesh, self._optimizer, self._same = model, mesh, optimizer, same
+        """Shard the parameters and their optimiser state.
+
+        Args:
+            styles: the style of each layer; others are replicated.
+            check_batch: compares the model's inputs between ranks; None if that is done elsewhere.
+        """
+        self._model, self._mesh, self._optimizer, self._check_batch = model, mesh, optimizer, check_batch
         self._group: dist.ProcessGroup = mesh.get_group()
-        self._ways: dict[str, ParallelStyle] = {name: ways.get(it, "replicate") for name, it in model.named_modules()}
-        self._split = {name for name, style in self._ways.items() if style != "replicate"}
-        self._pieces: dict[nn.Parameter, ShardSpec] = {}
-        self._shapes: dict[nn.Parameter, tuple[torch.Size, tuple[int, ...]]] = {}
+        self._styles: dict[str, ParallelStyle] = {
+            name: styles.get(module, "replicate") for name, module in model.named_modules()
+        }
+        self._split_layers = {name for name, style in self._styles.items() if style != "replicate"}
+        self._specs: dict[nn.Parameter, ShardSpec] = {}
+        self._full_shapes: dict[nn.Parameter, tuple[torch.Size, tuple[int, ...]]] = {}
         for name, module in model.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
-                self._pieces.setdefault(parameter, shard_specs(module, self._ways[name])[key])
-                self._shapes[parameter] = parameter.shape, parameter.stride()
+                # Of a parameter that several modules share, the first one decides.
+                self._specs.setdefault(parameter, shard_specs(module, self._styles[name])[key])
+                self._full_shapes[parameter] = parameter.shape, parameter.stride()
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._held: list[tuple[nn.Module, str, nn.Parameter]] = []
-        """Parameters that are DTensors within a forward pass."""
+        self._dtensor_parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
+        """Parameters that are DTensors within a forward pass: module, name in it, and parameter."""
         self._undo: list[Undo] = []
-        self._gathering = GatherFallbackMode(mesh, {module: name for name, module in model.named_modules()})
-        self._change(self._own)
-        self._hold()
+        self._gather_fallback = GatherFallbackMode(mesh, {module: name for name, module in model.named_modules()})
+        self._replace_tensors(self._shard)
+        self._patch()
 
     def close(self) -> None:
-        """Give the model and the optimiser's memory back whole, and let them go. Collective."""
-        self._release()
-        self._change(self._gathered)
+        """Give every rank the full model and optimiser state, and release the model. Collective."""
+        self._unpatch()
+        self._replace_tensors(self._gather)
 
     def abandon(self) -> None:
-        """Let the model go as it is. Not collective."""
-        self._release()
+        """Release the model as it is. Not collective."""
+        self._unpatch()
 
     def is_sharded(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank has a part of a parameter, and others the rest."""
-        return parameter in self._pieces and self._pieces[parameter].dim is not None
+        """Whether this rank has a shard of a parameter, and the other ranks have the rest."""
+        return parameter in self._specs and self._specs[parameter].dim is not None
 
     @contextmanager
     def full_model(self, optimizer: bool) -> Iterator[None]:
-        """Within it the model is whole, and if asked the `optimizer`'s memory, and computes by itself. Collective."""
-        memory = self._optimizer.state
-        split = [parameter for parameter, piece in self._pieces.items() if piece.dim is not None]
-        mine = [(it, it.data, it.grad, dict(memory[it]) if it in memory else None) for it in split]
-        self._release()
+        """Within it every rank has the full model and computes alone; with optimiser state if asked. Collective."""
+        state = self._optimizer.state
+        local = [
+            (parameter, parameter.data, parameter.grad, dict(state[parameter]) if parameter in state else None)
+            for parameter in self._sharded_parameters
+        ]
+        self._unpatch()
         if optimizer:
-            self._change(self._gathered)
+            self._replace_tensors(self._gather)
         else:
-            for parameter, data, *_ in mine:
-                parameter.data = self._gathered(data, parameter)
+            for parameter, data, *_ in local:
+                parameter.data = self._gather(data, parameter)
         try:
             yield
         finally:
-            for parameter, data, grad, state in mine:
+            # The shards were kept, so this needs no communication, and changes to full tensors are dropped.
+            for parameter, data, grad, entries in local:
                 parameter.data, parameter.grad = data, grad
-                if state is not None:
-                    memory[parameter] = state
-            self._hold()
+                if entries is not None:
+                    state[parameter] = entries
+            self._patch()
 
-    def _hold(self) -> None:
-        surrounded: list[str] = []
+    @property
+    def _sharded_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter, spec in self._specs.items() if spec.dim is not None]
+
+    def _patch(self) -> None:
+        """Let the model compute on DTensors."""
+        replicated: list[str] = []
         for name, module in self._model.named_modules():
-            if name in self._split:
-                self._undo.append(parallelise(module, self._ways[name], self._mesh))
-            if any(_is_within(name, it) for it in surrounded):
+            if name in self._split_layers:
+                self._undo.append(parallelise(module, self._styles[name], self._mesh))
+            if any(_is_within(name, outer) for outer in replicated):
                 continue
-            if any(_is_within(it, name) for it in self._split):
-                if self._ways[name] != "heads" and not isinstance(module, CONVOLUTIONS):
-                    self._held += [(module, *each) for each in module.named_parameters(recurse=False)]
+            if any(_is_within(layer, name) for layer in self._split_layers):
+                # Convolutions and fused attention compute on local tensors (see `layers`).
+                if self._styles[name] != "heads" and not isinstance(module, CONVOLUTIONS):
+                    self._dtensor_parameters += [(module, *item) for item in module.named_parameters(recurse=False)]
             elif next(chain(module.parameters(), module.buffers()), None) is not None:
-                surrounded.append(name)
+                replicated.append(name)
                 self._undo.append(replicate(module, self._mesh))
         self._forward = self._model.forward
-        self._model.forward = self._forward_in_pieces
+        self._model.forward = self._sharded_forward
         self._undo.append(lambda: delattr(self._model, "forward"))
 
-    def _release(self) -> None:
+    def _unpatch(self) -> None:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._held.clear()
+        self._dtensor_parameters.clear()
 
-    def _forward_in_pieces(self, *args: Any, **kwargs: Any) -> Any:
-        if self._same is not None:
-            self._same((args, kwargs))
-        torch._C._set_dtensor_allow_implicit_replication(True)  # Another job of this thread may have ended meanwhile.
+    def _sharded_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take and return plain tensors, and compute on DTensors between."""
+        if self._check_batch is not None:
+            self._check_batch((args, kwargs))
+        # Set again for every pass: another job of this thread may have ended and reset it.
+        torch._C._set_dtensor_allow_implicit_replication(True)
         try:
-            with self._as_dtensors(), self._gathering:
+            with self._parameters_as_dtensors(), self._gather_fallback:
                 args, kwargs = to_dtensors((args, kwargs), self._mesh)
                 return to_full_tensors(self._forward(*args, **kwargs))
         except (NotImplementedError, RuntimeError) as error:
             if not is_sharding_error(error):
                 raise
-            where = _innermost(self._model, error.__traceback__)
+            location = _innermost_module(self._model, error.__traceback__)
             raise ConfigError(
-                f"{where} cannot be computed in pieces over {self._group.size()} ranks: "
-                f"{str(error).splitlines()[0]} Keep whole the layers whose outputs it takes: "
+                f"{location} cannot be computed on shards over {self._group.size()} ranks: "
+                f"{str(error).splitlines()[0]} Replicate the layers whose outputs it takes: "
                 'Mesh(split={"name": "replicate"}).'
             ) from error
 
     @contextmanager
-    def _as_dtensors(self) -> Iterator[None]:
-        made: dict[nn.Parameter, Tensor] = {}
+    def _parameters_as_dtensors(self) -> Iterator[None]:
+        dtensors: dict[nn.Parameter, Tensor] = {}
         try:
-            for module, key, parameter in self._held:
-                if parameter not in made:
-                    made[parameter] = self._as_dtensor(parameter)
-                module._parameters[key] = made[parameter]  # type: ignore[assignment]
+            for module, key, parameter in self._dtensor_parameters:
+                # One DTensor for a parameter that several modules share, so that they share it within too.
+                if parameter not in dtensors:
+                    dtensors[parameter] = self._as_dtensor(parameter)
+                module._parameters[key] = dtensors[parameter]  # type: ignore[assignment]
             yield
         finally:
-            for module, key, parameter in self._held:
+            for module, key, parameter in self._dtensor_parameters:
                 module._parameters[key] = parameter
 
     def _as_dtensor(self, parameter: nn.Parameter) -> Tensor:
-        shape, stride = self._shapes[parameter]
-        placements = [self._pieces[parameter].placement]
+        shape, stride = self._full_shapes[parameter]
+        placements = [self._specs[parameter].placement]
         return DTensor.from_local(parameter, self._mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    def _change(self, change: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
-        """Change every parameter that is split, and what the optimiser remembers of it."""
-        split = [parameter for parameter, piece in self._pieces.items() if piece.dim is not None]
-        for parameter in split:
-            self._refuse_odd_memory(parameter)
-        for parameter in split:
+    def _replace_tensors(self, replacement: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+        """Replace every sharded parameter, and the optimiser's state of its shape."""
+        for parameter in self._sharded_parameters:  # All are checked before the first one is changed.
+            self._refuse_other_shapes(parameter)
+        for parameter in self._sharded_parameters:
             state = self._optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    state[key] = change(value, parameter)
-            parameter.data = change(parameter.data, parameter)
+                    state[key] = replacement(value, parameter)
+            parameter.data = replacement(parameter.data, parameter)
             parameter.grad = None
 
-    def _refuse_odd_memory(self, parameter: nn.Parameter) -> None:
+    def _refuse_other_shapes(self, parameter: nn.Parameter) -> None:
+        """Refuse optimiser state that has neither the parameter's shape nor one element: how to shard it is unknown."""
         for key, value in self._optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape != parameter.shape and value.numel() != 1:
                 raise ConfigError(
-                    f"rank {self._group.rank()} along tensor: {type(self._optimizer).__name__} remembers '{key}' of "
+                    f"rank {self._group.rank()} along tensor: {type(self._optimizer).__name__} keeps state '{key}' of "
                     f"shape {tuple(value.shape)} for parameter '{self._names[parameter]}', of which this rank has "
-                    f"{tuple(parameter.shape)}: how to split it is not known. Keep the layer whole, "
-                    'Mesh(split={"name": "replicate"}), or use an optimiser that takes each number by itself.'
+                    f"shape {tuple(parameter.shape)}. It is not known how to shard this state. Replicate the layer, "
+                    'Mesh(split={"name": "replicate"}), or use an element-wise optimiser.'
                 )
 
-    def _own(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
-        return self._pieces[parameter].of(whole, self._group.rank(), self._group.size())
+    def _shard(self, full: Tensor, parameter: nn.Parameter) -> Tensor:
+        return self._specs[parameter].shard(full, self._group.rank(), self._group.size())
 
-    def _gathered(self, mine: Tensor, parameter: nn.Parameter) -> Tensor:
-        piece, size = self._pieces[parameter], self._group.size()
-        whole = torch.empty(self._shapes[parameter][0], device="meta")
-        found = [mine.new_empty(piece.of(whole, rank, size).shape) for rank in range(size)]
-        found[self._group.rank()] = mine.contiguous()
-        for rank, each in enumerate(found):
-            broadcast(each, rank, self._group)
-        return piece.whole(found)
+    def _gather(self, local: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Return the full tensor, from one broadcast per rank: shards may differ in size. Collective."""
+        spec, size = self._specs[parameter], self._group.size()
+        full = torch.empty(self._full_shapes[parameter][0], device="meta")
+        shards = [local.new_empty(spec.shard(full, rank, size).shape) for rank in range(size)]
+        shards[self._group.rank()] = local.contiguous()
+        for rank, shard in enumerate(shards):
+            broadcast(shard, rank, self._group)
+        return spec.full_tensor(shards)
 
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Within it, DTensor takes what a model mixes in that is none to be the same on every rank, in backward too."""
+    """Within it, DTensor takes plain tensors in operators for replicated ones, in backward too."""
     before = torch._C._get_dtensor_allow_implicit_replication()
     torch._C._set_dtensor_allow_implicit_replication(True)
     try:
@@ -199,15 +237,18 @@ def implicit_replication() -> Iterator[None]:
 
 
 def _is_within(name: str, outer: str) -> bool:
+    """Whether the module called `name` is the one called `outer`, or inside of it."""
     return name == outer or not outer or name.startswith(f"{outer}.")
 
 
-def _innermost(model: nn.Module, traceback: TracebackType | None) -> str:
-    """The innermost module of `model` in which an error came up."""
+def _innermost_module(model: nn.Module, traceback: TracebackType | None) -> str:
+    """Return the innermost module of `model` in a traceback."""
     names = {module: name for name, module in model.named_modules()}
-    found: nn.Module | None = None
+    innermost: nn.Module | None = None
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
-        found = owner if isinstance(owner, nn.Module) and owner in names else found
+        innermost = owner if isinstance(owner, nn.Module) and owner in names else innermost
         traceback = traceback.tb_next
-    return f"layer '{names[found]}' ({type(found).__name__})" if found is not None and names[found] else "the model"
+    if innermost is None or not names[innermost]:
+        return "the model"
+    return f"layer '{names[innermost]}' ({type(innermost).__name__})"

@@ -1,9 +1,16 @@
-"""In which ways a layer's weights can be split."""
+"""`ParallelStyle`: the ways in which tensor parallelism can divide the weights of one layer."""
 
 from typing import Literal, get_args
 
 ParallelStyle = Literal["colwise", "heads", "rowwise", "vocabulary", "replicate"]
-"""What each rank has of a layer: some of its outputs (Shoeybi 2019: columns); some heads of queries, keys and values
-that one matrix makes; some of its inputs, so that outputs are summed (rows); some words; or all of it."""
+"""The part of a layer that each rank holds.
+
+- `colwise`: some outputs (column parallel, Shoeybi et al. 2019).
+- `heads`: some attention heads of a matrix that computes queries, keys and values at once.
+- `rowwise`: some inputs; the outputs are summed over ranks (row parallel).
+- `vocabulary`: some words of an embedding; the vectors are summed over ranks.
+- `replicate`: everything.
+"""
 
 PARALLEL_STYLES: tuple[ParallelStyle, ...] = get_args(ParallelStyle)
+"""All styles."""

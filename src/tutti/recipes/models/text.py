@@ -40,10 +40,11 @@ class _Block(nn.Module):
         return added
 
     def _attend(self, hidden: Tensor) -> Tensor:
+        # (batch, time, 3 * width) -> (batch, time, 3, head, width / heads).
         heads = self.query_key_value(hidden).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = heads.movedim(-2, 1).unbind(3)  # each (batch, head, time, width / heads)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
+        projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))  # Heads side by side again.
         return projected
 
 

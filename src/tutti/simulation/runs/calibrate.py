@@ -21,9 +21,10 @@ from tutti.transports import Transport
 from tutti.world import World, set_world
 
 _WARM_UP, _ROUNDS = 5, 30
+"""Steps that are not counted, and steps of which the median is taken."""
 
 REFERENCE, REFERENCE_WITHIN = "recursive_doubling", "native"
-"""Strategies of the training run that shows the time which the parts do not explain: between hosts, and on one."""
+"""Strategies of the reference run, whose time beyond that of the parts is unexplained: on several hosts, and on one."""
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def cluster_of(measured: dict[str, Any], name: str = "calibrated") -> Cluster:
     sample_s, share = computing_s / measured["batch_size"], measured["forward_s"] / computing_s
     size = measured["size"]
     cluster = cluster_with(measured, name, compute=Compute(sample_s=sample_s, step_s=measured["step_s"], forward=share))
+    # Few steps are enough: simulated steps are all alike.
     simulated = simulate(
         train_steps, measured["recipe"], measured["reference"], _WARM_UP, workers=size, cluster=cluster
     )
@@ -59,11 +61,14 @@ def batch_size_of(name: str, workers: int) -> int:
 
 
 def train_steps(name: str, strategy: str, steps: int) -> tuple[float, str]:
-    """Train some steps; return the median seconds of a step and a digest of the parameters: 0 and "" on a server."""
+    """Train some steps; return the median seconds of a step and a digest of the parameters.
+
+    A dedicated server returns 0 and "".
+    """
     world = init()
     try:
         return _train_steps(name, strategy, steps, world)
-    except SystemExit:
+    except SystemExit:  # `distribute` ends a server so, once the workers have finished.
         return 0.0, ""
     finally:
         set_world(world)  # `distribute` may have made it the world without the servers.
@@ -92,8 +97,9 @@ def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[fl
 def measure_training(name: str, transport: Transport) -> dict[str, Any]:
     """Time the parts of a step with all ranks computing at once, and a whole step, on the slowest rank. Collective."""
     batch_size = batch_size_of(name, transport.size)
-    everyones = all_gather_json(_parts(name, batch_size, transport), transport)
-    slowest = [max(rows, key=sum) for rows in zip(*everyones, strict=True)]
+    by_rank = all_gather_json(_parts(name, batch_size, transport), transport)
+    # In every round the slowest rank counts: the others wait for it.
+    slowest = [max(rows, key=sum) for rows in zip(*by_rank, strict=True)]
     parts = (statistics.median(row[part] for row in slowest) for part in range(3))
     reference = REFERENCE if len(set(transport.hosts)) > 1 else REFERENCE_WITHIN
     real_s = max(all_gather_json(train_steps(name, reference, _ROUNDS)[0], transport))

@@ -18,10 +18,10 @@ from tutti.strategies import Strategy, as_strategy
 from tutti.strategies.poseidon.cost import achieved_flops, factored_layers
 
 _LEAST_S = 1e-9
-"""Least time of a sample: the simulation needs one above 0."""
+"""Least computing time of a sample in seconds, since `Compute` refuses 0."""
 
 _STEPS, _UNEVEN_STEPS = 4, 12
-"""Steps to simulate: of synchronous ranks that are all alike, and of others. The first third is not counted."""
+"""Steps to simulate: for synchronous ranks that are all alike, and for others. The first third is not counted."""
 
 
 def dry_run(strategy: Strategy | str, profile: Profile, workers: int, cluster: Cluster) -> float:
@@ -34,12 +34,13 @@ def dry_run(strategy: Strategy | str, profile: Profile, workers: int, cluster: C
     compute = Compute(
         sample_s=computing_s / profile.num_samples, step_s=profile.step_s, forward=profile.forward_s / computing_s
     )
-    timed = replace(cluster, compute=compute, failures={})
+    timed = replace(cluster, compute=compute, failures={})  # The profile's compute times; no rank dies.
     parts = _model(profile), _workload(profile)
     steps = _num_steps(strategy, cluster)
     ranks = workers + strategy.num_dedicated_servers
     done = simulate(_train, strategy, parts, profile.num_samples, steps, workers=ranks, cluster=timed)
     first = steps // 3
+    # Servers return no times.
     steps_per_s = [(steps - first) / (ends[-1] - ends[first - 1]) for ends in done.results if ends]
     return len(steps_per_s) / sum(steps_per_s)
 
@@ -73,6 +74,7 @@ def _model(profile: Profile) -> nn.Module:
     model = nn.Module()
     factored = {shape.name for shape in factored_layers(profile)}
     for number, gradient in reversed(list(enumerate(profile.gradients))):
+        # A `Linear` is what `factorable` looks for; its own weight is replaced at once.
         layer = nn.Linear(1, 1, bias=False, device="meta") if gradient.name in factored else nn.Module()
         layer.register_parameter("weight", nn.Parameter(meta_tensor(gradient)))
         model.add_module(f"p{number}", layer)
@@ -80,15 +82,18 @@ def _model(profile: Profile) -> nn.Module:
 
 
 def _workload(profile: Profile) -> Workload:
+    """Return the computation whose gradients become ready at the times that were profiled."""
     ready = [0.0, *(gradient.ready_s for gradient in profile.gradients)]
+    # The share of a gradient is the time since the one before it. Measured times may be out of order.
     gaps = [max(0.0, later - earlier) for earlier, later in pairwise(ready)]
     total = max(sum(gaps), _LEAST_S)
     factored = {shape.name: shape for shape in factored_layers(profile)}
     names = [f"p{number}.weight" for number in range(len(profile.gradients))]
     rows = {
-        name: factored[each.name].rows / profile.num_samples
-        for name, each in zip(names, profile.gradients, strict=True)
-        if each.name in factored
+        name: factored[gradient.name].rows / profile.num_samples
+        for name, gradient in zip(names, profile.gradients, strict=True)
+        if gradient.name in factored
     }
+    # Forward is a third of forward and backward together, by the convention of `Workload`.
     flops = achieved_flops(profile) * (profile.forward_s + profile.backward_s) / 3 / profile.num_samples
     return Workload(flops, {name: gap / total for name, gap in zip(names, gaps, strict=True)}, rows)

@@ -18,6 +18,7 @@ from tutti.simulation.workload import Workload
 from tutti.strategies import AllReduce, Strategy
 
 IMAGE = (3, 224, 224)
+"""The shape of an ImageNet sample: channels, height, width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ def scaling(
         model = large(case.model) if isinstance(case.model, str) else case.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         workload = Workload.from_model(model, (torch.empty(1, *case.sample),), {})
+    # One worker at full speed without an exchange: efficiencies are relative to it.
     reference = replace(case, cluster=replace(case.cluster, slow={}, failures={}), strategy=AllReduce())
     reference_s = _step_s(_run(reference, (model, optimizer, workload), 1, lambda *_: None))
     for number in workers:
@@ -84,6 +86,7 @@ def scaling(
 
 
 Parts = tuple[nn.Module, torch.optim.Optimizer, Workload]
+"""A model on device "meta", its optimiser and its workload, which all simulated ranks share."""
 
 
 def _run(case: ScalingCase, parts: Parts, workers: int, on_progress: Callable[[float, int], None]) -> Simulation:
@@ -124,5 +127,6 @@ def _train(case: ScalingCase, parts: Parts) -> tuple[list[float], float]:
 def _step_s(done: Simulation) -> float:
     """Return the mean of all steps but the first, which has no exchange of an earlier step to wait for."""
     workers = [ends for ends, _ in done.results if ends]
+    # `ends` begins with the start of the first step. A step ends when the slowest worker ends it.
     begin, end = (max(ends[index] for ends in workers) for index in (1 if len(workers[0]) > 2 else 0, -1))
     return (end - begin) / max(1, len(workers[0]) - 2)

@@ -49,25 +49,26 @@ _M_MMAP_THRESHOLD = -3
 """Parameter of mallopt(3): allocations of this size or more are given back to the system when they are freed."""
 
 _one_at_a_time = threading.Lock()
+"""Held while a simulation runs in this process."""
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """What one simulated rank did with its time. The three sums add up to the time at which it ended."""
+    """The time of one simulated rank, by use. The three sums add up to the time at which it ended."""
 
     busy_s: float
     """Seconds of computing."""
     communicating_s: float
     """Seconds of waiting while messages to or from it travelled."""
     waiting_s: float
-    """Seconds of waiting for others to come that far."""
+    """Seconds of waiting for other ranks while no message to or from it travelled."""
     strip: Strip
-    """The same three, over the course of time."""
+    """The same three uses over the course of time."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one network card or switch carried, in one direction."""
+    """Traffic of one network card or switch, in one direction."""
 
     num_bytes: int
     """Bytes carried."""
@@ -80,11 +81,11 @@ class Simulation:
     """The result of a simulated run."""
 
     results: list[Any]
-    """What the function returned on each rank."""
+    """Return value of the function on each rank."""
     seconds: float
     """Virtual time until the last rank ended."""
     ranks: list[RankTime]
-    """How each rank spent its time."""
+    """Time of each rank, by use."""
     links: dict[str, Traffic]
     """Traffic by name: "host3 out" is what host 3 sent to the network."""
     events: list[EventLog]
@@ -92,7 +93,7 @@ class Simulation:
     num_messages: int
     """Messages sent by all ranks."""
     lost: dict[int, float]
-    """Ranks that died as the cluster's `failures` say, and when."""
+    """Ranks that the cluster's `failures` killed, and the time of each."""
 
 
 def simulate(
@@ -148,6 +149,7 @@ def _simulate(
 ) -> Simulation:
     guard.install()
     ranks: list[Rank] = []
+    # `ranks` is filled below; the callback is first called when the engine runs.
     engine = Engine(
         None if on_progress is None else lambda now: on_progress(now, sum(rank.num_messages for rank in ranks))
     )
@@ -159,13 +161,14 @@ def _simulate(
     try:
         for rank in ranks:
             rank.start(partial(_run_rank, registry, rank, watch, function))
+        # No grad in the engine's thread, where collectives add tensors. Ranks have grad modes of their own.
         with torch.no_grad(), _rare_collections(), torch_worlds.torch_worlds():
             engine.run(ranks)
     except Deadlock:
-        _raise_first_failure(ranks, knocked_on=False)  # A rank that failed by itself is why the others wait.
+        _raise_first_failure(ranks, include_knock_on=False)  # A rank that failed by itself is why the others wait.
         raise
     finally:
-        engine.stop(ranks)
+        engine.stop(ranks)  # Ends all threads, so that nothing below is changed under a running rank.
         torch.set_num_threads(num_threads)  # torch keeps part of it per process, not per thread.
     _raise_first_failure(ranks)
     return _result(ranks, network)
@@ -177,7 +180,9 @@ def _run_rank(registry: ChannelRegistry, rank: Rank, watch: Watcher | None, func
     torch_worlds.enter()
     # As many computing threads as a launch of so many workers here would give each, so that sums agree to the bit.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(registry.ranks)))
+    # Two levels (shared memory within hosts) where the cluster has several ranks on a host, as in real launches.
     transport = levelled(SimulatedTransport(registry, rank))
+    # The number of ranks before this one on the same host.
     local = [host.name for host in registry.network.hosts[: rank.number]].count(rank.host.name)
     set_world(World(rank.number, len(registry.ranks), local, rank.host.name, transport))
     report_to(_ignore if watch is None else partial(watch, rank.number))
@@ -202,23 +207,26 @@ def _rare_collections() -> Iterator[None]:
 
 @cache
 def _return_memory() -> None:
-    """Have glibc give freed tensors back at once: otherwise each thread's arena keeps megabytes of them."""
-    with suppress(OSError, AttributeError):
+    """Make glibc give freed tensors back at once: otherwise each thread's arena keeps megabytes of them."""
+    with suppress(OSError, AttributeError):  # No glibc: only memory is lost.
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
 
 
-def _raise_first_failure(ranks: list[Rank], knocked_on: bool = True) -> None:
-    """Raise for the first rank that failed by itself; with `knocked_on`, also for one that lost another."""
+def _raise_first_failure(ranks: list[Rank], include_knock_on: bool = True) -> None:
+    """Raise for the first rank that failed by itself; with `include_knock_on`, also for one that lost another."""
     failed = [(rank, describe(rank.thread.error)) for rank in ranks if rank.thread.error is not None]
-    failed = [(rank, failure) for rank, failure in failed if knocked_on or not failure.knock_on]
+    failed = [(rank, failure) for rank, failure in failed if include_knock_on or not failure.knock_on]
     if not failed:
         return
+    # Failures of a rank's own come before those that follow from another's; then the earliest counts.
     rank, failure = min(failed, key=lambda pair: (pair[1].knock_on, pair[0].clock, pair[0].number))
     if isinstance(rank.thread.error, KeyboardInterrupt | NoLink):
         raise rank.thread.error
+    # All failures follow from a planned death: then the death is reported.
     dead = [rank for rank in ranks if rank.thread.died]
     if failure.knock_on and dead:
-        reason = f"died at {format_time(dead[0].clock)}, as the cluster says, and rank {rank.number} {failure.reason}"
+        died = f"died at {format_time(dead[0].clock)}, as the cluster's failures say"
+        reason = f"{died}, and rank {rank.number} {failure.reason}"
         raise WorkerFailed(dead[0].number, reason) from rank.thread.error
     raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.thread.error
 

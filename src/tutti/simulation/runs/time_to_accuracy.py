@@ -36,7 +36,7 @@ class TimeToAccuracy:
 
 
 def time_to_accuracy(
-    plan: Plan, profile: Profile, cluster: Cluster, task: TrainingConfig, say: Callable[[str], None] = lambda text: None
+    plan: Plan, profile: Profile, cluster: Cluster, task: TrainingConfig, log: Callable[[str], None] = lambda text: None
 ) -> list[TimeToAccuracy]:
     """Train the plan's choice and the fastest strategy of every other kind until `task.until`; the soonest comes first.
 
@@ -44,6 +44,7 @@ def time_to_accuracy(
         plan: its predictions are the strategies to try, and how fast each is.
         profile: the measured step of a worker.
         task: what to train; its strategy is not used.
+        log: called with a line of text before each training run.
     """
     assert task.until is not None
     computing = Compute(sample_s=profile.seconds / profile.num_samples)
@@ -51,8 +52,9 @@ def time_to_accuracy(
     results = []
     for prediction in _first_of_each_kind(plan.predictions):
         strategy = prediction.strategy
-        say(f"training with {'one worker, as all exact strategies do' if prediction.exact else strategy}")
+        log(f"training with {'one worker, as all exact strategies do' if prediction.exact else strategy}")
         if prediction.exact:
+            # No cluster: with one worker there is nothing to send, and only the number of epochs is of interest.
             epochs, accuracy, samples = _trained(replace(task, strategy="native"), 1, Cluster(compute=computing))
         else:
             epochs, accuracy, samples = _trained(replace(task, strategy=str(strategy)), _ranks(strategy, plan), timed)
@@ -93,7 +95,8 @@ def _trained(task: TrainingConfig, ranks: int, cluster: Cluster) -> tuple[float,
     except WorkerFailed as failure:
         if "NonFiniteLoss" not in failure.reason:
             raise
-        return inf, nan, nan  # It diverged.
-    outcome = next(each for each in outcomes if isinstance(each, TrainingResult))
+        return inf, nan, nan  # It diverged, which is a result and no failure.
+    outcome = next(result for result in outcomes if isinstance(result, TrainingResult))  # Servers return none.
     epochs = next((epoch for epoch, accuracy in tested if accuracy >= task.until), inf)
-    return epochs, max(accuracy for _, accuracy in tested), outcome.samples / max(epoch for epoch, _ in tested)
+    samples_per_epoch = outcome.samples / max(epoch for epoch, _ in tested)
+    return epochs, max(accuracy for _, accuracy in tested), samples_per_epoch

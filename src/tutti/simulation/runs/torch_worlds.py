@@ -40,15 +40,15 @@ _FLAGS = (
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
-"""Flags of torch that say whether a dispatch mode is active in any thread; not every version has each."""
+"""Flags of torch for whether a dispatch mode is active in any thread; not every version has all of them."""
 
-_here = threading.local()
+_thread_local = threading.local()
 
 _rendezvous: Any = import_module("torch.distributed.rendezvous")  # torch.distributed has a function of that name.
 
 
 class _GroupRecords:
-    """What torch records of one rank's process groups."""
+    """The records that torch keeps of one rank's process groups."""
 
     def __init__(self) -> None:
         self.default_pg: Any = None
@@ -63,11 +63,11 @@ def _per_rank(name: str, settable: bool = False) -> property:
     usual: Any = getattr(c10d._World, name)
 
     def get(self: Any) -> Any:
-        record = getattr(_here, "record", None)
+        record = getattr(_thread_local, "record", None)
         return usual.fget(self) if record is None else getattr(record, name)
 
     def set_(self: Any, value: Any) -> None:
-        record = getattr(_here, "record", None)
+        record = getattr(_thread_local, "record", None)
         if record is None:
             usual.fset(self, value)
         else:
@@ -92,13 +92,15 @@ def torch_worlds() -> Iterator[None]:
     hook, excepthook = register_optimizer_step_pre_hook(operator_clock.on_optimizer_step), sys.excepthook
     flags = {name: getattr(_python_dispatch, name) for name in _FLAGS if hasattr(_python_dispatch, name)}
     isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+    # Its class is changed, since other modules may hold references to the object itself.
     world.__class__ = _per_rank_world_class()
+    # Threads outside the simulation still get the usual handlers, through the wrappers.
     _rendezvous._rendezvous_handlers.update({name: _rendezvous_handler(handlers[name], store) for name in handlers})
     isolate(True)
     try:
         yield
     finally:
-        isolate(False)
+        isolate(False)  # In reverse order of the lines above.
         _rendezvous._rendezvous_handlers.update(handlers)
         world.__class__ = usual
         hook.remove()
@@ -116,17 +118,18 @@ def _restore(flags: dict[str, bool]) -> None:
 
 def enter() -> None:
     """Give this thread, which is that of a simulated rank, process groups of its own."""
-    _here.record = _GroupRecords()
+    _thread_local.record = _GroupRecords()
 
 
 def _rendezvous_handler(usual: Any, store: HashStore) -> Any:
     """Return a rendezvous handler that gives simulated ranks the shared store, whatever URL they name."""
 
     def handler(url: str, *args: Any, **kwargs: Any) -> Any:
-        world = current_world() if getattr(_here, "record", None) is not None else None
+        world = current_world() if getattr(_thread_local, "record", None) is not None else None
         if world is None:
             yield from usual(url, *args, **kwargs)
         else:
+            # torch prefixes the keys of each group, so one store serves all of them.
             yield store, world.rank, world.size
 
     return handler

@@ -18,7 +18,8 @@ from tutti.strategies.averaging.block_status import BlockStatus
 Every = int | str | timedelta
 """Steps in a block; "2s" or a timedelta for blocks of that duration; "auto"; "end" for one block, the whole run."""
 
-_MAX_BLOCK_STEPS = 10_000
+MAX_BLOCK_STEPS = 10_000
+"""The most steps of a block under `every="auto"`. The cost model limits blocks by duration to it, too."""
 _MAX_GROWTH = 16
 """A block has at most this many times the steps of the one before, so that one slow exchange does not decide alone."""
 
@@ -73,6 +74,7 @@ class AdaptiveSteps(BlockSchedule):
     """
 
     def __init__(self, share: float, overlap: bool) -> None:
+        # exchange / (exchange + block) = share, solved for block / exchange.
         self._block_per_exchange = 1.0 if overlap else (1 - share) / share
         self.num_steps = 1  # The first block only measures.
 
@@ -80,9 +82,10 @@ class AdaptiveSteps(BlockSchedule):
         return num_steps >= self.num_steps
 
     def update(self, status: BlockStatus) -> None:
+        # 0 after the first exchange, which is not representative. All ranks have the same status, so all decide alike.
         if status.step_s > 0 and status.exchange_s > 0:
             wanted = math.ceil(self._block_per_exchange * status.exchange_s / status.step_s)
-            self.num_steps = max(1, min(wanted, _MAX_GROWTH * self.num_steps, _MAX_BLOCK_STEPS))
+            self.num_steps = max(1, min(wanted, _MAX_GROWTH * self.num_steps, MAX_BLOCK_STEPS))
 
 
 def check_every(every: object) -> list[str]:

@@ -56,9 +56,11 @@ class RankStatus(NamedTuple):
 class BlockStatus:
     """The status of all ranks: one row per rank, the same on every rank once received."""
 
-    def __init__(self, rank: int, size: int, own: RankStatus) -> None:
-        self.rows = torch.zeros(size, len(own), dtype=torch.float64, device="cpu")
-        self.rows[rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
+    def __init__(self, rank: int, size: int, local: RankStatus) -> None:
+        """Start with the status of this rank alone; the other rows are 0 until they are received."""
+        # [ranks, fields]. Intents and digests (32 bits) are exact in float64.
+        self.rows = torch.zeros(size, len(local), dtype=torch.float64, device="cpu")
+        self.rows[rank] = torch.tensor(local, dtype=torch.float64, device="cpu")
 
     @property
     def intents(self) -> list[Intent]:
@@ -95,18 +97,21 @@ class StatusExchange:
     """Exchanges the status of ranks on a channel of its own."""
 
     def __init__(self, transport: Transport) -> None:
+        # Messages only: where the transport shares memory, the plain transport beneath it is used.
         plain = transport.inner if isinstance(transport, SharesMemory) else transport
         self._channel = plain.channel("calls")
         self._peers = [rank for rank in range(transport.size) if rank != transport.rank]
         self._last_sent_s = self._channel.now()
 
-    def start(self, own: RankStatus) -> tuple[BlockStatus, Work]:
+    def start(self, local: RankStatus) -> tuple[BlockStatus, Work]:
         """Send this rank's status; return the status of all ranks, and the work after which it is complete."""
-        status = BlockStatus(self._channel.rank, self._channel.size, own)
+        status = BlockStatus(self._channel.rank, self._channel.size, local)
         return status, self._channel.spawn(self._exchange(status))
 
     def _exchange(self, status: BlockStatus) -> Operation:
+        """Send this rank's row, and receive those of all others, keep-alive rows aside."""
         keep_alive_flag = torch.zeros(len(status.rows), 1, dtype=torch.float64, device="cpu")
+        # [ranks, 1 + fields]: this rank's row is sent, the others are received in place.
         received = torch.cat([keep_alive_flag, status.rows], dim=1)
         rows = received.unbind()
         sends = [self._channel.isend(rows[self._channel.rank], peer) for peer in self._peers]
@@ -116,6 +121,7 @@ class StatusExchange:
             flags = received[:, 0].tolist()
             missing = [peer for peer in missing if flags[peer]]  # A keep-alive row: that peer still computes.
         status.rows.copy_(received[:, 1:])
+        # Last: a peer that computes for long takes this row late, but all rows are here already.
         yield from sends
 
     def keep_alive(self) -> None:
@@ -126,6 +132,7 @@ class StatusExchange:
             self._channel.spawn(self._send_keep_alive())
 
     def _send_keep_alive(self) -> Operation:
+        # As long as a status, because the receiver cannot know which of the two comes. Only the first element counts.
         row = torch.ones(1 + len(RankStatus._fields), dtype=torch.float64, device="cpu")
         yield from [self._channel.isend(row, peer) for peer in self._peers]
 

@@ -4,15 +4,13 @@ from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from tutti.cost import CommunicationCost, Placement, Profile, all_reduce_cost, bucket_loads, compressed_sum_cost
-from tutti.strategies.averaging.block_schedule import block_seconds
+from tutti.strategies.averaging.block_schedule import MAX_BLOCK_STEPS, block_seconds
 
 if TYPE_CHECKING:
     from tutti.strategies.averaging.strategy import LocalSteps
 
 _STATUS_BYTES = 48
 """Bytes that each rank sends to every other before an exchange (`RankStatus`)."""
-
-_MAX_BLOCK_STEPS = 10_000
 
 
 def communication_cost(strategy: "LocalSteps", profile: Profile, placement: Placement) -> CommunicationCost:
@@ -28,6 +26,7 @@ def communication_cost(strategy: "LocalSteps", profile: Profile, placement: Plac
         sums = sums + exact_sums
     coding_s = sum(cost.coding_s for cost in sums)
     exchange_s = _status_s(placement) + sum(cost.wire_s for cost in sums) + coding_s
+    # Once, not per bucket: buckets are interleaved, so while one waits, another uses the link.
     exchange_s += max((cost.latency_s for cost in sums), default=0.0)
     num_steps = _steps_per_block(strategy, exchange_s, profile.seconds)
     exposed_s = max(0.0, exchange_s - num_steps * profile.seconds) if strategy.overlap else exchange_s
@@ -43,11 +42,12 @@ def communication_cost(strategy: "LocalSteps", profile: Profile, placement: Plac
 
 
 def _status_s(placement: Placement) -> float:
-    """Return the seconds in which ranks tell each other that they have reached the end of a block."""
+    """Return the seconds in which ranks exchange their status at the end of a block."""
     return placement.link.latency_s + (placement.num_ranks - 1) * _STATUS_BYTES * placement.link.seconds_per_byte
 
 
 def _steps_per_block(strategy: "LocalSteps", exchange_s: float, computing_s: float) -> float:
+    """Return the number of steps from one exchange to the next; infinite if there is only one, at the end."""
     if isinstance(strategy.every, int):
         return strategy.every
     if strategy.every == "end":
@@ -55,7 +55,7 @@ def _steps_per_block(strategy: "LocalSteps", exchange_s: float, computing_s: flo
     # "auto" makes blocks so long that communication stays below its share; with overlap, that it is hidden.
     times = 1.0 if strategy.overlap else (1 - strategy.share) / strategy.share
     block_s = times * exchange_s if strategy.every == "auto" else block_seconds(strategy.every)
-    return max(1, min(_MAX_BLOCK_STEPS, ceil(block_s / computing_s) if computing_s else _MAX_BLOCK_STEPS))
+    return max(1, min(MAX_BLOCK_STEPS, ceil(block_s / computing_s) if computing_s else MAX_BLOCK_STEPS))
 
 
 def _num_copies(strategy: "LocalSteps", placement: Placement) -> int:

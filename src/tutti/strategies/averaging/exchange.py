@@ -92,6 +92,7 @@ class BlockExchange(Exchange):
 
     def before_step(self) -> None:
         weight = self.replica.take_samples()
+        # NaN if the loss was not finite: it stays NaN, and the next status reports it to all ranks.
         self._weight += weight
         if weight == 0:  # A batch that does not count must not change parameters either.
             self.replica.hide_gradients()
@@ -109,19 +110,23 @@ class BlockExchange(Exchange):
 
     @torch.no_grad()
     def _end_block(self) -> None:
+        """Exchange the block's change: at once, or with overlap while the next block is computed."""
         start_s = self._channel.now()
         if self._pending is not None:
+            # Its memory, the buckets, is needed for this block's change: complete and apply it first.
             self._complete(keep_local_change=True)
         self._start_exchange(Intent.BLOCK)
         self._begin_block()
         if self._strategy.overlap:
             for parameters in self._parameters:
+                # The change so far is on its way. The next block's change is counted from here.
                 parameters.rebase()
         else:
             self._complete(keep_local_change=False)
         self._record(start_s)
 
     def _begin_block(self) -> None:
+        """Count steps, samples and time from 0."""
         self._num_steps, self._weight, self._trained_s = 0, 0.0, 0.0
 
     def _record(self, start_s: float) -> None:
@@ -136,22 +141,27 @@ class BlockExchange(Exchange):
             parameters.pack_change()
         digest = 0 if self._optimizer_mean is None else self._optimizer_mean.pack()
         step_s = self._trained_s / self._num_steps if self._num_steps else 0.0
-        own = RankStatus(intent, self._weight, step_s, self._exchange_s, digest)
-        self._status, status_known = self._status_exchange.start(own)
+        local_status = RankStatus(intent, self._weight, step_s, self._exchange_s, digest)
+        self._status, status_known = self._status_exchange.start(local_status)
         self._pending = self._start(self._exchange(self._status, status_known))
 
     def _start(self, operation: Operation) -> Work:
+        """Queue an operation on the buckets, ordered after the kernels that fill them."""
+        # One wait per device: the exchange must not read a bucket before the GPU has written the change into it.
         for flat in {bucket.flat.device: bucket.flat for bucket in self.replica.buckets}.values():
             operation = when_filled(flat, operation)
         return self._channel.start(operation)
 
     def _exchange(self, status: BlockStatus, status_known: Work) -> Operation:
+        """Wait for the status of all ranks and, if a rank ends a block, average the buckets in place."""
         start_s = self._channel.now()
         yield status_known
+        # The same on all ranks, so either all of them sum or none does. `_complete` raises or returns the intent.
         if status.non_finite or Intent.BLOCK not in status.intents:
             return
         mean = self._compressed_mean or self._exact_mean
         yield from interleaved(mean.steps(bucket, status.weights) for bucket in self.replica.buckets)
+        # State of different shapes, where a rank has not stepped yet for example, is left as it is on every rank.
         if self._optimizer_mean is not None and status.same_optimizer_state:
             yield from self._optimizer_mean.steps(status.weights)
         # The first exchange also opened connections: it says nothing about the later ones.
@@ -171,11 +181,13 @@ class BlockExchange(Exchange):
             self._update_optimizer_state()
             self._schedule.update(status)
             self._num_blocks += 1
+        # All ranks are in collective calls, but in different ones: none of these could ever complete.
         elif len(set(intents)) > 1:
             raise different_calls_error(intents, self._channel.rank)
         return min(intents)
 
     def _update_optimizer_state(self) -> None:
+        """Average or reset this rank's optimiser state at the end of a block, if the strategy says so."""
         if self._optimizer_mean is not None and self._status.same_optimizer_state:
             self._optimizer_mean.unpack()
         elif self._strategy.optimizer_state == "reset":
@@ -196,6 +208,7 @@ class BlockExchange(Exchange):
     def _set_to_mean(self) -> None:
         """Set the model to the mean of all ranks' parameters; all ranks have synchronised."""
         weights = self._status.weights
+        # Without samples since the start of the block, all ranks still have the same parameters.
         if weights.any() and self._parameters:
             for parameters in self._parameters:
                 parameters.pack_change()
@@ -238,17 +251,18 @@ class BlockExchange(Exchange):
         self._synchronise(Intent.SAVE)
         start: dict[str, Tensor] = {}
         velocity: dict[str, Tensor] = {}
-        own: dict[str, Tensor] = {}
+        local_parameters: dict[str, Tensor] = {}
         # Inside `consensus` the model shows the mean, and the rank's own parameters are kept aside.
         values = self._local_parameters or [parameters.tensors for parameters in self._parameters]
         for parameters, local in zip(self._parameters, values, strict=True):
             names = [slot.name for slot in parameters.bucket.slots]
             starts, velocities = parameters.saved()
             start.update(zip(names, starts, strict=True))
+            # Empty without momentum, and for running statistics.
             velocity.update(zip(names, velocities, strict=False))
-            own.update(zip(names, local, strict=True))
+            local_parameters.update(zip(names, local, strict=True))
         optimizer = self.replica.optimizer.state_dict()
-        entry = {"own": own, "weight": self._weight, "steps": self._num_steps, "optimizer": optimizer}
+        entry = {"own": local_parameters, "weight": self._weight, "steps": self._num_steps, "optimizer": optimizer}
         ranks = gather_state(entry, self._channel)
         codec = None if self._compressed_mean is None else self._compressed_mean.state_dict()
         self._since_s = self._channel.now()
@@ -266,14 +280,17 @@ class BlockExchange(Exchange):
         """Continue from `state`; with another number of ranks, from the mean of the saved ranks' parameters."""
         self._synchronise(Intent.SAVE)  # No exchange of earlier blocks may be pending.
         ranks = state["ranks"]
+        # With more ranks than were saved, some start with the same optimiser state.
         saved = ranks[self._channel.rank % len(ranks)]
         self._begin_block()
-        own = saved["own"] if len(ranks) == self._channel.size else mean_parameters(ranks)
         if len(ranks) == self._channel.size:
+            local_parameters = saved["own"]
             self._num_steps, self._weight = saved["steps"], saved["weight"]
+        else:
+            local_parameters = mean_parameters(ranks)
         for parameters in self._parameters:
             names = [slot.name for slot in parameters.bucket.slots]
-            parts = (state["start"], state["velocity"], own)
+            parts = (state["start"], state["velocity"], local_parameters)
             parameters.load(*([part[name] for name in names if name in part] for part in parts))
         self._schedule.num_steps, self._num_blocks = state["block"], state["blocks"]
         self.replica.optimizer.load_state_dict(saved["optimizer"])

@@ -35,6 +35,7 @@ class OptimizerStateMean:
         """Copy the current state into the memory that travels; return a checksum of its names and shapes."""
         named = list(self._elementwise_state())
         self._tensors = [tensor for _, tensor in named]
+        # `cat` needs at least one tensor, also while the optimiser has no state yet.
         self._flat = torch.cat([tensor.reshape(-1).double() for tensor in self._tensors] or [self._flat.double()])
         return crc32(json.dumps([(name, list(tensor.shape)) for name, tensor in named]).encode())
 
@@ -49,7 +50,9 @@ class OptimizerStateMean:
             tensor.copy_(part.view(tensor.shape))
 
     def _elementwise_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and tensor of every state that has an element per parameter element."""
         for slot in self._replica.slots:
+            # In the same order on all ranks: by slot, then by name.
             for key, value in sorted(self._replica.optimizer.state.get(slot.tensor, {}).items()):
                 if isinstance(value, Tensor) and value.is_floating_point() and _is_elementwise(value, slot.tensor):
                     yield f"{slot.name}.{key}", value

@@ -58,6 +58,7 @@ class BlockParameters:
 
     def pack_change(self) -> None:
         """Write this rank's change since `_base` into the bucket's memory, to be sent."""
+        # change = model - base, per tensor, written through views of the bucket's flat memory.
         torch._foreach_copy_(self._change, self.tensors)
         torch._foreach_sub_(self._change, self._bases)
         self.bucket.has_grad.fill_(1)
@@ -85,10 +86,12 @@ class BlockParameters:
         else:
             self.start.add_(self.velocity)
         if keep_local_change:
+            # model <- start + (model - base): the local change is moved on top of the new start.
             torch._foreach_sub_(self.tensors, self._bases)
             torch._foreach_add_(self.tensors, self.starts)
         else:
             torch._foreach_copy_(self.tensors, self.starts)
+        # With overlap, `_end_block` sets it again when it starts the next exchange (`rebase`).
         self._base.copy_(self.start)
 
     def set_to_mean(self) -> None:

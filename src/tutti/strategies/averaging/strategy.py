@@ -52,7 +52,7 @@ class LocalSteps(Strategy):
     def __post_init__(self) -> None:
         if isinstance(self.every, timedelta):  # One text for one duration: strategies are equal by value.
             object.__setattr__(self, "every", duration_text(self.every))
-        mistakes = [*check_every(self.every), *check_share(self.share), *self._own_mistakes()]
+        mistakes = [*check_every(self.every), *check_share(self.share), *self._option_mistakes()]
         if self.codec is not None and not isinstance(self.codec, Codec):
             mistakes.append(f"codec must be an object such as ErrorFeedback(OneBit()), got {self.codec!r}")
         elif self.codec is not None and self.codec.needs_feedback:
@@ -69,7 +69,8 @@ class LocalSteps(Strategy):
         if mistakes:
             raise ConfigError(f"{type(self).__name__}: {'; '.join(mistakes)}.")
 
-    def _own_mistakes(self) -> list[str]:
+    def _option_mistakes(self) -> list[str]:
+        """Return what is wrong with the options that a subclass adds."""
         return []
 
     @abstractmethod
@@ -91,7 +92,8 @@ class LocalSteps(Strategy):
         return BlockExchange(replica, transport, self, self.outer(transport.size))
 
     def _text(self, name: str, default: "LocalSteps") -> str:
-        keys = [each.name for each in fields(self) if each.name not in ("every", "codec")]
+        """Return the strategy as text: `every`, the options that differ from `default`, and the codec."""
+        keys = [option.name for option in fields(self) if option.name not in ("every", "codec")]
         changed = [(key, getattr(self, key)) for key in keys if getattr(self, key) != getattr(default, key)]
         options = [f"every={self.every}", *(f"{key}={_printed(value)}" for key, value in changed)]
         return f"{name}:{','.join(options)}" + ("" if self.codec is None else f"+{print_codec(self.codec)}")
@@ -134,7 +136,7 @@ class BlockMomentum(LocalSteps):
     lr: float = 1.0
     nesterov: bool = True
 
-    def _own_mistakes(self) -> list[str]:
+    def _option_mistakes(self) -> list[str]:
         mistakes = []
         if self.momentum is not None and not 0 <= self.momentum < 1:
             mistakes.append(f"momentum must be 0 or more and below 1, got {self.momentum}")
@@ -145,6 +147,7 @@ class BlockMomentum(LocalSteps):
         return mistakes
 
     def outer(self, num_workers: int) -> OuterStep:
+        # Momentum m moves the parameters 1 / (1 - m) = N times as far as one step, in the long run.
         momentum = 1 - 1 / num_workers if self.momentum is None else self.momentum
         return OuterStep(momentum, self.lr, self.nesterov)
 
@@ -160,6 +163,7 @@ class BlockMomentum(LocalSteps):
 
 
 _DILOCO = (0.9, 0.7, True)
+"""Momentum, learning rate and Nesterov of DiLoCo; a `BlockMomentum` with these prints as "diloco"."""
 
 
 def DiLoCo(every: Every = 100, **options: Any) -> BlockMomentum:  # Named like a class, because it constructs one.
@@ -176,6 +180,7 @@ def _printed(value: Any) -> str:
 
 
 def _switch(text: str) -> bool:
+    """Return whether a text is "1". Raises `ValueError` if it is neither "0" nor "1"."""
     return bool(("0", "1").index(text))
 
 
@@ -199,14 +204,14 @@ def _reader(
             raise ConfigError(
                 f"{name}: '{min(unknown)}' is not an option; it takes {', '.join(f'{key}=' for key in kinds)}."
             )
-        given = {}
+        values = {}
         for key, text in options.items():
             try:
-                given[key] = kinds[key](text)
+                values[key] = kinds[key](text)
             except ValueError:
                 wanted = {int: "a whole number", float: "a number"}.get(kinds[key], "0 or 1")  # type: ignore[call-overload]
                 raise ConfigError(f"{name}: {key}= takes {wanted}, got '{text}'.") from None
-        return make(**given, codec=codec)
+        return make(**values, codec=codec)
 
     return read
 

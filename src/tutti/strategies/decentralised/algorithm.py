@@ -1,4 +1,4 @@
-"""The contract between `PeerExchange` and a decentralised algorithm, and what both share."""
+"""The contract between `PeerExchange` and a decentralised algorithm, and the state that both share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -105,6 +105,7 @@ class AveragingRounds:
         regroup = purpose == RoundPurpose.REGROUP or self.regroup_requested
         value = None if regroup else contribution()
         sent_to = self._rank  # Nobody yet: a leader does not send to itself.
+        # Each turn contributes to the leader of the moment, and ends when the result is here or the leader is lost.
         while self.last_round < number and not group.is_over:
             if group.leader == self._rank:
                 # A peer that already has a result never contributes: it sends that result instead.
@@ -116,6 +117,7 @@ class AveragingRounds:
                 num_bytes = 0 if value is None else value.nbytes
                 header = PeerMessageHeader(PeerMessageKind.ROUND_VALUE, number, 0, clock, num_bytes)
                 group.send(sent_to, header, value)
+            # The leader is fixed here: a change of it while this waits must end the wait.
             yield from group.wait_until(partial(self._can_proceed, number, group.leader))
         self.in_round = False
 
@@ -127,6 +129,7 @@ class AveragingRounds:
         if self._others_go_on(number):
             return
         self.is_finished = True
+        # So that peers do not take the end of this rank for a loss.
         group.send_to_all(PeerMessageHeader(PeerMessageKind.DISCONNECT))
         yield from group.wait_until(group.is_flushed)  # The channel is closed next, which drops what is not sent.
 
@@ -156,8 +159,10 @@ class AveragingRounds:
         assert self._result is not None
         header, payload = self._result
         if payload is None or self._sizes_only:
+            # In a dry run payloads have no contents; there, all ranks know the same living ones.
             members, value = tuple(sorted(self._group.alive)), payload
         else:
+            # Laid out by `_pack`: the number of members, the members, then the mean on the next cache line.
             words = payload.view(torch.int64)
             members = tuple(words[1 : 1 + int(words[0])].tolist())
             value = payload[align(8 + 8 * len(members)) :]
@@ -180,10 +185,13 @@ class AveragingRounds:
             case PeerMessageKind.ROUND_ENTERED:
                 self._entries[peer] = header
                 self._group.clocks[peer] = header.clock
+            # May arrive before this rank has entered, or before it knows that it leads: kept until then.
             case PeerMessageKind.ROUND_VALUE if header.number > self.last_round:
                 self._contributions[peer] = header, payload
+            # The peer has lost a former leader before the result of that round reached it.
             case PeerMessageKind.ROUND_VALUE if self._result is not None and header.number == self.last_round:
                 self._group.send(peer, *self._result)
+            # Results of earlier rounds are duplicates, sent again after the loss of a leader.
             case PeerMessageKind.ROUND_RESULT if header.number == self.last_round + 1:
                 self._learn_result(header, payload)
 
@@ -191,7 +199,8 @@ class AveragingRounds:
         """Go on without a peer; if it was the leader, let the next one have the last result."""
         self._contributions.pop(peer, None)
         leader = self._group.leader
-        if self._result is not None and peer < leader != self._rank:
+        was_leader = peer < leader
+        if self._result is not None and was_leader and leader != self._rank:
             self._group.send(leader, *self._result)  # Others may ask it for a result that it does not know yet.
 
     def _can_proceed(self, number: int, leader: int) -> bool:
@@ -230,6 +239,7 @@ class AveragingRounds:
         contributors, self._contributions = self._contributions, {}
         for peer in contributors:
             self._group.send(peer, header, payload)
+        # The others took this rank for lost: it must not go on training alone.
         if self._rank not in self.result.members:
             message = (
                 f"rank {self._rank}: the other ranks completed an averaging round without this rank, taken for lost."

@@ -14,6 +14,7 @@ _HEADER_BYTES = 48
 """Bytes of the header that is sent before every message."""
 
 _BUCKET_BYTES = 4 * 2**20
+"""Bucket size of `PeerExchange`."""
 
 MIXING = CodecSpeed(0.95e9, 8.3e9)
 """Speed of averaging with neighbours: about six passes over this rank's values, and one over each neighbour's."""
@@ -29,10 +30,12 @@ def peer_updates_cost(strategy: "PeerUpdates", profile: Profile, placement: Plac
     model_bytes = sum(load.num_bytes for load in loads)
     update_bytes = sum(message_bytes(load, codec) for load in loads)
     numel = sum(load.numel for load in loads)
+    # Each rank encodes its own update once, and decodes those of all ranks, its own included.
     coding_s = 0.0 if codec is None else coding_seconds(codec.speed, numel, 1, placement.num_ranks)
     sent_bytes = num_peers * (update_bytes + _HEADER_BYTES)
     wire_s = sent_bytes * placement.shared_link.seconds_per_byte
     return CommunicationCost(
+        # Sending overlaps the whole step: only what does not fit into it is exposed.
         exposed_s=coding_s + max(0.0, wire_s - profile.seconds - coding_s),
         num_bytes=sent_bytes,
         memory_bytes=2 * model_bytes + num_peers * update_bytes + (0 if codec is None else model_bytes),
@@ -50,6 +53,7 @@ def gossip_cost(strategy: "Gossip", profile: Profile, placement: Placement) -> C
     if strategy.pairs == "async":
         # One request at a time, there and back; no rank waits, so an average takes as many steps as it has to.
         steps = max(1, ceil(2 * link.seconds(model_bytes) / profile.seconds) if profile.seconds else 1)
+        # In float32 elements, which `coding_seconds` counts.
         mixing_s = coding_seconds(MIXING, model_bytes / 4, 1, 1) / steps
         return CommunicationCost(
             exposed_s=mixing_s,
@@ -77,6 +81,7 @@ def gossip_cost(strategy: "Gossip", profile: Profile, placement: Placement) -> C
 def _num_neighbours(strategy: "Gossip", num_ranks: int) -> int:
     """Return the largest number of ranks that one rank sends to in a step."""
     topology = topology_for(strategy.graph, num_ranks)
+    # `neighbours` lists those of all clocks; these two topologies use one of them per step.
     if isinstance(topology, Exponential | Matchings):
         return 1
     return max(len(topology.neighbours(rank)) for rank in range(num_ranks))

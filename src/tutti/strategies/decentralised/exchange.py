@@ -17,12 +17,13 @@ from tutti.transports import SharesMemory, Transport
 from tutti.transports.base import Operation
 
 _BUCKET_BYTES = 4 * 2**20
+"""Size of the buckets that `FlatModel` lays out one after another; codecs encode a bucket at a time."""
 
 
 class PeerExchange(Exchange):
     """A rank among equals: no rank serves, and the others go on without a rank that is lost.
 
-    It has no state beside the model. A checkpoint is saved within `consensus`; what error feedback has not sent by
+    It has no state besides the model. A checkpoint is saved within `consensus`; what error feedback has not sent by
     then is dropped.
     """
 
@@ -53,6 +54,7 @@ class PeerExchange(Exchange):
         replica.arrange([slot.name for slot in replica.slots])
         model = FlatModel(replica)
         base = model.read_model(model.empty())
+        # Above the largest message: a round's result (members and a full block), or packets that a codec makes larger.
         max_bytes = 4 * model.num_full_bytes + 64 * transport.size + 2**16
         group = PeerGroup(self._channel, replica.buckets[0].flat, max_bytes)
         rounds = AveragingRounds(group, model.average, replica.sizes_only)
@@ -62,6 +64,7 @@ class PeerExchange(Exchange):
         """This rank's own values, while the model holds those of a consensus."""
         self._bytes_sent_before = 0
         """Bytes sent until the end of the last step."""
+        # Receiving begins before this rank sends: peers may be ahead, and their messages need a listener.
         group.start(self.algorithm)
         replica.listen(self, to="samples")
         self.algorithm.start()
@@ -82,9 +85,11 @@ class PeerExchange(Exchange):
     def before_step(self) -> None:
         weight = self.replica.take_samples()
         if isnan(weight):
+            # Raises `NonFiniteLoss` once STOP is sent.
             self.context.wait(self._stop())
         if weight == 0:  # A batch that does not count: the optimiser finds no gradients.
             self.replica.hide_gradients()
+        # A stop or a failure that arrived while this rank computed ends training before the step.
         self.context.group.check(self.replica.steps)
 
     def after_step(self) -> None:
@@ -109,6 +114,7 @@ class PeerExchange(Exchange):
         return self.context.rounds.result
 
     def _take_part(self, purpose: RoundPurpose) -> Operation:
+        """Prepare for a round, take part in it, and let the algorithm continue from its result."""
         algorithm, context = self.algorithm, self.context
         yield from algorithm.before_round()
         last_round = context.rounds.last_round
@@ -117,6 +123,7 @@ class PeerExchange(Exchange):
             return context.model.to_full(algorithm.values())
 
         yield from context.rounds.take_part(purpose, algorithm.clock, algorithm.is_ready, contribution)
+        # Unless training is over, in which case the round has no result.
         if context.rounds.last_round > last_round and not context.group.is_over:
             algorithm.round_finished(context.rounds.result)
 

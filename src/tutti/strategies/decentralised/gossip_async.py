@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AsyncGossip(PeerAlgorithm):
-    """Averages pairwise with one neighbour after the other, beside training."""
+    """Averages pairwise with one neighbour after the other, while training goes on."""
 
     def __init__(self, context: PeerContext, strategy: "Gossip") -> None:
         super().__init__(context)
@@ -43,6 +43,7 @@ class AsyncGossip(PeerAlgorithm):
         self._requested: int | None = None
         """The neighbour whose reply is outstanding."""
         self._num_steps = 0
+        # Another sequence on every rank: which neighbour is asked need not be agreed on.
         self._random = Random(context.rank)
 
     @property
@@ -58,6 +59,7 @@ class AsyncGossip(PeerAlgorithm):
 
     def _add_step(self, change: Tensor) -> Operation:
         """Add a step's change to the values, and begin to average with a neighbour if no request is under way."""
+        # Added, not copied: neighbours may have changed the values while this rank computed its step.
         self._add(change)
         self._copy_values()
         self._num_steps += 1
@@ -91,6 +93,7 @@ class AsyncGossip(PeerAlgorithm):
             self._move_half_way(payload)  # The payload now holds the change: it is sent back without a copy.
             reply = PeerMessageHeader(PeerMessageKind.PAIR_REPLY, clock=self._num_steps, num_bytes=payload.nbytes)
             self._group.send(peer, reply, payload)
+        # Any other reply was not asked for, and is ignored.
         elif peer == self._requested:
             self._add(payload, -1.0)
             self._requested = None
@@ -100,6 +103,7 @@ class AsyncGossip(PeerAlgorithm):
         """Move half of the way to a peer's values, and overwrite those with the change that was made."""
         views = zip(self._model.bucket_views(self._values), self._model.bucket_views(peer_values), strict=True)
         for values, change in views:
+            # In place, in the message: d = (x - y) / 2, then y + d.
             change.sub_(values).mul_(0.5)
             values.add_(change)
 
@@ -109,6 +113,7 @@ class AsyncGossip(PeerAlgorithm):
             self._requested = None
 
     def before_round(self) -> Operation:
+        # Once all ranks have entered a round, no pair is half averaged: nothing is lost or counted twice in the mean.
         yield from self._group.wait_until(lambda: self._requested is None)
 
     def values(self) -> Tensor:

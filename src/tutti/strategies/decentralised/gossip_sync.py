@@ -56,6 +56,7 @@ class SyncGossip(PeerAlgorithm):
         """Values and weights of neighbours, by round, clock and rank."""
 
     def start(self) -> None:
+        # The first mix needs the initial values of all neighbours.
         self._context.wait(self._send_values())
 
     @property
@@ -72,11 +73,13 @@ class SyncGossip(PeerAlgorithm):
         self._model.write_model(self._context.base)
 
     def _needs_regroup(self) -> bool:
+        """Whether a rank of the topology is gone, or a peer waits in a round to regroup."""
         return self._rounds.regroup_requested or not self._group.alive.issuperset(self._members)
 
     def _mix(self, change: Tensor) -> Operation:
         """Wait for the neighbours' values, mix, add this rank's change, and send the result."""
         rank = self._context.rank
+        # The row of the mixing matrix of this clock; the topology numbers ranks by their position in `_members`.
         sources = self.topology.sources(self._members.index(rank), self._step)
         factors = {self._members[index]: factor for index, factor in sources.items()}
         local_factor = factors.pop(rank, 0.0)
@@ -97,23 +100,30 @@ class SyncGossip(PeerAlgorithm):
         return self._is_absent(peer) or (self._round, self._step, peer) in self._received
 
     def _is_absent(self, peer: int) -> bool:
+        """Whether a neighbour will send no values for this clock."""
+        # A peer that has entered a round waits for this rank to enter, too: to wait for its values would be a deadlock.
         return peer not in self._group.alive or peer in self._group.away or self._rounds.has_entered(peer)
 
     def _forget_old(self) -> None:
+        """Drop values of earlier rounds and clocks."""
         now = (self._round, self._step)
         self._received = {key: message for key, message in self._received.items() if key[:2] >= now}
 
     @torch.no_grad()
     def _combine(self, local_factor: float, mixed: list[tuple[float, Tensor | None, float]], change: Tensor) -> None:
+        """Mix values and push-sum weights, and add `change`; `mixed` has the factor, values and weight of each peer."""
         model = self._model
         others = [(factor, model.bucket_views(values)) for factor, values, _ in mixed if values is not None]
         local_values, bases = model.bucket_views(self._values), model.bucket_views(self._context.base)
+        # Push-sum: the weight is mixed by the same factors as the values, so their quotient is unbiased.
         self._weight = local_factor * self._weight + sum(factor * weight for factor, _, weight in mixed)
         for index, (values, changes) in enumerate(zip(local_values, model.bucket_views(change), strict=True)):
+            # x_i <- W_ii x_i + sum of W_ij x_j + u_i, for one bucket, flat: [numel].
             values.mul_(local_factor)
             for factor, peer_values in others:
                 values.add_(peer_values[index], alpha=factor)
             values.add_(changes)
+            # The model is the values divided by the weight; for undirected graphs the weight stays 1.
             bases[index].copy_(values / self._weight if self.topology.directed else values)
 
     def _send_values(self) -> Operation:
@@ -121,6 +131,7 @@ class SyncGossip(PeerAlgorithm):
         rank = self._context.rank
         targets = self.topology.targets(self._members.index(rank), self._step)
         if targets:
+            # Messages are sent while the next step changes the values.
             values = self._model.copy(self._values)
             header = PeerMessageHeader(
                 PeerMessageKind.VALUES, self._round, rank, self._step, values.nbytes, self._weight
@@ -140,11 +151,13 @@ class SyncGossip(PeerAlgorithm):
         if header.number == self._round and (self._context.is_away or self._rounds.in_round):
             # Not stored: others may get far ahead before this rank takes part again, and then they send anew.
             return
+        # Values of a later round too: the peer has learnt its result before this rank. Older ones come too late.
         if (header.number, header.clock) >= (self._round, self._step):
             self._received[header.number, header.clock, peer] = payload, header.weight
 
     def round_finished(self, result: RoundResult) -> None:
         rank = self._context.rank
+        # `AveragingRounds` has made this rank fail already.
         if rank not in result.members:
             return
         if result.members != self._members:

@@ -81,6 +81,7 @@ class Graph(Topology):
                 f"Graph: edges must join two different ranks of 0 to {self.size - 1}, got {wrong[0]}. "
                 "An edge from a rank to itself is not needed: every rank keeps a part of its own values."
             )
+        # Graphs are equal by value, so the same edges in another order must be stored alike.
         unique = {edge if self.directed else tuple(sorted(edge)) for edge in edges}
         object.__setattr__(self, "edges", tuple(sorted(unique)))
 
@@ -98,6 +99,7 @@ class Graph(Topology):
     @property
     def components(self) -> list[list[int]]:
         """(Strongly) connected components, largest first: one if the graph is connected."""
+        # Two ranks are in one component if each reaches the other.
         reached = [self._reached(rank) for rank in range(self.size)]
         components: list[list[int]] = []
         for rank in range(self.size):
@@ -183,11 +185,13 @@ def ring(size: int) -> Graph:
 
 def torus(size: int) -> Graph:
     """Return a torus, as near to a square as `size` allows; a ring if `size` is prime."""
+    # The largest divisor up to the square root; 1 if `size` is prime.
     rows = next(rows for rows in range(int(size**0.5), 0, -1) if size % rows == 0)
     columns = size // rows
     edges = []
     for rank in range(size):
         row, column = divmod(rank, columns)
+        # To the right and down, both wrapping around; left and up are other ranks' edges.
         edges += [(rank, row * columns + (column + 1) % columns), (rank, (row + 1) % rows * columns + column)]
     return Graph(size, tuple(edge for edge in edges if edge[0] != edge[1]))
 
@@ -241,6 +245,7 @@ def _edge(text: str, separator: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _neighbours(graph: Graph) -> list[tuple[int, ...]]:
+    """Return the ranks that each rank sends to."""
     neighbours: list[set[int]] = [set() for _ in range(graph.size)]
     for a, b in graph.edges:
         neighbours[a].add(b)
@@ -251,21 +256,27 @@ def _neighbours(graph: Graph) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=64)
 def _static_mixing(graph: Graph) -> np.ndarray:
+    """Return the mixing matrix of a graph, which is the same at every clock."""
     degrees = [len(graph.neighbours(rank)) for rank in range(graph.size)]
     matrix = np.zeros((graph.size, graph.size))
     for a, b in graph.edges:
         if graph.directed:
+            # A sender's column: equal parts for its receivers and itself. Rows need not add up to 1 (push-sum).
             matrix[b, a] = 1 / (1 + degrees[a])
         else:
+            # Metropolis-Hastings: symmetric, and no row adds up to more than 1, so the diagonal is not negative.
             matrix[a, b] = matrix[b, a] = 1 / (1 + max(degrees[a], degrees[b]))
+    # Each rank keeps the rest of its column.
     np.fill_diagonal(matrix, 1 - matrix.sum(0))
     return _frozen(matrix)
 
 
 @lru_cache(maxsize=64)
 def _exponential_mixing(graph: Exponential, clock: int) -> np.ndarray:
+    """Return the mixing matrix at which every rank keeps half and sends half 2^clock ranks further."""
     ranks = np.arange(graph.size)
     matrix = np.zeros((graph.size, graph.size))
+    # Added, not set: for one rank, sender and receiver are the same element.
     matrix[ranks, ranks] += 0.5
     matrix[(ranks + (1 << clock)) % graph.size, ranks] += 0.5
     return _frozen(matrix)
@@ -273,28 +284,37 @@ def _exponential_mixing(graph: Exponential, clock: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _matching(graph: Matchings, clock: int) -> np.ndarray:
+    """Return the mixing matrix of random pairs, both of which take their mean."""
+    # Seeded by the clock: every rank draws the same pairs without a message.
     order = np.random.default_rng((graph.seed, clock)).permutation(graph.size)
     paired = len(order) // 2 * 2
     one, two = order[0:paired:2], order[1:paired:2]
     matrix = np.eye(graph.size)
     for a, b in ((one, two), (two, one)):
+        # Both rows of each pair; a rank without a partner keeps its row of the identity.
         matrix[a, a] = matrix[a, b] = 0.5
     return _frozen(matrix)
 
 
 @lru_cache(maxsize=64)
 def _spectral_gap(graph: Topology) -> float:
+    """See `Topology.spectral_gap`."""
     if graph.size == 1:
         return 1.0
-    product = np.linalg.multi_dot([np.eye(graph.size)] * 2 + [graph.mixing(t) for t in reversed(range(graph.period))])
+    # The product over one period, the latest clock leftmost. Two identities, because `multi_dot` needs two matrices.
+    mixings = [graph.mixing(t) for t in reversed(range(graph.period))]
+    product = np.linalg.multi_dot([np.eye(graph.size)] * 2 + mixings)
     if graph.directed:
         # Not symmetric, so its norm does not bound repeated mixing: the second largest eigenvalue does.
         factor = float(np.sort(np.abs(np.linalg.eigvals(product)))[-2])
     else:
+        # Without the mean, to which the matrix 1/N projects: the largest singular value of what is left.
         factor = float(np.linalg.norm(product - 1 / graph.size, 2))
+    # Per step: the root of the period's factor. Below 1e-12 it is rounding, and the mean is reached exactly.
     return 1.0 - float(max(factor, 0.0) ** (1 / graph.period)) if factor > 1e-12 else 1.0
 
 
 def _frozen(matrix: np.ndarray) -> np.ndarray:
+    """Make a matrix read-only, because the caches hand the same one to all callers."""
     matrix.setflags(write=False)
     return matrix

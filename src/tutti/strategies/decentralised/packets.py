@@ -1,7 +1,7 @@
 """Packets of peers' updates: what a step has changed, exact or compressed by a codec.
 
 An exact packet is the flat change itself. A compressed one holds an int64 length for each bucket, then each bucket's
-message, aligned: the codec's packet, followed by the bucket's values that are not compressed.
+message, aligned: the bucket's values that are not compressed, followed by the codec's packet.
 """
 
 import torch
@@ -25,6 +25,7 @@ class UpdatePackets:
             _scale_groups(bucket) if codec is not None and bucket.values.numel() else None for bucket in model.buckets
         ]
         self.states = [
+            # Another seed for every rank and bucket: random codecs must not draw the same numbers everywhere.
             codec.start(bucket.values.numel(), seed=seed * 65_537 + bucket.index)
             if codec is not None and groups is not None and not model.sizes_only
             else {}
@@ -46,9 +47,11 @@ class UpdatePackets:
             numel = bucket.values.numel()
             if (groups := self._groups[index]) is not None:
                 compressible = values[:numel].to(torch.float32)
+                # Only what the codec can compress; the bucket's small tensors (`values[numel:]`) are sent exactly.
                 packet, self.states[index] = self._codec.encode(compressible, self.states[index], groups=groups)
             messages.append(join(packet, values[numel:]))
         lengths = torch.tensor([message.numel() for message in messages], device="cpu")
+        # Every message begins at a multiple of 8 bytes, so that its exact values can be read in place.
         padded = [
             torch.nn.functional.pad(message, (0, aligned(message.numel()) - message.numel())) for message in messages
         ]
@@ -68,13 +71,16 @@ class UpdatePackets:
             self._add_bucket(index, message, views[index])
 
     def _add_bucket(self, index: int, message: Tensor, values: Tensor) -> None:
+        """Add the change of one bucket to its values, flat: [numel]. Raises `PacketError` if it is malformed."""
         numel, codec = self._model.buckets[index].values.numel(), self._codec
         assert codec is not None
+        # `split` trusts the length, and this message comes from a peer.
         if message.numel() < aligned(values[numel:].nbytes):
             raise PacketError(f"{message.numel()} bytes for bucket {index}, wanted {values[numel:].nbytes} or more")
         packet, exact = split(message, values[numel:])
         if (groups := self._groups[index]) is not None:
             if values.dtype == torch.float32:
+                # Added while it is decoded: no temporary tensor of the bucket's size.
                 codec.decode(packet, values[:numel], groups=groups, add=True)
             else:
                 decoded = torch.empty(numel, dtype=torch.float32, device="cpu")
@@ -93,6 +99,7 @@ class UpdatePackets:
             if length < 0:
                 raise PacketError(f"an update with a part of {length} bytes")
             edges.append(edges[-1] + aligned(length))
+        # The lengths come from a peer: they must add up to the packet before anything is sliced by them.
         if len(lengths) != num_buckets or edges[-1] != packet.numel():
             raise PacketError(f"an update of {packet.numel()} bytes whose parts do not add up")
         return [packet[start : start + length] for start, length in zip(edges[:-1], lengths, strict=True)]
@@ -108,6 +115,7 @@ class UpdatePackets:
 
 
 def _scale_groups(bucket: Bucket) -> ScaleGroups:
+    """Return the groups of elements that share a scale, in the compressible part of a bucket."""
     numel = bucket.values.numel()
     layout = zip(bucket.starts, bucket.slots, strict=True)
     shapes = [(start, tuple(slot.tensor.shape)) for start, slot in layout if start < numel]

@@ -134,6 +134,7 @@ class PeerGroup:
 
     def fail(self, error: Exception) -> None:
         """Make this rank raise an error in its training thread; the first one counts."""
+        # Raised by `check`: this runs in the transport's thread, where nobody would see it.
         self._failure = self._failure or error
         self.notify()
 
@@ -158,14 +159,19 @@ class PeerGroup:
         return not any(self._outboxes.get(peer) for peer in self.others)
 
     def _flush(self) -> Operation:
+        """Wait until everything that was queued for living peers is sent."""
+        # Not `wait_until`, which returns at once when all is over, as it is here.
         while not self.is_flushed():
             self._changed = self.transport.signal()
             yield self._changed
 
     def _send_queued(self, peer: int, outbox: deque[tuple[PeerMessageHeader, Tensor | None]]) -> Operation:
+        """Send what is in a peer's outbox until that is empty."""
         try:
             while outbox:
+                # Left in the outbox until it is sent: a non-empty outbox tells `send` that this generator runs.
                 header, payload = outbox[0]
+                # Both are under way at once: the payload need not wait until the header is sent.
                 sends = [self.transport.isend(header.pack(), peer, HEADER_TAG)]
                 if payload is not None:
                     sends.append(self.transport.isend(payload, peer, PAYLOAD_TAG))
@@ -190,10 +196,12 @@ class PeerGroup:
                 header = PeerMessageHeader.parse(message)
                 payload = None
                 if header.num_bytes:
+                    # Checked before anything is allocated: the header may be malformed.
                     if not 0 < header.num_bytes <= self._max_bytes:
                         raise PacketError(f"a message of {header.num_bytes} bytes, wanted at most {self._max_bytes}")
                     payload = new_message(header.num_bytes, self._like)
                     yield self.transport.irecv(payload, peer, PAYLOAD_TAG)
+                # It may have been lost, by another peer's word, while its payload arrived.
                 if peer in self.alive:
                     self._handle(peer, header, payload)
                 del payload  # Not kept while the next message is awaited.
@@ -205,6 +213,7 @@ class PeerGroup:
             self.fail(error)
 
     def _handle(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        """Act on a message about membership, or hand it to the listener; then wake the generator that waits."""
         match header.kind:
             case PeerMessageKind.STOP:
                 self.stop(header.origin)
@@ -217,6 +226,7 @@ class PeerGroup:
                 self.fail(RankLost(message))
             case PeerMessageKind.LOST:
                 self.lose(header.origin, f"rank {peer} has lost it")
+            # It has finished: removed like a lost peer, but without a warning and without `any_lost`.
             case PeerMessageKind.DISCONNECT:
                 self._remove(peer)
             case PeerMessageKind.KEEP_ALIVE:
@@ -242,7 +252,8 @@ class PeerGroup:
             )
 
     def _remove(self, peer: int) -> None:
-        self.alive -= {peer}
+        """Take a peer out of the group, and let the listener and the waiting generator know."""
+        self.alive -= {peer}  # A new frozen set, which a reader in the training thread sees as a whole.
         self.away -= {peer}
         self._listener.peer_lost(peer)
         self.notify()

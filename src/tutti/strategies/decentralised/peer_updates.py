@@ -66,6 +66,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
 
     def exchange_step(self) -> None:
         if not self._group.others:
+            # The last rank left: it trains alone, and its steps are exact.
             self._model.read_model(self._context.base)
             return
         message = self._packets.encode(self._change())
@@ -77,7 +78,9 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def _change(self) -> Tensor:
         """Return what this rank has changed since the last exchange; of running statistics, its part of the mean."""
         change = self._model.change_since(self._context.base)
+        # Updates of all ranks add up. That is meant for parameters; statistics must become the mean.
         fraction = 1 / len(self._group.alive)
+        # Not strict: in a dry run there are no views.
         for bucket, values in zip(self._model.buckets, self._model.bucket_views(change), strict=False):
             if not bucket.of_parameters:
                 values.mul_(fraction)
@@ -89,6 +92,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
         # Until this rank computes again. Otherwise two ranks that wait could wait for each other's acknowledgements.
         self._applies_at_once = True
         self._apply_all()
+        # A peer may lack updates that a lost rank did not pass on, and would then never acknowledge: send them again.
         if self._group.any_lost:
             for peer in sorted(self._group.others):
                 if self._sent.is_behind(peer, self._inbox_size):
@@ -122,6 +126,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
         if not self._inbox.accept(origin, header.number):
             return
         self._group.clocks[origin] = max(self._group.clocks[origin], header.number)
+        # Passed on at once, applied later: the update must not wait for this rank's step.
         for child in self._routes.children(self._context.rank, origin, self._group.alive):
             self._group.send(child, header, payload)
         self._inbox.append(origin, payload)
@@ -129,17 +134,21 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
             self._apply_all()
 
     def _apply_all(self) -> None:
+        """Apply every queued update, and acknowledge to each origin when enough of its updates are applied."""
         self._inbox.apply_all(self._apply)
         for origin in self._inbox.unacknowledged(at_least=max(1, self._inbox_size // 2)):
             self._acknowledge(origin)
 
     def _apply(self, origin: int, message: Tensor) -> None:
+        """Add an update to `base`; a malformed one makes its origin lost."""
         try:
             self._packets.add(message, self._context.base)
         except PacketError as error:
+            # Blamed on the origin, not on the peer that passed it on: those do not look into packets.
             self._group.lose(origin, f"it was dropped, having sent {error}")
 
     def _acknowledge(self, origin: int) -> None:
+        """Send a rank the number up to which its updates are applied here."""
         header = PeerMessageHeader(PeerMessageKind.ACKNOWLEDGE, self._inbox.acknowledge(origin))
         self._group.send(origin, header)
 
@@ -147,11 +156,13 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
         super().peer_lost(peer)
         if self._group.any_lost:  # Otherwise it has finished, and all updates were applied before.
             self._sent.resend_to_all()
+        # The lost peer may have been the last that had not acknowledged some of them.
         self._sent.drop_acknowledged()
 
     # Averaging rounds, leave and join
 
     def before_round(self) -> Operation:
+        # From here on this rank computes nothing, and the others wait for what it applies.
         self._applies_at_once = True
         self._apply_all()
         if self._group.any_lost:
@@ -184,6 +195,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def _join(self) -> Operation:
         self._applies_at_once = False
         self._apply_all()
+        # Peers wait for this rank again from now on: they must know what it has applied while it was away.
         for peer in sorted(self._group.others):
             self._acknowledge(peer)
         self._group.send_to_all(PeerMessageHeader(PeerMessageKind.JOIN))

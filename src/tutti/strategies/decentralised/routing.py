@@ -27,6 +27,7 @@ class UpdateRoutes:
         """Return the living ranks to which a rank passes on an update of `origin`."""
         if self._graph is None:
             return sorted(alive - {rank}) if rank == origin else []
+        # Trees are kept until a rank is lost.
         if alive != self._alive:
             self._alive, self._children = alive, {}
         if origin not in self._children:
@@ -34,15 +35,19 @@ class UpdateRoutes:
         return self._children[origin].get(rank, [])
 
     def _tree(self, origin: int) -> dict[int, list[int]]:
+        """Return the shortest-path tree from `origin` over the living ranks: the children of each rank."""
         assert self._graph is not None
+        # An update of a rank that is lost by now may still be on its way: its tree begins there all the same.
         ranks = sorted(self._alive | {origin})
         graph = self._graph.over(ranks)
         children: dict[int, list[int]] = {}
         reached = {origin}
+        # `over` has renumbered the ranks: `ranks` maps back.
         for child, parent in graph.tree(ranks.index(origin)):
             children.setdefault(ranks[parent], []).append(ranks[child])
             reached.add(ranks[child])
         if unreached := self._alive - reached:
+            # Ranks that the graph no longer connects get the update from its origin directly.
             children.setdefault(origin, []).extend(sorted(unreached))
             if not self._has_warned:
                 self._has_warned = True

@@ -12,7 +12,7 @@ from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKi
 class UpdateInbox:
     """Updates of other ranks, each taken once, in whatever order and however often they arrive.
 
-    Along a graph, an update may arrive by several ways, and again when it is resent after a loss.
+    Along a graph, an update may arrive by several paths, and again when it is resent after a loss.
     """
 
     def __init__(self, peers: Iterable[int]) -> None:
@@ -22,7 +22,9 @@ class UpdateInbox:
         self._out_of_order: set[tuple[int, int]] = set()
         """Origin and number of updates that have arrived before an earlier one."""
         self._applied = dict(self._in_order)
+        """By origin: all updates up to this number are applied."""
         self._acknowledged = dict(self._in_order)
+        """By origin: the number that was last acknowledged to it."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -30,9 +32,11 @@ class UpdateInbox:
     def accept(self, origin: int, number: int) -> bool:
         """Return whether an update is new, and remember that it has arrived."""
         in_order = self._in_order.get(origin)
+        # None: this rank's own update that came back, or a rank that does not exist.
         if in_order is None or number <= in_order or (origin, number) in self._out_of_order:
             return False
         self._out_of_order.add((origin, number))
+        # The update may have filled a gap: count all that now follow without one.
         while (origin, self._in_order[origin] + 1) in self._out_of_order:
             self._in_order[origin] += 1
             self._out_of_order.discard((origin, self._in_order[origin]))
@@ -48,6 +52,7 @@ class UpdateInbox:
             origin, message = self._queue.popleft()
             if message is not None:
                 apply(origin, message)
+        # Up to the first gap only: what arrived behind a gap is applied, but counts once the gap is filled.
         self._applied = dict(self._in_order)
 
     def num_applied(self, origin: int) -> int:
@@ -91,6 +96,7 @@ class SentUpdates:
     def is_behind(self, peer: int, max_ahead: int) -> bool:
         """Whether a peer must apply updates before the next is sent: it lacks `max_ahead` already."""
         is_awaited = peer in self._group.alive and peer not in self._group.away
+        # A peer on leave need not keep up: when it joins, it acknowledges what it has applied.
         return is_awaited and self.last_number - self._acknowledged[peer] >= max_ahead
 
     def acknowledge(self, peer: int, number: int) -> None:
@@ -112,6 +118,7 @@ class SentUpdates:
     def drop_acknowledged(self) -> None:
         """Drop the updates that all living peers have acknowledged."""
         numbers = (self._acknowledged[peer] for peer in self._group.others)
+        # Updates are kept in the order of their numbers, so those to drop are at the front.
         least = min(numbers, default=self.last_number)
         while self._kept and self._kept[0][0].number <= least:
             self._kept.popleft()

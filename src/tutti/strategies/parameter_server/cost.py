@@ -47,12 +47,14 @@ def communication_cost(strategy: "ParameterServer", profile: Profile, placement:
     link = placement.link_with_senders(num_servers) if num_servers else placement.shared_link
     trips = [_round_trip(load, codec, pulled / model_bytes, link) for load in loads]
     exposed_s = (_dedicated_s if num_servers else _colocated_s)(strategy, profile, trips, workers)
+    # A push and its reply are on the critical path, unless a staleness bound lets the worker go on meanwhile.
     exposed_s += 0.0 if strategy.consistency.bound else 2 * placement.shared_link.latency_s
     coding_s = sum(trip.coding_s for trip in trips)
     remote_share = 1.0 if num_servers else (workers - 1) / workers  # A colocated server is local for one part in N.
     return CommunicationCost(
         exposed_s=exposed_s,
         num_bytes=pushed if num_servers else remote_share * (pushed + pulled),
+        # Push buffers and pulled values; a colocated server adds the values and sums of its N-th part of the model.
         memory_bytes=2 * model_bytes + (0 if num_servers else 2 * model_bytes / workers),
         coding_s=coding_s,
         num_buckets=len(trips),
@@ -61,6 +63,7 @@ def communication_cost(strategy: "ParameterServer", profile: Profile, placement:
 
 
 def _round_trip(load: BucketLoad, codec: Codec | None, pulls_per_step: float, link: Link) -> _RoundTrip:
+    """Return the seconds of one bucket's push and pull; `pulls_per_step` is 1, or less where pulls are rarer."""
     per_byte = link.seconds_per_byte
     coding_s = 0.0 if codec is None else coding_seconds(codec.speed, load.numel, 1, 1)
     return _RoundTrip(load, message_bytes(load, codec) * per_byte, pulls_per_step * load.num_bytes * per_byte, coding_s)
@@ -94,20 +97,24 @@ def _dedicated_s(strategy: "ParameterServer", profile: Profile, trips: Sequence[
     Receiving and sending are two stages of a server: workers that are served early begin their next step while others
     still wait.
     """
+    # A worker's messages are cut over all servers, so a server carries this many times one worker's load.
     workers_per_server = max(1.0, workers / strategy.num_dedicated_servers)
     busy_s = workers_per_server * max(sum(trip.push_s for trip in trips), sum(trip.pull_s for trip in trips))
     if strategy.consistency.bound:
         return _exposed_behind_step(busy_s, profile, trips)
     if strategy.consistency.bound is None:
+        # Counting: a worker waits for the reply to its own push, but not for other workers, unless the server is busy.
         single_worker = [trip.push_s + trip.pull_s + trip.coding_s for trip in trips]
-        own_s = exposed_seconds([trip.load for trip in trips], single_worker, 0.0, profile.backward_s)
-        return max(own_s, _exposed_behind_step(busy_s, profile, trips))
+        unshared_s = exposed_seconds([trip.load for trip in trips], single_worker, 0.0, profile.backward_s)
+        return max(unshared_s, _exposed_behind_step(busy_s, profile, trips))
+    # BSP: a pipeline of two stages. A bucket's reply begins when all pushes of it are in and the last reply is out.
     arrived_s = begun_s = free_s = 0.0
     for trip in trips:
         ready_s = trip.load.ready_s if strategy.overlap else profile.backward_s
         arrived_s = max(arrived_s, ready_s + trip.coding_s) + workers_per_server * trip.push_s
         begun_s = max(arrived_s, free_s)
         free_s = begun_s + workers_per_server * trip.pull_s
+    # The first worker that is served continues after its own part of the last reply.
     return max(0.0, begun_s + (trips[-1].pull_s if trips else 0.0) - profile.backward_s)
 
 

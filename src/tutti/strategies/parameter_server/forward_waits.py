@@ -25,10 +25,12 @@ class ForwardWaits:
             replica: the model.
             wait_for: a bound method, called with the slots of a module before that computes.
         """
+        # By id, because `==` on tensors compares values. A tied parameter is found in every module that holds it.
         slots = {id(slot.tensor): slot for slot in [*replica.slots, *replica.statistics]}
         self._wait_for = WeakMethod(wait_for)
         self._slots: dict[nn.Module, list[Slot]] = {}
         self._called: set[nn.Module] = set()
+        """Modules whose forward pass has run since the last `take_uncalled`."""
         self._handles = []
         for module in replica.model.modules():
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -48,6 +50,7 @@ class ForwardWaits:
         Such parameters are used without their module's forward pass (`F.linear(x, layer.weight)`), so no hook can wait
         for them: the worker has to wait for them before the next iteration.
         """
+        # The usual case, without building sets: every module was called.
         if len(self._called) == len(self._slots):
             self._called.clear()
             return []
@@ -69,5 +72,7 @@ class _ForwardPreHook(OwnedHook):
         self._waits = ref(waits)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # Compiled code has no such hook: its modules count as uncalled, so they are waited for before the next
+        # iteration.
         if not torch.compiler.is_compiling() and (waits := self._waits()) is not None:
             waits.before_forward(module)

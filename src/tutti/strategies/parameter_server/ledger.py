@@ -13,7 +13,8 @@ shard has a *version*: the number of optimiser steps taken. What makes a version
 - Counting (`SoftSync`, `Async`): the next version is made of the first `quorum` pending updates, in order of arrival,
   whichever workers sent them. A worker may pull once none of its own updates is pending.
 - Counting on several servers: updates arrive at each server in another order. One server decides, by a ledger of its
-  own, and an `UpdateOrder` tells the others; each ledger then waits for exactly the updates of its `order_position`.
+  own, and sends what it decides to the others. Each ledger then waits for exactly the updates that the `UpdateOrder`
+  has at its `order_position`.
 
 Members are the workers that are waited for. The set is shared by all ledgers of a server and changed by the server
 alone. A worker that leaves, or is lost, is removed from it: from then on no version and no pull waits for that worker.
@@ -113,6 +114,7 @@ class Ledger:
         """Start again from version 0, with every worker at clock 0."""
         self.version = 0
         self.order_position = 0
+        # Workers that left keep an entry: they may join again.
         self._clocks = dict.fromkeys(self._clocks, 0)
         self._pending.clear()
 
@@ -160,6 +162,7 @@ class Ledger:
         """Remove and return the updates of the next version, by rank of worker; an empty list if it is not due."""
         due = self._due()
         if due:
+            # By identity: updates have no equality (`eq=False`).
             self._pending = [update for update in self._pending if update not in due]
             for update in due:
                 update.staleness = self.version - update.base_version
@@ -169,11 +172,14 @@ class Ledger:
         return sorted(due, key=lambda update: update.worker)
 
     def _due(self) -> list[Update]:
+        """Return the updates of the next version without removing them; an empty list if it is not due."""
         if not self._pending:
             return []
         if self._order is not None:
             return self._due_by_order()
         if self._consistency.bound is None:
+            # With fewer members than the quorum, one update of each makes a version. With none (at a barrier) nothing
+            # more is awaited, and what is pending is enough.
             quorum = min(self._consistency.quorum, len(self._members) or len(self._pending))
             return self._pending[:quorum] if len(self._pending) >= quorum else []
         if self.awaits_updates:
@@ -183,10 +189,12 @@ class Ledger:
         return [update for update in self._pending if update.clock == self.version]
 
     def _due_by_order(self) -> list[Update]:
+        """Return the updates at this ledger's position of the agreed order, if all that can still arrive are here."""
         assert self._order is not None
         while (wanted := self._order.at(self.order_position)) is not None:
             arrived = [update for update in self._pending if (update.worker, update.clock) in wanted]
             missing_workers = {worker for worker, _ in wanted} - {update.worker for update in arrived}
+            # An update that was ordered, but has not arrived here: wait for it if its worker can still send it.
             if missing_workers & self._order.alive:
                 return []
             if arrived:

@@ -17,10 +17,12 @@ class OptimizerOptions:
         self._optimizer = optimizer
         self._keys: list[_OptionKey] = []
         for number, group in enumerate(optimizer.param_groups):
+            # Sorted: workers and servers must agree on the order of the array.
             for name in sorted(group.keys() - {"params"}):
                 value = group[name]
                 if isinstance(value, tuple | list):
                     self._keys += [(number, name, position, type(item)) for position, item in enumerate(value)]
+                # Bool too: its type is kept, because the array is float64. Texts and None are not sent.
                 elif isinstance(value, int | float | Tensor):
                     self._keys.append((number, name, None, float if isinstance(value, Tensor) else type(value)))
 

@@ -92,6 +92,7 @@ class ShardOptimizer:
         """A kernel for means, where one is available; torch operations otherwise."""
         self._slots = [bucket.slots[segment.slot_index] for segment in shard.segments]
         self._parameters = self._segment_views(values)
+        # The mean of half-precision gradients is summed in float32: in 16 bits, small updates would be rounded away.
         half_precision = values.dtype in (torch.float16, torch.bfloat16)
         self._sum = torch.zeros_like(values, dtype=torch.float32 if half_precision else values.dtype)
         self._mean = self._sum
@@ -99,6 +100,7 @@ class ShardOptimizer:
         self._cached_views: tuple[int, list[Tensor]] = (0, [])
         """Views of the segments of the last gradient, and the address of its memory."""
         self._current_options = np.empty(0)
+        """The options that the optimiser has now; empty before the first step."""
         if shard.is_trained:
             self._options = OptimizerOptions(optimizer)
             self._optimizer = _copy_for(optimizer, self._slots, self._parameters)
@@ -157,6 +159,7 @@ class ShardOptimizer:
             self.values.copy_(self._mean)  # Running statistics: the mean over workers is the new value.
             return
         if factor != 1.0:
+            # Not in place: the mean may be a worker's own memory (a single update in `combine`).
             torch.mul(self._mean, factor, out=self._sum)
             self._mean = self._sum
         gradients = self._gradient_views(self._mean)
@@ -165,6 +168,7 @@ class ShardOptimizer:
             self._options.write(self._optimizer.param_groups, options)
             self._current_options = options
         for parameter, gradient, flag in zip(self._parameters, gradients, has_grad, strict=True):
+            # Without a gradient torch's optimisers skip a parameter, momentum included, as on one machine.
             parameter.grad = gradient if flag else None
         self._optimizer.step()
 
@@ -193,6 +197,7 @@ class ShardOptimizer:
         """Return the segments of a gradient, in the dtype of the parameters."""
         if flat.dtype != self.values.dtype:
             flat = flat.to(self.values.dtype)
+        # The cached views keep their memory alive, so an equal address is the same memory.
         if flat.data_ptr() != self._cached_views[0]:
             self._cached_views = flat.data_ptr(), self._segment_views(flat)
         return self._cached_views[1]
@@ -211,8 +216,10 @@ def _copy_segment(value: Any, segment: ShardSegment, slot: Slot) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     value = value.detach().to("cpu", copy=True)
+    # A step count, for example, has no element per parameter element: every segment gets the whole.
     if segment.is_whole or value.shape != slot.tensor.shape:
         return value
+    # Segments count elements in memory order, which `like` gives the flat copy.
     flat = torch.empty(value.numel(), dtype=value.dtype)
     like(flat, slot.tensor).copy_(value)
     return flat[segment.start : segment.stop].clone()
@@ -220,6 +227,7 @@ def _copy_segment(value: Any, segment: ShardSegment, slot: Slot) -> Any:
 
 def _copy_for(optimizer: Optimizer, slots: Sequence[Slot], parameters: Sequence[Tensor]) -> Optimizer:
     """Return an optimiser of the same class with the same groups, over `parameters` in place of those of `slots`."""
+    # A shallow copy: groups and state are replaced below, and are the copy's own.
     copied = copy.copy(optimizer)
     # Optimizer.__getstate__ leaves attributes of subclasses out: copy those too. The user's hooks are not copied, nor
     # `step`, which a scheduler replaces on the instance to count calls: the copy's steps are not the user's.
@@ -253,7 +261,7 @@ def merge_segment_states(
         whole = merged.setdefault(name, {})
         for key, value in state.items():
             if segment.is_whole or not isinstance(value, Tensor) or value.shape != (segment.stop - segment.start,):
-                # A copy, because servers keep changing theirs.
+                # A whole tensor, or state that is equal in all segments. A copy, because servers keep changing theirs.
                 whole[key] = value.clone() if isinstance(value, Tensor) else value
                 continue
             if key not in whole:
@@ -261,6 +269,7 @@ def merge_segment_states(
             whole[key][segment.start : segment.stop] = value
     for name, whole in merged.items():
         for key, value in whole.items():
+            # Merged in memory order: back to the parameter's shape.
             if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == slots[name].tensor.numel():
                 whole[key] = like(value, slots[name].tensor).clone()
     return merged

@@ -89,6 +89,7 @@ def cut_into_shards(
             # A shard on every server for every bucket would be too many messages.
             num_parts = max(1, num_servers * bucket.flat.nbytes // total_bytes)
         for bucket_range, groups in _bucket_ranges(bucket, num_parts, keep_whole):
+            # No range reaches from the compressible part into the rest, so its end tells which part it is of.
             lossy = compress and bucket_range.stop <= bucket.values.numel()
             shards.append(
                 ParameterShard(
@@ -106,6 +107,7 @@ def cut_into_shards(
 
 def _bucket_ranges(bucket: Bucket, num_parts: int, keep_whole: bool) -> Iterator[tuple[slice, ScaleGroups | None]]:
     """Yield the ranges of a bucket: of what may be compressed, then one of all the rest except the `has_grad` flags."""
+    # Those flags, one per slot at the end, are not sent: each request has flags per segment instead.
     numel, end = bucket.values.numel(), bucket.flat.numel() - len(bucket.slots)
     if numel:
         num_parts = min(num_parts, max(1, numel * bucket.flat.itemsize // _MIN_SHARD_BYTES))
@@ -129,15 +131,19 @@ def _ranges_of_whole_parameters(
     """Yield about equal ranges that begin and end where parameters do."""
     starts = [start for start in bucket.starts if start < numel]
     ideal_edges = [numel * part / num_parts for part in range(1, num_parts)]
+    # The start of a parameter nearest to each ideal edge; a set, because two edges may come to the same start.
     edges = sorted({0, numel, *(min(starts, key=lambda start: abs(start - ideal)) for ideal in ideal_edges)})
     for begin, end in pairwise(edges):
+        # Scale groups never span two parameters, so each is wholly inside one range.
         inside = (groups.starts >= begin) & (groups.starts < end)
         yield slice(begin, end), ScaleGroups(groups.starts[inside] - begin, groups.stops[inside] - begin, end - begin)
 
 
 def _segments(bucket: Bucket, bucket_range: slice) -> Iterator[ShardSegment]:
+    """Yield the part of each parameter that a range of its bucket holds."""
     for slot_index, (begin, slot) in enumerate(zip(bucket.starts, bucket.slots, strict=True)):
         numel = slot.tensor.numel()
+        # The overlap of the parameter [begin, begin + numel) with the range, relative to the parameter.
         start = max(begin, bucket_range.start) - begin
         stop = min(begin + numel, bucket_range.stop) - begin
         if start < stop:
@@ -149,6 +155,7 @@ def _assign_servers(shards: list[ParameterShard], num_servers: int) -> list[Para
     """Assign each shard, the largest first, to the server that holds the fewest bytes so far."""
     loads = [0] * num_servers
     servers = {}
+    # A stable sort, and the first of equal servers: every rank assigns alike.
     for shard in sorted(shards, key=lambda shard: -shard.num_bytes):
         servers[shard.index] = loads.index(min(loads))
         loads[servers[shard.index]] += shard.num_bytes

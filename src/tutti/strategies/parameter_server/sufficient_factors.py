@@ -44,7 +44,9 @@ def pack(
         if pair is None:
             parts.append(values[segment.shard_range].to("cpu").view(torch.uint8))
         else:
+            # Output gradients [rows, num_outputs] and inputs [rows, num_inputs]. The gradient is outputs.T @ inputs.
             outputs, inputs = (factor.to("cpu", values.dtype) for factor in pair)
+            # Only the columns of outputs whose matrix rows the segment overlaps; inputs are needed whole.
             outputs = outputs[:, _output_range(segment, shape)]
             parts += [factor.reshape(-1).view(torch.uint8) for factor in (outputs, inputs)]
     num_bytes = sum(part.numel() for part in parts)
@@ -68,6 +70,7 @@ def unpack(payload: Tensor, shard: ParameterShard, shapes: Sequence[MatrixShape]
         num_outputs = output_range.stop - output_range.start
         outputs = reader.read(num_rows * num_outputs, dtype).view(num_rows, num_outputs)
         inputs = reader.read(num_rows * shape[1], dtype).view(num_rows, shape[1])
+        # [num_outputs, num_rows] x [num_rows, num_inputs], flattened row by row as the parameter is.
         product = torch.mm(outputs.t(), inputs).view(-1)
         # The product holds whole rows of the matrix; the segment may begin and end within a row.
         first = segment.start - output_range.start * shape[1]
@@ -98,12 +101,15 @@ class _PayloadReader:
         self._payload, self._position = payload, 0
 
     def read_row_counts(self, num_segments: int) -> list[int]:
+        """Return the number of rows of each segment. Raises `PacketError` if one is impossible."""
         row_counts = self.read(num_segments, torch.int64).tolist()
+        # Checked before `read` multiplies it: a row takes at least a byte, so a larger count cannot be right.
         if any(num_rows < _NOT_FACTORED or num_rows > self._payload.numel() for num_rows in row_counts):
             raise PacketError(f"factors of {row_counts} rows in {self._payload.numel()} bytes")
         return row_counts
 
     def read(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the next `numel` elements. Raises `PacketError` if the payload is too short."""
         num_bytes = numel * dtype.itemsize
         stop = self._position + num_bytes
         if stop > self._payload.numel():
@@ -114,5 +120,6 @@ class _PayloadReader:
         return part
 
     def expect_end(self) -> None:
+        """Raise `PacketError` if there are bytes left."""
         if self._position != self._payload.numel():
             raise PacketError(f"factors in {self._payload.numel()} bytes, wanted {self._position}")

@@ -108,9 +108,11 @@ class ParameterServerWorker(Exchange):
             raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
         self._weight = weight
         if self._strategy.overlap:
+            # Pushes begin within this backward pass: options that change later count from the next iteration on.
             self._options = self._options_reader.read()
 
     def bucket_ready(self, bucket: Bucket) -> None:
+        # An update that is clipped by itself carries the norm of the whole gradient, known after the last bucket only.
         if self._strategy.overlap and not self._strategy.clips_updates:
             self._push(bucket, 0.0)
         else:
@@ -121,6 +123,7 @@ class ParameterServerWorker(Exchange):
         if self._strategy.overlap:
             self._push_waiting()
         else:
+            # Without overlap the step pushes all buckets, from the gradients as they are then.
             self._unpushed.clear()
 
     def before_step(self) -> None:
@@ -135,10 +138,12 @@ class ParameterServerWorker(Exchange):
     def after_step(self) -> None:
         self.replica.show_gradients()
         self._num_backwards = 0
+        # Between the step and the next forward pass nothing reads the parameters, so they may change.
         self._load_arrived()
         if self._forward_waits is None:
             self._wait_for_all()
         else:
+            # No hook will wait for these before the next forward pass uses them.
             self._wait_for_slots(self._forward_waits.take_uncalled())
         bytes_sent, now = self.bytes_sent, self.transport.now()
         # Of no duration: time spent waiting is recorded as PULL, where the wait happens.
@@ -156,6 +161,7 @@ class ParameterServerWorker(Exchange):
             self._forward_waits.close()
 
     def _push_waiting(self) -> None:
+        """Push the buckets that were kept, with the norm of the whole gradient if each update is clipped by that."""
         norm = _gradient_norm(self._unpushed) if self._strategy.clips_updates and not self.replica.sizes_only else 0.0
         for bucket in self._unpushed:
             self._push(bucket, norm)
@@ -168,6 +174,7 @@ def gradient_flags(bucket: Bucket) -> list[bool]:
 
 
 def _gradient_norm(buckets: list[Bucket]) -> float:
+    """Return the norm of all gradients of the buckets, in float64; running statistics are left out."""
     slots = [slot for bucket in buckets if bucket.of_parameters for slot in bucket.slots]
     return sqrt(sum(float(slot.view.double().square().sum()) for slot in slots if slot.tensor.grad is not None))
 

@@ -10,7 +10,7 @@ from tutti.strategies.parameter_server.shards import ParameterShard
 
 @dataclass(frozen=True)
 class ServerGroupConfig:
-    """What all workers and servers of a group agree on; each rank derives it from the strategy and the model."""
+    """Settings of a group of workers and servers; each rank derives the same ones from the strategy and the model."""
 
     consistency: Consistency
     codec: Codec | None
@@ -34,4 +34,5 @@ class ServerGroupConfig:
         """Return the most bytes that a worker may push of a shard."""
         if self.codec is None or shard.groups is None:
             return shard.num_bytes
+        # Generous, because `packet_bytes` is an estimate for sparse codecs; a bound against malformed headers only.
         return 2 * self.codec.packet_bytes(shard.numel, shard.groups) + shard.num_bytes

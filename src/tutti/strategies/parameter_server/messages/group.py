@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ServerGroup:
-    """What a rank knows of its group before it serves or trains."""
+    """The channel, settings and shards of a group, the same on every rank."""
 
     transport: Transport
     """A channel of its own for pushes and pulls."""
@@ -33,6 +33,7 @@ class ServerGroup:
         server = Server(
             [shard for shard in self.shards if servers[shard.server] == rank], replica, self.transport, self.config
         )
+        # Servers without a shard take no part in norms or orders, so the others must not wait for them.
         ranks_with_shards = {servers[shard.server] for shard in self.shards}
         server.start(sorted(ranks_with_shards - {rank}))
         return server
@@ -48,6 +49,7 @@ def join_group(replica: Replica, transport: Transport, strategy: "ParameterServe
     replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if compress else 0)
     replica.arrange([slot.name for slot in replica.slots])
     dense = all(is_dense(slot.tensor) for slot in replica.slots)
+    # A segment is a range in memory order, which a tensor with gaps in its memory does not have.
     keep_whole = needs_whole_parameters(replica.optimizer) or not dense
     shards = cut_into_shards(replica.buckets, len(servers), keep_whole, compress)
     max_segments = max((len(shard.segments) for shard in shards), default=0)

@@ -23,6 +23,7 @@ def send_state(state: Any, peer: int, transport: Transport) -> Operation:
     description = torch.frombuffer(bytearray(json.dumps([packed, layouts]).encode()), dtype=torch.uint8)
     parts = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
     data = torch.cat([description, *parts])
+    # Sizes first, so that the receiver can allocate. One tag: they arrive in the order of sending.
     yield transport.isend(torch.tensor([description.numel(), data.numel()], device="cpu"), peer, STATE_TAG)
     yield transport.isend(data, peer, STATE_TAG)
 

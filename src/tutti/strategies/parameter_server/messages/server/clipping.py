@@ -46,7 +46,7 @@ class _JointStep:
 
 
 class GlobalClipping:
-    """Operation all shards of a server together with those of the other servers, scaled by the norm of the whole."""
+    """Steps a server's shards together with those of all other servers, scaled by the norm of the whole gradient."""
 
     def __init__(
         self,
@@ -98,12 +98,14 @@ class GlobalClipping:
         for shard, due, has_grad in step.parts:
             self._applier.step(shard, due, has_grad, factor)
         self._pending = None
+        # Skipped shards too: their ledgers have counted the version.
         for shard in self._shards:
             shard.version = shard.ledger.version
         return True
 
     def _begin(self) -> bool:
         """Combine the updates of the next step, if all are here, and send their norm; return whether they were."""
+        # A member that has pushed some shards only is waited for: it pushes the others, or it is lost.
         if any(shard.ledger.awaits_updates for shard in self._shards):
             return False
         clocks = [clock for shard in self._shards if (clock := shard.ledger.next_clock) is not None]
@@ -118,8 +120,10 @@ class GlobalClipping:
                 parts.append((shard, due, has_grad))
                 square_norm += 0.0 if shard.optimizer is None else shard.optimizer.square_norm(has_grad)
             else:
+                # All servers count every joint step on every shard, so that versions stay equal.
                 shard.ledger.skip(clock)
         for server in self._other_servers:
+            # The clock as float64, exact up to 2**53: one message of one dtype.
             message = torch.tensor([float(clock), square_norm], dtype=torch.float64, device="cpu")
             self._spawn(self._send(message, server))
         self._pending = _JointStep(clock, parts, square_norm)
@@ -129,8 +133,10 @@ class GlobalClipping:
         yield self._transport.isend(message, server, NORM_TAG)
 
     def _receive_norms(self, server: int, membership: WorkerMembership, on_norm: Callable[[], None]) -> Operation:
+        """Receive squared norms from another server, as long as there are workers."""
         while membership.alive:
             message = torch.empty(2, dtype=torch.float64, device="cpu")
             yield self._transport.irecv(message, server, NORM_TAG)
+            # Kept by clock: another server may be a step ahead of this one.
             self._square_norms[server, int(message[0])] = float(message[1])
             on_norm()

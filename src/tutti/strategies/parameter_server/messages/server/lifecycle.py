@@ -42,6 +42,7 @@ class WorkerLifecycle:
         """Let a worker wait for all others; versions no longer wait for it."""
         self._membership.at_barrier.add(worker)
         self.leave(worker)
+        # It came after the stop: `stop` again, to answer this worker too.
         if self._membership.stopped_by is not None:
             self.stop(self._membership.stopped_by)
 
@@ -66,6 +67,7 @@ class WorkerLifecycle:
         self._membership.stopped_by = worker
         for other in self._membership.alive:
             for shard in self._versions.shards.values():
+                # Only workers that wait read a reply. The others get theirs when they next pull or enter a barrier.
                 if other in self._membership.at_barrier or other in shard.waiting_pulls:
                     self._replies.reply(other, shard, ReplyStatus.STOPPED)
             self._membership.at_barrier.discard(other)
@@ -92,7 +94,8 @@ class WorkerLifecycle:
             self.remove(worker)
 
     def reject(self, worker: int, reason: str) -> None:
-        """Go on without a worker that sent a malformed request, and tell it so."""
+        """Reply `REJECTED` to a worker that sent a malformed request, and go on without it."""
+        # Replies first: once the worker is removed, its sending loop ends as soon as the outbox is empty.
         for shard in self._versions.shards.values():
             self._replies.reply(worker, shard, ReplyStatus.REJECTED)
         reason = f"it was dropped, having sent {reason}; the parameters stay as they were"
@@ -107,6 +110,7 @@ class WorkerLifecycle:
             self.join(workers)
 
     def _log_departure(self, worker: int, reason: str, on_every_server: bool = False) -> None:
+        """Warn that a worker is gone, on one server only unless `on_every_server`."""
         # All servers see a lost worker go. One of them logs it: the first that is not on the worker's own rank.
         if not on_every_server and self._rank != min({self._rank, *self.other_servers} - {worker}):
             return

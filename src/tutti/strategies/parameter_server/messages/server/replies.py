@@ -80,20 +80,25 @@ class ReplySender:
                 outbox.wake = None
                 continue
             index = max(outbox.replies)
+            # Removed before the send: a reply that is asked for meanwhile is another one, with newer values.
             shard, status = outbox.replies.pop(index)
             header_tag, payload_tag = reply_tags(index)
             header = self._header(worker, shard, status)
             if status == ReplyStatus.VALUES:
-                # Operation may change the values while they are sent, so a snapshot is.
+                # The optimiser may change the values while they are sent, so a copy is sent.
                 snapshot = shard.acquire_snapshot()
                 sends = [transport.isend(header.pack(), worker, header_tag)]
                 sends.append(transport.isend(snapshot.buffer, worker, payload_tag))
+                # If this fails, the snapshot is not released and its buffer never reused: the transport may still read
+                # it.
                 yield from sends
                 shard.release_snapshot(snapshot)
             else:
                 yield transport.isend(header.pack(), worker, header_tag)
 
     def _header(self, worker: int, shard: ServerShard, status: ReplyStatus) -> ReplyHeader:
+        """Return the header of a reply, with the shard's version and the worker's staleness as they are now."""
+        # In a STOPPED reply the field `version` carries the rank whose loss was not finite.
         stopped = status == ReplyStatus.STOPPED
         version = (self._membership.stopped_by or 0) if stopped else shard.version
         num_bytes = shard.spec.num_bytes if status == ReplyStatus.VALUES else 0

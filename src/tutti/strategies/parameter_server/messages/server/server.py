@@ -65,6 +65,7 @@ class Server:
             bucket = replica.buckets[shard.bucket_index]
             optimizer = None
             if not replica.sizes_only:
+                # A copy of this part alone: `image` is a new tensor of the whole bucket, which can then be freed.
                 values = bucket.image()[shard.bucket_range].clone()
                 optimizer = ShardOptimizer(shard, bucket, replica.optimizer, values)
             ledger = Ledger(consistency, self._membership.members, None if ordering is None else ordering.order)
@@ -131,6 +132,7 @@ class Server:
                 case RequestKind.JOIN:
                     self._lifecycle.join([worker])
                 case RequestKind.SAVE_STATE:
+                    # In the background, so that other requests are handled meanwhile. The state is copied now.
                     self._spawn(send_state(self.copy_state(), worker, self._transport))
                 case RequestKind.LOAD_STATE:
                     self._spawn(self._receive_state(worker))
@@ -153,6 +155,7 @@ class Server:
     def _push(
         self, worker: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor | None
     ) -> None:
+        """Record a pushed update and take the steps that are due by it. Raises `PacketError` if it is malformed."""
         shard = self._shards.get(header.shard)
         if shard is None or payload is None:
             raise PacketError(f"an update of {header.num_bytes} bytes for shard {header.shard}, which is not held here")
@@ -171,37 +174,41 @@ class Server:
         transport, request_format = self._transport, self._config.request_format
         try:
             while worker in self._membership.alive:
+                # New memory every time: the update keeps a view of its options in it.
                 message = request_format.empty()
                 yield transport.irecv(message, worker, REQUEST_TAG)
                 header, options, has_grad = request_format.parse(message)
                 payload = None
                 if header.num_bytes:
+                    # Its size is checked first: a malformed header must not make the server allocate without bound.
                     payload = self._decoder.allocate(header, self._shards.get(header.shard))
                     yield transport.irecv(payload, worker, PAYLOAD_TAG)
                 self.handle_request(worker, header, options, has_grad, payload)
                 del payload  # The buffer may be free from here on; while the next request is awaited, nobody needs it.
         except RankLost as loss:
+            # Not raised: the loss of a worker ends this generator, and the server goes on with the others.
             self._lifecycle.lose(worker, loss.gone.get(worker, "it answers no more"))
         except _MALFORMED as error:
             self._lifecycle.reject(worker, str(error))
 
     def _receive_state(self, worker: int) -> Operation:
-        """Receive parameters and state from a worker, start again from them, and tell the worker that it is done."""
+        """Receive parameters and state from a worker, start again from them, and reply when that is done."""
         state = yield from receive_state(worker, self._transport)
         self.load_state(state)
+        # Any reply will do: `RequestSender.load_state` waits for it under the tag of the server's first shard.
         self._replies.reply(worker, next(iter(self._shards.values())), ReplyStatus.KEEP_ALIVE)
 
     def _settle_shards(self) -> None:
         self._versions.settle(list(self._shards.values()))
 
-    def _spawn(self, steps: Operation) -> None:
-        """Run a generator in the server's thread, beside the others."""
-        self._transport.spawn(self._guarded(steps))
+    def _spawn(self, operation: Operation) -> None:
+        """Run a generator in the server's thread, concurrently with the others."""
+        self._transport.spawn(self._guarded(operation))
 
-    def _guarded(self, steps: Operation) -> Operation:
+    def _guarded(self, operation: Operation) -> Operation:
         """Run a generator; if it fails, the server does. Nobody waits for it, so its error would be lost otherwise."""
         try:
-            yield from steps
+            yield from operation
         except RankLost:
             # A lost worker is handled by its `_receive_requests`. After the loss of a server, every worker fails.
             return

@@ -51,8 +51,10 @@ class ServerShard:
         if old is None or old.version != self.version:
             buffer = self.buffers.take()
             if self.optimizer is not None:
+                # One copy per version, whatever the number of workers that pull it.
                 buffer.copy_(self.optimizer.values.view(torch.uint8))
             self._snapshot = ShardSnapshot(self.version, buffer)
+            # While the old one is still being sent, its last reader gives the buffer back (`release_snapshot`).
             if old is not None and not old.num_readers:
                 self.buffers.give_back(old.buffer)
         assert self._snapshot is not None

@@ -35,6 +35,7 @@ class UpdateDecoder:
             or not 0 < header.num_bytes <= self._config.max_push_bytes(shard.spec)
         ):
             raise PacketError(f"{header.num_bytes} bytes for shard {header.shard}, which no push of it can have")
+        # An exact gradient: its buffer becomes the update, and goes back to the pool after the step.
         if header.num_bytes == shard.spec.num_bytes:
             return shard.buffers.take()
         return new_message(header.num_bytes, shard.value_bytes())
@@ -47,6 +48,7 @@ class UpdateDecoder:
         if shard.optimizer is None:
             return None
         spec, dtype, codec = shard.spec, shard.optimizer.values.dtype, self._config.codec
+        # Factors are pushed only where they are smaller than the gradient, so the size tells which it is.
         if self._config.factors and payload.numel() < spec.num_bytes:
             gradient = shard.buffers.take().view(dtype)
             unpack(payload, spec, self._matrix_shapes[spec.index], gradient)
@@ -57,6 +59,7 @@ class UpdateDecoder:
             return payload.view(dtype)
         gradient = shard.buffers.take().view(dtype)
         is_float = gradient.dtype == torch.float32
+        # Codecs decode to float32.
         decoded = gradient if is_float else torch.empty(spec.numel, dtype=torch.float32, device="cpu")
         codec.decode(payload, decoded, groups=spec.groups)
         return gradient if is_float else gradient.copy_(decoded)
@@ -74,11 +77,13 @@ class UpdateApplier:
         """Make the mean of updates that the ledger has just taken; return one flag per segment: has a gradient."""
         now = self._transport.now()
         for update in due:
+            # Reported to the worker with its next reply.
             shard.staleness[update.worker] = update.staleness
             about = (shard.spec.index, shard.ledger.version, update.worker, update.clock)
             self._events.record(Event(APPLY, now, now, 0, about))
         if shard.optimizer is None:
             return np.empty(0)
+        # A mean that is clipped as a whole is scaled in `step`, when the norm over all servers is known.
         clip = None if self._config.clips_means else self._config.clip
         return shard.optimizer.combine(due, update_scales(due, shard.spec, self._config.consistency, clip))
 
@@ -86,6 +91,7 @@ class UpdateApplier:
         """Step by the mean that `combine` made of these updates, scaled by `factor`, and free their memory."""
         if shard.optimizer is None:
             return
+        # Updates are sorted by rank: the options of the lowest rank count for all.
         shard.optimizer.step(has_grad, due[0].options, factor)
         for update in due:
             if update.values.dtype == shard.optimizer.values.dtype:

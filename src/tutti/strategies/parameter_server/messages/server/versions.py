@@ -46,6 +46,7 @@ class VersionMaker:
     def pushed(self, shard: ServerShard, worker: int, wanted_version: int) -> None:
         """Go on after an update of a shard: take steps that are due, and answer pulls, the worker's own included."""
         first_shard = min(self.shards)
+        # The first shard stands for the whole update: a worker pushes every shard once per iteration.
         if self.ordering is not None and shard.spec.index == first_shard and self.ordering.record_push(worker):
             self.settle(list(self.shards.values()))
         # After the order was settled, before this shard is: the update itself may make the wanted version.
@@ -56,6 +57,7 @@ class VersionMaker:
 
     def settle_all(self) -> None:
         """Go on after a change of members or of the order: all shards may have a version due."""
+        # A worker that left may have been the one that the next version waited for.
         if self.ordering is not None:
             self.ordering.decide()
             positions = [shard.ledger.order_position for shard in self.shards.values()]
@@ -71,6 +73,7 @@ class VersionMaker:
             puller: the worker that may just have asked for one of them.
         """
         if self.clipping is not None:
+            # A joint step concerns all shards, not only the changed ones.
             while self.clipping.try_step():
                 for shard in self.shards.values():
                     self.answer_pulls(shard)
@@ -81,6 +84,7 @@ class VersionMaker:
             for shard in changed:
                 while due := shard.ledger.take_due():
                     self._applier.step(shard, due, self._applier.combine(shard, due))
+                # After the step: replies carry this version together with the values.
                 shard.version = shard.ledger.version
         for shard in changed:
             self.answer_pulls(shard, puller)
@@ -93,7 +97,7 @@ class VersionMaker:
         """
         is_new = self._config.consistency.bound is None or shard.answered_version != shard.ledger.version
         shard.answered_version = shard.ledger.version
-        candidates = [(who, wanted) for who, wanted in shard.waiting_pulls.items() if is_new or who == puller]
+        candidates = [(worker, wanted) for worker, wanted in shard.waiting_pulls.items() if is_new or worker == puller]
         for worker, wanted in candidates:  # A copy, because answered pulls are removed.
             if self._membership.stopped_by is not None:
                 self._replies.reply(worker, shard, ReplyStatus.STOPPED)

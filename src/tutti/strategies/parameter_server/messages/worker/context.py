@@ -1,4 +1,4 @@
-"""What the parts of a message worker share."""
+"""State of one message worker that its parts share."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
 How it works
 ------------
-A pull has three stages. (1) A push asks for a version, and its generator goes on to `receive`, which runs beside the
-training thread and fills `WorkerShard.received` and `reply`. (2) The training thread calls `wait` for a shard
+A pull has three stages. (1) A push asks for a version, and its generator goes on to `receive`, which runs concurrently
+with the training thread and fills `WorkerShard.received` and `reply`. (2) The training thread calls `wait` for a shard
 that it is about to use. `wait` returns at once while the model is fresh enough for the consistency; else it blocks
 until the generator is done. (3) `wait` copies the values into the model. Parameters therefore change only in the
 training thread, never while a forward or backward pass reads them.
@@ -37,6 +37,7 @@ class ShardPuller:
     def receive(self, shard: WorkerShard) -> Operation:
         """Receive the reply about a shard, and its values if they follow."""
         if shard.server == self._transport.rank:
+            # The server may have replied while the push was handed over: then there is nothing to wait for.
             while shard.reply is None or shard.reply.status == ReplyStatus.KEEP_ALIVE:
                 shard.reply, shard.local_reply = None, self._transport.signal()
                 yield shard.local_reply
@@ -54,9 +55,10 @@ class ShardPuller:
         shard.reply = reply
 
     def deliver_locally(self, shard_index: int, reply: ReplyHeader, values: Tensor | None) -> None:
-        """Take a reply of the server on this rank. ScaleGroups in the thread of the transport, as `receive` does."""
+        """Take a reply of the server on this rank. Runs in the thread of the transport, as `receive` does."""
         shard = self._shards[shard_index]
         if values is not None and shard.received is not None:
+            # At once: the server's next step changes these values.
             shard.receive_buffer().copy_(values)
         shard.reply = reply
         if shard.local_reply is not None:
@@ -67,12 +69,14 @@ class ShardPuller:
         if shard.pending_pull is None:
             return
         bound, start_s = self._context.config.consistency.bound, self._transport.now()
+        # Fresh enough for the iteration of this clock: the pull may go on in the background.
         if bound is not None and not force and shard.version >= shard.clock - bound:
             return
         self._requests.wait(shard.pending_pull)
         shard.pending_pull = None
         self._context.events.record(Event(PULL, start_s, self._transport.now()))
         self.load(shard)
+        # Under a clocked consistency the pusher knows the staleness itself, and has counted it.
         if bound is None and shard.spec.index == 0:
             assert shard.reply is not None
             self._context.staleness[shard.reply.staleness] += 1
@@ -82,6 +86,7 @@ class ShardPuller:
         reply, rank = shard.reply, self._transport.rank
         assert reply is not None
         if reply.status == ReplyStatus.STOPPED:
+            # Before the error: servers must know that this worker will not come back.
             self._requests.disconnect_after_stop()
             raise NonFiniteLoss(rank, [reply.version], self._context.replica.steps)
         if reply.status == ReplyStatus.REJECTED:

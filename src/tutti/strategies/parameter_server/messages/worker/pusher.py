@@ -46,6 +46,7 @@ class ShardPusher:
         for shard in shards:
             spec = shard.spec
             payload = self._payload(shard, bucket)
+            # Computed before `clock` is advanced, as `_wanted_version` expects.
             wanted = self._wanted_version(shard)
             now = self._transport.now()
             self._context.events.record(Event(READ, now, now, 0, (spec.index, shard.clock, shard.version)))
@@ -82,6 +83,7 @@ class ShardPusher:
         if bound is None:
             return 0
         needed = shard.clock + 1 - bound
+        # Eager: any version newer than the model's, in every iteration.
         if shard.pending_pull is None and consistency.eager and bound:
             return max(needed, shard.version + 1)
         if shard.pending_pull is not None or shard.version > needed or (bound == 0 and shard.version == needed):
@@ -110,6 +112,7 @@ class ShardPusher:
         pairs: list[Pair | None] = []
         for segment in shard.segments:
             layer = layers.get(bucket.slots[segment.slot_index])
+            # The product is laid out row by row, as only a contiguous weight is.
             layer_pairs = layer.pairs if layer is not None and layer.slot.tensor.is_contiguous() else []
             pairs.append(concatenate(layer_pairs) if layer_pairs else None)
         if not any(pair is not None for pair in pairs):

@@ -82,6 +82,7 @@ class RequestSender:
         else:
             yield from self.send(server, RequestKind.LOAD_STATE)
             yield from send_state(state, server, self._transport)
+            # The server replies when it has loaded; the content of the reply does not matter.
             yield self._transport.irecv(ReplyHeader.empty(), server, reply_tags(first_shard)[0])
 
     def wait(self, work: Work) -> None:
@@ -114,7 +115,11 @@ class RequestSender:
             self._transport.spawn(_wait_for(self.local_server.over), deadline=False).wait()
 
     def disconnect_after_stop(self) -> None:
-        """Disconnect as far as possible within the deadline: the server of this rank must tell the others to stop."""
+        """Disconnect as far as possible within the deadline.
+
+        The server of this rank must have time to reply `STOPPED` to its other workers.
+        """
+        # Suppressed, because the caller raises `NonFiniteLoss` next, which says more than a peer that has already gone.
         with suppress(RankLost, DeadlineExceeded):
             self.send_to_all(RequestKind.DISCONNECT)
             if self.local_server is not None:

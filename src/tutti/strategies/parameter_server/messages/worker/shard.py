@@ -64,6 +64,7 @@ class WorkerShard:
         """Copy received values into the model's parameters."""
         if self.targets:
             with torch.no_grad():
+                # One fused call for all segments.
                 torch._foreach_copy_(self.targets, self.sources)
 
 
