@@ -51,7 +51,7 @@ class ProfilingWindow:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The input of `profile_from_summary`, with the median step in seconds, "wall_s"; None if no hook was called."""
+        """The input of `profile_from_summary`, and "wall_s", the median step in seconds; None if no hook was called."""
         if not all(step.complete for step in self._steps):
             return None
         return {
