@@ -54,7 +54,7 @@ class Workload:
             for name, size in sizes.items()
         }
         # A layer's operations are divided between its parameters by size. Layers without a count (normalisation) get a
-        # small share by size, so that no gradient is there before backward has begun.
+        # small share by size, since their gradients take some time too.
         raw = {name: by_layer[name] * size / layer_sizes[name] or 1e-3 * size for name, size in sizes.items()}
         total = sum(raw.values()) or 1.0
         counted = counts.get("Global", 0.0) / rows
