@@ -21,9 +21,10 @@ from tutti.launch.supervisor_pipe import SupervisorPipe
 DEFAULT_CODECS = (*CODECS, "quantize:4", "topk:0.001", print_codec(ErrorFeedback(Chain(TopK(), Quantize(8)))))
 
 _WARM_UP_STEPS = 4
+"""Untimed steps of each candidate. PowerSGD compresses from its third step on (`start_powerSGD_iter`)."""
 
 EXACT = ("ddp", "native")
-"""What is exact and always timed, beside the exact strategy that was asked for."""
+"""Exact candidates that are always timed, beside the exact strategy that was asked for."""
 
 GAIN = 1.1
 """Speed of a codec, relative to the fastest exact candidate, from which on it is recommended."""
@@ -56,6 +57,7 @@ class CompressionReport:
 
         Among the codecs that are about as fast as the fastest, it is the one that sends most, and so loses least.
         """
+        # Against the best of all exact candidates: a codec that only beats a slow one is not worth its loss.
         exact = min((name for name in self.seconds if name in (*EXACT, self.exact)), key=self.seconds.__getitem__)
         fastest = min(self.codecs, key=self.seconds.__getitem__)
         gain = self.seconds[exact] / self.seconds[fastest]
@@ -94,6 +96,7 @@ def measure(model: str, exact: str, codecs: list[str], ddp_hooks: bool, rounds: 
             world.transport,
             lambda text: supervisor.progress(doing=f"{text} of {len(candidates)} candidates"),
         )
+    # Averages over all steps, those of the warm-up included.
     sent = {text: job.metrics.bytes_sent / job.metrics.steps for text, job in jobs.items()}
     for job in jobs.values():
         job.finish()
@@ -115,5 +118,6 @@ def _hooked(benchmark: BenchmarkModel, state: Any, hook: Callable[..., Any], **o
 
 def _power_sgd(benchmark: BenchmarkModel) -> Callable[[], None]:
     """DDP's PowerSGD hook of rank 1, in one bucket: with several buckets it hangs on Gloo."""
+    # Two is the least that torch allows with error feedback and warm start, both of which are on by default.
     state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     return _hooked(benchmark, state, powerSGD_hook, bucket_cap_mb=10_000)

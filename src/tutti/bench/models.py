@@ -18,6 +18,7 @@ MLPS = {"mlp-0.1M": (784, 128, 10), "mlp-1.9M": (784, 1024, 1024, 10), "mlp-20M"
 MODEL_NAMES = (*MLPS, *RECIPES)
 
 _MLP_BATCH_SIZE = 64
+"""Samples of each rank, whatever their number: steps of a perceptron stay comparable."""
 
 
 class BenchmarkModel(NamedTuple):
@@ -53,5 +54,6 @@ def make_benchmark_model(name: str, workers: int, batch_size: int | None = None)
         size = batch_size or _MLP_BATCH_SIZE
         batch = torch.randn(size, 784), torch.randint(0, 10, (size,))
         return BenchmarkModel(mlp(*MLPS[name]), batch, F.cross_entropy)
+    # Strong scaling: ranks divide the recipe's batch, so that each computes less when there are more.
     made = recipe(name)
     return BenchmarkModel(made.model(), made.example(batch_size or max(1, made.batch_size // workers)), made.loss)

@@ -12,6 +12,7 @@ NEAR_BEST = 1.1
 """A choice is right if its measured time is at most this many times that of the fastest."""
 
 Allowed = Literal["exact", "lossy too"]
+"""The strategies that the planner could choose from: exact ones, or all."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def _choice(rows: Sequence[PredictionCheck], allowed: Allowed) -> PlannerChoice:
     exact_predictions, lossy_predictions = (
         [row.prediction for row in rows if row.prediction.exact is wanted] for wanted in (True, False)
     )
+    # The planner sees predictions only. Measurements then judge its choice.
     first = choose(exact_predictions, lossy_predictions)
     chosen = next(row for row in rows if row.prediction is first)
     fastest = min(rows, key=lambda row: row.measured_s)

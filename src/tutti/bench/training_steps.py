@@ -24,6 +24,7 @@ def torch_group(world: World) -> Iterator[None]:
     # One rank alone has no membership, and needs no store that others can reach.
     membership = getattr(transport, "membership", None)
     store = dist.PrefixStore("ddp", membership.store) if membership is not None else dist.HashStore()
+    # A prefix keeps torch's keys apart from those of Tutti's rendezvous in the same store.
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     try:
         yield
@@ -60,6 +61,7 @@ def solo_step(benchmark: BenchmarkModel) -> Callable[[], None]:
 
 def ddp_step(benchmark: BenchmarkModel) -> Callable[[], None]:
     """A step on a copy of the model under DDP, on torch's default process group."""
+    # Gradients are views of buckets, as Tutti's are: otherwise DDP would copy each one into its bucket and back.
     model = DistributedDataParallel(copy.deepcopy(benchmark.model), gradient_as_bucket_view=True)
     return make_step(model, benchmark)[0]
 
