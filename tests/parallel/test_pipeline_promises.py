@@ -205,7 +205,7 @@ def test_errors_name_the_rank(kind: str) -> None:
     refused, lost = (second, first) if kind == "several numbers" else (first, second)
     assert isinstance(refused, ConfigError)
     assert isinstance(lost, RankLost)
-    wanted = "rank 1: the loss must be one number" if kind == "several numbers" else "rank 0: stage 0 output tensors of"
+    wanted = "rank 1: the loss must be one number" if kind == "several numbers" else "rank 0: stage 0 made tensors of"
     assert wanted in str(refused)
 
 

@@ -17,7 +17,7 @@ on every rank, so `_ShareInputGradients` divides by n again.
 
 Every rank starts all of its sends before it waits for a message, so no two ranks wait for each other. Both passes are
 collective in the group. If a rank is lost, the transport ends the waits for it with `RankLost`. A branch with an output
-of the wrong kind sends a header that says so, and all ranks raise the same error.
+of the wrong kind sends a header with an invalid dtype, and all ranks raise the same error.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class Branches(nn.Module):
 
     The first branch is computed by the first rank, and so on, in turn if there are more branches than ranks. If there
     are more ranks than branches, each group of as many ranks as branches is a replica with its own data: `group` and
-    `num_groups` say which, for `tutti.data.shard`. The ranks of a group must be given the same inputs.
+    `num_groups` identify it, for `tutti.data.shard`. The ranks of a group must be given the same inputs.
 
     Args:
         branches: modules that map one tensor to one floating-point tensor.
@@ -125,7 +125,7 @@ class Branches(nn.Module):
         self._transport.irecv(buffer, number % self.size, number).wait()
 
     def not_distributed_error(self) -> ConfigError:
-        """Return the error of a backward pass whose gradients nobody would average."""
+        """Return the error of a backward pass whose gradients would not be averaged."""
         return ConfigError(
             f"rank {self._transport.world_rank}: gradients of Branches are right only after they are averaged over "
             "ranks: tutti.distribute the model that contains them before you train it."

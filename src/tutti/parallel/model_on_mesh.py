@@ -57,7 +57,7 @@ _WHOLE_TENSOR_OPTIMIZERS: dict[str, tuple[Axis, ...]] = {
 """Optimisers, torch's and others', that are not element-wise, and the axes along which they would be wrong."""
 
 _SPLIT = "tensor={tensor} x pipe={pipe}"
-"""How a saved state names the split of its model."""
+"""The name of a split in a saved state."""
 
 
 class ModelOnMesh:

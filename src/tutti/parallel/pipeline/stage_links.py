@@ -12,7 +12,7 @@ half-way, since a computing rank does not serve its sockets. A background thread
 
 `SharedMemoryLinks` works between ranks of one host. Each message has a slot in the memory of its receiver, written by
 its sender alone. The sender copies its tensors there and publishes the number of the step; the receiver waits for that
-number and computes on the slot without a copy. Every slot exists twice, for even and odd steps. Nothing says that a
+number and computes on the slot without a copy. Every slot exists twice, for even and odd steps. No counter shows that a
 slot has been read, so a sender may write the slot of step n + 2 only when the receiver has ended step n.
 
 `end_step` gives that guarantee. The last rank has a loss when it has run all forward passes of step n, which needs

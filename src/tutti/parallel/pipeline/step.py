@@ -52,7 +52,7 @@ class PipelineStep:
         loss: Loss,
         check_batch: BatchCheck,
     ) -> None:
-        """Run the `stages` of this rank, given by their numbers, as `plan` says."""
+        """Run the `stages` of this rank, given by their numbers, in the order of `plan`."""
         self.plan = plan
         """The stages, and the actions of each rank."""
         self._runners = {index: StageRunner(stage, index == 0) for index, stage in stages.items()}

@@ -56,7 +56,7 @@ class Lasso(BlockProblem):
         self._neighbours: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         """Correlated features of those that have changed, found once for each."""
         self._slack = np.zeros(self.num_blocks)
-        """How much the gradient of a coefficient that is 0 may change before the coefficient does."""
+        """The change of its gradient after which a coefficient that is 0 becomes another value."""
         self._num_searches = 0
 
     def push(self, blocks: Tensor, mine: Tensor) -> Tensor:

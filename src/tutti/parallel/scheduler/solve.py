@@ -38,7 +38,7 @@ _SPEED_WEIGHT = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """How the blocks of a round are chosen.
+    """Settings of the choice of blocks in each round.
 
     Args:
         selection: which blocks come first: `Dynamic()`, `RoundRobin()` or `Random()`.
