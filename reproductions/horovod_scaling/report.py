@@ -189,8 +189,8 @@ def _compute_section() -> Section:
         "Compute times",
         [
             prose("""Forward, backward and SGD with momentum of the same models were measured on one NVIDIA H200 with
-            random images (torch 2.11; `python -m tutti.bench.images`). Milliseconds, median of 30 by the GPU's clock.
-            Precision is float32 without TF32, which a K80 lacks."""),
+            random images (torch 2.11; `python -m tutti.bench.gpu_step_times`). Milliseconds, median of 30 by the GPU's
+            clock. Precision is float32 without TF32, which a K80 lacks."""),
             prose(f"""A K80 card has two GPUs, and a worker is one of them. It is taken to be **{factor:.1f} times as
             slow as the H200** in every part. This is the geometric mean of the ratios that published speeds of one K80
             GPU give (TensorFlow team 2017, "Benchmarks", synthetic data): {anchors}."""),

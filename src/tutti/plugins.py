@@ -71,7 +71,7 @@ class Registry(Mapping[str, T]):
         return self[name]
 
     def unknown(self, name: str, kind: str | None = None, known: Mapping[str, Any] | None = None) -> UnknownName:
-        """Return the error for a name that nothing has, `known` beside this registry's names if it is given."""
+        """Return the error for an unknown name; it lists this registry's names, and those of `known`."""
         return UnknownName(kind or self.kind, name, [*self, *(known or ())], self.load_failures().values())
 
     def package_of(self, name: str) -> str | None:
@@ -112,6 +112,7 @@ class Registry(Mapping[str, T]):
         return self._offered
 
     def _load_plugin(self, name: str) -> T:
+        """Import the entry that a package offers. Raises `PluginError` if there are several, or it is wrong."""
         points = self._plugins()[name]
         # One package can be found twice, installed and on the path: that is no conflict.
         if len({(_package(point), point.value) for point in points}) > 1:

@@ -182,7 +182,7 @@ def test_asking_for_what_never_comes_is_found_out(peer: Callable[[Transport], An
         while not work.done():
             pass
 
-    with pytest.raises(WorkerFailed, match=r"Deadlock: rank [02] asks again and again for a message from rank"):
+    with pytest.raises(WorkerFailed, match=r"Deadlock: rank [02] polls a message from rank"):
         by_rank(ask, peer, silent)
 
 
@@ -225,7 +225,7 @@ def test_a_deadlock_says_what_steps_and_sums_wait_for() -> None:
         link.irecv(torch.zeros(1), ANY, 3).wait()
 
     with pytest.raises(
-        Deadlock, match=r"rank 0 .*steps under way, which wait for a message from rank 1 \(tag 7"
+        Deadlock, match=r"rank 0 .*an operation in progress, which waits for a message from rank 1 \(tag 7"
     ) as failure:
         by_rank(steps, anyone, lambda link: link.elapse(1.0) or anyone(link))
     assert "from any rank (tag 3" in str(failure.value)
@@ -653,7 +653,7 @@ def ring_of_hosts(size: int) -> Cluster:
 def test_hosts_that_are_not_joined_cannot_talk() -> None:
     with pytest.raises(NoLink, match=r"has no link between them\. Not joined: h0 and h2, h1 and h3") as failure:
         by_rank(send(2), idle, receive(0), idle, cluster=ring_of_hosts(4))
-    assert "on h0 talks to rank" in str(failure.value) or "on h2 talks to rank" in str(failure.value)
+    assert "on h0 sends to rank" in str(failure.value) or "on h2 sends to rank" in str(failure.value)
 
 
 def test_a_ring_of_hosts_that_are_joined_in_a_ring() -> None:

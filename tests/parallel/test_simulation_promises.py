@@ -179,7 +179,7 @@ def test_steps_neither_wait_nor_compute() -> None:
         yield from ()
 
     for steps in (waiting, computing):
-        with pytest.raises(WorkerFailed, match="steps yield the work they wait for"):
+        with pytest.raises(WorkerFailed, match="operations yield the work they wait for"):
             by_rank(lambda link, steps=steps: link.start(steps(link)).wait(), lambda link: None)
 
 
@@ -231,7 +231,7 @@ def test_who_failed_is_named_before_those_who_then_wait_for_each_other() -> None
 
 def test_a_death_that_the_cluster_asked_for_is_named_as_such() -> None:
     with pytest.raises(
-        WorkerFailed, match=r"rank 1 died at 1s, as the cluster says, and rank 0 failed: RankLost"
+        WorkerFailed, match=r"rank 1 died at 1s, as the cluster's failures say, and rank 0 failed: RankLost"
     ) as told:
         by_rank(
             lambda link: link.irecv(torch.zeros(1), 1).wait(),

@@ -257,7 +257,7 @@ def test_prints_what_it_is() -> None:
     assert str(Cluster(hosts=1, ranks_per_host=2)).startswith("cluster: 1 host of 2 ranks\n")
     alone = Cluster(hosts=(Host(name="a", ranks=1, link=Link("1gbit")),))
     assert str(alone).startswith("cluster: 1 host\n  a: 1 rank\n"), "no link where there is nobody to talk to"
-    assert str(Cluster(link=None)).startswith("cluster: as many hosts as it takes, joined only as said below")
+    assert str(Cluster(link=None)).startswith("cluster: as many hosts as it takes, joined only by the links below")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -6,7 +6,7 @@ import pytest
 
 from profiles import lab_perceptron
 from tutti.bench.plan import HOSTS, STRATEGIES
-from tutti.bench.planner_inputs import NUM_PARTS, PlannerInputs, num_buckets, profile_with_overhead, reference_jobs
+from tutti.bench.planner_inputs import NUM_BUCKETS, PlannerInputs, num_buckets, profile_with_overhead, reference_jobs
 from tutti.cluster import Cluster, Link
 from tutti.plan import Overhead, Profile, price
 from tutti.plan.candidates import candidates
@@ -68,7 +68,7 @@ def test_reference_jobs_are_all_reduce_in_one_bucket_and_in_several(model: str) 
     one, several = (parse(job) for job in reference_jobs(model, HOSTS))
     assert isinstance(one, AllReduce)
     assert isinstance(several, AllReduce)
-    assert several.bucket_bytes * NUM_PARTS < one.bucket_bytes
+    assert several.bucket_bytes * NUM_BUCKETS < one.bucket_bytes
     assert one.codec == several.codec is not None
 
 

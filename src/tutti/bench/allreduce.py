@@ -17,7 +17,9 @@ SIZES = [2**exponent for exponent in range(10, 27, 2)]
 """Message sizes in bytes, from 1 KiB to 64 MiB."""
 
 ROUND_BYTES = 64 * 2**20
+"""Bytes that one candidate sums in a round: so many calls that a single one does not decide."""
 MAX_PER_ROUND = 300
+"""Largest number of calls in a round; small messages would have tens of thousands."""
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
@@ -55,6 +57,8 @@ def _candidates(numel: int, world: World) -> dict[str, Callable[[], Any]]:
         raise ConfigError("bench allreduce needs ranks that share memory: all on one Linux host.")
     gloo = transport.inner
     assert isinstance(gloo, AllReduces)
+    # Zeros: summed again and again in place, other values would overflow. "tutti" sums in memory that ranks share,
+    # "tutti-copied" an ordinary tensor, which is copied there and back. The latter is what gloo and MPI get, too.
     shared, private = transport.empty(numel, torch.float32).zero_(), torch.zeros(numel)
     candidates: dict[str, Callable[[], Any]] = {
         "tutti": lambda: transport.all_reduce(shared).wait(),
@@ -65,5 +69,6 @@ def _candidates(numel: int, world: World) -> dict[str, Callable[[], Any]]:
         from mpi4py import MPI
 
         array = private.numpy()
+        # In the same processes and on the same memory: only the all-reduce differs.
         candidates["mpi"] = lambda: mpi_world.Allreduce(MPI.IN_PLACE, array)
     return candidates

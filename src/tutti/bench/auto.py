@@ -1,4 +1,4 @@
-"""`tutti bench auto`: steps under the strategy that `Auto` auto_model beside DDP, and the cost of choosing."""
+"""`tutti bench auto`: steps under the strategy that `Auto` chooses, beside DDP, and the cost of choosing."""
 
 import copy
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ class AutoReport:
     seconds: dict[str, float]
     """Seconds per step: without exchange ("solo"), under DDP, all-reduce ("native") and the choice of Auto ("auto")."""
     chosen: str
+    """The strategy that `Auto` has chosen, as text."""
     steps: int
     """Steps until `Auto` had decided."""
     planning_s: float
@@ -40,7 +41,7 @@ class AutoReport:
         return self.seconds["DDP"] / self.seconds["auto"]
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {**vars(self), "times_ddp": self.times_ddp}
 
 
@@ -56,6 +57,7 @@ def measure(model: str, rounds: int) -> AutoReport:
     now = world.transport.now
     with torch_group(world), distribute(native_model, native_optimizer, AllReduce(), world=world):
         candidates["DDP"] = ddp_step(benchmark)
+        # Warm up. `Auto` needs none: the steps until it has decided are its warm-up.
         for _ in range(3):
             for name in ("solo", "native", "DDP"):
                 candidates[name]()
@@ -65,10 +67,12 @@ def measure(model: str, rounds: int) -> AutoReport:
             while steps < _MOST_STEPS and not _settled(job.metrics.strategy.get("planned")):
                 candidates["auto"]()
                 steps += 1
+            # Of the slowest rank: its planning makes the others wait.
             spent_s = max(all_gather_json(now() - start_s, world.transport))
             timer = InterleavedTimer(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
             seconds = timer.medians(candidates, world.transport, lambda text: supervisor.progress(doing=text))
             planned = job.metrics.strategy.get("planned")
+    # Planning: all time until the decision, without what as many steps take under the choice.
     return AutoReport(
         model, world.size, seconds, planned.chosen if planned else "", steps, spent_s - steps * seconds["auto"]
     )

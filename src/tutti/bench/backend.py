@@ -23,6 +23,7 @@ SIZES, LAB_SIZES = (4, 4 * 2**10, 256 * 2**10, 4 * 2**20), (4, 4 * 2**10, 256 * 
 """Bytes of the operations that are timed alone: on one host, and over slow links."""
 
 _WARM_UP_STEPS = 4
+"""Untimed calls: DDP rebuilds its buckets after the first, FSDP2 allocates, and connections open."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     rows = []
     with torch_group(world):
+        # Both groups live in the same processes, so that ranks, cores and memory are the same for both.
         groups = {"gloo": dist.group.WORLD, "tutti": dist.new_group(backend="tutti")}
         jobs: list[tuple[str, str, Callable[[Any], Callable[[], Any]]]] = []
         for model in benchmark.models:
@@ -74,6 +76,7 @@ def shard(model: nn.Module, group: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard  # Imported here, because it is slow to import.
 
     mesh = DeviceMesh.from_group(group, "cpu")
+    # Inner layers first, as FSDP2 requires: the call on the model takes the parameters that are left.
     for layer in layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -81,7 +84,7 @@ def shard(model: nn.Module, group: Any) -> nn.Module:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that FSDP2 gathers one at a time: its blocks, or every layer with parameters."""
+    """Return the parts of a model that FSDP2 gathers one at a time: its blocks, or every layer with parameters."""
     blocks = getattr(model, "blocks", None)
     if blocks is not None:
         return list(blocks)
@@ -94,15 +97,16 @@ def _all_reduce(size: int, group: Any) -> Callable[[], None]:
 
 
 def _all_gather(size: int, group: Any) -> Callable[[], None]:
-    whole = torch.zeros(size // 4 * group.size())
+    gathered = torch.zeros(size // 4 * group.size())  # `size` is that of one rank's part.
+    # Newer versions of torch have another name for it.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return lambda: gather(whole, whole[: size // 4], group=group)
+    return lambda: gather(gathered, gathered[: size // 4], group=group)
 
 
 def _reduce_scatter(size: int, group: Any) -> Callable[[], None]:
-    part, whole = torch.zeros(size // 4), torch.zeros(size // 4 * group.size())
+    output, flat = torch.zeros(size // 4), torch.zeros(size // 4 * group.size())
     reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return lambda: reduce(part, whole, group=group)
+    return lambda: reduce(output, flat, group=group)
 
 
 def _broadcast(size: int, group: Any) -> Callable[[], None]:
@@ -111,7 +115,7 @@ def _broadcast(size: int, group: Any) -> Callable[[], None]:
 
 
 def _ping_pong(size: int, group: Any) -> Callable[[], None]:
-    """A message from rank 0 to rank 1 and back."""
+    """Send a message from rank 0 to rank 1 and back; other ranks do nothing."""
     tensor, rank = torch.zeros(size // 4), dist.get_rank(group)
 
     def call() -> None:

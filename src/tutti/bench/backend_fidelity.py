@@ -24,6 +24,7 @@ from tutti.simulation.runs.simulate import simulate
 from tutti.world import World, world
 
 _WARM_UP = 3
+"""Steps that are not timed: they allocate, and FSDP2 initialises itself in the first."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class FSDPFidelity:
         return self.simulated_s / self.lab_s["tutti"] - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {**vars(self), "error": self.error}
 
 
@@ -54,10 +55,11 @@ def compare(model: str, lab: Lab, steps: int) -> FSDPFidelity:
     The time that a step of DDP takes in the lab beyond its simulated time is added to every simulated step. It is the
     cost of waking threads and of cores that compute and communicate.
     """
-    of_ranks = launch(_in_lab, model, steps, lab=lab)
-    measured, workers = of_ranks[0], len(of_ranks)
+    by_rank = launch(_in_lab, model, steps, lab=lab)
+    measured, workers = by_rank[0], len(by_rank)
     compute = Compute(flops=measured["flops"], step_s=measured["step_s"])
     cluster = cluster_with(measured["network"], "calibrated", compute=compute)
+    # DDP is the reference, not FSDP2: an error of FSDP2's own simulation must stay visible.
     unexplained_s = measured["reference_s"] - _simulated(model, "DDP", steps, workers, cluster)[0]
     charged = replace(compute, step_s=measured["step_s"] + max(0.0, unexplained_s))
     step_s, digest = _simulated(model, "FSDP2", steps, workers, replace(cluster, compute=charged))
@@ -72,21 +74,21 @@ def _simulated(model: str, wrapper: str, steps: int, workers: int, cluster: Clus
 
 def _in_lab(model: str, steps: int) -> dict[str, Any]:
     """Measure the computing speed while all ranks compute, and train on both backends, on one rank. Collective."""
-    own_world = init()
-    store = own_world.transport.membership.store  # type: ignore[attr-defined]
+    lab_world = init()
+    store = lab_world.transport.membership.store  # type: ignore[attr-defined]
     measured: dict[str, Any] = {
-        "network": measure_network(own_world.transport),
-        **_measure_computing(model, own_world, store),
+        "network": measure_network(lab_world.transport),
+        **_measure_computing(model, lab_world, store),
     }
 
     def trained(wrapper: str, backend: str) -> tuple[float, str]:
         where = {
             "store": dist.PrefixStore(f"{wrapper}/{backend}", store),
-            "rank": own_world.rank,
-            "world_size": own_world.size,
+            "rank": lab_world.rank,
+            "world_size": lab_world.size,
         }
-        mine_s, digest = train_steps(model, wrapper, steps, backend, where)
-        return max(all_gather_json(mine_s, own_world.transport)), digest
+        rank_s, digest = train_steps(model, wrapper, steps, backend, where)
+        return max(all_gather_json(rank_s, lab_world.transport)), digest
 
     fsdp = {backend: trained("FSDP2", backend) for backend in BACKENDS}
     measured["reference_s"] = trained("DDP", "tutti")[0]
@@ -107,34 +109,37 @@ def train_steps(
     optimizer = made.optimizer(wrapped)
     batch_size = batch_size_of(model, size)
     x, y = (part[rank * batch_size : (rank + 1) * batch_size] for part in made.example(batch_size * size))
+    # The transport's clock, which is virtual in a simulation: the same function runs in both.
     times = [world().transport.now()]
     for _ in range(_WARM_UP + steps):
         made.loss(wrapped(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         times.append(world().transport.now())
-    bits = hashlib.sha256(b"".join(_whole(p).detach().numpy().tobytes() for p in wrapped.parameters())).hexdigest()
+    parameters = b"".join(_full_tensor(p).detach().numpy().tobytes() for p in wrapped.parameters())
+    digest = hashlib.sha256(parameters).hexdigest()
     dist.destroy_process_group()
-    return statistics.median(later - earlier for earlier, later in list(pairwise(times))[_WARM_UP:]), bits
+    return statistics.median(later - earlier for earlier, later in list(pairwise(times))[_WARM_UP:]), digest
 
 
-def _whole(parameter: Any) -> torch.Tensor:
-    """A parameter, of which a rank may have a part only."""
-    whole: torch.Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole
+def _full_tensor(parameter: Any) -> torch.Tensor:
+    """Gather a parameter of which this rank may have only a shard. Collective."""
+    full: torch.Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return full
 
 
-def _measure_computing(model: str, own_world: World, store: dist.Store) -> dict[str, float]:
-    """FLOP/s reached and seconds of an optimiser's step under FSDP2, of ranks by themselves, all at the same time."""
-    where: dict[str, Any] = {"store": dist.PrefixStore(f"alone{own_world.rank}", store), "rank": 0, "world_size": 1}
+def _measure_computing(model: str, lab_world: World, store: dist.Store) -> dict[str, float]:
+    """Measure FLOP/s and the seconds of an optimiser's step under FSDP2, of each rank by itself, all at once."""
+    # A group of one: FSDP2's own work is timed, without communication. All ranks run at once, as they do in training.
+    where: dict[str, Any] = {"store": dist.PrefixStore(f"alone{lab_world.rank}", store), "rank": 0, "world_size": 1}
     dist.init_process_group("tutti", **where)
     made = recipe(model)
     sharded = shard(made.model(), dist.group.WORLD)
     optimizer = made.optimizer(sharded)
-    x, y = made.example(batch_size_of(model, own_world.size))
+    x, y = made.example(batch_size_of(model, lab_world.size))
     rows = []
     for _ in range(_WARM_UP + 15):
-        run(recursive_doubling.steps(torch.zeros(1), own_world.transport))  # All start together.
+        run(recursive_doubling.steps(torch.zeros(1), lab_world.transport))  # A barrier: all start together.
         times = [time.perf_counter()]
         made.loss(sharded(x), y).backward()
         times.append(time.perf_counter())
@@ -142,10 +147,12 @@ def _measure_computing(model: str, own_world: World, store: dist.Store) -> dict[
         optimizer.zero_grad()
         times.append(time.perf_counter())
         rows.append([later - earlier for earlier, later in pairwise(times)])
+    # Counted in a pass of its own, because counting slows it down.
     with FlopCounterMode(display=False) as counter:
         made.loss(sharded(x), y).backward()
     dist.destroy_process_group()
     computing_s, step_s = (statistics.median(column) for column in zip(*rows[_WARM_UP:], strict=True))
-    of_ranks = all_gather_json([computing_s, step_s], own_world.transport)
-    slowest_s, step_s = (max(column) for column in zip(*of_ranks, strict=True))
+    # All ranks wait for the slowest, so the simulated ranks all compute as slowly.
+    by_rank = all_gather_json([computing_s, step_s], lab_world.transport)
+    slowest_s, step_s = (max(column) for column in zip(*by_rank, strict=True))
     return {"flops": counter.get_total_flops() / slowest_s, "step_s": step_s}

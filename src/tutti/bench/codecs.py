@@ -46,6 +46,7 @@ def measure(
     Returns: `rows`, one per codec with and without feedback, and `copy_s`, the median seconds of a copy.
     """
     _check(device, num_bytes)
+    # `Codec.speed`, which the planner uses, is that of one core.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -64,6 +65,7 @@ def _check(device: str, num_bytes: int) -> None:
 
 
 def _measure(device: str, num_rows: int, rounds: int, show: Callable[[str], None]) -> dict[str, Any]:
+    # Normal values, as gradients roughly are: the error and the length of sparse packets depend on the distribution.
     values = torch.randn(num_rows, ROW, generator=torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(values)
     from_plugins = [REGISTERED[name]() for name in REGISTERED if name not in REGISTERED.built_in]
@@ -76,6 +78,7 @@ def _measure(device: str, num_rows: int, rounds: int, show: Callable[[str], None
     for number in range(rounds):
         show(f"round {number + 1} of {rounds}")
         for trial in trials:
+            # A copy before every codec: it shows the memory's speed at that moment.
             copies.append(_seconds(lambda: out.copy_(values), values.device))
             trial.round()
     copy_s = statistics.median(copies)
@@ -94,6 +97,7 @@ class _Trial:
         self._encode()
         self._decode()
         self.error = float((values - out).double().square().sum() / values.double().square().sum())
+        # The second call has no compilation left, and is not timed either.
         self._encode()
         self._decode()
 
@@ -103,7 +107,7 @@ class _Trial:
         self.samples["decode"].append(_seconds(self._decode, self.values.device))
 
     def row(self, copy_s: float) -> dict[str, Any]:
-        """The medians of all rounds, for a table and for JSON."""
+        """Return the medians of all rounds, for a table and for JSON."""
         seconds = {name: statistics.median(samples) for name, samples in self.samples.items()}
         seconds["both"] = statistics.median(map(sum, zip(*self.samples.values(), strict=True)))
         num_bytes = 4 * self.values.numel()
@@ -132,7 +136,7 @@ def _label(codec: Codec) -> str:
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
+    wait()  # What was submitted before must not count.
     start = time.perf_counter()
     for _ in range(CALLS[device.type]):
         call()

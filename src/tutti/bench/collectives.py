@@ -23,6 +23,7 @@ from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.transports import AllReduces, HostsTransport, SharesMemory, Transport
 
 _ROUND_S, _MOST_REPEATS, _SIZE_S = 0.02, 20, 40.0
+"""Seconds of one algorithm in one round, most calls in that time, and seconds of all rounds of one size, about."""
 
 
 def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
@@ -54,10 +55,12 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
 
 
 def _candidates(tensor: torch.Tensor, transport: Transport, choice: CollectiveChoice) -> Candidates:
+    # "cheapest" is what `AllReduce("cheapest")` would take for this size, by the measured link.
     collectives = {**ALGORITHMS, "cheapest": choice.best(tensor.nbytes)}
     candidates: Candidates = {
         name: partial(_run, collective, tensor, transport) for name, collective in collectives.items()
     }
+    # Where ranks share memory, "native" sums there. The transport below it has Gloo's all-reduce.
     if isinstance(transport, SharesMemory) and isinstance(transport.inner, AllReduces):
         gloo = transport.inner
         candidates["gloo"] = lambda: gloo.all_reduce(tensor).wait()
@@ -74,7 +77,7 @@ def _run(collective: Collective, tensor: torch.Tensor, transport: Transport) -> 
 
 
 def _links(transport: Transport, link: Link) -> dict[str, Link]:
-    """The link for each algorithm's formula: the measured one; for native, that of the transport's own all-reduce."""
+    """Return the link for each algorithm's formula: the measured one; for native, as the transport uses it."""
     links = dict.fromkeys(ALGORITHMS, link)
     if native_all_reduce(transport, "cpu") is not None:
         links["native"] = link_as_used_by(ALGORITHMS["native"], transport.size, transport, link)
@@ -82,6 +85,7 @@ def _links(transport: Transport, link: Link) -> dict[str, Link]:
 
 
 def _predicted(name: str, num_bytes: int, transport: Transport, link: Link) -> float:
+    # Between hosts one rank of each communicates, so the formula counts hosts.
     two_levels = isinstance(transport, HostsTransport) and name in ("hierarchical", "native")
     num_ranks = len(set(transport.hosts)) if two_levels or name == "hierarchical" else transport.size
     by_messages = name == "native" and native_all_reduce(transport, "cpu") is None  # Then it is the cheapest of those.

@@ -16,6 +16,7 @@ from tutti.simulation.runs.simulate import simulate
 STRATEGIES = {"ring": 1, "tree": 1, "butterfly": 1, "hierarchical": 2}
 """Strategies, with the ranks per host: with one rank per host, hierarchical would have one level only."""
 HOSTS = 4
+"""Hosts of every lab."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class SimulationCheck:
         return self.simulated_s / self.real_s - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {**asdict(self), "error": self.error}
 
 
@@ -50,7 +51,7 @@ def in_lab(pairs: list[tuple[str, str]], steps: int) -> dict[str, Any]:
     results: dict[str, Any] = {"network": measure_network(transport), "training": {}, "jobs": {}}
     for number, (model, strategy) in enumerate(pairs):
         reporter.progress(done=number, total=len(pairs), job=f"{model}, {strategy}")
-        if model not in results["training"]:
+        if model not in results["training"]:  # The same for all strategies of a model.
             results["training"][model] = measure_training(model, transport)
         results["jobs"][model, strategy] = train_steps(model, strategy, steps)
     return results
@@ -61,15 +62,15 @@ JobsByLab = dict[tuple[str, int], list[tuple[str, str]]]
 
 
 def jobs_by_lab(models: list[str], strategies: list[str], rates: list[str]) -> JobsByLab:
-    """All combinations of models, strategies and rates, grouped by the lab that they need."""
+    """Return all combinations of models, strategies and rates, grouped by the lab that they need."""
     for model in models:
-        recipe(model)
+        recipe(model)  # Raises for an unknown name now, not after minutes in a lab.
     for strategy in strategies:
         if strategy not in STRATEGIES:
             raise UnknownName("strategy", strategy, STRATEGIES)
     jobs: JobsByLab = {}
     for rate in rates:
-        LabSpec.parse(f"rate={rate}")
+        LabSpec.parse(f"rate={rate}")  # Also to find mistakes now.
         for model in models:
             for strategy in strategies:
                 jobs.setdefault((rate, STRATEGIES[strategy]), []).append((model, strategy))
@@ -88,13 +89,14 @@ def compare(jobs: JobsByLab, steps: int, show_activity: Callable[[str], None]) -
 
         show_activity(f"lab {spec}: measuring its links")
         with Lab(spec) as lab:
-            of_ranks = launch(in_lab, pairs, steps, lab=lab, watch=show)
+            by_rank = launch(in_lab, pairs, steps, lab=lab, watch=show)
         for model, strategy in pairs:
             show_activity(f"simulating {spec}: {model}, {strategy}")
-            cluster = cluster_of(of_ranks[0]["network"] | of_ranks[0]["training"][model])
+            # Calibrated by a reference job in the same lab, so that only the strategy's own simulation is checked.
+            cluster = cluster_of(by_rank[0]["network"] | by_rank[0]["training"][model])
             simulated = simulate(train_steps, model, strategy, steps, workers=spec.num_workers, cluster=cluster).results
-            measured = [of_rank["jobs"][model, strategy] for of_rank in of_ranks]
-            bits = {digest for _, digest in (*measured, *simulated) if digest}
-            seconds = [max(step_s for step_s, _ in run) for run in (measured, simulated)]
-            rows.append(SimulationCheck(model, strategy, rate, ranks, seconds[0], seconds[1], len(bits) == 1))
+            measured = [results["jobs"][model, strategy] for results in by_rank]
+            digests = {digest for _, digest in (*measured, *simulated) if digest}  # A dedicated server has none.
+            real_s, simulated_s = (max(step_s for step_s, _ in run) for run in (measured, simulated))
+            rows.append(SimulationCheck(model, strategy, rate, ranks, real_s, simulated_s, len(digests) == 1))
     return rows

@@ -15,23 +15,26 @@ from torch.nn import functional as F
 from tutti.recipes.models import LARGE, large
 
 BATCHES = (64, 128, 256, 512)
+"""Batch sizes that are measured."""
 _WARM_UP, _ROUNDS = 10, 30
+"""Steps that are not counted, in which cuDNN tries its algorithms, and steps of which the median is taken."""
 _HEAD_START = 200_000_000
 """Cycles that the GPU waits before a step, about 0.1 s. Python enqueues the whole step meanwhile, so that launching
 kernels is not timed."""
 
 
 def measure(name: str, batch_size: int) -> dict[str, Any]:
-    """Median milliseconds of the parts of a step, by the GPU's clock."""
+    """Return the median milliseconds of forward, backward and the optimiser's step, by the GPU's clock."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # Blocks of the last model's sizes would otherwise leave no room for this one.
     with torch.device("cuda"):
         model = large(name)
         x, y = torch.randn(batch_size, 3, 224, 224), torch.randint(1000, (batch_size,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     rows = []
     for _ in range(_WARM_UP + _ROUNDS):
+        # Start, end of forward, end of backward, end of the optimiser's step.
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         torch.cuda.synchronize()
         torch.cuda._sleep(_HEAD_START)

@@ -37,11 +37,14 @@ class InterleavedTimer:
     def medians(
         self, candidates: Candidates, transport: Transport, show: Callable[[str], object] = lambda text: None
     ) -> dict[str, float]:
-        """The median over rounds of the slowest rank's seconds per call; the same on all ranks. Collective."""
+        """Return the median over rounds of the slowest rank's seconds per call; the same on all ranks. Collective."""
+        # One call of each gives an estimate, which sets how often each is called in a round. Times of the slowest rank
+        # are used, so that all ranks call equally often: a candidate is a collective operation.
         first = self._time(candidates, transport, dict.fromkeys(candidates, 1))
         estimates = {name: max(seconds) for name, seconds in _by_name(first, candidates, transport).items()}
         repeats = {name: max(1, min(self.most_repeats, int(self.round_s / estimates[name]))) for name in candidates}
         per_round_s = sum(estimates[name] * repeats[name] for name in candidates)
+        # As many rounds as fit into `total_s`, but at least `fewest` and at most `rounds`.
         rounds = max(min(self.fewest, self.rounds), min(self.rounds, int(self.total_s / per_round_s)))
         samples = []
         for number in range(rounds):
@@ -50,10 +53,11 @@ class InterleavedTimer:
             order = Random(number).sample(list(candidates), len(candidates))
             shuffled = {name: candidates[name] for name in order}
             samples.append(_by_name(self._time(shuffled, transport, repeats), shuffled, transport))
+        # The slowest rank counts in each round; the median over rounds ignores those that were disturbed.
         return {name: statistics.median(max(sample[name]) for sample in samples) for name in candidates}
 
     def _time(self, candidates: Candidates, transport: Transport, repeats: dict[str, int]) -> list[float]:
-        """This rank's seconds per call of every candidate, in order."""
+        """Return this rank's seconds per call of every candidate, in order."""
         times = []
         for name, candidate in candidates.items():
             self.before.get(name, _nothing)()
@@ -71,6 +75,6 @@ def _nothing() -> None:
 
 
 def _by_name(times: list[float], candidates: Candidates, transport: Transport) -> dict[str, list[float]]:
-    """The seconds of every rank by candidate, the same on all ranks."""
-    of_ranks = all_gather_json(times, transport)
-    return {name: [of_rank[number] for of_rank in of_ranks] for number, name in enumerate(candidates)}
+    """Gather the seconds of every rank, and return them by candidate; the same on all ranks. Collective."""
+    by_rank = all_gather_json(times, transport)
+    return {name: [rank_times[number] for rank_times in by_rank] for number, name in enumerate(candidates)}

@@ -30,7 +30,9 @@ SAMPLES = 64
 """Samples per step over all ranks. Each replica's share divides into the microbatches of any mesh of 8 ranks."""
 
 _COMPUTE = Compute(flops="10gflops")
+"""Speed of every simulated rank."""
 _LATENCY = "50us"
+"""Latency of the simulated links."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class MeshCheck:
         return self.prediction.step_s / self.taken_s - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         about = {"model": self.model, "rate": self.rate, "workers": self.prediction.mesh.size}
         return {**about, **self.prediction.as_dict(), "taken_s": self.taken_s, "error": self.error}
 
@@ -77,7 +79,7 @@ class MeshComparison:
         return self.chosen.taken_s / self.fastest.taken_s
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         named = {
             "chosen": describe_mesh(self.chosen.prediction.mesh),
             "fastest": describe_mesh(self.fastest.prediction.mesh),
@@ -92,6 +94,7 @@ def profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelPar
 
 def _profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelParts]:
     transport = init().transport
+    # Virtual time advances by the operators that run, as it will in the simulation that predictions are compared with.
     with operator_clock.counting(transport):
         return _measured(recipe(model), numbers, TransportClock(transport))
 
@@ -101,6 +104,7 @@ def _measured(made: Recipe, numbers: Iterable[int], clock: Clock | None = None) 
     model, batch = made.model(), made.example(SAMPLES)
     profile = profile_model(model, batch, loss=made.loss, optimizer=_optimizer(model), clock=clock, repeats=5)
     parts = ModelParts(model, batch[0]) if clock is None else ModelParts(model, batch[0], clock.now)
+    # All parts that meshes of these sizes need are profiled here, once for all links.
     for mesh in (mesh for number in numbers for mesh in meshes(number)):
         with suppress(ConfigError):  # The planner reports the reason.
             parts.stages(mesh.tensor, mesh.pipe)
@@ -118,13 +122,14 @@ def compare(
     for prediction in plan.predictions:
         show(f"{model}, {rate}, {describe_mesh(prediction.mesh)}")
         ends = simulate(train, model, prediction.mesh, workers=workers, cluster=cluster).results
-        first, second = (max(of_ranks) for of_ranks in zip(*ends, strict=True))
-        rows.append(MeshCheck(model, rate, prediction, second - first))
+        # The first step has the start of the job in it, so the second is compared.
+        first_s, second_s = (max(rank_ends) for rank_ends in zip(*ends, strict=True))
+        rows.append(MeshCheck(model, rate, prediction, second_s - first_s))
     return MeshComparison(rows, plan)
 
 
 def train(model: str, mesh: Mesh) -> list[float]:
-    """The times at which two steps ended on this rank; every rank of a simulation runs this."""
+    """Take two steps, and return the times at which they ended on this rank. Every rank of a simulation runs this."""
     transport = init().transport
     step, job = _job(recipe(model), mesh)
     ends = []
@@ -136,7 +141,7 @@ def train(model: str, mesh: Mesh) -> list[float]:
 
 
 def _job(made: Recipe, mesh: Mesh) -> tuple[Callable[[], Any], Job]:
-    """A function that takes one step on a mesh with this replica's share of the samples, and its job."""
+    """Return a function that takes one step on a mesh with this replica's share of the samples, and its job."""
     torch.manual_seed(0)
     model, (x, y) = made.model(), made.example(SAMPLES // mesh.data)
     optimizer = _optimizer(model)
@@ -165,14 +170,16 @@ def in_lab(model: str, lab: Lab, rounds: int) -> MeshComparison:
 
 
 def _in_lab(model: str, name: str, rounds: int) -> MeshComparison:
-    """The part of `in_lab` on one rank. Collective."""
+    """Do the part of `in_lab` on one rank. Collective."""
     world, made = init(), recipe(model)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # The hosts of a lab share this machine's cores.
     rate, latency_s = measure_network(world.transport)["links"]["link"]
     profile, parts = _measured(made, [world.size])
     plan = plan_meshes(parts, profile, world.size, Cluster(link=Link(rate, latency_s)), total_samples=SAMPLES)
     rows = []
+    # Not by predicted time, which differs a little between ranks: all ranks must run the same mesh at a time.
     for mesh in meshes(world.size):
+        # None if the model or the batch does not allow this mesh.
         prediction = next((candidate for candidate in plan.predictions if candidate.mesh == mesh), None)
         if prediction is None:
             continue
@@ -186,6 +193,6 @@ def _in_lab(model: str, name: str, rounds: int) -> MeshComparison:
 
 
 def error_summary(rows: Sequence[MeshCheck]) -> tuple[float, float]:
-    """The median and the largest absolute error."""
+    """Return the median and the largest absolute error."""
     errors = [abs(row.error) for row in rows]
     return statistics.median(errors), max(errors)

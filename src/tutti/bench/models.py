@@ -18,6 +18,7 @@ MLPS = {"mlp-0.1M": (784, 128, 10), "mlp-1.9M": (784, 1024, 1024, 10), "mlp-20M"
 MODEL_NAMES = (*MLPS, *RECIPES)
 
 _MLP_BATCH_SIZE = 64
+"""Samples of each rank, whatever their number: steps of a perceptron stay comparable."""
 
 
 class BenchmarkModel(NamedTuple):
@@ -43,6 +44,7 @@ def make_benchmark_model(name: str, workers: int, batch_size: int | None = None)
         workers: number of ranks that share the recipe's batch size.
         batch_size: samples of one rank. Default: an equal share of the recipe's batch size; 64 for a perceptron.
     """
+    # Imported here, and not with the module, so that listing names stays quick.
     import torch
     import torch.nn.functional as F
 
@@ -53,5 +55,6 @@ def make_benchmark_model(name: str, workers: int, batch_size: int | None = None)
         size = batch_size or _MLP_BATCH_SIZE
         batch = torch.randn(size, 784), torch.randint(0, 10, (size,))
         return BenchmarkModel(mlp(*MLPS[name]), batch, F.cross_entropy)
+    # Strong scaling: ranks divide the recipe's batch, so that each computes less when there are more.
     made = recipe(name)
     return BenchmarkModel(made.model(), made.example(batch_size or max(1, made.batch_size // workers)), made.loss)

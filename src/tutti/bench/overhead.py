@@ -27,10 +27,11 @@ PRECISIONS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
 }
 
 STEPS_PER_ROUND = {"cpu": 2, "cuda": 20}
+"""Steps between two readings of the clock: more on a GPU, where waiting for it at the end would otherwise count."""
 
 
 def measure(device: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
-    """Median seconds per step, bare and under Tutti, of every model and precision, eager and compiled.
+    """Measure the median seconds per step, bare and under Tutti, of every model and precision, eager and compiled.
 
     The ratio is the median of the rounds' ratios. Both halves of a round are close in time, so a disturbance mostly
     affects both.
@@ -54,7 +55,7 @@ def measure(device: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
                         "ratio": statistics.median(tutti / bare for tutti, bare in pairs),
                     }
                 )
-    assert world.size == 1
+    assert world.size == 1  # There is nobody to communicate with: all that differs from the bare step is overhead.
     return rows
 
 
@@ -67,10 +68,11 @@ def _measure_model(
     batch = tuple(tensor.to(device) for tensor in made.example(batch_sizes[device]))
     candidates = {}
     for candidate in ("bare", "tutti"):
-        replica = copy.deepcopy(model)
+        replica = copy.deepcopy(model)  # Both start from the same parameters.
         optimizer = made.optimizer(replica)
         if candidate == "tutti":
             distribute(replica, optimizer)
+        # Compiled after `distribute`, so that the compiled model includes its hooks.
         runner = torch.compile(replica) if use_compile else replica
         candidates[candidate] = _stepper(runner, optimizer, (batch, made.loss), lambda: PRECISIONS[precision](device))
     return _interleaved(candidates, device, rounds)
@@ -92,13 +94,15 @@ def _stepper(
 
 
 def _interleaved(candidates: dict[str, Callable[[], None]], device: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds per step of each candidate in every round."""
+    """Return the seconds per step of each candidate in every round."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    # Warm-up: compilation, allocation, and the choice of kernels.
     for step in candidates.values():
         for _ in range(5):
             step()
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
+        # Every other round the other way round: what comes second finds a warmer machine.
         for name in sorted(candidates, reverse=bool(number % 2)):
             wait()
             start = time.perf_counter()

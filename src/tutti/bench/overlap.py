@@ -14,6 +14,7 @@ from tutti.plan import price
 from tutti.strategies import parse
 
 STRATEGIES = ("poseidon", "poseidon:overlap=0")
+"""The same strategy with and without overlap: only when its communication starts differs."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class OverlapReport:
     solo_s: float
     """Seconds per step without any exchange."""
     with_s: float
+    """Seconds per step with overlap."""
     without_s: float
+    """Seconds per step without overlap."""
     possible_s: float
     """Seconds that overlap could save, by the cost formula for the measured link and gradient times."""
 
@@ -39,7 +42,7 @@ class OverlapReport:
         return self.hidden_s / self.possible_s if self.possible_s else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {**vars(self), "hidden_s": self.hidden_s, "share": self.share}
 
 
@@ -50,12 +53,13 @@ def in_lab(benchmark: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float
 
 def measure_overlap(model: str, lab: Lab, rounds: int) -> OverlapReport:
     """Time steps with and without overlap in a lab, and compute the saving that was possible."""
-    of_ranks = launch(in_lab, StrategyBenchmark(model, STRATEGIES, rounds), lab=lab)
-    inputs, seconds = of_ranks[0]
+    by_rank = launch(in_lab, StrategyBenchmark(model, STRATEGIES, rounds), lab=lab)
+    inputs, seconds = by_rank[0]
+    # The profile gives the moments of gradients, and "solo" the length of a step while all ranks compute.
     profile = slowed(inputs.profile, seconds["solo"] / inputs.profile.seconds)
     cluster = Cluster(link=Link(*inputs.link))
     overlapped_s, sequential_s = (
-        price(parse(strategy), profile, len(of_ranks), cluster).step_s for strategy in STRATEGIES
+        price(parse(strategy), profile, len(by_rank), cluster).step_s for strategy in STRATEGIES
     )
     with_s, without_s = (seconds[strategy] for strategy in STRATEGIES)
     return OverlapReport(model, seconds["solo"], with_s, without_s, possible_s=max(0.0, sequential_s - overlapped_s))

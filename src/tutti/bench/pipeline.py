@@ -32,21 +32,27 @@ class PipelineBenchmark:
 
     schedules: Sequence[ScheduleName]
     microbatches: int
+    """Number of microbatches that a batch is cut into."""
     rounds: int
     width: int = 256
+    """Inputs and outputs of every layer."""
     depth: int = 32
+    """Number of layers."""
     batch: int = 4096
+    """Samples per step."""
     layer_s: float | None = None
+    """Seconds of one layer's forward pass per sample; None for a perceptron that computes."""
 
 
 def measure(benchmark: PipelineBenchmark) -> dict[str, Any]:
     """Time all schedules on all ranks, each on one core. Returns the same on every rank."""
     world, supervisor = init(), SupervisorPipe()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.manual_seed(0)  # The same model on every rank.
+    torch.set_num_threads(1)  # Also in one process: otherwise it would use the cores of all stages.
     model = mlp(*[benchmark.width] * (benchmark.depth + 1))
     if benchmark.layer_s is not None:
         model = nn.Sequential(*(_FixedTimeLayer(benchmark.layer_s) for _ in range(benchmark.depth)))
+    # Inputs and targets are of the same width: every stage has the same work, and sends equally long messages.
     batch = torch.randn(benchmark.batch, benchmark.width), torch.randn(benchmark.batch, benchmark.width)
     candidates: dict[str, Callable[[], Any]] = {_SOLO: _solo(model, batch, world)}
     pipelines: dict[str, tuple[Job, PipelineStep]] = {}
@@ -85,7 +91,7 @@ class _Spin(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
         _spin(seconds)
-        return x.view_as(x)
+        return x.view_as(x)  # A new tensor: autograd must see this function's output, not its input.
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -94,6 +100,7 @@ class _Spin(torch.autograd.Function):
 
 
 def _spin(seconds: float) -> None:
+    """Keep the core busy, as computing would. Sleeping would let another rank have it."""
     until_s = time.perf_counter() + seconds
     while time.perf_counter() < until_s:
         pass
@@ -104,7 +111,7 @@ def _solo(model: nn.Module, batch: tuple[Tensor, Tensor], world: World) -> Calla
     optimizer = SGD(replica.parameters(), lr=1e-3)
 
     def step() -> None:
-        if world.rank == 0:
+        if world.rank == 0:  # The other ranks wait in the timer's barrier, and take no core from it.
             optimizer.zero_grad()
             F.mse_loss(replica(batch[0]), batch[1]).backward()
             optimizer.step()
@@ -129,12 +136,15 @@ def _pipelined(
 
 
 def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> dict[str, Any]:
-    """The share of the time that ranks wait: measured, modelled from the stages' median times, and by formula."""
+    """Return the share of the time that ranks wait: measured, from the stages' median times, and by formula."""
+    # Steps of their own, after the timed rounds.
     timelines = []
     for _ in range(max(3, rounds)):
         step()
         timelines.append(pipeline.timeline())
+    # The timeline of one real step, that with the median bubble: an average would fit no step.
     middle = sorted(timelines, key=lambda timeline: timeline.bubble)[len(timelines) // 2]
+    # The same schedule with each action's median time and free communication: the bubble that uneven stages explain.
     clock = simulate_schedule(pipeline.plan.actions_by_rank, _median_times(timelines))
     return {
         "bubble": middle.bubble,
@@ -146,7 +156,7 @@ def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> di
 
 
 def _median_times(timelines: list[PipelineTimeline]) -> Callable[[Any], float]:
-    """The median time of each kind of work on each stage."""
+    """Return a function from an action to the median seconds of its kind of work on its stage."""
     times: dict[tuple[str, int], list[float]] = {}
     for timeline in timelines:
         for span in timeline.spans:
@@ -155,5 +165,5 @@ def _median_times(timelines: list[PipelineTimeline]) -> Callable[[Any], float]:
 
 
 def timeline_from(spans: Sequence[dict[str, Any]], result: dict[str, Any]) -> PipelineTimeline:
-    """A timeline from the spans that `measure` returned."""
+    """Make a timeline from the spans that `measure` returned."""
     return PipelineTimeline(result["workers"], result["microbatches"], tuple(ActionSpan(**span) for span in spans))

@@ -19,6 +19,7 @@ from tutti.plan.candidates import has_cost
 from tutti.strategies import parse
 
 HOSTS = 4
+"""Workers of every comparison, each on a host of a lab. Dedicated servers have further hosts."""
 
 STRATEGIES = (
     "native",
@@ -56,14 +57,17 @@ class PlanComparison:
     """Measured seconds per step that the predictions use: without exchange ("solo"), and of the reference jobs."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         link = {"bits_per_s": self.link.bits_per_s, "latency_s": self.link.latency_s}
         where = {"model": self.rows[0].model, "rate": self.rows[0].rate}
         return {**where, "link": link, "overhead": asdict(self.overhead), "input_s": self.input_s}
 
 
 def check(models: list[str], rates: list[str], texts: list[str]) -> None:
-    """Refuse models, rates and strategies that cannot be compared, before anything is measured."""
+    """Refuse models, rates and strategies that cannot be compared, before anything is measured.
+
+    A lab takes minutes, so mistakes must be found first.
+    """
     check_model_names(models)
     for rate in rates:
         if len(set(LabSpec.parse(f"hosts={HOSTS},rate={rate}").rates)) > 1:
@@ -86,16 +90,19 @@ def in_lab(benchmark: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float
 def compare(model: str, rate: str, texts: list[str], rounds: int, show: Callable[[str], None]) -> PlanComparison:
     """Measure every strategy in a lab with such links, and predict each from measurements in the same lab."""
     jobs = reference_jobs(model, HOSTS)
+    # In one lab, interleaved. A strategy with dedicated servers needs more hosts, and so a lab of its own.
     without_servers = [text for text in texts if not parse(text).num_dedicated_servers]
     benchmark = StrategyBenchmark(model, tuple(dict.fromkeys((*without_servers, *jobs))), rounds)
-    of_ranks = _launched(in_lab, benchmark, rate, HOSTS, show)
-    seconds = dict(of_ranks[0][1])
+    by_rank = _launched(in_lab, benchmark, rate, HOSTS, show)
+    seconds = dict(by_rank[0][1])  # Those of the slowest rank, the same on all.
     for text in texts:
         if num_servers := parse(text).num_dedicated_servers:
             single = StrategyBenchmark(model, (text,), rounds)
             measured = _launched(strategies.measure, single, rate, HOSTS + num_servers, show)[0]
             seconds[text] = measured["seconds"][text]
-    slowest = max((inputs for inputs, _ in of_ranks), key=lambda inputs: inputs.profile.seconds)
+    # All ranks wait for the slowest, so its profile is the one to predict from.
+    slowest = max((inputs for inputs, _ in by_rank), key=lambda inputs: inputs.profile.seconds)
+    # Only the reference jobs calibrate the overhead, and not the measurements that predictions are compared with.
     profile, link = profile_with_overhead(slowest, HOSTS, seconds, jobs)
     cluster = Cluster(name=rate, link=link)
     rows = [PredictionCheck(model, rate, price(parse(text), profile, HOSTS, cluster), seconds[text]) for text in texts]

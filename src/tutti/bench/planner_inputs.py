@@ -26,12 +26,15 @@ from tutti.transports.base import Operation
 REFERENCE_CODEC = "topk:0.0001"
 """A codec that sends almost nothing, so that the link takes no part of a step."""
 
-WHOLE_BYTES, NUM_PARTS = 2**30, 8
-"""The two reference jobs have one bucket, and about `NUM_PARTS`."""
+ONE_BUCKET_BYTES, NUM_BUCKETS = 2**30, 8
+"""Bucket size of the first reference job, which has one bucket, and the approximate number of buckets of the second."""
 
 _RING_BYTES, _NUM_RINGS = 4 * 2**20, 5
+"""Size of the all-reduces that measure the rate of busy links, a bucket's default, and their number."""
 _NUM_BURSTS, _BURST_S = 5, 0.1
+"""Number of bursts in which a step is timed, and seconds of each."""
 _CONTENTION_ROUNDS, _CONTENTION_S, _CONTENTION_STEPS = 3, 0.5, 10
+"""Measurements of contention, and the length of each: seconds or steps, whichever is longer."""
 
 
 def reference_jobs(model: str, workers: int) -> tuple[str, str]:
@@ -40,7 +43,7 @@ def reference_jobs(model: str, workers: int) -> tuple[str, str]:
     The time that their steps take beyond the cost formula is the overhead of an exchange.
     """
     num_bytes = sum(p.nbytes for p in make_benchmark_model(model, workers).model.parameters())
-    sizes = (WHOLE_BYTES, max(1, num_bytes // NUM_PARTS))
+    sizes = (ONE_BUCKET_BYTES, max(1, num_bytes // NUM_BUCKETS))
     one, several = (f"{REFERENCE_CODEC},bucket_bytes={size}" for size in sizes)
     return one, several
 
@@ -74,7 +77,7 @@ def measure_planner_inputs(model: str, transport: Transport) -> PlannerInputs:
 def profile_with_overhead(
     inputs: PlannerInputs, workers: int, seconds: Mapping[str, float], jobs: tuple[str, str]
 ) -> tuple[Profile, Link]:
-    """The profile to predict from, with its overhead, and the link.
+    """Return the profile to predict from, with its overhead, and the link.
 
     Args:
         seconds: measured seconds per step without exchange ("solo") and of both reference jobs.
@@ -84,6 +87,7 @@ def profile_with_overhead(
     """
     link = Link(*inputs.link)
     scaled = slowed(inputs.profile, seconds["solo"] / inputs.profile.seconds)
+    # First the overhead that is measured directly: what the formulas then leave unexplained is that per exchange.
     scaled = replace(
         scaled,
         overhead=Overhead(
@@ -96,7 +100,7 @@ def profile_with_overhead(
 
 
 def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, float]]) -> Overhead:
-    """The overhead per exchange and per bucket, from the time of both jobs beyond their cost formulas.
+    """Return the overhead per exchange and per bucket, from the time of both jobs beyond their cost formulas.
 
     It is the line through both times over their numbers of buckets. Where that has a negative slope or start, it is
     the nearest line that has not.
@@ -108,24 +112,24 @@ def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, 
         for strategy, (_, measured_s) in zip(strategies, jobs, strict=True)
     ]
     few, many = (num_buckets(profile, strategy) for strategy in strategies if isinstance(strategy, AllReduce))
+    # overhead_s = exchange_s + num_buckets * bucket_s, from two measurements. Both coefficients must be 0 or more.
     bucket_s = (overhead_s[1] - overhead_s[0]) / (many - few) if many > few else 0.0
-    if bucket_s <= 0:
+    if bucket_s <= 0:  # Noise is larger than what buckets cost: a constant, the mean of both.
         return replace(profile.overhead, exchange_s=statistics.fmean(overhead_s))
     if (exchange_s := overhead_s[0] - few * bucket_s) < 0:
-        exchange_s, bucket_s = (
-            0.0,
-            (few * overhead_s[0] + many * overhead_s[1]) / (few**2 + many**2),
-        )
+        # Least squares through the origin.
+        exchange_s, bucket_s = 0.0, (few * overhead_s[0] + many * overhead_s[1]) / (few**2 + many**2)
     return replace(profile.overhead, exchange_s=exchange_s, bucket_s=bucket_s)
 
 
 def num_buckets(profile: Profile, strategy: AllReduce) -> int:
-    """Number of buckets per step."""
-    return len(bucket_loads(profile, strategy.bucket_bytes, strategy.exact_below if strategy.codec is not None else 0))
+    """Return the number of buckets per step."""
+    exact_below = strategy.exact_below if strategy.codec is not None else 0  # Without a codec it has no effect.
+    return len(bucket_loads(profile, strategy.bucket_bytes, exact_below))
 
 
 def _busy_link(transport: Transport) -> tuple[Link, float]:
-    """The link with the rate at which all ranks send at once in a ring, and with the latency of a calibration.
+    """Return the link with the rate at which all ranks send at once in a ring, and with the latency of a calibration.
 
     Also returns the rate of the calibration, in which pairs of ranks send in turn, relative to that rate.
     """
@@ -137,15 +141,16 @@ def _busy_link(transport: Transport) -> tuple[Link, float]:
         transport.start(ring.steps(tensor, transport)).wait()
         return transport.now() - start_s
 
-    ring_s()
+    ring_s()  # Warms up.
     measured_s = _slowest(statistics.median(ring_s() for _ in range(_NUM_RINGS)), transport)
-    sent = 2 * (transport.size - 1) / transport.size * tensor.nbytes
-    link = Link(8 * sent / max(measured_s - latency_s, 1e-9), latency_s)
+    # A ring sends 2 (P-1)/P of the tensor. Of its latencies one remains: the others pass while chunks are sent.
+    sent_bytes = 2 * (transport.size - 1) / transport.size * tensor.nbytes
+    link = Link(8 * sent_bytes / max(measured_s - latency_s, 1e-9), latency_s)
     return link, max(1.0, rate / link.bits_per_s)
 
 
 def _burst_s(call: Callable[[], Any], transport: Transport) -> float:
-    """Seconds per call while all ranks call: the median of several bursts, of the slowest rank."""
+    """Return the seconds per call while all ranks call: the median of several bursts, of the slowest rank."""
     bursts = []
     for _ in range(_NUM_BURSTS):
         _barrier(transport)
@@ -154,26 +159,30 @@ def _burst_s(call: Callable[[], Any], transport: Transport) -> float:
 
 
 def _contention(benchmark: BenchmarkModel, link: Link, transport: Transport) -> float:
-    """Contention: steps are computed while rings run in the background.
+    """Measure contention: compute steps while rings run in the background.
 
-    It is the time that both take together beyond the longer one, as a fraction of the shorter one.
+    The result is the time that both take together beyond the longer one, as a fraction of the shorter one.
     """
     step = solo_step(benchmark)
-    step()
+    step()  # Warms up.
     step_s = _burst_s(step, transport)
     tensor = torch.zeros(_RING_BYTES // 4)
+    # By formula: `link` was measured by the same ring, without computation beside it.
     ring_s = ring.cost(transport.size, tensor.nbytes, link)
     num_rings = max(1, round(max(_CONTENTION_S, _CONTENTION_STEPS * step_s) / ring_s))
     _barrier(transport)
+    # Rings run in the background, and steps until they have ended: the link is in use during all steps but the last.
     start_s, num_steps = transport.now(), 0
     work = transport.start(_rings(tensor, num_rings, transport))
     while not work.done():
         step()
         num_steps += 1
     work.wait()
-    both_s, parts = transport.now() - start_s, (num_rings * ring_s, num_steps * step_s)
-    lost = (both_s - max(parts)) / min(parts)
-    return statistics.fmean(all_gather_json(min(1.0, max(0.0, lost)), transport))
+    both_s = transport.now() - start_s
+    # With full overlap both take as long as the longer one; with none, as long as their sum. 0 is full, 1 is none.
+    shorter_s, longer_s = sorted((num_rings * ring_s, num_steps * step_s))
+    contention = (both_s - longer_s) / shorter_s
+    return statistics.fmean(all_gather_json(min(1.0, max(0.0, contention)), transport))
 
 
 def _rings(tensor: Tensor, number: int, transport: Transport) -> Operation:
@@ -182,7 +191,7 @@ def _rings(tensor: Tensor, number: int, transport: Transport) -> Operation:
 
 
 def _mean_s(call: Callable[[], Any]) -> float:
-    """Mean seconds of as many calls as fit in a burst."""
+    """Return the mean seconds of as many calls as fit in a burst, with the one that exceeds it."""
     start_s, calls = time.perf_counter(), 0
     while (spent_s := time.perf_counter() - start_s) < _BURST_S:
         call()
@@ -192,12 +201,12 @@ def _mean_s(call: Callable[[], Any]) -> float:
 
 def _profile(benchmark: BenchmarkModel, transport: Transport) -> Profile:
     optimizer = torch.optim.SGD(benchmark.model.parameters(), lr=0.001)
-    _barrier(transport)
+    _barrier(transport)  # All ranks profile at the same time, on the cores that they share.
     return profile_model(benchmark.model, benchmark.batch, loss=benchmark.loss, optimizer=optimizer)
 
 
 def _barrier(transport: Transport) -> None:
-    """A barrier: all ranks continue together."""
+    """Wait until all ranks are here."""
     run(recursive_doubling.steps(torch.zeros(1), transport))
 
 

@@ -20,6 +20,7 @@ ROUND_SECONDS = 0.1
 """A round repeats each candidate's step for about this long."""
 
 _WARM_UP_STEPS = 3
+"""Untimed steps of each candidate: DDP rebuilds its buckets after the first, and connections open."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class StepTimes:
     seconds: dict[str, float]
 
     def speedup_over(self, candidate: str) -> float | None:
-        """How many times faster Tutti is than `candidate`; None if that was not timed."""
+        """Return the speed of Tutti relative to `candidate`; None if that was not timed."""
         return self.seconds[candidate] / self.seconds["tutti"] if candidate in self.seconds else None
 
     @property
@@ -41,7 +42,7 @@ class StepTimes:
         return self.seconds["solo"] / self.seconds["tutti"]
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {
             "model": self.model,
             "num_parameters": self.num_parameters,
@@ -70,6 +71,7 @@ def _measure_model(name: str, world: World, rounds: int) -> StepTimes:
     num_parameters = sum(p.numel() for p in benchmark.model.parameters())
     steps: dict[str, Callable[[], Any]] = {"solo": solo_step(benchmark), "ddp": ddp_step(benchmark)}
     steps["tutti"], job = tutti_step(benchmark, world)
+    # Only under mpirun, where these processes are ranks of MPI as well.
     if world.size > 1 and (mpi_world := communicator()) is not None:
         steps["mpi"] = _mpi_step(benchmark, mpi_world)
     seconds = _median_seconds(steps, world, rounds)
@@ -83,6 +85,7 @@ def _median_seconds(steps: dict[str, Callable[[], Any]], world: World, rounds: i
     for step in steps.values():
         for _ in range(_WARM_UP_STEPS):
             step()
+    # One number of steps for all candidates, by one step of Tutti, the same on all ranks.
     start = now()
     steps["tutti"]()
     per_round = max(1, int(ROUND_SECONDS / max(_slowest(now() - start, world), 1e-5)))
@@ -104,11 +107,12 @@ def _slowest(seconds: float, world: World) -> float:
 
 
 def _mpi_step(benchmark: BenchmarkModel, mpi_world: Any) -> Callable[[], None]:
-    """A step with one flat MPI all-reduce after backward, as a careful user of mpi4py would write it."""
+    """Make a step with one flat MPI all-reduce after backward, as a careful user of mpi4py would write it."""
     from mpi4py import MPI
 
     model = copy.deepcopy(benchmark.model)
     parameters = list(model.parameters())
+    # All gradients in one tensor: one all-reduce, and no latency for each parameter.
     flat = torch.empty(sum(p.numel() for p in parameters))
     views = [
         part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
@@ -118,6 +122,7 @@ def _mpi_step(benchmark: BenchmarkModel, mpi_world: Any) -> Callable[[], None]:
         torch._foreach_copy_(views, [p.grad for p in parameters if p.grad is not None])
         mpi_world.Allreduce(MPI.IN_PLACE, flat.numpy())
         flat.div_(mpi_world.size)
+        # The mean need not be copied back: gradients become views of the flat tensor.
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
 

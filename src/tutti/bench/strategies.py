@@ -21,6 +21,7 @@ from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.strategies import parse
 
 _WARM_UP_STEPS = 4
+"""Untimed steps of each candidate, rounded up to whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
     """
     world, supervisor = init(), SupervisorPipe()
     torch.manual_seed(0)
+    # A dedicated server stays in `distribute` until no worker is left. So it can only serve a single strategy.
     num_dedicated_servers = parse(benchmark.strategies[0]).num_dedicated_servers
     benchmark_model = make_benchmark_model(benchmark.model, world.size - num_dedicated_servers, benchmark.batch_size)
     supervisor.progress(doing="warming up")
@@ -54,7 +56,7 @@ def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
     candidates: Candidates = {}
     for text in benchmark.strategies:
         candidates[text], jobs[text] = tutti_step(benchmark_model, world, text)
-    workers = jobs[benchmark.strategies[0]].world
+    workers = jobs[benchmark.strategies[0]].world  # Without dedicated servers.
     candidates = {"solo": solo_step(benchmark_model), **candidates}
     with ExitStack() as stack:
         if benchmark.post_local_sgd is not None:
@@ -80,11 +82,13 @@ def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
 def _timed(
     candidates: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark, supervisor: SupervisorPipe
 ) -> dict[str, float]:
-    """Seconds per step of every candidate."""
+    """Return the seconds per step of every candidate."""
     workers = jobs[benchmark.strategies[0]].world
     if benchmark.slowness > 1 and workers.rank == workers.size - 1:
+        # Relative to computing alone: communication does not get slower.
         extra_s = (benchmark.slowness - 1) * _seconds(candidates["solo"])
         candidates = {name: _slowed(candidate, extra_s) for name, candidate in candidates.items()}
+    # Whole blocks are timed, each with its exchange: a step within a block would look free.
     lengths = {name: _block(name, benchmark) for name in candidates}
     blocks: Candidates = {name: _repeated(candidate, lengths[name]) for name, candidate in candidates.items()}
     # An exchange that is still in progress would slow the next candidate down, and ranks of an asynchronous
@@ -100,17 +104,18 @@ def _timed(
         round_s=1.0,
         most_repeats=200,
         total_s=240.0,
+        # An untimed block first: an exchange that overlaps the next block is then in progress, as in the long run.
         before={name: blocks[name] for name in jobs if lengths[name] > 1},
         after=settle,
     )
     seconds = rounds.medians(
         blocks, workers.transport, lambda text: supervisor.progress(doing=f"{text} of {len(candidates)} candidates")
     )
-    return {name: each / lengths[name] for name, each in seconds.items()}
+    return {name: block_s / lengths[name] for name, block_s in seconds.items()}
 
 
 def _block(name: str, benchmark: StrategyBenchmark) -> int:
-    """The number of steps in which a candidate communicates once."""
+    """Return the number of steps in which a candidate communicates once."""
     if name not in benchmark.strategies:
         return benchmark.post_local_sgd if benchmark.post_local_sgd and name.startswith("Post") else 1
     return parse(name).steps_per_exchange or 1
@@ -121,6 +126,7 @@ def _nothing() -> None:
 
 
 def _settle(job: Job) -> None:
+    """Complete the exchanges that are in progress: `consensus` waits for them, and nothing is evaluated in it."""
     with job.consensus():
         return
 
@@ -134,15 +140,16 @@ def _repeated(candidate: Callable[[], Any], times: int) -> Callable[[], None]:
 
 
 def _post_local_sgd(benchmark_model: BenchmarkModel, every: int) -> Callable[[], None]:
-    """A step under torch's PostLocalSGD: gradients stay on each rank, and parameters are averaged periodically."""
+    """Make a step under torch's PostLocalSGD: gradients stay on each rank, and parameters are averaged periodically."""
     # Imported here: these modules import a compiler and raise a warning.
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     model = DistributedDataParallel(copy.deepcopy(benchmark_model.model), gradient_as_bucket_view=True)
-    alone, _ = dist.new_subgroups(1)
-    state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
+    # The hook averages gradients over the subgroup: over a group of one rank, that is nothing.
+    single_rank, _ = dist.new_subgroups(1)
+    state = PostLocalSGDState(process_group=None, subgroup=single_rank, start_localSGD_iter=0)
     model.register_comm_hook(state, post_localSGD_hook)
     averager = PeriodicModelAverager(period=every, warmup_steps=0)
     return make_step(
@@ -160,7 +167,7 @@ def _seconds(candidate: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def _slowed(candidate: Callable[[], Any], extra_s: float) -> Callable[[], None]:
-    """The step on a slower worker. It sleeps, and so takes no core from the others."""
+    """Return the step of a slower worker. It sleeps, and so takes no core from the others."""
 
     def slow() -> None:
         time.sleep(extra_s)

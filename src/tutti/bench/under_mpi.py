@@ -19,10 +19,11 @@ from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 from tutti.launch.supervisor_pipe import Watcher
 
 _GRACE_S = 10.0
+"""Seconds that mpirun has to end its ranks and clear its files, before it is killed."""
 
 
 def communicator() -> Any:
-    """MPI's world communicator if mpirun started this process; None otherwise."""
+    """Return MPI's world communicator if mpirun started this process; None otherwise."""
     if "OMPI_COMM_WORLD_SIZE" not in os.environ or not available():
         return None
     from mpi4py import MPI
@@ -41,30 +42,32 @@ def run(
 
     The function belongs to a module; its arguments and its result are JSON. With a lab, ranks run on the lab's hosts.
     """
-    if workers == 1 or not available():
+    if workers == 1 or not available():  # Without MPI the benchmark has one candidate less.
         return launch(function, *args, workers=workers, lab=lab, watch=watch)[0]
     workers = workers or (lab.spec.num_workers if lab is not None else 2)
     with tempfile.TemporaryDirectory(prefix="tutti-bench-") as folder:
         result = Path(folder) / "result.json"
         task = json.dumps([function.__module__, function.__name__, args, str(result)])
+        # Ranks divide the cores, as Tutti's launcher has it. Variables that the user has set come last and win.
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
         environment = {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "default", **os.environ}
         # Before a rank imports anything, it asks the kernel to end it together with mpirun.
-        become = [sys.executable, "-I", "-S", command.__file__, "0"]
-        argv = [*become, *main_of("tutti.bench.under_mpi"), task]
-        with nullcontext(mpirun(workers, argv)) if lab is None else _in_lab(lab, argv) as words:
-            status = _run(words, environment)
+        bind_to_parent = [sys.executable, "-I", "-S", command.__file__, "0"]
+        argv = [*bind_to_parent, *main_of("tutti.bench.under_mpi"), task]
+        with nullcontext(mpirun(workers, argv)) if lab is None else _in_lab(lab, argv) as mpirun_argv:
+            status = _run(mpirun_argv, environment)
+        # A rank that exits early without an error leaves no result.
         if status or not result.exists():
             raise WorkerFailed(0, f"mpirun exited with status {status}", status=status or 1)
         return json.loads(result.read_text())
 
 
-def _run(words: list[str], environment: dict[str, str]) -> int:
-    """Run a command; if this is interrupted, give it the time to end its ranks and clear its files."""
-    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
+def _run(argv: list[str], environment: dict[str, str]) -> int:
+    """Run a command, and return its exit status. If this is interrupted, the command gets time to clean up."""
+    process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
     try:
         return process.wait()
-    except BaseException:
+    except BaseException:  # Also a KeyboardInterrupt: no rank may outlive this call.
         process.terminate()
         try:
             process.wait(_GRACE_S)

@@ -34,7 +34,7 @@ class Cluster:
     tiers: tuple[Tier, ...] = ()
     """Levels of switches, from the hosts up."""
     compute: Compute = _COMPUTE
-    """How long a rank of speed 1 computes."""
+    """Computing time of a rank of speed 1."""
     slow: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Factors by rank: a rank with 2.0 takes twice as long to compute."""
     jitter: Jitter | None = None
@@ -65,8 +65,8 @@ class Cluster:
             mistakes.need(not absent, f"{what} names rank {absent}, but the ranks are 0 to {workers - 1}")
         hosts = self._hosts(workers)
         counts = share(workers, [host.ranks for host in hosts])
-        held = sum(counts)
-        mistakes.need(held == workers, f"{workers} ranks are more than the hosts of '{self.name}' hold, {held}")
+        capacity = sum(counts)
+        mistakes.need(capacity == workers, f"{workers} ranks are more than the hosts of '{self.name}' hold, {capacity}")
         mistakes.report()
         # Hosts without a rank are dropped; each other one is repeated for every rank that it holds.
         filled = (replace(host, ranks=host.ranks or count) for host, count in zip(hosts, counts, strict=True) if count)
@@ -130,7 +130,7 @@ class Cluster:
         words = "as many hosts as it takes" if number is None else _counted(number, "host")
         words += "" if self.ranks_per_host is None else f" of {_counted(self.ranks_per_host, 'rank')}"
         if number != 1:  # A single host has no network.
-            words += f", each on {self.link}" if self.link is not None else ", joined only as said below"
+            words += f", each on {self.link}" if self.link is not None else ", joined only by the links below"
         return words + "".join(f"\n  {_in_words(host, alone=number == 1)}" for host in named)
 
 

@@ -1,4 +1,4 @@
-"""Compute times: `Compute` (how fast ranks are), `Jitter` and `Pauses` (how unevenly)."""
+"""Compute times: `Compute` (the speed of ranks), `Jitter` and `Pauses` (its random variation)."""
 
 import math
 import random
@@ -20,7 +20,7 @@ _MOST = 5
 
 @dataclass(frozen=True, init=False)
 class Compute:
-    """How long computing takes on a rank of speed 1."""
+    """The computing time of a rank of speed 1."""
 
     flops: float
     """FLOP/s that the model reaches in fact; used where `sample_s` is None."""
@@ -38,7 +38,7 @@ class Compute:
         step_s: Duration = 0.0,
         forward: float = 1 / 3,
     ) -> None:
-        """Make it from numbers or texts, such as "100gflops" and "2ms"."""
+        """Make compute times from numbers, or from texts such as "100gflops" and "2ms"."""
         mistakes = Mistakes()
         sample = None if sample_s is None else mistakes.attempt(lambda: parse_time(sample_s), "a sample's time: ")
         object.__setattr__(self, "flops", mistakes.attempt(lambda: parse_speed(flops), "flops: "))
@@ -111,7 +111,7 @@ class Pauses:
     """Mean length of a pause."""
 
     def __init__(self, every_s: Duration, length_s: Duration) -> None:
-        """Make it from seconds, or texts such as "10s" and "200ms"."""
+        """Make pauses from seconds, or from texts such as "10s" and "200ms"."""
         mistakes = Mistakes()
         for name, given in (("every_s", every_s), ("length_s", length_s)):
             seconds = mistakes.attempt(partial(parse_time, given), f"{name.removesuffix('_s')}: ")

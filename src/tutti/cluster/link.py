@@ -29,7 +29,7 @@ class Link:
         return 8 / self.bits_per_s
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long a message of `num_bytes` is on its way."""
+        """Return the seconds that a message of `num_bytes` takes."""
         return self.latency_s + num_bytes * self.seconds_per_byte
 
     def __str__(self) -> str:

@@ -75,6 +75,7 @@ def meta_tensor(gradient: Gradient) -> torch.Tensor:
 
 
 def _load(bucket: Bucket, ready: dict[str, float]) -> BucketLoad:
+    """Return the load of a bucket; `ready` is when each gradient is complete, in seconds, by name."""
     numel = bucket.values.numel()
     layout = tuple(
         (start, tuple(slot.tensor.shape))

@@ -73,7 +73,9 @@ def compressed_sum_cost(load: BucketLoad, codec: Codec, placement: Placement) ->
 
 
 def _compressed(load: BucketLoad, codec: Codec, num_ranks: int, placement: Placement) -> SumCost:
+    """Return the cost of a compressed sum over `num_ranks` ranks, or leaders of hosts."""
     method, others = compressed_sum_for(codec), num_ranks - 1
+    # Between hosts only the leaders send, so no ranks of a host share its link.
     link = placement.link if placement.two_levels else placement.shared_link
     if method is LinearSum:
         return _in_rounds(load, codec, num_ranks, link)

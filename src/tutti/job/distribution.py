@@ -183,10 +183,10 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         mistakes.append("the model has no trainable parameter: nothing to distribute.")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if strays := [name for name, p in trained.items() if id(p) not in held]:
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := [name for name, p in trained.items() if id(p) not in in_optimizer]:
         mistakes.append(
-            f"the optimiser does not hold {_some(strays)}. Give it all trainable parameters, or set "
+            f"the optimiser does not hold {_some(missing)}. Give it all trainable parameters, or set "
             "requires_grad=False on those that should not change."
         )
     return mistakes

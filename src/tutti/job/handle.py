@@ -111,7 +111,7 @@ class Job:
     def away(self) -> Iterator[None]:
         """Take no part in training inside this context, so that the others do not wait: to evaluate, for example.
 
-        Afterwards this rank goes on from the parameters that the others have. Parameter servers, peer updates and
+        Afterwards this rank continues from the parameters that the others have. Parameter servers, peer updates and
         gossip allow it; other strategies refuse.
         """
         self._exchange.leave()  # Refuses if the strategy needs every rank; then nothing has changed.
@@ -160,7 +160,7 @@ class Job:
         return job_state(self.strategy, self._replica.steps, self._exchange, self._model_on_mesh)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; every rank loads it, before its first step.
+        """Continue from a state that `state_dict` returned; every rank loads it, before its first step.
 
         Raises `ConfigError` for a state of another strategy, or of a model that was split otherwise.
         """

@@ -8,7 +8,7 @@ from tutti.strategies import Exchange, Strategy
 
 
 def job_state(strategy: Strategy, steps: int, exchange: Exchange, model_on_mesh: ModelOnMesh | None) -> dict[str, Any]:
-    """Return what `Job.state_dict` returns. Collective."""
+    """Return the state of a job, for `Job.state_dict`. Collective."""
     local = exchange.state_dict()
     return {
         "strategy": str(strategy),
@@ -20,8 +20,8 @@ def job_state(strategy: Strategy, steps: int, exchange: Exchange, model_on_mesh:
 def exchange_state(state: dict[str, Any], strategy: Strategy, model_on_mesh: ModelOnMesh | None) -> dict[str, Any]:
     """Return the part of a job's saved state that the exchange of this rank loads.
 
-    Raises `ConfigError` for what is no such state, for one of a strategy that cannot go on from it, and for one of a
-    model that was split otherwise.
+    Raises `ConfigError` for a dict that is no such state, for the state of a strategy that this one cannot resume from,
+    and for the state of a model that was split otherwise.
     """
     if missing := {"strategy", "steps", "exchange"} - state.keys():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What training a model costs here, and on many workers: measured, predicted, and chosen."""
+"""The planner: profile a training step, predict it under every strategy, and choose one."""
 
 from tutti.cost import Gradient, LayerProfile, Overhead, Profile
 from tutti.plan.choose import Plan, plan

@@ -1,4 +1,4 @@
-"""The strategies that the planner compares: what each registered family offers."""
+"""The strategies that the planner compares, collected from every registered family (`Strategy.candidates`)."""
 
 from typing import NamedTuple
 
@@ -27,17 +27,17 @@ def candidates(profile: Profile, workers: int, cluster: Cluster) -> Candidates:
     """
     try:
         placement = Placement.from_cluster(workers, cluster)
-    except NoLink:  # No two hosts are joined: no strategy can be used.
+    except NoLink:  # No two hosts are joined: callers report that no strategy can be used.
         return Candidates([], [], {})
     families, not_priced = _families()
-    found = Candidates([], [], not_priced)
+    offered = Candidates([], [], not_priced)
     for family in families:
         for strategy in family.candidates(profile, placement):
             if has_cost(strategy):
-                (found.exact if strategy.exact else found.lossy).append(strategy)
+                (offered.exact if strategy.exact else offered.lossy).append(strategy)
             else:
                 not_priced[str(strategy)] = f"{type(strategy).__module__}.{type(strategy).__qualname__} has no cost"
-    return found
+    return offered
 
 
 def has_cost(strategy: Strategy) -> bool:
@@ -53,7 +53,8 @@ def _families() -> tuple[list[Strategy], dict[str, str]]:
         try:
             strategy = parse(name)
         except ConfigError as error:
-            failures[name] = str(error)
+            failures[name] = str(error)  # One broken package must not stop the planner.
         else:
+            # Several names may make one class (every all-reduce algorithm does): the class is asked once.
             families.setdefault(type(strategy), strategy)
     return list(families.values()), failures

@@ -27,17 +27,17 @@ NEAR = 1.05
 """Lossy strategies within this factor of the fastest count as equally fast: `Strategy.preference` decides."""
 
 _MAX_SIMULATED = 6
-"""How many exact strategies, and how many lossy ones, are simulated at most, the fastest by formula first."""
+"""Largest number of exact strategies, and of lossy ones, that are simulated, the fastest by formula first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to train, and why."""
+    """The planner's answer: the strategy to use, predictions of all strategies, and the reasons."""
 
     workers: int
     """Number of training workers, as asked for."""
     alone: Prediction
-    """One worker, the fastest of the cluster."""
+    """The prediction of one worker without exchange, on the fastest host."""
     predictions: tuple[Prediction, ...]
     """The strategy to use, then the others, fastest first."""
     distribute: bool
@@ -105,7 +105,7 @@ def plan(
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     cluster = restricted_to(cluster, workers)
-    cluster.place(workers)
+    cluster.place(workers)  # Raises `ConfigError` if the cluster has too few slots.
     worker = worker_profile(profile, workers, global_batch)
     offered = candidates(worker, workers, cluster)
     groups = (offered.exact, offered.lossy if allow_lossy else [])
@@ -114,10 +114,12 @@ def plan(
     if not exact and not lossy:
         raise NoLink(f"hosts of the cluster '{cluster.name}' are not joined as any strategy needs: give them links.")
     chosen = choose(exact, lossy)
+    # By speed, but for the chosen one: an exact strategy may be preferred to a lossy one that is a little faster.
     others = sorted((other for other in (*exact, *lossy) if other is not chosen), key=_step_s)
+    # One worker would train on the fastest rank's host, and with the whole global batch if there is one.
     single = slowed(worker_profile(profile, 1, global_batch), least_slowness(cluster, workers))
     alone = price(AllReduce(), single, 1, Cluster())
-    made = Plan(
+    result = Plan(
         workers=workers,
         alone=alone,
         predictions=(chosen, *others),
@@ -127,7 +129,7 @@ def plan(
         not_priced=offered.not_priced,
         reason="",
     )
-    return replace(made, reason=describe_plan(made))
+    return replace(result, reason=describe_plan(result))
 
 
 def choose(exact: Sequence[Prediction], lossy: Sequence[Prediction]) -> Prediction:
@@ -136,6 +138,7 @@ def choose(exact: Sequence[Prediction], lossy: Sequence[Prediction]) -> Predicti
     There must be a prediction in one of the two.
     """
     fastest_s = min((prediction.step_s for prediction in exact), default=inf)
+    # Within the error of predictions, the simpler family is the safer choice.
     tied = [prediction for prediction in exact if prediction.step_s <= TIE * fastest_s]
     best = min(tied, key=lambda prediction: prediction.strategy.preference, default=None)
     faster = [prediction for prediction in lossy if best is None or prediction.step_s * GAIN <= best.step_s]
@@ -143,7 +146,7 @@ def choose(exact: Sequence[Prediction], lossy: Sequence[Prediction]) -> Predicti
         return best
     fastest_s = min(prediction.step_s for prediction in faster)
     near = [prediction for prediction in faster if prediction.step_s <= NEAR * fastest_s]
-    # Within a family, the one that sends most is the one that compresses least.
+    # Within a family, the one that sends most compresses least, and so probably loses least accuracy.
     return min(near, key=lambda prediction: (prediction.strategy.preference, -prediction.bytes_per_step))
 
 
@@ -155,11 +158,14 @@ def _simulate_fastest(
     predictions: list[Prediction], profile: Profile, cluster: Cluster, simulator: Simulator | None
 ) -> list[Prediction]:
     """Simulate the fastest prediction until the fastest is a simulated one, where formulas do not hold."""
+    # A simulated step may be longer than its formula, and another candidate is then the fastest: go on until that one
+    # has been simulated. Candidates that are slow by formula never are.
     num_simulated = 0
     while simulator is not None and predictions and num_simulated < _MAX_SIMULATED:
         fastest = min(predictions, key=_step_s)
         if fastest.simulated:
             break
+        # Replaced where it was: of equally fast and preferred predictions, `choose` takes the first.
         index = predictions.index(fastest)
         del predictions[index]
         with suppress(NoLink):  # It would send between hosts that are not joined, so it cannot be used.

@@ -31,14 +31,16 @@ def measure_network(transport: Transport, quickly: bool = False) -> dict[str, An
             of a ring, not that of the slowest pair.
     """
     links = {}
-    if transport.size > 1 and len(set(transport.hosts)) == 1:
+    if transport.size > 1 and len(set(transport.hosts)) == 1:  # One host: there is no link between hosts.
         links["within"] = _memory(transport, quickly)
     elif isinstance(transport, HostsTransport):
         links["within"] = _memory(transport.within, quickly)
-        links |= {"link": _link(transport.across, quickly)} if transport.across is not None else {}
+        if transport.across is not None:  # Only the leader of each host has a transport to other hosts.
+            links["link"] = _link(transport.across, quickly)
     elif transport.size > 1:
         links["link"] = _link(transport, quickly)
-    if "within" in links:  # Hosts measured their own memory: take rank 0's, which has both links.
+    # Every host measured its own memory, and only leaders the link. All ranks take the values of rank 0, which leads.
+    if "within" in links:
         links = all_gather_json(links, transport)[0]
     return {"links": links, "hosts": len(set(transport.hosts)), "size": transport.size}
 
@@ -50,6 +52,7 @@ def cluster_with(measured: dict[str, Any], name: str, **more: Any) -> Cluster:
     """
     hosts = measured["hosts"]
     links: dict[str, Any] = {kind: Link(*link) for kind, link in measured["links"].items()}
+    # Rounded up, where hosts have different numbers of ranks.
     ranks_per_host = -(-measured["size"] // hosts) if hosts > 1 else None
     return Cluster(name=name, hosts=1 if hosts == 1 else None, ranks_per_host=ranks_per_host, **links, **more)
 
@@ -62,8 +65,11 @@ def _link(transport: Transport, quickly: bool) -> tuple[float, float]:
         return quick_link(transport)
     rate, latencies = measure_links(transport).link.bits_per_s, []
     for name in _TYPICAL:
+        # 64 bytes for each rank's block: short enough that only latencies count.
         taken_s = _seconds(ALGORITHMS[name], 16 * transport.size, transport)
-        latencies.append(taken_s / ALGORITHMS[name].cost(transport.size, 0, Link("1gbit", 1.0)))
+        # Without bytes and with a latency of one second, the formula counts the latencies of the critical path.
+        num_latencies = ALGORITHMS[name].cost(transport.size, 0, Link("1gbit", 1.0))
+        latencies.append(taken_s / num_latencies)
     return rate, statistics.median(latencies)
 
 
@@ -89,5 +95,8 @@ def _memory(transport: Transport, quickly: bool) -> tuple[float, float]:
             transport.all_reduce(tensor).wait()
             times.append(transport.now() - start_s)
         medians.append(statistics.median(times))
-    per_byte = max(1e-13, (medians[1] - medians[0]) / 2 / (_LARGE - _SMALL))
-    return 8 / per_byte, medians[0] / 2
+    # The formula (`tutti.cost.sums`) is 2 (latency + bytes / rate): two barriers, each byte read once and written once.
+    # The floor of 1e-13 s per byte stands for a slope that noise has made zero or negative.
+    small_s, large_s = medians
+    seconds_per_byte = max(1e-13, (large_s - small_s) / 2 / (_LARGE - _SMALL))
+    return 8 / seconds_per_byte, small_s / 2

@@ -60,6 +60,7 @@ class Prediction:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields and properties, with the strategy as text."""
+        # `asdict` would take the strategy apart field by field, so it gets a placeholder. The text replaces that.
         named = {**asdict(replace(self, strategy=AllReduce())), "strategy": str(self.strategy), "exact": self.exact}
         return {**named, "efficiency": self.efficiency, "samples_per_s": self.samples_per_s}
 
@@ -84,7 +85,8 @@ def price(
     Raises `NotPriced` if the strategy has no cost formula.
     """
     strategy = as_strategy(strategy)
-    placement = Placement.from_cluster(workers + (strategy.num_dedicated_servers if workers > 1 else 0), cluster)
+    num_servers = strategy.num_dedicated_servers if workers > 1 else 0  # One worker has nobody to exchange with.
+    placement = Placement.from_cluster(workers + num_servers, cluster)
     placement = replace(placement, uncontended_factor=profile.overhead.uncontended_factor)
     scaled = slowed(profile, placement.slowness)
     computing_s = scaled.seconds
@@ -93,9 +95,13 @@ def price(
         added = (cost or strategy.cost)(scaled, placement)
     overhead_s = scaled.overhead.seconds(added)
     by_simulation = simulator is not None and not placement.uniform and workers > 1
+    # Overhead is negative where `coding_factor` is below 1, but a step is never shorter than its computation.
     step_s = computing_s + max(0.0, added.exposed_s + overhead_s)
     if simulator is not None and by_simulation:
+        # In a simulation encoding takes no time. It is added in full, as if nothing hid it.
         step_s = simulator(strategy) + max(0.0, added.coding_s + overhead_s)
+    # Where workers do not wait for each other, a simulated step may be shorter than the slowest one's computation.
+    difference_s = step_s - computing_s
     return Prediction(
         strategy=strategy,
         workers=workers,
@@ -103,7 +109,7 @@ def price(
         total_samples=workers * profile.num_samples,
         step_s=step_s,
         computing_s=min(computing_s, step_s),
-        exposed_s=step_s - computing_s if step_s - computing_s > _ROUNDING * computing_s else 0.0,
+        exposed_s=difference_s if difference_s > _ROUNDING * computing_s else 0.0,
         bytes_per_step=added.num_bytes,
         memory_bytes=profile.peak_bytes + added.memory_bytes,
         simulated=by_simulation,

@@ -44,10 +44,13 @@ def _rate(transport: Transport) -> tuple[float, float]:
     """
     num_bytes = _SMALLEST
     while True:
-        seen = _gathered(_shift(num_bytes, transport), transport)
-        waited_s, taken_s = (max(times) for times in zip(*seen, strict=True))
+        # The slowest rank's times, on all ranks: each must take the same decision to go on.
+        times_by_rank = _gathered(_shift(num_bytes, transport), transport)
+        waited_s, taken_s = (max(times) for times in zip(*times_by_rank, strict=True))
         if taken_s >= _LONG_ENOUGH_S or num_bytes >= _LARGEST:
             return 8 * num_bytes / max(1e-9, taken_s), waited_s
+        # Half more than needed, so that the next message is most probably the last one. The factor is limited because a
+        # short message may pass in a burst, at a higher rate than the link can keep up.
         times_larger = 1.5 * _LONG_ENOUGH_S / max(1e-9, taken_s)
         num_bytes = min(_LARGEST, int(num_bytes * min(times_larger, _MOST_TIMES)))
 
@@ -60,15 +63,16 @@ def _shift(num_bytes: int, transport: Transport) -> tuple[float, float]:
     """
     left, right = (transport.rank - 1) % transport.size, (transport.rank + 1) % transport.size
     sizes = (1, num_bytes)
-    moments = [transport.now()]
+    moments_s = [transport.now()]
+    # All receives are posted before the first send, so that no message waits for its buffer.
     receives = [transport.irecv(torch.empty(size, dtype=torch.uint8, device="cpu"), left) for size in sizes]
     sends = [transport.isend(torch.zeros(size, dtype=torch.uint8, device="cpu"), right) for size in sizes]
     for work in receives:
         work.wait()
-        moments.append(transport.now())
-    for work in sends:
+        moments_s.append(transport.now())
+    for work in sends:  # After the last moment was taken: waiting for sends belongs to neither time.
         work.wait()
-    start_s, short_s, long_s = moments
+    start_s, short_s, long_s = moments_s
     return short_s - start_s, long_s - short_s
 
 
@@ -78,23 +82,25 @@ def _latency(transport: Transport, rate: float, message_s: float) -> float:
     Single messages would show too little: in collectives ranks wait for each other, and may share cores.
     """
     size = transport.size
-    messages = {name: ALGORITHMS[name].cost(size, 0, Link("1gbit", 1.0)) for name in _TYPICAL}
-    rounds = int(_BUDGET_S / max(1e-9, message_s * sum(messages.values())))
+    # Without bytes and with a latency of one second, the formula counts the messages of the critical path.
+    num_messages = {name: ALGORITHMS[name].cost(size, 0, Link("1gbit", 1.0)) for name in _TYPICAL}
+    rounds = int(_BUDGET_S / max(1e-9, message_s * sum(num_messages.values())))
     # For sizes that are no powers of two, recursive doubling waits for fewer messages than its formula counts.
-    one = "butterfly" if size & (size - 1) else "recursive_doubling"
+    shortest = "butterfly" if size & (size - 1) else "recursive_doubling"
     latencies = []
-    for name in _TYPICAL if rounds > 1 else (one,):
+    for name in _TYPICAL if rounds > 1 else (shortest,):
         times = _sums(name, transport, max(1, min(_MOST_ROUNDS, rounds)))
         taken_s = max(_gathered((statistics.median(times),), transport))[0]
         sending_s = ALGORITHMS[name].cost(size, 4 * size, Link(rate))
         # Small messages may pass in a burst, for which their bytes cost nothing.
-        latencies.append((taken_s - sending_s if taken_s > sending_s else taken_s) / messages[name])
+        waiting_s = taken_s - sending_s if taken_s > sending_s else taken_s
+        latencies.append(waiting_s / num_messages[name])
     return statistics.median(latencies)
 
 
 def _sums(name: str, transport: Transport, rounds: int) -> list[float]:
     """Return the seconds of each of `rounds` all-reduces of a few numbers."""
-    tensor, times = torch.zeros(transport.size, device="cpu"), []
+    tensor, times = torch.zeros(transport.size, device="cpu"), []  # One number in each rank's block.
     for _ in range(rounds):
         start_s = transport.now()
         transport.start(ALGORITHMS[name].steps(tensor, transport)).wait()
@@ -104,6 +110,7 @@ def _sums(name: str, transport: Transport, rounds: int) -> list[float]:
 
 def _gathered(values: tuple[float, ...], transport: Transport) -> list[list[float]]:
     """Gather each rank's values on every rank, by one sum: that takes fewer messages in a row than a gather."""
+    # Each rank fills one row of zeros, so the sum of all tables has every row. Float64 keeps the clock's precision.
     table = torch.zeros(transport.size, len(values), dtype=torch.float64, device="cpu")
     table[transport.rank] = torch.tensor(values, dtype=torch.float64, device="cpu")
     transport.start(ALGORITHMS["recursive_doubling"].steps(table, transport)).wait()

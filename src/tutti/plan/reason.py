@@ -23,6 +23,7 @@ def has_codec(strategy: Strategy) -> bool:
 
 def fastest_all_reduces(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
     """Return the fastest all-reduce with a codec, and the fastest without, if there are any."""
+    # Only all-reduce is compared with and without a codec: other families differ in more than their compression.
     sums = [prediction for prediction in predictions if isinstance(prediction.strategy, AllReduce)]
     compressed = [prediction for prediction in sums if has_codec(prediction.strategy)]
     plain = [prediction for prediction in sums if not has_codec(prediction.strategy)]
@@ -66,7 +67,7 @@ def _exactness(plan: "Plan") -> list[str]:
 
 def _codecs(plan: "Plan") -> list[str]:
     """Say that compression is not worthwhile, where that was a question."""
-    if plan.compress is not False:
+    if plan.compress is not False:  # None: codecs were not considered.
         return []
     compressed, plain = fastest_all_reduces(plan.predictions)
     if compressed is None or plain is None:

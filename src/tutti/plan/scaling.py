@@ -32,7 +32,7 @@ def share_of(global_batch: int, workers: int) -> int:
             f"a global batch of {global_batch} samples leaves some of {workers} workers without any. Use more "
             "samples or fewer workers."
         )
-    return -(-global_batch // workers)
+    return -(-global_batch // workers)  # Rounded up: the worker with most samples sets the length of a step.
 
 
 def worker_profile(profile: Profile | Profiles, workers: int, global_batch: int | None) -> Profile:
@@ -41,23 +41,28 @@ def worker_profile(profile: Profile | Profiles, workers: int, global_batch: int 
     return worker if global_batch is None else with_batch(worker, share_of(global_batch, workers))
 
 
-def sharing_cores(single: Profile, whole: Profile, num_cores: int) -> Profiles:
+def sharing_cores(one_thread: Profile, all_threads: Profile, num_cores: int) -> Profiles:
     """Return the profiles of workers that share one machine.
 
     Each worker has an equal part of the cores as threads. If there are fewer cores than workers, they take turns. A
     single worker has whichever of the two profiles is faster.
 
     Args:
-        single: measured with one thread.
-        whole: measured with as many threads as cores.
+        one_thread: measured with one thread.
+        all_threads: measured with as many threads as cores.
     """
-    fraction = min(1.0, (whole.forward_s + whole.backward_s) / (single.forward_s + single.backward_s))
+    # Time on all cores relative to one core. At most 1: where more threads only harm, one is used.
+    one_thread_s = one_thread.forward_s + one_thread.backward_s
+    fraction = min(1.0, (all_threads.forward_s + all_threads.backward_s) / one_thread_s)
 
     def profile(workers: int) -> Profile:
         if workers == 1:
-            return whole if fraction < 1 else single
+            return all_threads if fraction < 1 else one_thread
         threads = num_cores // workers
-        return slowed(single, max(fraction, 1 / threads) if threads else workers / num_cores)
+        if not threads:  # Several workers take turns on each core.
+            return slowed(one_thread, workers / num_cores)
+        # Linear speed-up with the number of threads, up to the speed that was measured on all cores.
+        return slowed(one_thread, max(fraction, 1 / threads))
 
     return profile
 
@@ -76,6 +81,7 @@ def priced(
             predictions.append(price(strategy, profile, workers, cluster))
     if total_samples is None:
         return predictions
+    # A profile's batch times the number of workers may be more than the global batch, whose shares are rounded up.
     return [replace(prediction, total_samples=total_samples) for prediction in predictions]
 
 
@@ -93,7 +99,7 @@ class ScalingRow(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """How throughput grows with the number of workers, and where adding workers stops paying."""
+    """Predicted throughput by number of workers, and the number beyond which more do not pay."""
 
     rows: tuple[ScalingRow, ...]
     """One worker, then 2, 4, 8, ... up to the number asked for, or to the first that does not pay if that is more."""
@@ -133,17 +139,19 @@ def predict_scaling(
     rows, before = {1: scaling_row(alone, alone)}, alone
     stops_at, most, reason = None, 1, ""
     for workers in _doubled(cluster, global_batch):
+        # The table goes on to the number asked for, also beyond the threshold.
         if stops_at is not None and workers > best.workers:
             break
         fastest = _fastest(profile, workers, cluster, allow_lossy, global_batch)
         if fastest is not None:
             rows[workers] = scaling_row(fastest, alone)
-        if stops_at is None:
+        if stops_at is None:  # The first doubling that does not pay counts, even if a later one would.
             most, reason = workers, _refusal(before, fastest, workers)
             stops_at = before.workers if reason else None
         if fastest is None:
             break
         before = fastest
+    # The chosen strategy may be simulated or preferred, and its number of workers need not be a power of two.
     if best.workers > 1:
         rows[best.workers] = scaling_row(best, alone)
     return Scaling(tuple(rows[workers] for workers in sorted(rows)), stops_at, most, reason or _all_pay(most))

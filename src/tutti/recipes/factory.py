@@ -1,4 +1,4 @@
-"""Factories by "module:function": how the command line finds a user's own model or recipe.
+"""Factories by "module:function", by which the command line finds a user's own model or recipe.
 
 The module is looked for in the working directory first, as `python -m` does. Nothing here imports torch.
 """
@@ -18,7 +18,7 @@ def call_factory(text: str, options: dict[str, Any], wanted: str) -> Any:
 
     Args:
         text: "module:function", such as "nets:make" for make() in nets.py.
-        wanted: a sentence that says what the factory should return, for error messages.
+        wanted: a sentence about what the factory should return, for error messages.
 
     Raises `ConfigError` if there is no such module or function, if it is not callable, or if it raises.
     """

@@ -54,7 +54,7 @@ class Slot:
 class Bucket:
     """Gradients, or buffers, in one piece of memory, followed by a `has_grad` flag for each: 1 if this rank has one.
 
-    Flags are averaged with the rest: 0 then tells every rank that no rank had a gradient for that parameter,
+    Flags are averaged with the rest: 0 then means that no rank had a gradient for that parameter,
     so `p.grad` stays None, as it would on one machine.
     """
 

@@ -6,13 +6,13 @@ How it works
 
 - "steps": before and after each step of the optimiser.
 - "samples": also each forward pass and each gradient, to count the samples that this rank contributed.
-- "gradients": also each gradient, to fill buckets during backward. `BackwardPass` does that, and says how.
+- "gradients": also each gradient, to fill buckets during backward. See `BackwardPass`.
 
 The listener is the strategy's exchange. `detach` removes all hooks, and gives parameters gradients of their own in
 place of views of buckets, whose memory may belong to the transport.
 
-Three flags say what this rank does for the moment. `syncing` is False inside `no_sync`: gradients gather on this rank.
-`away`: this rank takes no part, and may not train. `in_consensus`: the model holds the parameters of the
+Three flags describe what this rank does for the moment. `syncing` is False inside `no_sync`: gradients gather on this
+rank. `away`: this rank takes no part, and may not train. `in_consensus`: the model holds the parameters of the
 consensus, and may not be trained.
 """
 
@@ -60,7 +60,7 @@ class HookedReplica(Replica):
 
     @property
     def listener(self) -> Listener:
-        """The exchange that is told of the events of training."""
+        """The exchange that receives the events of training."""
         assert self._listener is not None
         return self._listener
 
@@ -166,8 +166,8 @@ class HookedReplica(Replica):
         # Id -1: not inside a backward pass, in which checkpointed layers go forward again.
         if self._backward.running and torch._C._current_graph_task_id() == -1:
             raise ConfigError(
-                "the last backward pass failed half-way on this rank, so it is out of step with the others. "
-                "An exception in backward cannot be skipped in a distributed run: mend its cause and restart."
+                "the last backward pass failed half-way on this rank, so its exchanges no longer match those of the "
+                "others. An exception in backward cannot be skipped in a distributed run: mend its cause and restart."
             )
         self.contribution.forward(args, kwargs)
 

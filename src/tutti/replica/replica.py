@@ -18,7 +18,7 @@ EventScope = Literal["steps", "samples", "gradients"]
 
 
 class Listener(Protocol):
-    """The receiver of the events of training: an exchange. `docs/strategies.md` says when each comes."""
+    """The receiver of the events of training: an exchange. `docs/strategies.md` lists when each is called."""
 
     def backward_started(self, weight: float) -> None: ...
     def bucket_ready(self, bucket: Bucket) -> None: ...
@@ -56,6 +56,7 @@ class Replica(ABC):
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
         self.optimizer = optimizer
+        # A parameter that several modules share is listed once, under its first name.
         self.slots = [Slot(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.slots.reverse()  # Backward reaches the last layers first; the first pass shows the precise order.
         self.statistics = [Slot(name, buffer) for name, buffer in _running_statistics(model)]
@@ -93,7 +94,7 @@ class Replica(ABC):
 
     @abstractmethod
     def listen(self, listener: Listener, to: EventScope) -> None:
-        """Report events to `listener` from now on; `to` says which."""
+        """Report events to `listener` from now on; `to` selects the events."""
 
     def hide_gradients(self) -> None:
         """Set all gradients to None for the optimiser's next step, which then changes nothing."""
@@ -101,7 +102,7 @@ class Replica(ABC):
             trained = [slot.tensor for slot in self.slots]
             self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
             for tensor, _ in self._hidden:
-                tensor.grad = None
+                tensor.grad = None  # torch's optimisers skip such a parameter, with its momentum and weight decay.
 
     def show_gradients(self) -> None:
         """Put back the gradients that were hidden, if any."""

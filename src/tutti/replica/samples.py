@@ -18,7 +18,7 @@ class SampleCounts:
         self.models: WeakSet[nn.Module] = WeakSet()
         """Models that are trained with gradients exchanged."""
         self.num_training_ranks: int | None = None
-        """How many ranks train, where dedicated servers do not; None where all do."""
+        """Number of ranks that train, where others are dedicated servers; None where all ranks train."""
 
     def record_batch(self, num_samples: int) -> None:
         """Record a batch that was given out. Under no_grad it is for evaluation, and does not count."""

@@ -1,4 +1,4 @@
-"""`SimulatedChannel`: all messages that a group of simulated ranks exchanges under one name, and who has closed it."""
+"""`SimulatedChannel`: all messages of a group of simulated ranks under one name, and the ranks that have closed it."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ class SimulatedChannel:
         self._on_closed = on_closed
         """Called when all ranks have closed this channel."""
         self.mailboxes: dict[tuple[int, int, int], Mailbox] = {}
-        """By sender, receiver and tag."""
+        """Mailboxes by sender, receiver and tag."""
         self._mailboxes_of: dict[int, list[Mailbox]] = {}
         """The mailboxes in which a rank sends or receives, by rank."""
         self.any_source_mailboxes: dict[tuple[int, int], AnySourceMailbox] = {}
-        """By receiver and tag."""
+        """Mailboxes of receives from ANY rank, by receiver and tag."""
         self.closed: dict[int, str] = {}
-        """The ranks that answer no more, and why."""
+        """The ranks that have closed this channel, with their reasons."""
         self.host_sums: dict[int, Any] = {}
         """Sums in shared memory that not all ranks have joined yet, by number (see `shared_memory`)."""
 
@@ -52,9 +52,9 @@ class SimulatedChannel:
         return self.any_source_mailboxes[dst, tag]
 
     def close(self, rank: "Rank", why: str) -> None:
-        """Note that a rank answers here no more, and fail the waits that only it could end. Idempotent.
+        """Close this channel for a rank, and fail the waits that only that rank could end. Idempotent.
 
-        What it has sent before still arrives.
+        Messages that the rank has sent before still arrive.
         """
         index = self.ranks.index(rank)
         if index in self.closed:
@@ -79,5 +79,6 @@ class SimulatedChannel:
         """
         if self.ranks[lost] is waiting:
             return RankLost(f"rank {waiting.number}: this channel was closed while it waited for a peer.")
+        # Any rank of the group may be the first cause, not only the one that is waited for.
         causes = {rank.number: rank.gone for rank in self.ranks if rank.gone is not None and not rank.lost_a_peer}
         return rank_lost_error(waiting.number, causes or {self.ranks[lost].number: self.closed[lost]})

@@ -48,7 +48,7 @@ class ComputeClock:
         self._cluster = transport.cluster
         self._elapse = transport.elapse
         self._workload = workload
-        self._rng = random.Random(f"{transport.seed} jitter")
+        self._rng = random.Random(f"{transport.seed} jitter")  # The seed has the rank in it: ranks vary independently.
         self._factor = 1.0
         """Jitter of the current step."""
         self._backward_s = 0.0
@@ -62,6 +62,7 @@ class ComputeClock:
 
     def listen(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Register hooks on a model and its optimiser, and count no operators meanwhile."""
+        # Else a process group's operator clock would count the same computation a second time.
         self._exits.enter_context(operator_clock.suspended())
         # Weak: parameters keep their hooks in C++, out of sight of the garbage collector.
         clock_ref = ref(self)
@@ -173,6 +174,7 @@ class _AfterForward(OwnedHook):
                 return
 
 
-def _backward_begins(clock: "ref[ComputeClock]", seconds: float, _: Tensor) -> None:
-    if (living := clock()) is not None:
-        living.backward(seconds)
+def _backward_begins(clock_ref: "ref[ComputeClock]", seconds: float, _: Tensor) -> None:
+    """Note the start of a backward pass. A hook of a model's output, called with its gradient."""
+    if (clock := clock_ref()) is not None:
+        clock.backward(seconds)

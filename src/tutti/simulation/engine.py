@@ -45,7 +45,7 @@ _PROGRESS_S, _PROGRESS_EVERY = 0.1, 64
 """Least wall time between two calls of `on_progress`, and how many events pass between two looks at the wall clock."""
 
 _GRACE_S = 10.0
-"""How long threads of ranks get to reach their next wait when the simulation is over, in wall time."""
+"""Wall time that threads of ranks get to reach their next wait when the simulation is over."""
 
 _JOIN_S = 0.01
 """Wall time between two looks at a thread that is to end."""
@@ -62,7 +62,7 @@ class Engine:
         self._times: list[float] = []
         """A heap of the times for which anything is scheduled, each of them once."""
         self._actions: dict[float, Action | list[Action]] = {}
-        """What is scheduled for each of these times: one action, or several in the order of scheduling."""
+        """The actions of each of these times: one, or a list in the order of scheduling."""
         self._alarms: list[tuple[float, int, Rank]] = []
         """A heap of deadlines. The rank's number decides between equal times, so that ranks are never compared."""
         self._polling_ranks: list[Rank] = []
@@ -138,7 +138,7 @@ class Engine:
     def run_rank(self, rank: "Rank") -> None:
         """Let a rank's thread run until it waits or ends. It uses random generators of its own."""
         if self._last is not rank:
-            # A rank that runs twice in a row needs no switch, which is the most expensive part of a turn.
+            # Generator states are switched only when another rank runs, because that is slow.
             (self._last.randomness if self._last is not None else self._callers_randomness).save()
             rank.randomness.restore()
             self._last = rank

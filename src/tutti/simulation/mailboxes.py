@@ -42,14 +42,14 @@ class Mailbox:
         self.receives: deque[Receive] = deque()
         """Receives that wait for a message."""
         self.any_source: AnySourceMailbox | None = channel.any_source_mailboxes.get((dst, tag))
-        """Where messages are delivered if the receiver takes them from ANY rank."""
+        """The mailbox that messages are delivered to if the receiver takes them from ANY rank."""
         self.num_travelling = 0
-        """Messages that were sent and not yet delivered there."""
+        """Messages that were sent and not yet delivered to `any_source`."""
         self.newest_s = 0.0
         """Arrival of the last message whose arrival is known; no later message may arrive before it."""
 
     def send_direct(self, tensor: Tensor) -> SimulatedWork | None:
-        """Send what a receive waits for over a route on which nothing can come before it; None where that is not so.
+        """Send what a receive waits for over a route on which nothing can overtake it; None where that is impossible.
 
         The whole journey is then known at once, and only its end is scheduled. Large simulations consist of these.
         """
@@ -106,7 +106,7 @@ class Mailbox:
             self.receives.append(receive)
 
     def cancel(self, receive: Receive) -> None:
-        """Forget a receive that has waited too long: what comes is for the next."""
+        """Remove a receive that has waited too long: the next message is for the next receive."""
         if self.any_source is not None:
             self.any_source.cancel(receive)
         elif receive in self.receives:
@@ -192,7 +192,7 @@ class AnySourceMailbox:
                 receive.fail(channel.loss_error(receive.rank, lost))
 
     def cancel(self, receive: Receive) -> None:
-        """Forget a receive that has waited too long."""
+        """Remove a receive that has waited too long."""
         if receive in self._receives:
             self._receives.remove(receive)
 

@@ -8,9 +8,9 @@ head of the message reaches the next pipe (cut-through: the head moves on while 
 the other pipes in turn; where one is busy, it continues when that is free. The arrival is the last end of all pipes.
 
 Messages of one mailbox are matched with receives in the order of sending, at departure: the payload is copied into the
-receiver's tensor right then, or into a copy if nobody waits yet. That is early in virtual time, but no rank looks at
-the tensor before the receive is done, and the receive is done at the message's arrival. Messages to a mailbox that
-receives from ANY rank are matched in the order of arrival instead (see `mailboxes`).
+receiver's tensor right then, or into a copy if no receive is posted yet. That is early in virtual time, but no rank
+looks at the tensor before the receive is done, and the receive is done at the message's arrival. Messages to a mailbox
+that receives from ANY rank are matched in the order of arrival instead (see `mailboxes`).
 
 The two `__init__` methods do not call their base class's, and frequent lines are written out: a large simulation makes
 hundreds of millions of these objects.
@@ -44,11 +44,11 @@ class SimulatedMessage(SimulatedWork):
         self.mailbox = mailbox
         self.num_bytes: int = tensor.nbytes
         self.payload: Any = tensor
-        """The sender's tensor, or a copy of it; None once it was received."""
+        """The sender's tensor, or a copy of it; None once a receive has copied it."""
         self.receive: Receive | None = None
         """The receive that it was matched with, until it has arrived."""
         self.arrival_s: float | None = None
-        """When its last byte arrives, once that is known."""
+        """Time at which its last byte arrives; None until that is known."""
 
     def depart(self) -> None:
         """Take the first pipe as soon as it is free, and match the message with a receive. An action of the engine."""

@@ -72,7 +72,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _ThreadClock:
-    """The operator clock of one thread, and how often counting was asked for and suspended."""
+    """The operator clock of one thread, and the numbers of contexts that count and that suspend."""
 
     def __init__(self) -> None:
         self.mode: OperatorClock | None = None

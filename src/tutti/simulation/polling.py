@@ -3,14 +3,14 @@
 from tutti.simulation.work import SimulatedWork
 
 MAX_FRUITLESS = 1000
-"""How often a rank may poll, or catch an error, without any virtual time passing."""
+"""Number of polls, or of errors caught, after which a rank for which no virtual time passes is in an endless loop."""
 
 
 class Polling:
-    """The work that one rank has asked for at its present time: asking for the same work again means to wait.
+    """The work that one rank has polled at its present time. To poll the same work again means to wait.
 
-    A loop such as `while not any(work.done() for work in works)` asks for each work once per round. Only the second
-    round must let time pass, and work that is found to be done is news, after which the others may be asked again.
+    A loop such as `while not any(work.done() for work in works)` polls each work once per round. Only the second round
+    must let time pass. Work that is found to be done may change the loop, so the others may then be polled once more.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Polling:
         self._done: set[SimulatedWork] = set()
         """Work that was found to be done at this moment."""
         self._num_fruitless = 0
-        """How often in a row the rank was suspended without any time passing."""
+        """Suspensions in a row during which no time passed."""
 
     def begin(self, clock_s: float) -> None:
         """Start a poll at that time; at another time than the last one, all earlier polls are forgotten."""
@@ -48,7 +48,7 @@ class Polling:
         return self._num_fruitless > MAX_FRUITLESS
 
     def next_poll_s(self, now_s: float, next_s: float | None) -> float:
-        """When to poll again, if the next event is at `next_s`: then, or when polled work is known to end."""
+        """Return the time of the next poll: that of the next event, or the end of polled work if that is known."""
         # Nothing is scheduled for the end of work that nobody waits for, so it may come before the next event.
         times = [next_s, *(work.finish_s for work in self._polled)]
         return max(now_s, min((time_s for time_s in times if time_s is not None), default=0.0))

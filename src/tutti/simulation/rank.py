@@ -41,7 +41,7 @@ class Rank:
         self.number = number
         self.host = host
         self.timeout = timeout
-        """How long it waits for others before it gives up, in virtual time."""
+        """Virtual time after which a wait for other ranks fails."""
         self.clock = 0.0
         """The rank's own virtual time, in seconds; never behind what it knows of."""
         self.stepping = False
@@ -51,14 +51,14 @@ class Rank:
         self.randomness = Randomness()
         self.channels: list[SimulatedChannel] = []
         self.gone: str | None = None
-        """Why it answers nobody any more; None as long as it does."""
+        """The reason why this rank has left the simulation; None as long as it takes part."""
         self.lost_a_peer = False
-        """Whether it has gone only because another was gone before."""
+        """Whether this rank has left only because it lost another one."""
         self.time_account = TimeAccount()
         self.travel = TravelTime()
         self.num_messages = 0
         self.dies_s = cluster.failures.get(number, float("inf"))
-        """When it dies, as the cluster says."""
+        """Time at which the cluster's `failures` kill this rank; infinite for most."""
         self._speed = ComputeSpeed(cluster, number, cluster.speed_of(number, host))
 
     @property
@@ -87,19 +87,20 @@ class Rank:
             self.engine.schedule(max(self.clock, self.engine.now), lambda: self.leave(why, lost_a_peer))
 
     def leave(self, why: str, lost_a_peer: bool = False) -> None:
-        """Answer nobody any more: close all channels, so that ranks that wait for this one learn `why`."""
+        """Leave the simulation: close all channels, which fails the waits for this rank with the reason `why`."""
         if self.gone is None:
             self.gone, self.lost_a_peer = why, lost_a_peer
             for channel in list(self.channels):
                 channel.close(self, why)
 
     def _die(self) -> None:
+        """End this rank, as the cluster's `failures` demand. An action of the engine."""
         thread = self.thread
         if thread.ended and not thread.died:  # It came to its end before.
             return
         thread.died = True
         self.leave(f"it died at {format_time(self.dies_s)}")
-        # A rank that waits is woken, and unwinds in `pause`. One that computes ahead has met `dies_s` by itself.
+        # A rank that waits is woken, and unwinds in `pause`. Any other one unwinds at its next `check_alive`.
         if not thread.ended and self.waiter.interrupt(self.dies_s):
             self.resume()
 
@@ -114,7 +115,9 @@ class Rank:
         thread = self.thread
         # Operations run in the engine's thread: to wait there would stop the simulation.
         if self.stepping:
-            raise ConfigError(f"rank {self.number}: steps yield the work they wait for; they neither wait nor compute.")
+            raise ConfigError(
+                f"rank {self.number}: operations yield the work they wait for; they neither wait nor compute."
+            )
         if self.clock >= self.dies_s:
             thread.died = True
         elif not self.engine.stopping and self.gone is None and thread.doom is None:

@@ -22,7 +22,7 @@ from tutti.errors import Deadlock
 from tutti.simulation.engine import Engine
 
 _MAX_UNWINDS = 20
-"""How often a function may catch `Stopped` before its thread is abandoned."""
+"""Number of times that a function may catch `Stopped` before its thread is abandoned."""
 
 
 class Stopped(BaseException):
@@ -41,13 +41,13 @@ class RankThread:
         """Whether the thread is blocked on `turn`."""
         self.ended = False
         self.result: Any = None
-        """What the function returned."""
+        """The value that the function returned."""
         self.error: BaseException | None = None
-        """What the function raised; None where it returned, exited with status 0, or the rank died."""
+        """The exception that the function raised; None where it returned, exited with status 0, or the rank died."""
         self.died = False
-        """Whether the rank was killed, as the cluster's `failures` say."""
+        """Whether the cluster's `failures` killed the rank."""
         self.doom: Deadlock | None = None
-        """The error that ends the rank, whatever its function makes of it."""
+        """The error that ends the rank, even if its function catches it."""
         self._num_unwinds = 0
         self._abandoned = False
         self._thread: threading.Thread | None = None
@@ -84,7 +84,7 @@ class RankThread:
     def _run(self, function: Callable[[], Any]) -> None:
         self.turn.acquire()
         try:
-            if not self._engine.stopping:  # True if the simulation failed before this rank's first turn.
+            if not self._engine.stopping:  # Not if the simulation failed before this rank's first turn.
                 self.result = function()
         except Stopped:
             pass  # Raised by `unwind` in this very thread.

@@ -82,11 +82,11 @@ class _HostSum:
 
 def _mismatch(operands: list[_Operand]) -> Exception | None:
     """Return why these cannot be summed, the same for every rank; None if they can."""
-    asked = [(operand.tensor.numel(), operand.tensor.dtype, operand.averaged) for operand in operands]
-    if any(other != asked[0] for other in asked):
+    requests = [(operand.tensor.numel(), operand.tensor.dtype, operand.averaged) for operand in operands]
+    if any(request != requests[0] for request in requests):
         shapes = "; ".join(
             f"rank {operand.rank.number}: {numel} × {dtype}"
-            for operand, (numel, dtype, _) in zip(operands, asked, strict=True)
+            for operand, (numel, dtype, _) in zip(operands, requests, strict=True)
         )
         return ReplicaMismatch(f"all-reduce of tensors that differ in length or dtype: {shapes}.")
     if bad := [number for number, operand in enumerate(operands) if math.isnan(operand.weight)]:

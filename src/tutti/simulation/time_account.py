@@ -48,7 +48,7 @@ class TimeAccount:
 
 
 class TravelTime:
-    """How long at least one message to or from a rank has been travelling.
+    """The time in which at least one message to or from a rank was travelling.
 
     Overlapping messages count once. One that ends before the end of an earlier one is taken to lie within it, so two
     numbers suffice. The last message may arrive in the future.
@@ -75,7 +75,7 @@ class TravelTime:
 
 
 class ComputeSpeed:
-    """How long a rank takes to compute: by its speed, and the random pauses that interrupt it."""
+    """The computing speed of a rank, and the random pauses that interrupt it."""
 
     def __init__(self, cluster: Cluster, number: int, speed: float) -> None:
         self._slowness = 1 / speed
@@ -84,7 +84,7 @@ class ComputeSpeed:
         self._next_pause_s = self._draw(cluster.pauses.every_s) if cluster.pauses else float("inf")
 
     def finish_s(self, clock_s: float, seconds: float) -> float:
-        """When a rank is done that starts at `clock_s` on what takes `seconds` at speed 1."""
+        """Return when a computation ends that starts at `clock_s` and takes `seconds` at speed 1."""
         stop_s = clock_s + seconds * self._slowness
         # A pause postpones the end, so that further pauses may fall into the computation.
         while stop_s > self._next_pause_s:

@@ -32,7 +32,7 @@ from tutti.transports.base import ANY, Operation, Signal, Transport, Work
 
 
 class ChannelRegistry:
-    """What all transports of one simulation share: its ranks, its network, and the channels that are open."""
+    """State that all transports of one simulation share: its ranks, its network, and the open channels."""
 
     def __init__(self, ranks: Sequence[Rank], network: Network) -> None:
         self.ranks = tuple(ranks)
@@ -48,7 +48,7 @@ class ChannelRegistry:
         return self._channels[key]
 
     def _remove(self, key: tuple[str, tuple[int, ...]]) -> None:
-        channel = self._channels.pop(key)
+        channel = self._channels.pop(key)  # All members have closed it: a long simulation opens many.
         for rank in channel.ranks:
             rank.channels.remove(channel)
 
@@ -72,7 +72,9 @@ class SimulatedTransport(Transport):
         self.bytes_sent = 0
         self._sequence, self._concurrent = OperationSequence(), ConcurrentOperations()
         self._num_opened: dict[tuple[str, tuple[int, ...]], int] = {}
+        """How often each name was opened for these members."""
         self._children: WeakSet[SimulatedTransport] = WeakSet()
+        """Channels opened from this one. Weak: one that is used no more need not be closed from here."""
         self._closed = False
         me.channels.append(self._channel)  # `Rank.leave` closes it, whatever becomes of this object.
 

@@ -36,8 +36,9 @@ class _Wait(NamedTuple):
 
     work: SimulatedWork
     since_s: float
+    """The rank's clock when the wait began."""
     travelled_s: float
-    """How long messages to or from the rank had travelled when the wait began."""
+    """Travel time of all messages to or from the rank when the wait began."""
 
 
 class Waiter:
@@ -47,8 +48,9 @@ class Waiter:
         self._rank = rank
         self._wait: _Wait | None = None
         self._alarm_set = False
+        """Whether the engine will call `check_deadline`."""
         self._polling = Polling()
-        self._failures = (-1.0, 0)  # When the last one was, and how many there were at that moment.
+        self._failures = (-1.0, 0)  # Time of the last failed wait, and the number of failures at that time.
 
     @property
     def awaited(self) -> SimulatedWork | None:
@@ -93,7 +95,7 @@ class Waiter:
         return self._is_over(work)
 
     def next_poll_s(self, next_s: float | None) -> float:
-        """When the polling rank is to be resumed, if the next event is at `next_s`."""
+        """Return the time at which the polling rank is resumed, if the next event is at `next_s`."""
         return self._polling.next_poll_s(self._rank.engine.now, next_s)
 
     def interrupt(self, time_s: float) -> bool:
@@ -127,7 +129,7 @@ class Waiter:
         return work.finish_s is not None and work.finish_s <= self._rank.clock
 
     def _let_engine_catch_up(self) -> None:
-        """Have the engine handle all events up to the rank's clock, which may be ahead of it."""
+        """Yield the turn until the engine has handled all events before the rank's clock."""
         rank = self._rank
         rank.engine.schedule(rank.clock, rank.resume)
         rank.pause()
@@ -144,7 +146,7 @@ class Waiter:
         self._wait = None
         # Resumed with no time passed, many times in a row: nothing is scheduled that could end the work.
         if self._polling.record_retry(work, fruitless=rank.engine.now == rank.clock):
-            raise Deadlock(f"rank {rank.number} asks again and again for {work.describe()}, and nothing else goes on.")
+            raise Deadlock(f"rank {rank.number} polls {work.describe()} again and again, and nothing else happens.")
         self._advance_clock(rank.engine.now, travelled_s)
 
     def _advance_clock(self, time_s: float, travelled_s: float) -> None:
@@ -160,6 +162,6 @@ class Waiter:
         if self._failures[1] > MAX_FRUITLESS:
             # Not raised here: the loop would catch it like the others. `check_alive` unwinds by `Stopped`.
             rank.thread.doom = Deadlock(
-                f"rank {rank.number} has caught {MAX_FRUITLESS} errors at one moment and goes on. The last: {error}"
+                f"rank {rank.number} has caught {MAX_FRUITLESS} errors at one moment and continues. The last: {error}"
             )
             rank.check_alive()

@@ -9,7 +9,7 @@ completing the work schedules it for that time.
 An operation is a generator that yields the work it waits for. `SimulatedOperation.advance` runs it until it yields
 work that is not over at the engine's time, and registers itself as that work's `on_finish`. It is always an action of
 the engine, and runs in the engine's thread; `rank.stepping` is set meanwhile, and waiting or computing is refused.
-The error of work that has failed is thrown into the generator, which may catch it and go on.
+The error of work that has failed is thrown into the generator, which may catch it and continue.
 
 A transport has two collections of operations. Those of an `OperationSequence` (`Transport.start`) run one after the
 other: only the first is advanced, and a failure fails all that follow, because the peers would be in other operations.
@@ -36,10 +36,10 @@ class SimulatedWork(Work):
     def __init__(self, rank: "Rank") -> None:
         self.rank = rank
         self.finish_s: float | None = None
-        """When it ends or has ended, in virtual time; None as long as that is not known."""
+        """Virtual time at which the work ends or has ended; None as long as that is not known."""
         self.error: Exception | None = None
         self.on_finish: Action | None = None
-        """What to call when it ends: the `resume` of the rank, or the `advance` of the operation, that waits for it."""
+        """Action at its end: `resume` of the rank, or `advance` of the operation, that waits for this work."""
 
     def done(self) -> bool:
         return self.rank.waiter.poll(self)
@@ -48,29 +48,29 @@ class SimulatedWork(Work):
         self.rank.waiter.wait(self)
 
     def complete(self, time_s: float) -> None:
-        """Set the time at which it ends, now or later, and schedule the one that waits for it."""
+        """Set the time at which the work ends, now or later, and schedule `on_finish` there."""
         self.finish_s = time_s
         if self.on_finish is not None:
             self.rank.engine.schedule(time_s, self.on_finish)
             self.on_finish = None  # After a deadline it may be completed a second time: nobody waits then.
 
     def fail(self, error: Exception) -> None:
-        """End it now with an error, unless its end is known already."""
+        """End the work now with an error, unless its end is known already."""
         if self.finish_s is None:
             self.error = error
             self.complete(self.rank.engine.now)
 
     def time_out(self, error: Exception) -> None:
-        """End it because the one that waits for it has reached the deadline."""
+        """End the work, because the rank or operation that waits for it has reached its deadline."""
         self.fail(error)
 
     @property
     def active_until_s(self) -> float:
-        """Until when it is known to have made progress: a deadline counts from there."""
+        """Time of the last known progress, from which a deadline counts; 0 where nothing is known."""
         return 0.0
 
     def describe(self) -> str:
-        """What a rank that waits for it waits for, for error messages."""
+        """Describe the work for error messages, to follow "waits for"."""
         raise NotImplementedError
 
 
@@ -112,7 +112,7 @@ class SimulatedOperation(SimulatedWork):
             rank.stepping = False
 
     def _advance_through(self, works: Iterator[Any]) -> Exception | None:
-        """Take works until one is not over (returns None) or has failed (returns its error).
+        """Take work after work until one is not over (returns None) or has failed (returns its error).
 
         Raises `StopIteration` at the end of the operation.
         """
@@ -142,7 +142,7 @@ class SimulatedOperation(SimulatedWork):
         self._queue.remove_ended(self, error)
 
     def abort(self, error: Exception) -> None:
-        """End it with an error, wherever it is."""
+        """End the operation with an error, whatever it waits for."""
         with suppress(ValueError):  # Raised if this is called from inside the generator itself.
             self._operation.close()
         self.fail(error)
@@ -161,8 +161,8 @@ class SimulatedOperation(SimulatedWork):
     def describe(self) -> str:
         awaited = self._awaited
         if self.finish_s is None and isinstance(awaited, SimulatedWork) and awaited.finish_s is None:
-            return f"steps under way, which wait for {awaited.describe()}"
-        return "steps under way"
+            return f"an operation in progress, which waits for {awaited.describe()}"
+        return "an operation in progress"
 
 
 class SimulatedSignal(SimulatedWork, Signal):

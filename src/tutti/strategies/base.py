@@ -113,7 +113,7 @@ class Exchange:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be saved, beside model and optimiser, to resume exactly."""
+        """Return what must be saved, in addition to model and optimiser, to resume exactly."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The planner at work on a job: it times its steps, chooses, and looks whether it was right."""
+"""The `auto` strategy: the planner times a job's first steps, chooses a strategy, and checks its prediction."""
 
 from tutti.plan.auto.exchange import AutoExchange
 from tutti.plan.auto.status import PlanStatus

@@ -76,14 +76,15 @@ class PlanController:
         return None if self.pending is None else self.pending[0].strategy
 
     def switched(self) -> None:
-        """The pending strategy is in use."""
+        """Note that the pending strategy is now in use."""
         assert self.pending is not None
         (self.prediction, message), self.pending = self.pending, None
-        self._step_times.clear()
+        self._step_times.clear()  # They were steps of the strategy before.
         self._print(message)
 
     def step_ended(self, strategy: Strategy, exchange: Exchange) -> None:
         """Count a step that has ended under `strategy`, and decide. Collective in the steps in which it plans."""
+        # First of all, because it waits for the GPU: only then has the step ended, and `now` is its end.
         if self._window is not None:
             self._window.record_step()
         now_s, waited_s = self._transport.now(), self._total_waiting_s()
@@ -110,6 +111,7 @@ class PlanController:
         return ProfilingWindow(self._replica, self._transport, self._layers)
 
     def _total_waiting_s(self) -> float:
+        # Waiting for an exchange is recorded as one of these two events.
         totals = self._events.totals
         return totals[EXCHANGE].seconds + totals[PULL].seconds
 
@@ -119,7 +121,7 @@ class PlanController:
         self._window = None
         summaries: list[dict[str, Any] | None] = all_gather_json(window.summary, self._transport)
         seen = [summary for summary in summaries if summary is not None]
-        if len(seen) < len(summaries):
+        if len(seen) < len(summaries):  # All ranks see the same list, so all stay or none does.
             self._stay(strategy)
             return
         choice = self._planner.choose(seen, strategy, exchange, self.prediction, self._refused)
@@ -136,11 +138,12 @@ class PlanController:
         # A block's exchange is in one of many steps: only the mean counts it.
         average = statistics.median if strategy.steps_per_exchange == 1 else statistics.fmean
         # The first two steps may still allocate and connect.
+        # The slowest rank counts, because the others wait for it.
         measured_s = max(all_gather_json(average(self._step_times[2:]), self._transport))
         self._previous = None
         if measured_s <= SLOWER * previous.step_s:
             return
-        self._refused.add(strategy)
+        self._refused.add(strategy)  # The next plan would otherwise choose it again, by the same prediction.
         self.pending = (
             previous,
             f"{strategy} takes {format_time(measured_s)} a step, more than {previous.strategy} did: back to it, at "
@@ -149,6 +152,7 @@ class PlanController:
 
     def _check(self, prediction: Prediction) -> None:
         """Compare measured steps with the prediction; profile again if it was wrong for long. Collective."""
+        # The median ignores single long steps, such as those that save a checkpoint.
         measured_s = max(all_gather_json(statistics.median(self._step_times), self._transport))
         error = abs(measured_s / prediction.step_s - 1) if prediction.step_s else 0.0
         self._num_failed_checks = self._num_failed_checks + 1 if error > TOLERANCE else 0
@@ -176,4 +180,5 @@ class PlanController:
 
 def _trial_steps(strategy: Strategy) -> int:
     """Return the number of steps after which a strategy on trial is judged: two blocks, where it has blocks."""
+    # Two more, because `_judge` leaves out the first two. Not more than `_step_times` holds, or a trial would not end.
     return min(CHECK_EVERY, max(TRIAL_STEPS, 2 * (strategy.steps_per_exchange or 1) + 2))

@@ -51,8 +51,9 @@ class AutoExchange(Exchange):
 
     def switch_to(self, strategy: Strategy) -> None:
         """Finish the strategy in use and start another. Between two steps. Collective."""
-        self.inner.finish()
+        self.inner.finish()  # Leaves the same model on every rank, from which the new strategy starts.
         self.inner.close()
+        # The next exchange counts from zero.
         self._bytes_sent_before += self.inner.bytes_sent
         self.replica.detach()
         self._channel.close()
@@ -63,7 +64,7 @@ class AutoExchange(Exchange):
         self._num_attached += 1
         self._channel = self.transport.channel(f"plan {self._num_attached}")
         self.inner = self.strategy.attach(self.replica, self._channel)
-        self.inner.events = self.events
+        self.inner.events = self.events  # One log for all strategies: the controller reads waiting times from it.
         # Registered last: when it runs, the hooks of the inner exchange have run for this forward pass, so that a
         # switch does not remove hooks that are still to be called.
         if self._forward_hook is not None:
@@ -104,8 +105,9 @@ class _ForwardHook(OwnedHook):
     """Asks an exchange to switch, if it is due, before a forward pass that trains."""
 
     def __init__(self, exchange: AutoExchange) -> None:
-        self._exchange = ref(exchange)
+        self._exchange = ref(exchange)  # Weak: the model holds this hook, and must not keep the exchange alive.
 
     def __call__(self, *_: Any) -> None:
+        # A forward pass without gradients is evaluation, in which ranks need not take part together.
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (exchange := self._exchange()) is not None:
             exchange.switch_if_due()

@@ -27,15 +27,16 @@ GAIN = 1.05
 
 
 class Choice(NamedTuple):
-    """What to use from now on."""
+    """The planner's decision: the strategy to use from now on."""
 
     prediction: Prediction
-    """Of the strategy to use: another one, or the one in use."""
+    """The prediction of the strategy to use: another one, or the one in use."""
     switch: bool
-    """Whether it is another one."""
+    """Whether the strategy to use is another one than the one in use."""
     present: Prediction | None
     """With a switch: the strategy in use, with its measured step; None if that is not known."""
     message: str
+    """The text that rank 0 prints."""
 
 
 class JobPlanner:
@@ -62,6 +63,7 @@ class JobPlanner:
             prediction: its prediction, if it was planned.
             refused: strategies that must not be chosen.
         """
+        # All ranks wait for the one whose passes take longest. Backward ends with its last gradient.
         slowest = max(summaries, key=lambda seen: seen["forward_s"] + max(seen["ready_s"].values(), default=0.0))
         cluster = cluster_with(measure_network(self._transport, quickly=True), "measured")
         profile = profile_from_summary(self._replica, slowest, self._flops(slowest))
@@ -71,10 +73,13 @@ class JobPlanner:
         best = choose(*(priced(group, profile, workers, cluster) for group in groups))
         # Measurements differ a little between ranks: rank 0 decides for all.
         text = broadcast_json(str(best.strategy) if best.step_s * GAIN < present.step_s else "", self._transport)
+        # Each rank makes its strategy from the text, so that all have the same even if they would choose differently.
         chosen = price(parse(text), profile, workers, cluster) if text else present
+        # Measured step of the strategy in use, relative to its prediction.
         factor = max(seen["wall_s"] for seen in summaries) / present.step_s if present.step_s else 0.0
         if prediction is not None and factor:
             chosen = _scaled(chosen, factor)
+        # `_judge` compares the new strategy with this measured step, and not with a prediction.
         measured = _scaled(present, factor) if text and factor else None
         return Choice(chosen, bool(text), measured, _describe(chosen, cluster, profile.seconds))
 
@@ -89,13 +94,14 @@ class JobPlanner:
 
     def _flops(self, seen: dict[str, Any]) -> float:
         """Return rank 0's floating-point operations per second, on all ranks."""
-        if self._replica.compute_clock is not None:
+        if self._replica.compute_clock is not None:  # In a simulation the speed is given.
             return self._replica.compute_clock.speed
         tensors = {slot.name: slot.tensor for slot in self._replica.slots}
         shapes = [
             LayerShape(name, len(tensors[name]), tensors[name].shape[1], rows) for name, rows in seen["rows"].items()
         ]
         device = self._replica.slots[0].tensor.device
+        # Only rank 0 measures: ranks of one host would slow each other down.
         measured = product_speed(shapes, device, self._transport) if self._transport.rank == 0 else 0.0
         return float(broadcast_json(measured, self._transport))
 
@@ -120,6 +126,7 @@ def _scaled(prediction: Prediction, factor: float) -> Prediction:
 
 def _describe(prediction: Prediction, cluster: Cluster, alone_s: float) -> str:
     link = cluster.within if cluster.hosts == 1 else cluster.link
+    # In one step all workers train `workers` batches, for which one worker would take as many steps.
     pays = prediction.step_s < prediction.workers * alone_s
     doubt = "" if pays else "; one worker alone would be as fast: do not distribute this"
     return (

@@ -36,20 +36,22 @@ class ProfilingWindow:
     def step_ended(self, step_s: float, waited_s: float) -> bool:
         """Count the recorded step; return whether the window is complete, the same on all ranks. Collective."""
         self._num_steps += 1
-        if self._num_steps > 1:
+        if self._num_steps > 1:  # The first step allocates, and may compile and connect.
             self._steps.append(self._step)
             self._step_times.append(step_s)
             self._step.forward_s = min(self._step.forward_s, step_s)
+            # Backward ends with its last gradient. Waiting for the exchange is what the planner predicts: leave it out.
             passes_s = self._step.forward_s + max(self._step.ready_s.values(), default=0.0)
             self._rest_times.append(max(0.0, step_s - passes_s - waited_s))
         if self._num_steps == FIRST_STEPS:
+            # Rank 0 decides, because step times differ a little and all ranks must end the window in the same step.
             more = int(WINDOW_S / max(1e-9, step_s))
             self._num_wanted = broadcast_json(FIRST_STEPS + min(more, MAX_STEPS - FIRST_STEPS), self._transport)
         return self._num_steps >= self._num_wanted
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What `profile_from_summary` reads, and the median step in seconds, "wall_s"; None if steps were not seen."""
+        """The input of `profile_from_summary`, and "wall_s", the median step in seconds; None if no hook was called."""
         if not all(step.complete for step in self._steps):
             return None
         return {

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -77,13 +77,14 @@ class StepRecorder:
         self._replica, self._clock = replica, clock
         self._reset()
         self._handles: list[Any] = [
-            replica.model.register_forward_pre_hook(_RecorderHook(self, "began"), with_kwargs=True),
-            replica.model.register_forward_hook(_RecorderHook(self, "ended")),
+            replica.model.register_forward_pre_hook(_RecorderHook(self.began), with_kwargs=True),
+            replica.model.register_forward_hook(_RecorderHook(self.ended)),
         ]
         for slot in replica.slots:
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(self._hook(slot.name)))
         for name, module in layers.items():
-            self._handles.append(module.register_forward_pre_hook(_RecorderHook(self, "rows", name)))
+            self._handles.append(module.register_forward_pre_hook(_RecorderHook(self.rows, name)))
+        # A gradient that is sent as factors is never accumulated, so its hook does not run: the replica calls this.
         replica.on_caught = self.arrived
 
     def _reset(self) -> None:
@@ -102,10 +103,12 @@ class StepRecorder:
             self._passes.append((self._began, self._clock.now()))
 
     def rows(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # All leading dimensions together (samples, positions): the weight is [out, in], the input [..., in].
         number = args[0].numel() // module.get_parameter("weight").shape[1] if args else 0
         self._step.rows[name] = self._step.rows.get(name, 0) + number
 
     def arrived(self, name: str) -> None:
+        # With several backward passes in a step, the last arrival counts: only then can the gradient be exchanged.
         if self._passes:
             self._arrived[name] = self._passes[-1][1], self._clock.now()
 
@@ -120,10 +123,10 @@ class StepRecorder:
 
     def take(self) -> RecordedStep:
         """Return what was recorded since the last call; waits until the GPU has computed it."""
-        self._clock.settle()
+        self._clock.settle()  # GPU events have no time before the GPU has reached them.
         step, seconds = self._step, self._clock.seconds
-        step.forward_s = sum(seconds(*both) for both in self._passes)
-        step.ready_s = {name: seconds(*both) for name, both in self._arrived.items()}
+        step.forward_s = sum(seconds(start, end) for start, end in self._passes)
+        step.ready_s = {name: seconds(start, end) for name, (start, end) in self._arrived.items()}
         self._reset()
         return step
 
@@ -137,13 +140,13 @@ class StepRecorder:
 class _RecorderHook(OwnedHook):
     """Calls a method of a recorder, if it still exists, in passes that train."""
 
-    def __init__(self, recorder: StepRecorder, method: str, *args: str) -> None:
-        self._recorder, self._method, self._args = ref(recorder), method, args
+    def __init__(self, method: Callable[..., None], *args: str) -> None:
+        self._method, self._args = WeakMethod(method), args
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or (recorder := self._recorder()) is None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or (method := self._method()) is None:
             return
-        getattr(recorder, self._method)(*self._args, *args)
+        method(*self._args, *args)
 
 
 def summarise(steps: list[RecordedStep], step_s: float) -> dict[str, Any]:
@@ -162,15 +165,15 @@ def profile_from_summary(replica: Replica, seen: dict[str, Any], flops: float) -
     """Make a profile from what `summarise` returned on some rank; `flops` are operations per second."""
     sizes = {slot.name: slot.tensor for slot in replica.slots}
     backward_s = max(seen["ready_s"].values(), default=0.0)
-    ready = {
-        name: seen["ready_s"].get(name, backward_s) for name in sizes
-    }  # A parameter without a gradient counts at the end.
+    # A parameter without a gradient counts as ready at the end of backward.
+    ready = {name: seen["ready_s"].get(name, backward_s) for name in sizes}
     gradients = tuple(
         Gradient(name=name, shape=tuple(sizes[name].shape), num_bytes=sizes[name].nbytes, ready_s=ready[name])
         for name in sorted(sizes, key=lambda name: ready[name])
     )
     # Only layers with factors were recorded: all operations that fit into the time are shared among them.
     layers = [_layer(name, rows, sizes[name], ready[name]) for name, rows in seen["rows"].items() if rows]
+    # `flops` counts a multiplication and its addition as two operations, and `work` as one.
     scale = flops / 2 * (seen["forward_s"] + backward_s) / (sum(layer.work for layer in layers) or 1.0)
     layers = [replace(layer, work=scale * layer.work) for layer in layers]
     return Profile(
@@ -180,7 +183,8 @@ def profile_from_summary(replica: Replica, seen: dict[str, Any], flops: float) -
 
 
 def _layer(name: str, rows: int, weight: Tensor, ready_s: float) -> LayerProfile:
-    """Return the profile of a layer with factors, as far as cost formulas read it."""
+    """Return the profile of a layer with factors, as far as cost formulas read it; other fields are 0."""
+    # Work: forward, the gradient by the weight and the one by the input are a product of the same size each.
     return LayerProfile(
         name=name.removesuffix("weight").removesuffix("."), kind="", forward_s=0.0, backward_s=0.0,
         gradient_bytes=weight.nbytes, ready_s=ready_s, activation_bytes=0, rows=rows,

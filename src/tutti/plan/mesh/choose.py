@@ -31,12 +31,14 @@ class MeshPlan:
     @property
     def best(self) -> MeshPrediction | None:
         """The mesh to use; None if none fits."""
-        return next((each for each in self.predictions if fits(each, self.memory_bytes)), None)
+        return next((prediction for prediction in self.predictions if fits(prediction, self.memory_bytes)), None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
-        found = [{**each.as_dict(), "fits": fits(each, self.memory_bytes)} for each in self.predictions]
-        return {"memory_bytes": self.memory_bytes, "meshes": found, "refused": self.refused, "reason": self.reason}
+        meshes = [
+            {**prediction.as_dict(), "fits": fits(prediction, self.memory_bytes)} for prediction in self.predictions
+        ]
+        return {"memory_bytes": self.memory_bytes, "meshes": meshes, "refused": self.refused, "reason": self.reason}
 
 
 def plan_meshes(
@@ -61,19 +63,20 @@ def plan_meshes(
         raise ConfigError(f"memory_bytes must be 1 or more, got {memory_bytes}.")
     total = workers * profile.num_samples if total_samples is None else total_samples
     cluster = restricted_to(cluster, workers)
-    cluster.place(workers)
-    found, refused = [], {}
+    cluster.place(workers)  # Raises `ConfigError` if the cluster has too few slots.
+    predictions, refused = [], {}
     for mesh in meshes(workers):
         try:
-            found.append(price_mesh(mesh, parts, profile, cluster, total))
-        except ConfigError as error:
+            predictions.append(price_mesh(mesh, parts, profile, cluster, total))
+        except ConfigError as error:  # One mesh that the model or the batch does not allow; others may be possible.
             refused[describe_mesh(mesh)] = str(error)
-    if not found:
-        raise ConfigError(f"no mesh of {workers} workers can be: {next(iter(refused.values()))}")
-    ordered = sorted(found, key=lambda each: _order(each, memory_bytes))
-    replicas = next((each for each in ordered if each.mesh.data == workers), None)
+    if not predictions:
+        raise ConfigError(f"no mesh of {workers} workers is possible: {next(iter(refused.values()))}")
+    ordered = sorted(predictions, key=lambda prediction: _order(prediction, memory_bytes))
+    # Replicas leave the model as it is and allow every strategy: a split must be faster by `GAIN`.
+    replicas = next((prediction for prediction in ordered if prediction.mesh.data == workers), None)
     if replicas is not None and fits(replicas, memory_bytes) and replicas.step_s <= GAIN * ordered[0].step_s:
-        ordered = [replicas, *(each for each in ordered if each is not replicas)]
+        ordered = [replicas, *(prediction for prediction in ordered if prediction is not replicas)]
     return MeshPlan(
         predictions=tuple(ordered), memory_bytes=memory_bytes, refused=refused, reason=_reason(ordered, memory_bytes)
     )
@@ -98,19 +101,20 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def _order(prediction: MeshPrediction, memory_bytes: int | None) -> tuple[bool, float]:
+    """Return a sort key: meshes that fit by their time, then the others by their memory."""
     small_enough = fits(prediction, memory_bytes)
     return not small_enough, prediction.step_s if small_enough else prediction.memory_bytes
 
 
 def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
-    best = ordered[0]
+    best = ordered[0]  # If this one does not fit, none does, and it is the one that needs least memory.
     if memory_bytes is not None and not fits(best, memory_bytes):
         return (
             f"Do not train this on {best.mesh.size} workers of {format_size(memory_bytes)}: no mesh of them fits. "
             f"{describe_mesh(best.mesh)} needs least, {format_size(round(best.memory_bytes))} each. Use more workers, "
             "smaller batches, or more memory."
         )
-    replicas = next((each for each in ordered if each.mesh.data == each.mesh.size), None)
+    replicas = next((prediction for prediction in ordered if prediction.mesh.data == prediction.mesh.size), None)
     spent = f"a step takes {format_time(best.step_s)}"
     if best is replicas:
         replicated = describe_mesh(best.mesh)
@@ -124,4 +128,4 @@ def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -15,32 +15,37 @@ def collective_seconds(traced: TracedCollective, scale: float, placement: Placem
     others = placement.num_ranks - 1
     if not others or not num_bytes:
         return 0.0
-    straight = others * num_bytes <= DIRECT_BYTES
+    # Up to this size data goes straight to all other ranks, in few latencies; above it, round a ring.
+    direct = others * num_bytes <= DIRECT_BYTES
     if kind == "broadcast":
         return ceil(log2(placement.num_ranks)) * placement.link.seconds(num_bytes)
-    if kind == "all_to_all":
+    if kind == "all_to_all":  # In rounds, one peer at a time: `num_bytes` is what a rank sends to all together.
         return others * placement.shared_link.seconds(num_bytes / placement.num_ranks)
     if kind == "reduce_scatter":
-        return placement.shared_link.seconds(others * num_bytes) if straight else _round(num_bytes, placement)
-    if straight:
+        # Directly, the parts of all other ranks come to a rank at once: one latency.
+        return placement.shared_link.seconds(others * num_bytes) if direct else _ring_pass(num_bytes, placement)
+    if direct:  # A small all-reduce also gathers all inputs, and each rank reduces them itself.
         return _doubling(num_bytes, placement.num_ranks, placement.shared_link)
     return (
         ring_cost(placement.num_ranks, num_bytes, placement.link)
         if kind == "all_reduce"
-        else _round(num_bytes, placement)
+        else _ring_pass(num_bytes, placement)
     )
 
 
 def _doubling(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Return the seconds of recursive doubling: in each round a rank sends all that it has so far."""
-    seconds, have = 0.0, 1
-    while have < num_ranks:
-        more = min(have, num_ranks - have)
-        seconds += link.seconds(more * num_bytes)
-        have += more
+    """Return the seconds of a gather by doubling (Bruck 1997): in each round a rank sends all that it has so far."""
+    seconds, num_gathered = 0.0, 1
+    while num_gathered < num_ranks:
+        num_new = min(num_gathered, num_ranks - num_gathered)  # The last round sends only what is missing.
+        seconds += link.seconds(num_new * num_bytes)
+        num_gathered += num_new
     return seconds
 
 
-def _round(num_bytes: float, placement: Placement) -> float:
-    """Return the seconds of one round of a ring, with blocks of so many bytes."""
+def _ring_pass(num_bytes: float, placement: Placement) -> float:
+    """Return the seconds in which blocks of `num_bytes` bytes travel once round the ring.
+
+    A ring all-reduce is two such passes, with one block for each rank.
+    """
     return ring_cost(placement.num_ranks, placement.num_ranks * num_bytes, placement.link) / 2

@@ -77,18 +77,21 @@ def price_mesh(
     """
     strategy = AllReduce() if strategy is None else as_strategy(strategy)
     number = _num_microbatches(mesh, total_samples)
+    # Rounded up: where samples cannot be divided evenly, the replica with most of them sets the length of a step.
     scaled = with_batch(profile, -(-total_samples // mesh.data))
     scaled = slowed(scaled, Placement.from_cluster(mesh.size, cluster).slowness)
     replica = ReplicaStep(mesh, cluster, scaled, number)
+    # One stage per rank. Without stages any schedule means the same: one forward, one backward.
     orders = actions_by_rank(mesh.pipeline.schedule if mesh.pipe > 1 else "gpipe", mesh.pipe, 1, number)
     stage_parts = parts.stages(mesh.tensor, mesh.pipe)
     stages = [RankStep(part, parts, replica, actions) for part, actions in zip(stage_parts, orders, strict=True)]
     exposed = [stage.exposed_s(strategy) for stage in stages]
     busy = [stage.computing_s + stage.tensor_s + exposed_s for stage, exposed_s in zip(stages, exposed, strict=True)]
     step_s = busy[0]
-    if mesh.pipe > 1:
+    if mesh.pipe > 1:  # Ranks wait for each other in ways that no sum shows: simulate the schedule.
         times = [stage.time(exposed_s) for stage, exposed_s in zip(stages, exposed, strict=True)]
         step_s = PipelineSimulation(orders, times, placement_along("pipe", mesh, cluster).link).seconds()
+    # The parts of the step are those of one rank, so that they add up to it: of the rank that waits least.
     busiest = max(range(len(stages)), key=busy.__getitem__)
     return MeshPrediction(
         mesh=mesh,

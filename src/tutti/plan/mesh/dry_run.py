@@ -47,42 +47,44 @@ class TracingCollectives(Collectives):
     def all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
         return self._record("all_reduce", flat)
 
+    # Rooted collectives are recorded as those without a root, which cost at least as much.
     def reduce(self, flat: Tensor, operator: ReduceOperator, root: int) -> Operation:
         return self._record("all_reduce", flat)
 
-    def reduce_scatter(self, mine: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
-        mine.copy_(flat[: mine.numel()])
-        return self._record("reduce_scatter", mine)
+    def reduce_scatter(self, output: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
+        output.copy_(flat[: output.numel()])
+        return self._record("reduce_scatter", output)
 
-    def reduce_parts(self, mine: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
-        mine.copy_(parts[0])
-        return self._record("reduce_scatter", mine)
+    def reduce_parts(self, output: Tensor, parts: list[Tensor], operator: ReduceOperator) -> Operation:
+        output.copy_(parts[0])
+        return self._record("reduce_scatter", output)
 
-    def all_gather(self, everyones: list[Tensor], mine: Tensor) -> Operation:
-        for output in everyones:
-            output.copy_(mine)
-        return self._record("all_gather", mine)
+    def all_gather(self, outputs: list[Tensor], flat: Tensor) -> Operation:
+        for output in outputs:
+            output.copy_(flat)
+        return self._record("all_gather", flat)
 
     def broadcast(self, flat: Tensor, root: int) -> Operation:
         return self._record("broadcast", flat)
 
-    def gather(self, everyones: list[Tensor] | None, mine: Tensor, root: int) -> Operation:
-        return self.all_gather(everyones or [], mine)
+    def gather(self, outputs: list[Tensor] | None, flat: Tensor, root: int) -> Operation:
+        return self.all_gather(outputs or [], flat)
 
-    def scatter(self, mine: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
-        return self._record("all_gather", mine)
+    def scatter(self, output: Tensor, parts: list[Tensor] | None, root: int) -> Operation:
+        return self._record("all_gather", output)
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Operation:
-        for output, data in zip(received, sent, strict=True):
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation:
+        # Parts may differ in size between ranks, so that this rank's inputs do not fit: zeros do.
+        for output, data in zip(outputs, inputs, strict=True):
             output.copy_(data.new_zeros(output.shape))
-        return self._record("all_to_all", *sent)
+        return self._record("all_to_all", *inputs)
 
     def barrier(self) -> Operation:
         return self._record("all_reduce", torch.empty(0))
 
     def _record(self, kind: Kind, *tensors: Tensor) -> Operation:
         self.trace.append(TracedCollective(kind, sum(tensor.nbytes for tensor in tensors)))
-        yield from ()
+        yield from ()  # Makes this a generator, as an `Operation` must be, that waits for nothing.
 
 
 class _FirstRank(SingleRankTransport):

@@ -39,15 +39,16 @@ class ModelParts:
     """
 
     def __init__(self, model: nn.Module, example: Any, now: Clock = time.perf_counter) -> None:
-        self._model = copy.deepcopy(model)
+        self._model = copy.deepcopy(model)  # Profiling changes gradients, buffers and, while sharded, parameters.
         self._args = example if isinstance(example, tuple) else (example,)
         self._now = now
         self.num_samples = num_rows(self._args)
+        # Meshes that differ in `data` only have the same parts. A refusal is kept too, so that it is found once.
         self._profiled: dict[tuple[int, int], list[StagePart] | ConfigError] = {}
 
     @cached_property
-    def whole(self) -> StageProfile:
-        """The profile of a rank that has the whole model."""
+    def full_model(self) -> StageProfile:
+        """The profile of a rank that has all of the model."""
         return self.stages(1, 1)[0].profile
 
     def stages(self, num_tensor_ranks: int, num_stages: int) -> list[StagePart]:
@@ -72,6 +73,7 @@ class ModelParts:
             raise ConfigError(mistakes[0])
         rules = {module: plan.style_of(name) for name, module in self._model.named_modules()}
         parts = []
+        # Random numbers that layers draw, as dropout does, must not advance the user's sequence.
         for number, (stage, values, output_bytes) in enumerate(self._cut(num_stages)):
             with torch.random.fork_rng(), torch.enable_grad(), self._split(stage, rules, num_tensor_ranks) as trace:
                 profile = profile_stage(stage, values, trace, self._now, number == 0)
@@ -85,8 +87,10 @@ class ModelParts:
         layers, costs, inputs = self._sequence
         check_layers_fit([cost.name for cost in costs], num_stages, [0] * len(costs), None)
         seconds = [cost.seconds for cost in costs]
-        spans = balanced_cut(seconds if any(seconds) else [1.0 + cost.parameter_bytes for cost in costs], num_stages)
-        assert spans is not None
+        # A virtual clock that counts no operations measures zeros: balance parameters, and layers without any, then.
+        weights = seconds if any(seconds) else [1.0 + cost.parameter_bytes for cost in costs]
+        spans = balanced_cut(weights, num_stages)
+        assert spans is not None  # Only a memory limit can make a cut impossible, and none is given.
         stages: list[tuple[nn.Module, Sequence[Any], tuple[int, ...]]] = []
         for start, stop in spans:
             output_bytes = tuple(tensor.nbytes for tensor in inputs[stop]) if stop < len(layers) else ()
@@ -99,7 +103,7 @@ class ModelParts:
         example = self._args if len(self._args) > 1 else self._args[0]
         layers = sequential_layers(self._model, example)
         check_no_shared_parameters(layers)
-        inputs = [self._args]
+        inputs = [self._args]  # Of each layer, and after them the model's output.
         with torch.no_grad(), torch.random.fork_rng():
             for _, layer in layers:
                 output = layer(*inputs[-1])
@@ -114,8 +118,10 @@ class ModelParts:
             return
         from tutti.parallel.tensor.sharded_model import ShardedModel, implicit_replication  # Imports torch's compiler.
 
+        # `abandon` leaves shards in the parameters, because it must not communicate: keep the full data here.
         before = [(parameter, parameter.data) for parameter in stage.parameters()]
         device = next((parameter.device.type for parameter, _ in before), "cpu")
+        # Sharding also shards the state of an optimiser. There is none to measure here, so it gets an empty one.
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
         with traced_mesh(num_ranks, device) as (mesh, trace), implicit_replication():
             split = ShardedModel(stage, rules, mesh, optimizer)

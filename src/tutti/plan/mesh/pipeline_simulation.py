@@ -1,4 +1,9 @@
-"""`PipelineSimulation`: the steps of a pipeline in virtual time, with the messages between its stages."""
+"""`PipelineSimulation`: the steps of a pipeline in virtual time, with the messages between its stages.
+
+How it works. Each rank has a clock and a list of actions, in the order of its schedule. The simulation always runs the
+action that can begin first, over all ranks: a rank's next one, once the ranks that it depends on have sent their
+outputs. A network card carries one message at a time in each direction; a tensor-parallel collective takes both.
+"""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -44,10 +49,11 @@ class PipelineSimulation:
         for _ in range(_STEPS):
             self._step()
             ends.append(max(self._clocks))
+        # In the first step all ranks start together. Later, early stages begin while late ones still end theirs.
         return ends[-1] - ends[-2]
 
     def _step(self) -> None:
-        arrived: dict[Action, float] = {}
+        arrived: dict[Action, float] = {}  # When the output of an action is at the rank that needs it.
         next_of = [0] * len(self._orders)
         while (startable := self._next(next_of, arrived)) is not None:
             start_s, rank = startable
@@ -55,11 +61,13 @@ class PipelineSimulation:
             next_of[rank] += 1
             self._clocks[rank] = self._run(action.kind == "F", rank, start_s)
             self._send_output(action, rank, arrived)
+        # Every rank returns the loss of the batch, so it waits for the last stage.
         last = len(self._stages) - 1
         loss_arrives = [self._send(last, rank, [_LOSS_BYTES], self._clocks[last]) for rank in range(last)]
         for rank, arrives_s in enumerate(loss_arrives):
             self._clocks[rank] = max(self._clocks[rank], arrives_s)
         for rank, stage in enumerate(self._stages):
+            # A rank also waits until all its messages have left.
             self._clocks[rank] = max(self._clocks[rank], self._outgoing[rank].free_s) + stage.ending_s
 
     def _next(self, next_of: list[int], arrived: dict[Action, float]) -> tuple[float, int] | None:
@@ -67,11 +75,13 @@ class PipelineSimulation:
         ready = []
         for rank, actions in enumerate(self._orders):
             if next_of[rank] < len(actions):
+                # What the rank itself must have done before comes earlier in its own list.
                 needed = [
                     action for action in actions[next_of[rank]].dependencies(len(self._stages)) if action.stage != rank
                 ]
                 if all(action in arrived for action in needed):
                     ready.append((max([self._clocks[rank], *(arrived[action] for action in needed)]), rank))
+        # Otherwise ranks would wait for each other for ever: the schedule would be wrong.
         assert ready or all(number == len(actions) for number, actions in zip(next_of, self._orders, strict=True))
         return min(ready, default=None)
 
@@ -81,6 +91,7 @@ class PipelineSimulation:
         computing_s = stage.forward_s if forward else stage.backward_s
         collectives = stage.network_collectives_s[not forward]
         now_s = start_s + (0.0 if collectives else computing_s)
+        # A collective sends and receives at the same time.
         card = [self._outgoing[rank], self._incoming[rank]]
         for collective_s in collectives:
             now_s = _reserve(card, now_s + computing_s / len(collectives), collective_s) + collective_s
@@ -90,6 +101,7 @@ class PipelineSimulation:
         """Send activations to the next stage, or gradients to the one before, and note when they arrive."""
         target = rank + (1 if action.kind == "F" else -1)
         if 0 <= target < len(self._stages):
+            # A gradient has the size of the activation it belongs to: the output of the earlier of both stages.
             arrived[action] = self._send(rank, target, self._stages[min(rank, target)].output_bytes, self._clocks[rank])
 
     def _send(self, src: int, dst: int, sizes: Sequence[float], at_s: float) -> float:
@@ -97,6 +109,7 @@ class PipelineSimulation:
         arrives_s = at_s
         for num_bytes in sizes:
             duration_s = num_bytes * self._link.seconds_per_byte
+            # The first byte arrives one latency after it has left; the receiver's card is then busy as long again.
             leaves_s = _reserve([self._outgoing[src]], at_s, duration_s)
             arrives_s = _reserve([self._incoming[dst]], leaves_s + self._link.latency_s, duration_s) + duration_s
         return arrives_s
@@ -126,6 +139,7 @@ class _CardDirection:
 
 def _reserve(directions: Sequence[_CardDirection], at_s: float, duration_s: float) -> float:
     """Reserve all directions at once for `duration_s`, as soon as all are idle; return the moment."""
+    # Only the start is checked: actions run in order of time, so what is reserved already is mostly earlier.
     while any((later_s := direction.idle(at_s)) > at_s for direction in directions):
         at_s = later_s
     for direction in directions:

@@ -35,23 +35,29 @@ class RankStep:
     def __init__(self, part: StagePart, parts: ModelParts, replica: ReplicaStep, actions: Sequence[Action]) -> None:
         stage = part.profile
         self._stage, self._replica = stage, replica
+        # Samples of a microbatch, relative to the batch that the parts were profiled with.
         self._batch_scale = replica.samples_per_microbatch / parts.num_samples
         self._output_bytes = [self._batch_scale * num_bytes for num_bytes in part.output_bytes]
+        # Microbatches that are between their forward and their backward pass at the same time.
         self._num_held = max_live_microbatches(actions, actions[0].stage)
-        # Times are scaled to the profile of the whole step, which includes more than layers, such as the loss.
-        profile, whole = replica.profile, parts.whole
-        self._forward_scale = _ratio(profile.forward_s, whole.forward_s)
-        self._backward_scale = _ratio(profile.backward_s, whole.backward_s)
+        # Times are scaled to the profile of the whole step, which includes more than layers, such as the loss. The
+        # profile is of all samples of the replica, on its slowest rank: the scale corrects for both.
+        profile, full_model = replica.profile, parts.full_model
+        self._forward_scale = _ratio(profile.forward_s, full_model.forward_s)
+        self._backward_scale = _ratio(profile.backward_s, full_model.backward_s)
         placement = placement_along("tensor", replica.mesh, replica.cluster)
         self._over_network = placement.num_hosts > 1
         number = replica.num_microbatches
+        # Seconds of each collective of one microbatch, in forward and in backward.
         self._collectives_s = [
             [collective_seconds(traced, self._batch_scale, placement) for traced in trace]
             for trace in (stage.forward, stage.backward)
         ]
+        # Seconds of computation for one microbatch.
         self._forward_s = self._forward_scale * stage.forward_s / number
         self._backward_s = self._backward_scale * stage.backward_s / number
         self.tensor_s = number * sum(map(sum, self._collectives_s))
+        # An optimiser's time grows with its parameters, and hardly with the batch.
         self.optimizer_s = profile.step_s * self._parameter_share
         self.computing_s = number * (self._forward_s + self._backward_s) + self.optimizer_s
 
@@ -70,7 +76,7 @@ class RankStep:
     def _gradient_profile(self) -> Profile:
         """Return the profile of this rank's gradients; those of a stage are all ready after the last microbatch."""
         mesh, profile, stage = self._replica.mesh, self._replica.profile, self._stage
-        if mesh.pipe > 1:
+        if mesh.pipe > 1:  # No backward is left then to hide the exchange.
             ready = tuple(replace(gradient, ready_s=0.0) for gradient, _ in stage.gradients)
             return replace(profile, gradients=ready, backward_s=0)
         if mesh.tensor == 1:
@@ -78,8 +84,8 @@ class RankStep:
         # Tensor-parallel collectives over the network occupy the card: only computation hides the exchange then.
         collectives_s = [0.0 if self._over_network else seconds for seconds in self._collectives_s[1]]
         gradients = tuple(
-            replace(gradient, ready_s=self._backward_scale * gradient.ready_s + sum(collectives_s[:number]))
-            for gradient, number in stage.gradients
+            replace(gradient, ready_s=self._backward_scale * gradient.ready_s + sum(collectives_s[:num_before]))
+            for gradient, num_before in stage.gradients
         )
         backward_s = self._backward_scale * stage.backward_s + sum(collectives_s)
         return replace(profile, gradients=gradients, backward_s=backward_s)
@@ -88,7 +94,7 @@ class RankStep:
         """Return the times for the simulation of a pipeline, if the exchange along `data` takes `exposed_s`."""
         forward_s, backward_s, (forward, backward) = self._forward_s, self._backward_s, self._collectives_s
         ending_s = exposed_s + self.optimizer_s
-        if self._over_network:
+        if self._over_network:  # Collectives compete with messages between stages for the card.
             return StageTime(forward_s, backward_s, (forward, backward), self._output_bytes, ending_s)
         return StageTime(forward_s + sum(forward), backward_s + sum(backward), ((), ()), self._output_bytes, ending_s)
 
@@ -104,10 +110,14 @@ class RankStep:
         mesh, stage, scale = self._replica.mesh, self._stage, self._batch_scale
         if mesh.tensor == mesh.pipe == 1:
             return self._replica.profile.peak_bytes
+        # Of the microbatch at work: what it keeps for backward, or the peak of its passes. The peak is not scaled below
+        # the profiled batch, because part of it does not shrink with the batch. Gradients are in `lasting_bytes`.
         working = max(scale * stage.kept_bytes, stage.peak_bytes * max(1.0, scale) - stage.gradient_bytes)
+        # Of the others: activations and inputs.
         kept = (self._num_held - 1) * scale * (stage.kept_bytes + stage.input_bytes)
         return self.lasting_bytes + working + scale * stage.input_bytes + kept
 
 
 def _ratio(numerator: float, denominator: float) -> float:
+    """Return the quotient; 0 where the denominator is 0, as under a clock that counts no operations."""
     return numerator / denominator if denominator else 0.0

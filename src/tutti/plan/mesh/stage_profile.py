@@ -15,6 +15,7 @@ from tutti.plan.profile.memory import kept_bytes, peak_bytes, storage_bytes
 Clock = Callable[[], float]
 
 _ROUNDS = 3
+"""Timed repetitions; the fastest is used, because other load on the machine only adds time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,9 @@ def profile_stage(
         first: whether it is the first stage, whose inputs need no gradient.
     """
     runner = _StageRunner(stage, values, trace, now, first)
-    runner.measure()  # Caches are cold.
+    runner.measure()  # Not counted: caches are cold.
     best = min((runner.measure() for _ in range(_ROUNDS)), key=lambda passes: passes.forward_s + passes.backward_s)
+    # Memory is measured in passes of its own: counting allocations would slow the timed ones.
     resident = [*stage.parameters(), *stage.buffers(), *runner.values]
     device = next((tensor.device for tensor in resident), torch.device("cpu"))
     runner.drop_gradients()
@@ -94,12 +96,13 @@ class _StageRunner:
         self._trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
 
     def forward(self) -> list[Tensor]:
-        made = self._stage(*self.values)
-        outputs = made if isinstance(made, tuple | list) else (made,)
+        output = self._stage(*self.values)
+        outputs = output if isinstance(output, tuple | list) else (output,)
         return [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
 
     def backward(self, outputs: list[Tensor]) -> None:
         if outputs:
+            # The next stage would send these gradients. Their values do not matter for time and memory.
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
     def measure(self) -> _Passes:
@@ -108,11 +111,12 @@ class _StageRunner:
         self._trace.clear()
         start_s = self._now()
         outputs = self.forward()
-        middle_s, before = self._now(), len(self._trace)
-        with self._recorded_gradients(middle_s, before) as ready:
+        middle_s, num_forward = self._now(), len(self._trace)
+        with self._recorded_gradients(middle_s, num_forward) as ready:
             self.backward(outputs)
         end_s = self._now()
-        forward, backward = tuple(self._trace[:before]), tuple(self._trace[before:])
+        forward, backward = tuple(self._trace[:num_forward]), tuple(self._trace[num_forward:])
+        # A parameter that got no gradient is still exchanged: as if it were ready at the end.
         late = [name for name in self._trained if name not in ready]
         ready |= {name: (end_s - middle_s, len(backward)) for name in late}
         gradients = tuple((self._gradient(name, ready_s), number) for name, (ready_s, number) in ready.items())
@@ -124,12 +128,15 @@ class _StageRunner:
                 tensor.grad = None
 
     @contextmanager
-    def _recorded_gradients(self, start_s: float, before: int) -> Iterator[dict[str, tuple[float, int]]]:
-        """Within it, record when each gradient is ready, and after how many collectives."""
+    def _recorded_gradients(self, start_s: float, num_forward: int) -> Iterator[dict[str, tuple[float, int]]]:
+        """Within it, record when each gradient is ready, and after how many collectives of backward.
+
+        Collectives take no time here, so that `RankStep` can add what they would take on a given network.
+        """
         ready: dict[str, tuple[float, int]] = {}
 
         def arrived(name: str) -> Callable[[Tensor], None]:
-            return lambda _: ready.update({name: (self._now() - start_s, len(self._trace) - before)})
+            return lambda _: ready.update({name: (self._now() - start_s, len(self._trace) - num_forward)})
 
         handles = [p.register_post_accumulate_grad_hook(arrived(name)) for name, p in self._trained.items()]
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Moment = Any
-"""What `Clock.now` returns; only the same clock can interpret it."""
+"""The type that `Clock.now` returns; only the same clock can interpret a value of it."""
 
 
 class Clock(ABC):
@@ -46,12 +46,13 @@ class CudaClock(Clock):
         self._device = device
 
     def now(self) -> Moment:
+        # Recorded on the stream that computes: it passes when all kernels submitted before it are done.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, earlier: Moment, later: Moment) -> float:
-        return float(earlier.elapsed_time(later)) / 1e3
+        return float(earlier.elapsed_time(later)) / 1e3  # CUDA gives milliseconds.
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)

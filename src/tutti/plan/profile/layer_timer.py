@@ -25,7 +25,7 @@ class LayerTimer:
     """Times the passes of a model, layer by layer."""
 
     def __init__(self, training_pass: TrainingPass, layers: list[Layer], clock: Clock) -> None:
-        self._problem, self._clock = training_pass, clock
+        self._training_pass, self._clock = training_pass, clock
         self._modules = [layer.module for layer in layers]
         self._parameters = {name: p for name, p in training_pass.model.named_parameters() if p.requires_grad}
         self._reset()
@@ -34,16 +34,19 @@ class LayerTimer:
         self._marks: list[tuple[Moment, int]] = []
         """Moments, each with the owner of the time from then on."""
         self._stack: list[int] = [OUTSIDE_LAYERS]
+        """Layers whose forward is running, the innermost last."""
         self._nodes: set[Any] = set()
+        """Autograd nodes that have a hook."""
         self._ready: dict[str, int] = {}
+        """The number of marks before each gradient arrived, by parameter."""
 
     def measure(self) -> PassTrace:
         """Run a forward and a backward pass, and return their trace."""
         with self._hooked():
-            self._clock.settle()
+            self._clock.settle()  # Work that was submitted before must not count.
             self._mark(OUTSIDE_LAYERS)
-            loss = self._problem.forward()
-            middle = len(self._marks)
+            loss = self._training_pass.forward()
+            middle = len(self._marks)  # The next mark ends forward and starts backward: both slices below have it.
             self._mark(OUTSIDE_LAYERS)
             loss.backward()
             self._mark(OUTSIDE_LAYERS)
@@ -76,6 +79,7 @@ class LayerTimer:
     def _called(self, number: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._mark(HOOKS)
+            # The inputs were made by the layer around this one, or outside: backward returns there after this layer.
             self._claim((args, kwargs), self._stack[-1])
             self._stack.append(number)
             self._mark(number)
@@ -95,6 +99,7 @@ class LayerTimer:
         """Give backward's time to `owner` from the nodes of these tensors on, unless a node has an owner already."""
         for leaf in tree_leaves(value):
             node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+            # A tensor may pass through several layers unchanged. The first to claim its node made it.
             if node is not None and node not in self._nodes:
                 self._nodes.add(node)
                 node.register_prehook(lambda _: self._mark(owner))
@@ -102,6 +107,6 @@ class LayerTimer:
     def _arrived(self, name: str) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             self._ready[name] = len(self._marks)
-            self._mark(self._marks[-1][1])
+            self._mark(self._marks[-1][1])  # The owner stays: a gradient arrives in the midst of its layer's backward.
 
         return hook

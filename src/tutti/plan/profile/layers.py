@@ -23,7 +23,9 @@ class Layer:
     factored: bool = False
     """Whether its gradient can be sent as factors."""
     activation_bytes: int = 0
+    """Bytes of its outputs."""
     rows: int | None = None
+    """Rows of its input, if its gradient can be sent as factors; else None."""
     cost: WorkDepth = NO_WORK
     gradients: dict[str, nn.Parameter] = field(default_factory=dict)
     """Its own parameters that got a gradient, by name in the model."""
@@ -35,9 +37,9 @@ class Layer:
     @property
     def computes(self) -> bool:
         """Whether it computes something itself, and not only through the modules inside it."""
-        own = self.gradients or any(p is not None for p in self.module._parameters.values())
+        has_parameters = bool(self.gradients) or any(p is not None for p in self.module._parameters.values())
         # A layer whose weight is a module, as under weight_norm, is still a layer.
-        return bool(own) or counter_for(self.module) is not None or not any(self.module.children())
+        return has_parameters or counter_for(self.module) is not None or not any(self.module.children())
 
     def __str__(self) -> str:
         return f"'{self.name}' ({self.kind})" if self.name else self.kind
@@ -46,8 +48,9 @@ class Layer:
         """Add one call."""
         trained = any(p.requires_grad for p in self.module.parameters())
         needed = layer_work(self.module, inputs, outputs).needed(trained, any(x.requires_grad for x in inputs))
-        self.cost = self.cost.after(needed)
+        self.cost = self.cost.followed_by(needed)
         self.activation_bytes += sum(map(num_bytes, outputs))
+        # A factored layer's weight is [out, in]: elements of its output divided by `out` are the rows of its input.
         if outputs and self.factored:
             self.rows = (self.rows or 0) + outputs[0].numel() // len(self.module.weight)  # type: ignore[arg-type]
 
@@ -69,8 +72,9 @@ def find_layers(training_pass: TrainingPass) -> list[Layer]:
         loss = _forward(training_pass, inside)
     try:
         loss.backward()
-    except Exception as error:
+    except Exception as error:  # Any error of the user's model is a mistake in what was given to `profile`.
         raise ConfigError(f"the model fails in backward: {type(error).__name__}: {error}.") from error
+    # Found by a backward pass: a parameter may need a gradient and get none, because this batch does not use it.
     owners = _owners(model, called)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -106,13 +110,14 @@ def _forward(training_pass: TrainingPass, inside: list[Layer]) -> Tensor:
     try:
         output = training_pass.output()
     except Exception as error:
+        # The stack still holds the module that raised, because its end hook did not run.
         where = f"in {inside[-1]}" if inside else "before its first layer"
         raise ConfigError(
             f"the model fails in forward, {where}: {type(error).__name__}: {error}. Give it a batch as in training."
         ) from error
     try:
         loss = training_pass.compute_loss(output)
-    except ConfigError:
+    except ConfigError:  # `compute_loss` has said already what is wrong.
         raise
     except Exception as error:
         raise ConfigError(f"the loss fails on what the model returned: {type(error).__name__}: {error}.") from error
@@ -128,7 +133,7 @@ def _owners(model: nn.Module, called: dict[nn.Module, Layer]) -> dict[nn.Paramet
     nearest: dict[nn.Parameter, tuple[int, Layer]] = {}
     for path, module in modules.items():
         distance, at = 0, path
-        while modules[at] not in called:  # The model itself was.
+        while modules[at] not in called:  # Ends at the model itself, whose path is empty and which was called.
             distance, at = distance + 1, at.rpartition(".")[0]
         for parameter in module._parameters.values():
             if parameter is not None and (parameter not in nearest or distance < nearest[parameter][0]):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that have a storage of their own."""
 
 
 def peak_bytes(compute: Callable[[], Any], resident: Iterable[Tensor], device: torch.device) -> int:
@@ -29,20 +30,20 @@ def kept_bytes(compute: Callable[[], Any], resident: Iterable[Tensor], device: t
     """Return the bytes that the result of `compute` keeps alive, without the tensors `resident` before."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
-        kept = compute()
-        found = torch.cuda.memory_allocated(device) - before
-        del kept
-        return found
+        result = compute()  # Held while memory is counted, with all that its autograd graph has saved.
+        num_bytes = torch.cuda.memory_allocated(device) - before
+        del result
+        return num_bytes
     count = _AllocationCounter(resident)
     with count:
-        kept = compute()
-    found = count.current
-    del kept
-    return found
+        result = compute()
+    num_bytes = count.current
+    del result
+    return num_bytes
 
 
 def _on_gpu(compute: Callable[[], Any], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)  # Work of before may still free memory.
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     compute()
@@ -62,16 +63,18 @@ class _AllocationCounter(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # A wrapper subclass: the operations on its inner tensors come here, too.
         returned = func(*args, **(kwargs or {}))
+        # Views and in-place operations return a storage that is known already.
         for key, storage in _storages(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)).items():
             if key not in self._known:
                 self._known.add(key)
                 self.current += storage.nbytes()
+                # Not at exit: nobody reads the count then.
                 weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
         self.peak = max(self.peak, self.current)
         return returned
 
     def _freed(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
+        self._known.discard(key)  # The address may be used again, by another storage.
         self.current -= num_bytes
 
 

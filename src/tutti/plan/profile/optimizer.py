@@ -34,6 +34,7 @@ def measure_step(training_pass: TrainingPass, optimizer: Optimizer | None, clock
     trained = {p for group in optimizer.param_groups for p in group["params"]}
     if not trained & set(training_pass.model.parameters()):
         raise ConfigError("the optimizer trains no parameter of the model. Make it from model.parameters().")
+    # The copy may update its parameters as often as is measured. It has state after the warm-up of `repeated`.
     twin = _copied(optimizer, trained)
 
     def measure() -> float:
@@ -46,7 +47,7 @@ def measure_step(training_pass: TrainingPass, optimizer: Optimizer | None, clock
 
     try:
         seconds = median(repeated(measure, repeats))
-    except Exception as error:
+    except Exception as error:  # Any error of the user's optimiser, such as one that needs a closure.
         raise ConfigError(
             f"a step of {type(optimizer).__name__} fails: {type(error).__name__}: {error}. Without an optimizer, "
             "profile leaves the step out."
@@ -59,6 +60,7 @@ def measure_step(training_pass: TrainingPass, optimizer: Optimizer | None, clock
 
 def _copied(optimizer: Optimizer, trained: set[nn.Parameter]) -> Optimizer:
     """Return a copy of the optimiser, without its hooks, for copies of the parameters with the same gradients."""
+    # `deepcopy` takes what is in its memo for the copy. Gradients are shared, since a step does not change them.
     memo: dict[int, Any] = {}
     for parameter in trained:
         memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)

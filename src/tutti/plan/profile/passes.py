@@ -10,7 +10,9 @@ from tutti.plan.profile.training_pass import TrainingPass
 T = TypeVar("T")
 
 _MAX_SECONDS = 1.5
+"""Time after which no more repetitions are begun, if there are enough."""
 _MIN_REPEATS = 3
+"""Repetitions of which a median still ignores one that was disturbed."""
 
 
 def repeated(measure: Callable[[], T], at_most: int) -> list[T]:

@@ -14,6 +14,7 @@ def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     The garbage collector is off meanwhile: it would run in the middle of something that is timed.
     """
+    # The version counter shows which parameters were changed, so that the others need not be copied back.
     values = [(p, p._version, _kept(p)) for p in model.parameters()]
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(m, name, b, _kept(b)) for m in model.modules() for name, b in m._buffers.items() if b is not None]
@@ -34,7 +35,7 @@ def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
                 if parameter._version != version:  # Embedding(max_norm=...) changes its rows as it looks them up.
                     parameter.copy_(value)
             for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
+                module._buffers[name] = buffer  # A layer may have put another tensor there, as `self.count = ...` does.
                 buffer.copy_(value)
 
 

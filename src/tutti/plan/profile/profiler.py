@@ -47,9 +47,10 @@ def profile(
         layers = find_layers(training_pass)
         forward_s, backward_s, shares = _passes(training_pass, layers, clock, repeats)
         optimizer_cost = measure_step(training_pass, optimizer, clock, repeats)
-        drop_gradients(model)
+        drop_gradients(model)  # So that backward allocates gradients, and the peak counts them.
         resident = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
         pass_bytes = peak_bytes(lambda: training_pass.forward().backward(), resident, training_pass.device)
+    # The peak is in backward, or in the optimiser's step: activations are gone by then, and gradients are not.
     gradient_bytes = sum(num_bytes(p) for layer in layers for p in layer.gradients.values())
     permanent_bytes = storage_bytes(resident) + optimizer_cost.state_bytes
     return Profile(
@@ -86,6 +87,7 @@ def _passes(
 
 def _layers(layers: list[Layer], shares: TimeShares, forward_s: float, backward_s: float) -> Iterator[LayerProfile]:
     for layer, forward, backward in zip(layers, shares.forward, shares.backward, strict=True):
+        # Its last gradient counts; one that was not seen to arrive is ready at the end of backward.
         ready = [shares.ready.get(name, 1.0) for name in layer.gradients]
         yield LayerProfile(
             name=layer.name,

@@ -30,6 +30,7 @@ class PassTrace:
 
     def shares(self, num_layers: int) -> "TimeShares":
         """Return the share of each layer in both passes."""
+        # elapsed_s[n] is the time of the first n intervals, without hooks.
         elapsed_s = list(accumulate(_counted(self.backward), initial=0.0))
         ready = {name: elapsed_s[passed] / (elapsed_s[-1] or 1.0) for name, passed in self.ready.items()}
         return TimeShares(_parts(self.forward, num_layers), _parts(self.backward, num_layers), ready)
@@ -37,7 +38,7 @@ class PassTrace:
 
 @dataclass(frozen=True)
 class TimeShares:
-    """TimeShares of the time of a forward and a backward pass, from 0 to 1."""
+    """Shares of the time of a forward and a backward pass, from 0 to 1."""
 
     forward: list[float]
     """The share of each layer in forward."""
@@ -56,12 +57,18 @@ def median_trace(traces: list[PassTrace]) -> PassTrace:
     first = traces[0]
     if any(trace.owners != first.owners for trace in traces):
         return sorted(traces, key=lambda trace: sum(_counted(trace.backward)))[len(traces) // 2]
-    forward, backward = _medians([each.forward for each in traces]), _medians([each.backward for each in traces])
+    forward = _medians([trace.forward for trace in traces])
+    backward = _medians([trace.backward for trace in traces])
     return PassTrace(forward, backward, first.ready)
 
 
 def _medians(passes: list[list[Interval]]) -> list[Interval]:
-    return [(same[0][0], median(seconds for _, seconds in same)) for same in zip(*passes, strict=True)]
+    """Return the median of every interval over passes that have the same owners in the same order."""
+    medians = []
+    for intervals in zip(*passes, strict=True):
+        owner = intervals[0][0]
+        medians.append((owner, median(seconds for _, seconds in intervals)))
+    return medians
 
 
 def _counted(intervals: list[Interval]) -> list[float]:
@@ -72,5 +79,6 @@ def _parts(intervals: list[Interval], num_layers: int) -> list[float]:
     spent: dict[int, float] = defaultdict(float)
     for owner, seconds in intervals:
         spent[owner] += seconds
-    whole_s = sum(_counted(intervals)) or 1.0
-    return [spent[number] / whole_s for number in range(num_layers)]
+    # Time outside of layers counts in the total, so that the shares of layers may add up to less than 1.
+    total_s = sum(_counted(intervals)) or 1.0
+    return [spent[number] / total_s for number in range(num_layers)]

@@ -59,6 +59,7 @@ def _split(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[tuple[Any, 
 
     The last of several is the target if there is a loss, or if the model does not require it as an argument.
     """
+    # Exactly these types: a named tuple or another container is one argument of the model.
     parts = tuple(batch) if type(batch) in (tuple, list) else (batch,)
     if not parts:
         raise ConfigError("profile takes a batch: an input, (input, target) or several inputs, got an empty one.")
@@ -70,15 +71,17 @@ def _split(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[tuple[Any, 
 def _num_needed(model: nn.Module, given: int) -> int:
     """Return how many of `given` arguments the model requires."""
     parameters = inspect.signature(model.forward).parameters.values()
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):  # *args may take all of them.
         return given
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return max(1, sum(each.kind in positional and each.default is each.empty for each in parameters))
+    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return max(1, len(required))
 
 
 def _check(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
     """Return the model's device; raise `ConfigError` if the model or the batch cannot be profiled."""
-    if hasattr(model, "_orig_mod") or any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
+    # `_orig_mod` is how torch.compile's wrapper holds the model.
+    if hasattr(model, "_orig_mod") or any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ConfigError("layers of a compiled model cannot be told apart. Profile it before torch.compile or script.")
     if any(isinstance(hook, OwnedHook) for hook in model._forward_pre_hooks.values()):
         raise ConfigError("backward passes of a distributed model are exchanged. Profile it before distribute.")
@@ -102,5 +105,6 @@ def _mean(output: Any) -> Tensor:
         raise ConfigError(
             f"the model returned a {type(output).__name__} in which nothing needs a gradient. Give profile a loss."
         )
+    # Means, not sums, which could overflow in float16. A loss is real, so the parts of complex outputs are averaged.
     means = [t.mean() if t.is_floating_point() else torch.view_as_real(t).mean() for t in tensors]
     return torch.stack([mean.float() for mean in means]).sum()

@@ -37,8 +37,8 @@ class LayerWork(NamedTuple):
 
     def needed(self, weights: bool, inputs: bool) -> WorkDepth:
         """Return forward and the gradients that are needed; both depend on the output's gradient, not on each other."""
-        back = (self.by_weights if weights else NO_WORK).beside(self.by_input if inputs else NO_WORK)
-        return self.output.after(back)
+        back = (self.by_weights if weights else NO_WORK).in_parallel_with(self.by_input if inputs else NO_WORK)
+        return self.output.followed_by(back)
 
 
 WorkCounter = Callable[[nn.Module, Sequence[Tensor], Sequence[Tensor]], LayerWork]
@@ -58,18 +58,18 @@ def counter_for(module: nn.Module) -> WorkCounter | None:
 
 
 def sum_depth(num_terms: float) -> int:
-    """Of a sum of so many products: one multiplication, then a tree of additions."""
+    """Return the depth of a sum of `num_terms` products: one multiplication, then a tree of additions."""
     return 1 + math.ceil(math.log2(max(1.0, num_terms)))
 
 
 def elementwise(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
     """Activations: every element by itself. A parameter's gradient is a sum over all of them."""
-    once = WorkDepth(outputs[0].numel(), 1)
-    return LayerWork(once, WorkDepth(once.work, sum_depth(once.work)), once)
+    per_element = WorkDepth(outputs[0].numel(), 1)
+    return LayerWork(per_element, WorkDepth(per_element.work, sum_depth(per_element.work)), per_element)
 
 
 def view(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """The same values in another shape: nothing is computed."""
+    """Flatten and its kind: the same values in another shape, nothing is computed."""
     return LayerWork(NO_WORK, NO_WORK, NO_WORK)
 
 
@@ -81,7 +81,10 @@ def linear(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor
 
 
 def _products(work: float, *num_terms: float) -> LayerWork:
-    """Three times the same work, as sums of so many terms each: output, by weights, by input."""
+    """Return three products of the same work; `num_terms` are the terms of one sum in each of them.
+
+    They are those of the output, of the gradient by the weights, and of the gradient by the input.
+    """
     return LayerWork(*(WorkDepth(work, sum_depth(terms)) for terms in num_terms))
 
 
@@ -101,7 +104,7 @@ def convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[T
 
 
 def transposed_convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A convolution the other way: every input is multiplied by the kernel."""
+    """Transposed convolution: every input is multiplied by the kernel."""
     assert isinstance(module, _ConvNd)
     kernel = math.prod(module.kernel_size)
     c_in, c_out = module.in_channels // module.groups, module.out_channels // module.groups
@@ -110,11 +113,12 @@ def transposed_convolution(module: nn.Module, inputs: Sequence[Tensor], outputs:
 
 
 def pooling(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A tree over each window; back, every input by itself. Windows that overlap are computed one by one."""
-    window = inputs[0].numel() / max(1, outputs[0].numel())  # Of adaptive ones, on average.
+    """Pooling: a tree over each window; in backward, every input by itself. Windows that overlap share no work."""
+    # Elements of a window. Adaptive pooling has no kernel size: the average over its windows.
+    window = inputs[0].numel() / max(1, outputs[0].numel())
     size = getattr(module, "kernel_size", None)
     if isinstance(size, int):
-        window = float(size ** max(1, inputs[0].dim() - 2))
+        window = float(size ** max(1, inputs[0].dim() - 2))  # All dimensions but samples and channels.
     elif isinstance(size, tuple):
         window = float(math.prod(size))
     work = max(inputs[0].numel(), outputs[0].numel() * window)
@@ -122,39 +126,45 @@ def pooling(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tenso
 
 
 def batch_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A mean and a variance of each channel: over samples, the table's N, and over positions where there are any."""
+    """Batch norm: a mean and a variance of each channel, over samples (the table's N) and positions."""
     channels = inputs[0].shape[1] if inputs[0].dim() > 1 else 1
     return _normalised(inputs[0].numel(), inputs[0].numel() / max(1, channels), None)
 
 
 def layer_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A mean and a variance of each sample; gradients of the parameters are sums over samples."""
+    """Layer norm: a mean and a variance of each sample; gradients of the parameters are sums over samples."""
     group = math.prod(getattr(module, "normalized_shape", inputs[0].shape[-1:]))
     return _normalised(inputs[0].numel(), group, inputs[0].numel() / max(1, group))
 
 
 def group_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A mean and a variance of each sample's groups of channels; of each channel in InstanceNorm."""
+    """Group norm: a mean and a variance of each sample's groups of channels; of each channel in InstanceNorm."""
     samples, channels = inputs[0].shape[0], inputs[0].shape[1]
     groups = getattr(module, "num_groups", channels)
     return _normalised(inputs[0].numel(), inputs[0].numel() / max(1, samples * groups), inputs[0].numel() / channels)
 
 
 def _normalised(numel: int, num_averaged: float, num_summed: float | None) -> LayerWork:
-    """Means over so many values; sums over so many for the parameters, as many if not said."""
-    once = WorkDepth(numel, sum_depth(num_averaged))
-    return LayerWork(once, WorkDepth(numel, sum_depth(num_averaged if num_summed is None else num_summed)), once)
+    """Return the work of a normalisation of `numel` elements.
+
+    Args:
+        num_averaged: elements of one mean and variance.
+        num_summed: terms of one parameter's gradient; `num_averaged` if None.
+    """
+    statistics = WorkDepth(numel, sum_depth(num_averaged))
+    by_weights = WorkDepth(numel, sum_depth(num_averaged if num_summed is None else num_summed))
+    return LayerWork(statistics, by_weights, statistics)  # The gradient by the input has the same two sums.
 
 
 def softmax(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A sum over the classes, forward and back."""
+    """Softmax: a sum over the classes, in forward and in backward."""
     dim = getattr(module, "dim", None)
-    once = WorkDepth(outputs[0].numel(), sum_depth(outputs[0].shape[-1 if dim is None else dim]))
-    return LayerWork(once, NO_WORK, once)
+    normalised = WorkDepth(outputs[0].numel(), sum_depth(outputs[0].shape[-1 if dim is None else dim]))
+    return LayerWork(normalised, NO_WORK, normalised)
 
 
 def embedding(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """Rows are looked up; back, they are added up where they came from: all to the same one, at worst."""
+    """Embedding: rows are looked up. In backward, gradients are added to these rows: at worst, all to the same one."""
     numel, rows = outputs[0].numel(), inputs[0].numel()
     width = outputs[0].shape[-1]
     summed = rows * width / max(1, numel)  # In an EmbeddingBag, rows of one bag.
@@ -162,19 +172,23 @@ def embedding(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Ten
 
 
 def recurrent(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """RNN, GRU and LSTM: fully connected layers with the hidden state between, so that depth grows with length.
+    """RNN, GRU and LSTM: each step is a fully connected layer on the last step's state, so depth grows with length.
 
     The layers of a stack follow each other by one step; with both directions, each waits for the whole one below.
     """
     assert isinstance(module, nn.RNNBase)
-    x, ways = inputs[0], 2 if module.bidirectional else 1
+    x, num_directions = inputs[0], 2 if module.bidirectional else 1
     length = x.shape[1 if module.batch_first and x.dim() > 2 else 0]
+    # Width of what one step gives to the next and to the layer above: an LSTM may project it.
     carried = module.proj_size or module.hidden_size
-    widths = [module.input_size] + [ways * carried] * (module.num_layers - 1)
+    widths = [module.input_size] + [num_directions * carried] * (module.num_layers - 1)
+    # Outputs of one step's product: every hidden unit has as many gates as the kind of cell.
     gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1) * module.hidden_size
-    rows = x.numel() // max(1, module.input_size)
-    work = rows * ways * sum(gates * (width + carried) + module.proj_size * module.hidden_size for width in widths)
-    steps = module.num_layers * length if ways == 2 else length + module.num_layers - 1
+    rows = x.numel() // max(1, module.input_size)  # Samples times positions.
+    work_per_row = sum(gates * (width + carried) + module.proj_size * module.hidden_size for width in widths)
+    work = rows * num_directions * work_per_row
+    # In one direction a layer begins as soon as the one below has made one step. In two it needs the last step as well.
+    steps = module.num_layers * length if num_directions == 2 else length + module.num_layers - 1
     return _unrolled(work, steps, max(widths) + carried, gates, rows)
 
 
@@ -183,35 +197,43 @@ def recurrent_cell(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequenc
     assert isinstance(module, nn.RNNCellBase)
     gates = module.weight_hh.shape[0]
     rows = inputs[0].numel() // max(1, module.input_size)
-    wide = module.input_size + module.hidden_size
-    return _unrolled(rows * gates * wide, 1, wide, gates, rows)
+    num_terms = module.input_size + module.hidden_size
+    return _unrolled(rows * gates * num_terms, 1, num_terms, gates, rows)
 
 
 _GATING = 4
 """Operations in a row between the products of two steps: a gate, its use, the cell's nonlinearity, the output."""
 
 
-def _unrolled(work: float, steps: int, wide: int, gates: int, rows: int) -> LayerWork:
-    """Steps in a row, each a product over `wide` and its gates; the weights' gradient needs the last of them."""
-    forward, back = steps * (sum_depth(wide) + _GATING), steps * (sum_depth(gates) + _GATING)
+def _unrolled(work: float, steps: int, num_terms: int, gates: int, rows: int) -> LayerWork:
+    """Return the work of `steps` dependent steps: each sums `num_terms` products for a gate, then applies the gates.
+
+    Backward sums over gates in each step. The weights' gradient, a sum over `rows`, needs the last step of backward.
+    """
+    forward, back = steps * (sum_depth(num_terms) + _GATING), steps * (sum_depth(gates) + _GATING)
     by_weights = WorkDepth(work, back + sum_depth(rows))
     return LayerWork(WorkDepth(work, forward), by_weights, WorkDepth(work, back))
 
 
 def attention(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """Four fully connected layers, and between them every query with every key: scores, a softmax, a mixture."""
+    """Attention: four fully connected layers; between them, scores of queries with keys, a softmax and a mixture."""
     assert isinstance(module, nn.MultiheadAttention)
-    query, key = inputs[0], inputs[min(1, len(inputs) - 1)]
+    query, key = inputs[0], inputs[min(1, len(inputs) - 1)]  # Where only one tensor was seen, it is both.
     width = module.embed_dim
     num_keys = key.shape[1 if module.batch_first and key.dim() > 2 else 0]
     rows, key_rows = query.numel() // width, key.numel() // max(1, key.shape[-1])
-    projected = 2 * rows * width * width + key_rows * width * (module.kdim + module.vdim)
-    mixed = 2 * rows * num_keys * width
-    between = sum_depth(module.head_dim) + 2 * sum_depth(num_keys) + 1
-    forward = WorkDepth(projected + mixed, 2 * sum_depth(width) + between)
-    by_input = WorkDepth(projected + 2 * mixed, forward.depth)
+    # Projections of queries and of the output, then of keys and values.
+    projection_work = 2 * rows * width * width + key_rows * width * (module.kdim + module.vdim)
+    # Scores and mixture: every query with every key, each.
+    mixing_work = 2 * rows * num_keys * width
+    # A score is a sum over a head; the softmax and the mixture are sums over keys; one step is the exponential.
+    mixing_depth = sum_depth(module.head_dim) + 2 * sum_depth(num_keys) + 1
+    forward = WorkDepth(projection_work + mixing_work, 2 * sum_depth(width) + mixing_depth)
+    # Each of the two products has two factors, and so two gradients.
+    by_input = WorkDepth(projection_work + 2 * mixing_work, forward.depth)
     # The weights of the first three layers need the gradient to have come back to them.
-    return LayerWork(forward, WorkDepth(projected, sum_depth(width) + between + sum_depth(rows)), by_input)
+    by_weights = WorkDepth(projection_work, sum_depth(width) + mixing_depth + sum_depth(rows))
+    return LayerWork(forward, by_weights, by_input)
 
 
 WORK_COUNTERS: dict[type[nn.Module], WorkCounter] = {

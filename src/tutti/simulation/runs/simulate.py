@@ -54,21 +54,21 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True)
 class RankTime:
-    """What one simulated rank did with its time. The three sums add up to the time at which it ended."""
+    """The time of one simulated rank, by use. The three sums add up to the time at which it ended."""
 
     busy_s: float
     """Seconds of computing."""
     communicating_s: float
     """Seconds of waiting while messages to or from it travelled."""
     waiting_s: float
-    """Seconds of waiting for others to come that far."""
+    """Seconds of waiting for other ranks while no message to or from it travelled."""
     strip: Strip
-    """The same three, over the course of time."""
+    """The same three uses over the course of time."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one network card or switch carried, in one direction."""
+    """Traffic of one network card or switch, in one direction."""
 
     num_bytes: int
     """Bytes carried."""
@@ -81,11 +81,11 @@ class Simulation:
     """The result of a simulated run."""
 
     results: list[Any]
-    """What the function returned on each rank."""
+    """Return value of the function on each rank."""
     seconds: float
     """Virtual time until the last rank ended."""
     ranks: list[RankTime]
-    """How each rank spent its time."""
+    """Time of each rank, by use."""
     links: dict[str, Traffic]
     """Traffic by name: "host3 out" is what host 3 sent to the network."""
     events: list[EventLog]
@@ -93,7 +93,7 @@ class Simulation:
     num_messages: int
     """Messages sent by all ranks."""
     lost: dict[int, float]
-    """Ranks that died as the cluster's `failures` say, and when."""
+    """Ranks that the cluster's `failures` killed, and the time of each."""
 
 
 def simulate(
@@ -165,7 +165,7 @@ def _simulate(
         with torch.no_grad(), _rare_collections(), torch_worlds.torch_worlds():
             engine.run(ranks)
     except Deadlock:
-        _raise_first_failure(ranks, knocked_on=False)  # A rank that failed by itself is why the others wait.
+        _raise_first_failure(ranks, include_knock_on=False)  # A rank that failed by itself is why the others wait.
         raise
     finally:
         engine.stop(ranks)  # Ends all threads, so that nothing below is changed under a running rank.
@@ -207,15 +207,15 @@ def _rare_collections() -> Iterator[None]:
 
 @cache
 def _return_memory() -> None:
-    """Have glibc give freed tensors back at once: otherwise each thread's arena keeps megabytes of them."""
+    """Make glibc give freed tensors back at once: otherwise each thread's arena keeps megabytes of them."""
     with suppress(OSError, AttributeError):  # No glibc: only memory is lost.
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
 
 
-def _raise_first_failure(ranks: list[Rank], knocked_on: bool = True) -> None:
-    """Raise for the first rank that failed by itself; with `knocked_on`, also for one that lost another."""
+def _raise_first_failure(ranks: list[Rank], include_knock_on: bool = True) -> None:
+    """Raise for the first rank that failed by itself; with `include_knock_on`, also for one that lost another."""
     failed = [(rank, describe(rank.thread.error)) for rank in ranks if rank.thread.error is not None]
-    failed = [(rank, failure) for rank, failure in failed if knocked_on or not failure.knock_on]
+    failed = [(rank, failure) for rank, failure in failed if include_knock_on or not failure.knock_on]
     if not failed:
         return
     # Failures of a rank's own come before those that follow from another's; then the earliest counts.
@@ -225,7 +225,8 @@ def _raise_first_failure(ranks: list[Rank], knocked_on: bool = True) -> None:
     # All failures follow from a planned death: then the death is reported.
     dead = [rank for rank in ranks if rank.thread.died]
     if failure.knock_on and dead:
-        reason = f"died at {format_time(dead[0].clock)}, as the cluster says, and rank {rank.number} {failure.reason}"
+        died = f"died at {format_time(dead[0].clock)}, as the cluster's failures say"
+        reason = f"{died}, and rank {rank.number} {failure.reason}"
         raise WorkerFailed(dead[0].number, reason) from rank.thread.error
     raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.thread.error
 

@@ -58,6 +58,7 @@ class BlockStatus:
 
     def __init__(self, rank: int, size: int, local: RankStatus) -> None:
         """Start with the status of this rank alone; the other rows are 0 until they are received."""
+        # [ranks, fields]. Intents and digests (32 bits) are exact in float64.
         self.rows = torch.zeros(size, len(local), dtype=torch.float64, device="cpu")
         self.rows[rank] = torch.tensor(local, dtype=torch.float64, device="cpu")
 
@@ -108,10 +109,12 @@ class StatusExchange:
         return status, self._channel.spawn(self._exchange(status))
 
     def _exchange(self, status: BlockStatus) -> Operation:
+        """Send this rank's row, and receive those of all others, keep-alive rows aside."""
         keep_alive_flag = torch.zeros(len(status.rows), 1, dtype=torch.float64, device="cpu")
         # [ranks, 1 + fields]: this rank's row is sent, the others are received in place.
         received = torch.cat([keep_alive_flag, status.rows], dim=1)
         rows = received.unbind()
+        # Started before the first receive: every rank does the same, so nobody waits for a row that is not on its way.
         sends = [self._channel.isend(rows[self._channel.rank], peer) for peer in self._peers]
         missing = self._peers
         while missing:

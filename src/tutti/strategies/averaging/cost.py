@@ -42,7 +42,7 @@ def communication_cost(strategy: "LocalSteps", profile: Profile, placement: Plac
 
 
 def _status_s(placement: Placement) -> float:
-    """Return the seconds in which ranks tell each other that they have reached the end of a block."""
+    """Return the seconds in which ranks exchange their status at the end of a block."""
     return placement.link.latency_s + (placement.num_ranks - 1) * _STATUS_BYTES * placement.link.seconds_per_byte
 
 

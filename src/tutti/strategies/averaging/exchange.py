@@ -92,6 +92,7 @@ class BlockExchange(Exchange):
 
     def before_step(self) -> None:
         weight = self.replica.take_samples()
+        # NaN if the loss was not finite: it stays NaN, and the next status reports it to all ranks.
         self._weight += weight
         if weight == 0:  # A batch that does not count must not change parameters either.
             self.replica.hide_gradients()
@@ -109,6 +110,7 @@ class BlockExchange(Exchange):
 
     @torch.no_grad()
     def _end_block(self) -> None:
+        """Exchange the block's change: at once, or with overlap while the next block is computed."""
         start_s = self._channel.now()
         if self._pending is not None:
             # Its memory, the buckets, is needed for this block's change: complete and apply it first.
@@ -124,6 +126,7 @@ class BlockExchange(Exchange):
         self._record(start_s)
 
     def _begin_block(self) -> None:
+        """Count steps, samples and time from 0."""
         self._num_steps, self._weight, self._trained_s = 0, 0.0, 0.0
 
     def _record(self, start_s: float) -> None:
@@ -143,12 +146,14 @@ class BlockExchange(Exchange):
         self._pending = self._start(self._exchange(self._status, status_known))
 
     def _start(self, operation: Operation) -> Work:
+        """Queue an operation on the buckets, ordered after the kernels that fill them."""
         # One wait per device: the exchange must not read a bucket before the GPU has written the change into it.
         for flat in {bucket.flat.device: bucket.flat for bucket in self.replica.buckets}.values():
             operation = when_filled(flat, operation)
         return self._channel.start(operation)
 
     def _exchange(self, status: BlockStatus, status_known: Work) -> Operation:
+        """Wait for the status of all ranks and, if a rank ends a block, average the buckets in place."""
         start_s = self._channel.now()
         yield status_known
         # The same on all ranks, so either all of them sum or none does. `_complete` raises or returns the intent.
@@ -182,6 +187,7 @@ class BlockExchange(Exchange):
         return min(intents)
 
     def _update_optimizer_state(self) -> None:
+        """Average or reset this rank's optimiser state at the end of a block, if the strategy says so."""
         if self._optimizer_mean is not None and self._status.same_optimizer_state:
             self._optimizer_mean.unpack()
         elif self._strategy.optimizer_state == "reset":

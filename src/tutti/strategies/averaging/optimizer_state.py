@@ -50,6 +50,7 @@ class OptimizerStateMean:
             tensor.copy_(part.view(tensor.shape))
 
     def _elementwise_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and tensor of every state that has an element per parameter element."""
         for slot in self._replica.slots:
             # In the same order on all ranks: by slot, then by name.
             for key, value in sorted(self._replica.optimizer.state.get(slot.tensor, {}).items()):

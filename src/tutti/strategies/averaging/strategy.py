@@ -147,6 +147,7 @@ class BlockMomentum(LocalSteps):
         return mistakes
 
     def outer(self, num_workers: int) -> OuterStep:
+        # Momentum m moves the parameters 1 / (1 - m) = N times as far as one step, in the long run.
         momentum = 1 - 1 / num_workers if self.momentum is None else self.momentum
         return OuterStep(momentum, self.lr, self.nesterov)
 
@@ -179,6 +180,7 @@ def _printed(value: Any) -> str:
 
 
 def _switch(text: str) -> bool:
+    """Return whether a text is "1". Raises `ValueError` if it is neither "0" nor "1"."""
     return bool(("0", "1").index(text))
 
 

@@ -23,7 +23,7 @@ _BUCKET_BYTES = 4 * 2**20
 class PeerExchange(Exchange):
     """A rank among equals: no rank serves, and the others go on without a rank that is lost.
 
-    It has no state beside the model. A checkpoint is saved within `consensus`; what error feedback has not sent by
+    It has no state besides the model. A checkpoint is saved within `consensus`; what error feedback has not sent by
     then is dropped.
     """
 
@@ -114,6 +114,7 @@ class PeerExchange(Exchange):
         return self.context.rounds.result
 
     def _take_part(self, purpose: RoundPurpose) -> Operation:
+        """Prepare for a round, take part in it, and let the algorithm continue from its result."""
         algorithm, context = self.algorithm, self.context
         yield from algorithm.before_round()
         last_round = context.rounds.last_round

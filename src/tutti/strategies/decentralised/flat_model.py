@@ -32,6 +32,7 @@ class FlatModel:
         for bucket in self.buckets:
             self._starts.append(self.num_bytes)
             self.num_bytes += align(bucket.flat.nbytes)
+        # Buffers that cannot be averaged, such as counters: a round takes them from the lowest rank.
         averaged = {id(slot.tensor) for slot in replica.statistics}
         self._other_buffers = [buffer for buffer in replica.model.buffers() if id(buffer) not in averaged]
         self.num_full_bytes = self.num_bytes + sum(align(buffer.nbytes) for buffer in self._other_buffers)
@@ -60,6 +61,7 @@ class FlatModel:
     @torch.no_grad()
     def read_model(self, memory: Tensor) -> Tensor:
         """Copy the model's values into flat memory, and return that."""
+        # In a dry run there are no views, and nothing is copied.
         for bucket, values in zip(self.buckets, self.bucket_views(memory), strict=not self.sizes_only):
             for view, slot in zip(bucket.views(values), bucket.slots, strict=True):
                 # Also copies from the GPU: flat memory is on the CPU.
@@ -110,6 +112,7 @@ class FlatModel:
 
         Sums are in float64 and in the order of the list, so the result has the same bits wherever it is computed.
         """
+        # Its other buffers stay those of the first block: only bucket views are overwritten below.
         result = self.copy(blocks[0])
         if self.sizes_only:
             return result

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AsyncGossip(PeerAlgorithm):
-    """Averages pairwise with one neighbour after the other, beside training."""
+    """Averages pairwise with one neighbour after the other, while training goes on."""
 
     def __init__(self, context: PeerContext, strategy: "Gossip") -> None:
         super().__init__(context)

@@ -73,6 +73,7 @@ class SyncGossip(PeerAlgorithm):
         self._model.write_model(self._context.base)
 
     def _needs_regroup(self) -> bool:
+        """Whether a rank of the topology is gone, or a peer waits in a round to regroup."""
         return self._rounds.regroup_requested or not self._group.alive.issuperset(self._members)
 
     def _mix(self, change: Tensor) -> Operation:
@@ -99,15 +100,18 @@ class SyncGossip(PeerAlgorithm):
         return self._is_absent(peer) or (self._round, self._step, peer) in self._received
 
     def _is_absent(self, peer: int) -> bool:
+        """Whether a neighbour will send no values for this clock."""
         # A peer that has entered a round waits for this rank to enter, too: to wait for its values would be a deadlock.
         return peer not in self._group.alive or peer in self._group.away or self._rounds.has_entered(peer)
 
     def _forget_old(self) -> None:
+        """Drop values of earlier rounds and clocks."""
         now = (self._round, self._step)
         self._received = {key: message for key, message in self._received.items() if key[:2] >= now}
 
     @torch.no_grad()
     def _combine(self, local_factor: float, mixed: list[tuple[float, Tensor | None, float]], change: Tensor) -> None:
+        """Mix values and push-sum weights, and add `change`; `mixed` has the factor, values and weight of each peer."""
         model = self._model
         others = [(factor, model.bucket_views(values)) for factor, values, _ in mixed if values is not None]
         local_values, bases = model.bucket_views(self._values), model.bucket_views(self._context.base)
@@ -119,7 +123,7 @@ class SyncGossip(PeerAlgorithm):
             for factor, peer_values in others:
                 values.add_(peer_values[index], alpha=factor)
             values.add_(changes)
-            # The model is the values divided by the weight; for undirected graphs the weight stays 1.
+            # The model is the values divided by the weight, which is 1, but for rounding, if the graph is undirected.
             bases[index].copy_(values / self._weight if self.topology.directed else values)
 
     def _send_values(self) -> Operation:

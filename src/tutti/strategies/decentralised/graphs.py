@@ -81,6 +81,7 @@ class Graph(Topology):
                 f"Graph: edges must join two different ranks of 0 to {self.size - 1}, got {wrong[0]}. "
                 "An edge from a rank to itself is not needed: every rank keeps a part of its own values."
             )
+        # Graphs are equal by value, so the same edges in another order must be stored alike.
         unique = {edge if self.directed else tuple(sorted(edge)) for edge in edges}
         object.__setattr__(self, "edges", tuple(sorted(unique)))
 
@@ -184,11 +185,13 @@ def ring(size: int) -> Graph:
 
 def torus(size: int) -> Graph:
     """Return a torus, as near to a square as `size` allows; a ring if `size` is prime."""
+    # The largest divisor up to the square root; 1 if `size` is prime.
     rows = next(rows for rows in range(int(size**0.5), 0, -1) if size % rows == 0)
     columns = size // rows
     edges = []
     for rank in range(size):
         row, column = divmod(rank, columns)
+        # To the right and down, both wrapping around; left and up are other ranks' edges.
         edges += [(rank, row * columns + (column + 1) % columns), (rank, (row + 1) % rows * columns + column)]
     return Graph(size, tuple(edge for edge in edges if edge[0] != edge[1]))
 
@@ -242,6 +245,7 @@ def _edge(text: str, separator: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _neighbours(graph: Graph) -> list[tuple[int, ...]]:
+    """Return the ranks that each rank sends to."""
     neighbours: list[set[int]] = [set() for _ in range(graph.size)]
     for a, b in graph.edges:
         neighbours[a].add(b)
@@ -252,6 +256,7 @@ def _neighbours(graph: Graph) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=64)
 def _static_mixing(graph: Graph) -> np.ndarray:
+    """Return the mixing matrix of a graph, which is the same at every clock."""
     degrees = [len(graph.neighbours(rank)) for rank in range(graph.size)]
     matrix = np.zeros((graph.size, graph.size))
     for a, b in graph.edges:
@@ -268,6 +273,7 @@ def _static_mixing(graph: Graph) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _exponential_mixing(graph: Exponential, clock: int) -> np.ndarray:
+    """Return the mixing matrix at which every rank keeps half and sends half 2^clock ranks further."""
     ranks = np.arange(graph.size)
     matrix = np.zeros((graph.size, graph.size))
     # Added, not set: for one rank, sender and receiver are the same element.
@@ -278,6 +284,7 @@ def _exponential_mixing(graph: Exponential, clock: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _matching(graph: Matchings, clock: int) -> np.ndarray:
+    """Return the mixing matrix of random pairs, both of which take their mean."""
     # Seeded by the clock: every rank draws the same pairs without a message.
     order = np.random.default_rng((graph.seed, clock)).permutation(graph.size)
     paired = len(order) // 2 * 2
@@ -291,6 +298,7 @@ def _matching(graph: Matchings, clock: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _spectral_gap(graph: Topology) -> float:
+    """See `Topology.spectral_gap`."""
     if graph.size == 1:
         return 1.0
     # The product over one period, the latest clock leftmost. Two identities, because `multi_dot` needs two matrices.
@@ -307,5 +315,6 @@ def _spectral_gap(graph: Topology) -> float:
 
 
 def _frozen(matrix: np.ndarray) -> np.ndarray:
+    """Make a matrix read-only, because the caches hand the same one to all callers."""
     matrix.setflags(write=False)
     return matrix

@@ -51,6 +51,7 @@ class UpdatePackets:
                 packet, self.states[index] = self._codec.encode(compressible, self.states[index], groups=groups)
             messages.append(join(packet, values[numel:]))
         lengths = torch.tensor([message.numel() for message in messages], device="cpu")
+        # Every message begins at a multiple of 8 bytes, so that its exact values can be read in place.
         padded = [
             torch.nn.functional.pad(message, (0, aligned(message.numel()) - message.numel())) for message in messages
         ]
@@ -70,6 +71,7 @@ class UpdatePackets:
             self._add_bucket(index, message, views[index])
 
     def _add_bucket(self, index: int, message: Tensor, values: Tensor) -> None:
+        """Add the change of one bucket to its values, flat: [numel]. Raises `PacketError` if it is malformed."""
         numel, codec = self._model.buckets[index].values.numel(), self._codec
         assert codec is not None
         # `split` trusts the length, and this message comes from a peer.
@@ -97,6 +99,7 @@ class UpdatePackets:
             if length < 0:
                 raise PacketError(f"an update with a part of {length} bytes")
             edges.append(edges[-1] + aligned(length))
+        # The lengths come from a peer: they must add up to the packet before anything is sliced by them.
         if len(lengths) != num_buckets or edges[-1] != packet.numel():
             raise PacketError(f"an update of {packet.numel()} bytes whose parts do not add up")
         return [packet[start : start + length] for start, length in zip(edges[:-1], lengths, strict=True)]
@@ -112,6 +115,7 @@ class UpdatePackets:
 
 
 def _scale_groups(bucket: Bucket) -> ScaleGroups:
+    """Return the groups of elements that share a scale, in the compressible part of a bucket."""
     numel = bucket.values.numel()
     layout = zip(bucket.starts, bucket.slots, strict=True)
     shapes = [(start, tuple(slot.tensor.shape)) for start, slot in layout if start < numel]

@@ -159,12 +159,14 @@ class PeerGroup:
         return not any(self._outboxes.get(peer) for peer in self.others)
 
     def _flush(self) -> Operation:
+        """Wait until everything that was queued for living peers is sent."""
         # Not `wait_until`, which returns at once when all is over, as it is here.
         while not self.is_flushed():
             self._changed = self.transport.signal()
             yield self._changed
 
     def _send_queued(self, peer: int, outbox: deque[tuple[PeerMessageHeader, Tensor | None]]) -> Operation:
+        """Send what is in a peer's outbox until that is empty."""
         try:
             while outbox:
                 # Left in the outbox until it is sent: a non-empty outbox tells `send` that this generator runs.
@@ -211,6 +213,7 @@ class PeerGroup:
             self.fail(error)
 
     def _handle(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
+        """Act on a message about membership, or hand it to the listener; then wake the generator that waits."""
         match header.kind:
             case PeerMessageKind.STOP:
                 self.stop(header.origin)
@@ -249,6 +252,7 @@ class PeerGroup:
             )
 
     def _remove(self, peer: int) -> None:
+        """Take a peer out of the group, and let the listener and the waiting generator know."""
         self.alive -= {peer}  # A new frozen set, which a reader in the training thread sees as a whole.
         self.away -= {peer}
         self._listener.peer_lost(peer)

@@ -134,11 +134,13 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
             self._apply_all()
 
     def _apply_all(self) -> None:
+        """Apply every queued update, and acknowledge to each origin when enough of its updates are applied."""
         self._inbox.apply_all(self._apply)
         for origin in self._inbox.unacknowledged(at_least=max(1, self._inbox_size // 2)):
             self._acknowledge(origin)
 
     def _apply(self, origin: int, message: Tensor) -> None:
+        """Add an update to `base`; a malformed one makes its origin lost."""
         try:
             self._packets.add(message, self._context.base)
         except PacketError as error:
@@ -146,6 +148,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
             self._group.lose(origin, f"it was dropped, having sent {error}")
 
     def _acknowledge(self, origin: int) -> None:
+        """Send a rank the number up to which its updates are applied here."""
         header = PeerMessageHeader(PeerMessageKind.ACKNOWLEDGE, self._inbox.acknowledge(origin))
         self._group.send(origin, header)
 
@@ -153,11 +156,13 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
         super().peer_lost(peer)
         if self._group.any_lost:  # Otherwise it has finished, and all updates were applied before.
             self._sent.resend_to_all()
+        # The lost peer may have been the last that had not acknowledged some of them.
         self._sent.drop_acknowledged()
 
     # Averaging rounds, leave and join
 
     def before_round(self) -> Operation:
+        # From here on this rank computes nothing, and the others wait for what it applies.
         self._applies_at_once = True
         self._apply_all()
         if self._group.any_lost:

@@ -35,12 +35,14 @@ class UpdateRoutes:
         return self._children[origin].get(rank, [])
 
     def _tree(self, origin: int) -> dict[int, list[int]]:
+        """Return the shortest-path tree from `origin` over the living ranks: the children of each rank."""
         assert self._graph is not None
         # An update of a rank that is lost by now may still be on its way: its tree begins there all the same.
         ranks = sorted(self._alive | {origin})
         graph = self._graph.over(ranks)
         children: dict[int, list[int]] = {}
         reached = {origin}
+        # `over` has renumbered the ranks: `ranks` maps back.
         for child, parent in graph.tree(ranks.index(origin)):
             children.setdefault(ranks[parent], []).append(ranks[child])
             reached.add(ranks[child])

@@ -96,6 +96,7 @@ class SentUpdates:
     def is_behind(self, peer: int, max_ahead: int) -> bool:
         """Whether a peer must apply updates before the next is sent: it lacks `max_ahead` already."""
         is_awaited = peer in self._group.alive and peer not in self._group.away
+        # A peer on leave need not keep up: when it joins, it acknowledges what it has applied.
         return is_awaited and self.last_number - self._acknowledged[peer] >= max_ahead
 
     def acknowledge(self, peer: int, number: int) -> None:

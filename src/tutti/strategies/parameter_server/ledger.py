@@ -13,7 +13,8 @@ shard has a *version*: the number of optimiser steps taken. What makes a version
 - Counting (`SoftSync`, `Async`): the next version is made of the first `quorum` pending updates, in order of arrival,
   whichever workers sent them. A worker may pull once none of its own updates is pending.
 - Counting on several servers: updates arrive at each server in another order. One server decides, by a ledger of its
-  own, and an `UpdateOrder` tells the others; each ledger then waits for exactly the updates of its `order_position`.
+  own, and sends what it decides to the others. Each ledger then waits for exactly the updates that the `UpdateOrder`
+  has at its `order_position`.
 
 Members are the workers that are waited for. The set is shared by all ledgers of a server and changed by the server
 alone. A worker that leaves, or is lost, is removed from it: from then on no version and no pull waits for that worker.
@@ -164,13 +165,16 @@ class Ledger:
             # By identity: updates have no equality (`eq=False`).
             self._pending = [update for update in self._pending if update not in due]
             for update in due:
+                # Versions made since the worker pulled what it computed from; the one being made is not counted.
                 update.staleness = self.version - update.base_version
             self.version += 1
+            # May be ahead of the version: positions whose updates are all lost are passed without a version.
             self.order_position += 1
         # The order of workers, not of arrival: sums of floating-point numbers then have the same bits in every run.
         return sorted(due, key=lambda update: update.worker)
 
     def _due(self) -> list[Update]:
+        """Return the updates of the next version without removing them; an empty list if it is not due."""
         if not self._pending:
             return []
         if self._order is not None:
@@ -187,6 +191,7 @@ class Ledger:
         return [update for update in self._pending if update.clock == self.version]
 
     def _due_by_order(self) -> list[Update]:
+        """Return the updates at this ledger's position of the agreed order, if all that can still arrive are here."""
         assert self._order is not None
         while (wanted := self._order.at(self.order_position)) is not None:
             arrived = [update for update in self._pending if (update.worker, update.clock) in wanted]

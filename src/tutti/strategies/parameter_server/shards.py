@@ -89,6 +89,7 @@ def cut_into_shards(
             # A shard on every server for every bucket would be too many messages.
             num_parts = max(1, num_servers * bucket.flat.nbytes // total_bytes)
         for bucket_range, groups in _bucket_ranges(bucket, num_parts, keep_whole):
+            # No range reaches from the compressible part into the rest, so its end tells which part it is of.
             lossy = compress and bucket_range.stop <= bucket.values.numel()
             shards.append(
                 ParameterShard(
@@ -139,6 +140,7 @@ def _ranges_of_whole_parameters(
 
 
 def _segments(bucket: Bucket, bucket_range: slice) -> Iterator[ShardSegment]:
+    """Yield the part of each parameter that a range of its bucket holds."""
     for slot_index, (begin, slot) in enumerate(zip(bucket.starts, bucket.slots, strict=True)):
         numel = slot.tensor.numel()
         # The overlap of the parameter [begin, begin + numel) with the range, relative to the parameter.
@@ -153,6 +155,7 @@ def _assign_servers(shards: list[ParameterShard], num_servers: int) -> list[Para
     """Assign each shard, the largest first, to the server that holds the fewest bytes so far."""
     loads = [0] * num_servers
     servers = {}
+    # A stable sort, and the first of equal servers: every rank assigns alike.
     for shard in sorted(shards, key=lambda shard: -shard.num_bytes):
         servers[shard.index] = loads.index(min(loads))
         loads[servers[shard.index]] += shard.num_bytes

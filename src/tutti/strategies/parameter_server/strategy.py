@@ -107,6 +107,7 @@ class ParameterServer(Strategy):
                 f"SoftSync({quorum}) needs {quorum} workers, and there are {num_workers}. "
                 f"Use SoftSync({num_workers}) or less, or more ranks."
             )
+        # Servers are the last ranks, so that workers have the ranks 0 to N - 1.
         return list(range(num_workers)), list(range(size - num_servers, size))
 
     @property
@@ -155,6 +156,7 @@ class ParameterServer(Strategy):
         return 0 if self.servers == "colocated" else self.servers
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
+        # Only where all ranks share memory. Dedicated servers and codecs need messages, also on one host.
         if isinstance(transport, SharesAll) and self.servers == "colocated" and self.codec is None:
             # Imported here, because these modules import a compiler (numba), which takes seconds.
             from tutti.strategies.parameter_server.shared_memory.hogwild import HogwildWorker
@@ -165,6 +167,7 @@ class ParameterServer(Strategy):
 
     def serve(self, replica: Replica, transport: Transport) -> None:
         group = join_group(replica, transport, self)
+        # Without a deadline: workers may train for as long as they like.
         group.transport.spawn(_until_over(group.start_server(replica)), deadline=False).wait()
 
     def __str__(self) -> str:
@@ -196,6 +199,7 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
         if name in rest:
             if rest.pop(name):
                 raise ConfigError(f"ps: {name} takes no number. It is {_CONSISTENCIES}.")
+            # An option without a number has an empty text: "async,locks" gives {"async": "", "locks": ""}.
             named.append(BSP() if name == "bsp" else Async(locks=rest.pop("locks", None) == ""))
     if "ssp" in rest:
         named.append(SSP(_number("ssp", rest.pop("ssp"), int), eager=rest.pop("eager", None) == ""))
@@ -225,6 +229,7 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
 
 
 def _number(key: str, text: str, kind: Callable[[str], Any]) -> Any:
+    """Convert the text of an option. Raises `ConfigError` that names the option and what it takes."""
     try:
         return kind(text)
     except ValueError:
@@ -233,6 +238,7 @@ def _number(key: str, text: str, kind: Callable[[str], Any]) -> Any:
 
 
 def _switch(text: str) -> bool:
+    """Return whether a text is "1". Raises `ValueError` if it is neither "0" nor "1"."""
     return bool(("0", "1").index(text))
 
 

@@ -101,6 +101,7 @@ class _PayloadReader:
         self._payload, self._position = payload, 0
 
     def read_row_counts(self, num_segments: int) -> list[int]:
+        """Return the number of rows of each segment. Raises `PacketError` if one is impossible."""
         row_counts = self.read(num_segments, torch.int64).tolist()
         # Checked before `read` multiplies it: a row takes at least a byte, so a larger count cannot be right.
         if any(num_rows < _NOT_FACTORED or num_rows > self._payload.numel() for num_rows in row_counts):
@@ -108,6 +109,7 @@ class _PayloadReader:
         return row_counts
 
     def read(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the next `numel` elements. Raises `PacketError` if the payload is too short."""
         num_bytes = numel * dtype.itemsize
         stop = self._position + num_bytes
         if stop > self._payload.numel():
@@ -118,5 +120,6 @@ class _PayloadReader:
         return part
 
     def expect_end(self) -> None:
+        """Raise `PacketError` if there are bytes left."""
         if self._position != self._payload.numel():
             raise PacketError(f"factors in {self._payload.numel()} bytes, wanted {self._position}")

@@ -112,6 +112,7 @@ class ParameterServerWorker(Exchange):
             self._options = self._options_reader.read()
 
     def bucket_ready(self, bucket: Bucket) -> None:
+        # An update that is clipped by itself carries the norm of the whole gradient, known after the last bucket only.
         if self._strategy.overlap and not self._strategy.clips_updates:
             self._push(bucket, 0.0)
         else:

@@ -17,6 +17,7 @@ REQUEST_TAG, PAYLOAD_TAG = 1, 2
 NORM_TAG, STATE_TAG, ORDER_TAG = 3, 4, 5
 """Tags of messages between servers (norms, order of updates), and of state transfers between servers and workers."""
 _FIRST_REPLY_TAG = 16
+"""From here on there are two tags for each shard; the tags above stay below this."""
 
 
 def reply_tags(shard_index: int) -> tuple[int, int]:
@@ -118,6 +119,7 @@ class RequestFormat:
         """Return a request's header, options and flags. Raises `ValueError` if its kind is unknown."""
         data = message.numpy()
         kind, *fields = RequestHeader.LAYOUT.unpack(data[: self._options_start].tobytes())
+        # A view, which an update keeps: each request must be received into new memory (`empty`).
         options = data[self._options_start : self._flags_start].view(np.float64)
         return RequestHeader(RequestKind(kind), *fields), options, data[self._flags_start :].astype(bool)
 

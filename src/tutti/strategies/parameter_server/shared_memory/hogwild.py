@@ -126,6 +126,7 @@ class HogwildWorker(Exchange):
         return self._registry.is_leader
 
     def before_step(self) -> None:
+        """Point the parameters at shared memory; take the lock if the optimiser's state is not all shared yet."""
         if isnan(self.replica.take_samples()):
             self._registry.request_stop()
             raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
@@ -146,6 +147,7 @@ class HogwildWorker(Exchange):
             self._optimizer_state.refresh()
 
     def after_step(self) -> None:
+        """Publish new optimiser state, copy the shared values, and point the parameters back at the copy."""
         # If the step has made new state, that is in private memory, and other ranks do not know it.
         if not self._has_lock and not self._optimizer_state.is_complete:
             self._registry.acquire(self._lock)

@@ -58,6 +58,7 @@ class ClockMembership:
             local.is_stale = True
 
     def _join_bucket(self, bucket_index: int) -> None:
+        """Make this worker a member of one bucket's versions, from the next one on."""
         # Under the locks of all its shards: so no version is made between reading it and becoming a member.
         shards = [shard.index for shard in self._context.parameters.by_bucket[bucket_index]]
         locks = [int(self._counters.lock[index]) for index in shards]
@@ -79,6 +80,7 @@ class ClockMembership:
         self._context.events.record(Event(PULL, start_s, self._context.transport.now()))
 
     def _complete_barrier(self, action: Callable[[int], None], number: int) -> None:
+        """Apply what is pushed, run the barrier's action, read, and become a member again."""
         # Every worker has left, so every pushed update can be applied; only a worker in mid-step is waited for.
         self._registry.wait(self._unapplied)
         action(number)

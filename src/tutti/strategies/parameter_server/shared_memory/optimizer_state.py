@@ -169,6 +169,7 @@ class SharedOptimizerState:
         )
 
     def _store(self, index: int, key: str, state: dict[str, Any]) -> None:
+        """Copy a value to shared memory, unless it is there already, and let the optimiser use it there."""
         entry, value = self._entries[index, key], state[key]
         if "number" in entry:
             self._numbers[entry["number"]] = value
@@ -179,6 +180,7 @@ class SharedOptimizerState:
             state[key] = view
 
     def _view(self, index: int, key: str) -> Tensor:
+        """Return the shared tensor of a directory entry; the same object for the same entry every time."""
         if (index, key) not in self._views:
             entry = self._entries[index, key]
             dtype = getattr(torch, entry["dtype"])
@@ -189,6 +191,7 @@ class SharedOptimizerState:
         return self._views[index, key]
 
     def _read_directory(self) -> None:
+        """Take the published directory over, and point this rank's optimiser at the shared tensors."""
         directory = self._load_directory()
         if self._num_resets != directory["num_resets"]:
             self._num_resets = directory["num_resets"]
@@ -210,6 +213,7 @@ class SharedOptimizerState:
         return json.loads(self._directories[position, : int(self._header[_DIRECTORY_BYTES + position])].tobytes())
 
     def _write_directory(self) -> None:
+        """Publish this rank's directory as the next generation."""
         directory = {
             "num_resets": self._num_resets,
             "tensor_bytes": self._tensor_bytes,

@@ -26,6 +26,7 @@ def cut_for_host(replica: Replica, num_workers: int, whole_buckets: bool) -> lis
         num_workers: workers of the host.
         whole_buckets: make one shard of each bucket.
     """
+    # Such an optimiser looks at whole rows or tensors, so no parameter may be cut.
     keep_whole = needs_whole_parameters(replica.optimizer)
     shards: list[ParameterShard] = []
     for bucket in replica.buckets:

@@ -27,7 +27,7 @@ class DueVersion(NamedTuple):
     """A version that can be made, and its updates."""
 
     version: int
-    """The version before it."""
+    """The shard's version becomes this plus 1. Under a clocked consistency, the clock of all updates."""
     updates: list[tuple[int, int]]
     """Worker and clock of each update, by worker."""
 
@@ -80,10 +80,12 @@ class ShardStepper:
         return DueVersion(version, [(int(worker), version) for worker in np.flatnonzero(has_update)])
 
     def _due_by_count(self, shard_index: int, bucket_index: int) -> DueVersion | None:
+        """Return the next version of a shard under a counting consistency, if enough updates wait."""
         counters = self._counters
         version = counters.version_of(shard_index)
         num_applied, arrival = counters.values[counters.num_applied[shard_index]], counters.values[counters.arrival]
         waiting = np.flatnonzero(counters.values[counters.clock[bucket_index]] > num_applied)
+        # The order of arrival decides which updates make the version; at most one per worker waits.
         in_order = sorted(waiting, key=lambda worker: arrival[worker])
         num_members = int(counters.values[counters.is_member[bucket_index]].sum())
         # With fewer members than the quorum, one update of each makes a version. With none (at a barrier) nothing more

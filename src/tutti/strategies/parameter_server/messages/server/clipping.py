@@ -133,6 +133,7 @@ class GlobalClipping:
         yield self._transport.isend(message, server, NORM_TAG)
 
     def _receive_norms(self, server: int, membership: WorkerMembership, on_norm: Callable[[], None]) -> Operation:
+        """Receive squared norms from another server, as long as there are workers."""
         while membership.alive:
             message = torch.empty(2, dtype=torch.float64, device="cpu")
             yield self._transport.irecv(message, server, NORM_TAG)

@@ -94,7 +94,7 @@ class WorkerLifecycle:
             self.remove(worker)
 
     def reject(self, worker: int, reason: str) -> None:
-        """Go on without a worker that sent a malformed request, and tell it so."""
+        """Reply `REJECTED` to a worker that sent a malformed request, and go on without it."""
         # Replies first: once the worker is removed, its sending loop ends as soon as the outbox is empty.
         for shard in self._versions.shards.values():
             self._replies.reply(worker, shard, ReplyStatus.REJECTED)
@@ -110,6 +110,7 @@ class WorkerLifecycle:
             self.join(workers)
 
     def _log_departure(self, worker: int, reason: str, on_every_server: bool = False) -> None:
+        """Warn that a worker is gone, on one server only unless `on_every_server`."""
         # All servers see a lost worker go. One of them logs it: the first that is not on the worker's own rank.
         if not on_every_server and self._rank != min({self._rank, *self.other_servers} - {worker}):
             return

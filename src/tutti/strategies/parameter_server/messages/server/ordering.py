@@ -48,6 +48,7 @@ class UpdateOrdering:
     def start(self, other_servers: list[int], on_order: Callable[[], None]) -> None:
         """Decide, or receive what the server of the lowest rank decides; `on_order` is called after each message."""
         self._other_servers = other_servers
+        # All servers know the same ranks, so they agree without a message.
         first_server = min([self._transport.rank, *other_servers])
         if self._transport.rank == first_server:
             self._decider = Ledger(self._consistency, self._membership.members)
@@ -86,9 +87,11 @@ class UpdateOrdering:
         yield self._transport.isend(message, server, ORDER_TAG)
 
     def _receive_order(self, first_server: int, on_order: Callable[[], None]) -> Operation:
+        """Receive the decisions of the first server, as long as there are workers."""
         while self._membership.alive:
             message = torch.empty(2 * self._consistency.quorum, dtype=torch.int64, device="cpu")
             yield self._transport.irecv(message, first_server, ORDER_TAG)
             pairs = message.view(-1, 2).tolist()
+            # Padding of a version with fewer updates than the quorum is dropped.
             self.order.pending.append({(worker, clock) for worker, clock in pairs if worker != NO_PULL})
             on_order()

@@ -97,6 +97,7 @@ class ReplySender:
                 yield transport.isend(header.pack(), worker, header_tag)
 
     def _header(self, worker: int, shard: ServerShard, status: ReplyStatus) -> ReplyHeader:
+        """Return the header of a reply, with the shard's version and the worker's staleness as they are now."""
         # In a STOPPED reply the field `version` carries the rank whose loss was not finite.
         stopped = status == ReplyStatus.STOPPED
         version = (self._membership.stopped_by or 0) if stopped else shard.version

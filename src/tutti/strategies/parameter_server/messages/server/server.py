@@ -155,6 +155,7 @@ class Server:
     def _push(
         self, worker: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor | None
     ) -> None:
+        """Record a pushed update and take the steps that are due by it. Raises `PacketError` if it is malformed."""
         shard = self._shards.get(header.shard)
         if shard is None or payload is None:
             raise PacketError(f"an update of {header.num_bytes} bytes for shard {header.shard}, which is not held here")
@@ -173,6 +174,7 @@ class Server:
         transport, request_format = self._transport, self._config.request_format
         try:
             while worker in self._membership.alive:
+                # New memory every time: the update keeps a view of its options in it.
                 message = request_format.empty()
                 yield transport.irecv(message, worker, REQUEST_TAG)
                 header, options, has_grad = request_format.parse(message)
@@ -190,7 +192,7 @@ class Server:
             self._lifecycle.reject(worker, str(error))
 
     def _receive_state(self, worker: int) -> Operation:
-        """Receive parameters and state from a worker, start again from them, and tell the worker that it is done."""
+        """Receive parameters and state from a worker, start again from them, and reply when that is done."""
         state = yield from receive_state(worker, self._transport)
         self.load_state(state)
         # Any reply will do: `RequestSender.load_state` waits for it under the tag of the server's first shard.

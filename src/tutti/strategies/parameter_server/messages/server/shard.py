@@ -40,6 +40,7 @@ class ServerShard:
         self.staleness: dict[int, int] = {}
         """Staleness of each worker's last applied update."""
         self._snapshot: ShardSnapshot | None = None
+        """The newest copy that was made for a send; older ones belong to the sends that read them."""
 
     def value_bytes(self) -> Tensor:
         """Return the values as bytes, not a copy; in a dry run, any buffer of that size."""
@@ -51,6 +52,7 @@ class ServerShard:
         if old is None or old.version != self.version:
             buffer = self.buffers.take()
             if self.optimizer is not None:
+                # One copy per version, whatever the number of workers that pull it.
                 buffer.copy_(self.optimizer.values.view(torch.uint8))
             self._snapshot = ShardSnapshot(self.version, buffer)
             # While the old one is still being sent, its last reader gives the buffer back (`release_snapshot`).

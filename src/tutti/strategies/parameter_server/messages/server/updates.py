@@ -77,11 +77,13 @@ class UpdateApplier:
         """Make the mean of updates that the ledger has just taken; return one flag per segment: has a gradient."""
         now = self._transport.now()
         for update in due:
+            # Reported to the worker with its next reply.
             shard.staleness[update.worker] = update.staleness
             about = (shard.spec.index, shard.ledger.version, update.worker, update.clock)
             self._events.record(Event(APPLY, now, now, 0, about))
         if shard.optimizer is None:
             return np.empty(0)
+        # A mean that is clipped as a whole is scaled in `step`, when the norm over all servers is known.
         clip = None if self._config.clips_means else self._config.clip
         return shard.optimizer.combine(due, update_scales(due, shard.spec, self._config.consistency, clip))
 

@@ -2,8 +2,8 @@
 
 How it works
 ------------
-A pull has three stages. (1) A push asks for a version, and its generator goes on to `receive`, which runs beside the
-training thread and fills `WorkerShard.received` and `reply`. (2) The training thread calls `wait` for a shard
+A pull has three stages. (1) A push asks for a version, and its generator goes on to `receive`, which runs concurrently
+with the training thread and fills `WorkerShard.received` and `reply`. (2) The training thread calls `wait` for a shard
 that it is about to use. `wait` returns at once while the model is fresh enough for the consistency; else it blocks
 until the generator is done. (3) `wait` copies the values into the model. Parameters therefore change only in the
 training thread, never while a forward or backward pass reads them.

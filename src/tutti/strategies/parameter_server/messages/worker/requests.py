@@ -115,7 +115,10 @@ class RequestSender:
             self._transport.spawn(_wait_for(self.local_server.over), deadline=False).wait()
 
     def disconnect_after_stop(self) -> None:
-        """Disconnect as far as possible within the deadline: the server of this rank must tell the others to stop."""
+        """Disconnect as far as possible within the deadline.
+
+        The server of this rank must have time to reply `STOPPED` to its other workers.
+        """
         # Suppressed, because the caller raises `NonFiniteLoss` next, which says more than a peer that has already gone.
         with suppress(RankLost, DeadlineExceeded):
             self.send_to_all(RequestKind.DISCONNECT)

@@ -137,7 +137,7 @@ class MessageWorker(ParameterServerWorker):
         start_s = self.transport.now()
         for shard in self._shards:
             shard.reply = None  # Replies of earlier pulls must not be taken for those of this request.
-        # All servers are asked before any is waited for: a barrier completes only when all workers have reached it.
+        # All servers are asked before any is waited for: where they step jointly, none can complete its barrier alone.
         for work in [self._channel.spawn(self._pull_from(server, kind)) for server in self._requests.servers]:
             self._requests.wait(work)
         for shard in self._shards:
@@ -148,6 +148,7 @@ class MessageWorker(ParameterServerWorker):
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def _pull_from(self, server: int, kind: RequestKind) -> Operation:
+        """Send a request to a server, and receive the replies about all of its shards."""
         yield from self._requests.send(server, kind)
         # One after the other, though replies come in another order: each shard has its own tags.
         for shard in self._shards_by_server[server]:
@@ -189,6 +190,7 @@ class MessageWorker(ParameterServerWorker):
         self._pull_all(RequestKind.BARRIER)
 
     def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
+        """Send a server the values of its shards, cut from `images` by bucket, and the state."""
         shards = [shard.spec for shard in self._shards_by_server[server]]
         values = {str(shard.index): images[shard.bucket_index][shard.bucket_range].clone() for shard in shards}
         server_state = {"values": values, "optimizer": state["optimizer"]}
