@@ -76,7 +76,7 @@ class PlanController:
         return None if self.pending is None else self.pending[0].strategy
 
     def switched(self) -> None:
-        """The pending strategy is in use."""
+        """Note that the pending strategy is now in use."""
         assert self.pending is not None
         (self.prediction, message), self.pending = self.pending, None
         self._step_times.clear()  # They were steps of the strategy before.
