@@ -1,6 +1,7 @@
 """Train PyTorch models on many processes and machines, over any network, with any strategy.
 
-The public names are imported when they are first used: a command that needs no torch does not wait for it.
+The public names, and subpackages such as `tutti.collectives`, are imported when they are first used: a command that
+needs no torch does not wait for it.
 """
 
 import sys
@@ -99,8 +100,16 @@ _MODULES = {
 
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
+_SUBMODULES = {
+    "backend", "bench", "cli", "cluster", "codecs", "collectives", "cost", "data", "errors", "events", "job",
+    "parallel", "plan", "plugins", "recipes", "replica", "report", "simulation", "strategies", "transports",
+}  # fmt: skip
+"""Submodules that are attributes of `tutti`: all but those that have the name of a public function."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"tutti.{name}")  # The import system sets the attribute.
     if name not in _HOMES:
         raise AttributeError(f"module 'tutti' has no attribute '{name}'")
     value = getattr(import_module(_HOMES[name]), name)
@@ -109,7 +118,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
 class _Package(ModuleType):

@@ -13,7 +13,7 @@ packages offer is refused when it is looked up: nothing depends on the order in 
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -31,12 +31,20 @@ class Registry(Mapping[str, T]):
         built_in: entries by name, or "module:attribute" texts.
         accepts: whether an object that a package offers has the right type.
         wanted: what it should be, for messages.
+        reserved: built-in names of other registries, which packages cannot use here either.
     """
 
     def __init__(
-        self, kind: str, group: str, built_in: Mapping[str, T | str], accepts: Callable[[Any], bool], wanted: str
+        self,
+        kind: str,
+        group: str,
+        built_in: Mapping[str, T | str],
+        accepts: Callable[[Any], bool],
+        wanted: str,
+        reserved: Iterable[str] = (),
     ) -> None:
         self.kind, self.group, self.built_in = kind, group, dict(built_in)
+        self._reserved = {*built_in, *reserved}
         self._accepts, self._wanted = accepts, wanted
         self._offered: dict[str, list[EntryPoint]] | None = None
         self._loaded: dict[str, T] = {}
@@ -95,13 +103,13 @@ class Registry(Mapping[str, T]):
         self._loaded.clear()
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:
-        """Return the entry points of the group by name, without those that have the name of a built-in entry."""
+        """Return the entry points of the group by name, without those that have a built-in name."""
         # Scanning the metadata of all installed packages takes milliseconds, so it is done once, and not at import.
         if self._offered is None:
             offered: dict[str, list[EntryPoint]] = {}
             for point in entry_points(group=self.group):
                 offered.setdefault(point.name, []).append(point)
-            for name in offered.keys() & self.built_in.keys():
+            for name in offered.keys() & self._reserved:
                 packages = " and ".join(map(_package, offered.pop(name)))
                 warnings.warn(
                     f"{packages} offers the {self.kind} '{name}', which is built in and stays what it is: that package "

@@ -20,7 +20,7 @@ def reduce_by_nccl() -> tuple[bool, bool, list[float]]:
         tensor = torch.ones(5, device="cuda")
         transport.all_reduce(tensor).wait()
         groups = transport._torch_groups
-        return groups.own_gpu is True, groups.nccl is not None, tensor.tolist()
+        return groups.one_gpu_per_rank is True, groups.nccl is not None, tensor.tolist()
 
 
 def test_nccl_is_used_where_each_rank_has_its_own_gpu() -> None:

@@ -277,6 +277,24 @@ def test_what_is_never_changed_to_is_not_reported(capsys: pytest.CaptureFixture[
     assert "so it stays with native" in said
 
 
+def test_a_switch_that_fails_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(exchange: AutoExchange, strategy: Strategy) -> None:
+        raise RuntimeError(f"cannot switch to {strategy}")
+
+    def between(job: Job, step: int) -> None:
+        exchange = job._exchange
+        assert isinstance(exchange, AutoExchange)
+        if step == 2:
+            exchange.controller.pending = price(AllReduce("tree"), *PRICED), "never printed"
+            with pytest.raises(RuntimeError, match="cannot switch to tree"):
+                exchange.switch_if_due()
+            assert exchange.controller.pending is None
+
+    monkeypatch.setattr(AutoExchange, "switch_to", fail)
+    for _, metrics in on("100gbit", Auto(), 5, between=between):
+        assert metrics.strategy["planned"].chosen == "native"
+
+
 class Behind(Clock):
     """As of a GPU on which all takes a second longer than what was before it, and is done when somebody waits."""
 

@@ -65,21 +65,21 @@ def batch(step: int, rows: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def train(world: World, num_branches: int, optimizer: str) -> dict[str, Any]:
-    """Parameters after some steps, and gradients of the first; groups share every batch."""
+    """Return parameters after some steps, and gradients of the first one; groups divide every batch."""
     model = TwoTowers(world, num_branches)
     kinds = {"sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), "adam": (torch.optim.AdamW, {"lr": 0.01})}
     kind, options = kinds[optimizer]
-    stepping = kind(model.parameters(), **options)
+    torch_optimizer = kind(model.parameters(), **options)
     branches = model.branches
     grads = {}
-    with distribute(model, stepping, AllReduce(bucket_bytes=500), world=world):
+    with distribute(model, torch_optimizer, AllReduce(bucket_bytes=500), world=world):
         for step in range(STEPS):
             x, y = (part[branches.group :: branches.num_groups] for part in batch(step))
             F.cross_entropy(model(x), y).backward()
             if step == 0:
                 grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            stepping.step()
-            stepping.zero_grad()
+            torch_optimizer.step()
+            torch_optimizer.zero_grad()
     return {"grads": grads, "parameters": {name: p.detach().clone() for name, p in model.named_parameters()}}
 
 
@@ -94,21 +94,21 @@ def train(world: World, num_branches: int, optimizer: str) -> dict[str, Any]:
         ("simulated_hosts", 3, 3, "sgd"),
     ],
 )
-def test_as_in_one_process(transport: str, size: int, num_branches: int, optimizer: str) -> None:
+def test_trains_as_one_process(transport: str, size: int, num_branches: int, optimizer: str) -> None:
     (wanted,) = run_ok(train, num_branches, optimizer, size=1, transport="sockets")
     results = run_ok(train, num_branches, optimizer, size=size, transport=transport)
     assert "stem.weight" in wanted["grads"]
     for result in results:
-        for what in ("grads", "parameters"):
-            assert result[what].keys() == wanted[what].keys()
-            for name, value in wanted[what].items():
-                torch.testing.assert_close(result[what][name], value, rtol=1e-10, atol=1e-10, msg=f"{what} of {name}")
+        for key in ("grads", "parameters"):
+            assert result[key].keys() == wanted[key].keys()
+            for name, value in wanted[key].items():
+                torch.testing.assert_close(result[key][name], value, rtol=1e-10, atol=1e-10, msg=f"{key} of {name}")
 
 
-def test_each_rank_computes_its_own() -> None:
+def test_each_rank_computes_only_its_branches() -> None:
     calls: dict[tuple[int, int], int] = {}
 
-    class Noted(nn.Module):
+    class CountsCalls(nn.Module):
         def __init__(self, rank: int, number: int) -> None:
             super().__init__()
             self.key = rank, number
@@ -120,7 +120,7 @@ def test_each_rank_computes_its_own() -> None:
             return out
 
     def work(world: World) -> list[int]:
-        branches = Branches([Noted(world.rank, number) for number in range(3)], world.transport)
+        branches = Branches([CountsCalls(world.rank, number) for number in range(3)], world.transport)
         assert len(branches(*torch.ones(3, 4, 2))) == 3
         return branches.local_branches
 
@@ -186,7 +186,7 @@ def test_what_cannot_be_is_refused() -> None:
         assert "one branch at least" in str(result)
 
 
-def test_what_would_train_wrongly_is_refused() -> None:
+def test_different_batches_and_missing_distribute_are_refused() -> None:
     def work(world: World, which: str) -> None:
         branches = Branches([nn.Linear(3, 3), nn.Linear(3, 3)], world.transport)
         x = torch.ones(2, 3) + (world.rank if which == "batches" else 0)
@@ -199,7 +199,7 @@ def test_what_would_train_wrongly_is_refused() -> None:
             assert message in str(error)
 
 
-def test_a_wrong_output_is_told_to_all() -> None:
+def test_a_wrong_output_is_an_error_on_all_ranks() -> None:
     def work(world: World) -> None:
         branches = Branches([nn.Linear(3, 3), nn.LSTM(3, 3)], world.transport)
         branches(torch.ones(2, 3), torch.ones(2, 3))

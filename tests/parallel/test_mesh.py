@@ -1,4 +1,4 @@
-"""Models split over a mesh: what they compute is what one process computes, and what cannot be is refused."""
+"""Models split over a mesh compute the same as one process, and unsupported ones are refused."""
 
 import copy
 import re
@@ -52,7 +52,7 @@ class Normed(nn.Module):
 
 
 class Tied(nn.Module):
-    """Words in and out by one table, and attention by three layers with a mask of its own."""
+    """One table for input and output words, and attention in three layers with a mask."""
 
     mask: Tensor
 
@@ -74,7 +74,7 @@ class Tied(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Takes the outputs of a layer apart in a way that pieces do not allow."""
+    """Reshapes the outputs of a layer in a way that shards do not allow."""
 
     def __init__(self, in_place: bool = False, width: int = 6) -> None:
         super().__init__()
@@ -82,11 +82,11 @@ class Mixed(nn.Module):
         self.in_place = in_place
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x).unflatten(-1, (3, -1)).sum(1)
+        output: Tensor = self.layer(x).unflatten(-1, (3, -1)).sum(1)
         if self.in_place:
-            made = self.layer(x)
-            made[:, 2:5].zero_()
-        return made
+            output = self.layer(x)
+            output[:, 2:5].zero_()
+        return output
 
 
 def _problem(make: Callable[[], nn.Module], shape: tuple[int, ...], words: bool = False) -> Problem:
@@ -119,7 +119,7 @@ def _alone(problem: Problem, steps: int, clip: float | None = None) -> list[Tens
 def _on_mesh(
     world: World, problem: Problem, mesh: Mesh, strategy: Strategy, steps: int, clip: float | None = None
 ) -> tuple[list[Tensor], list[Tensor], float]:
-    """Parameters in the middle of the training, in agreement, and after it; and the last loss."""
+    """Train, and return the parameters in `consensus`, those after `finish`, and the last loss."""
     model, x, y = copy.deepcopy(problem)
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
     job = distribute(model, optimizer, strategy, world=world, mesh=mesh, example=x[: len(x) // mesh.data])
@@ -161,12 +161,12 @@ MESHES = [
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
-def test_every_mesh_is_one_process(mesh: Mesh) -> None:
+def test_every_mesh_trains_as_one_process(mesh: Mesh) -> None:
     _assert_as_alone(_perceptron(), mesh, steps=STEPS if mesh.size <= 4 else 5)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_is_one_process(schedule: Any) -> None:
+def test_every_schedule_trains_as_one_process(schedule: Any) -> None:
     _assert_as_alone(_perceptron(), Mesh(pipe=2, pipeline=Pipeline(schedule=schedule)))
 
 
@@ -186,7 +186,7 @@ MODELS: dict[str, Callable[[], Problem]] = {
     "transformer": _transformer,
     "convolutions": lambda: _problem(CifarQuick, (2, 3, 32, 32)),
     "batch norm": lambda: _problem(Normed, (4, 3, 8, 8)),
-    "what pieces do not allow": lambda: _problem(Mixed, (4, 8)),
+    "operator that needs a gather": lambda: _problem(Mixed, (4, 8)),
     "tied words": lambda: _problem(Tied, (4, 8), words=True),
     "torch's attention": lambda: _problem(
         lambda: nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), (4, 8, 16)
@@ -195,13 +195,13 @@ MODELS: dict[str, Callable[[], Problem]] = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_layers_of_every_kind_in_pieces(make: Callable[[], Problem], caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_of_every_kind_are_sharded(make: Callable[[], Problem], caplog: pytest.LogCaptureFixture) -> None:
     _assert_as_alone(make(), Mesh(tensor=2), steps=5)
     if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):  # Earlier ones gather more.
-        assert ("gathers the inputs of" in caplog.text) == (make is MODELS["what pieces do not allow"])
+        assert ("gathers the inputs of" in caplog.text) == (make is MODELS["operator that needs a gather"])
 
 
-def test_a_traced_model_in_stages_and_pieces() -> None:
+def test_a_traced_model_in_stages_with_shards() -> None:
     _assert_as_alone(_transformer(), Mesh(tensor=2, pipe=2), steps=3)
 
 
@@ -209,13 +209,13 @@ def test_a_traced_model_in_stages_and_pieces() -> None:
     "strategy", [AllReduce("ring", bucket_bytes=100), Averaging(every=1), Poseidon(), ParameterServer()], ids=str
 )
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2), Mesh(data=2, pipe=2)], ids=["tensor", "pipe"])
-def test_any_strategy_between_those_who_have_the_same(strategy: Strategy, mesh: Mesh) -> None:
-    """Averages of parameters after every step of plain SGD are what averages of gradients give."""
+def test_any_strategy_along_data(strategy: Strategy, mesh: Mesh) -> None:
+    """With SGD, averaging parameters after every step gives the same as averaging gradients."""
     _assert_as_alone(_perceptron(), mesh, strategy, steps=5)
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(codec=Cast("fp16"), exact_below=0), Gossip()], ids=str)
-def test_inexact_strategies_leave_all_ranks_alike(strategy: Strategy) -> None:
+def test_inexact_strategies_keep_replicas_equal(strategy: Strategy) -> None:
     everyone = run_ok(_on_mesh, _perceptron(), Mesh(data=2, tensor=2), strategy, 5, size=4, transport="sockets")
     wanted = _alone(_perceptron(), 5)
     for _, last, _ in everyone:
@@ -232,8 +232,8 @@ def test_clipping_sees_all_gradients(mesh: Mesh) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-7)  # torch adds 1e-6 in another place.
 
 
-def test_the_optimiser_is_split_too_and_whole_again() -> None:
-    """A run that begins with momentum, and goes on alone after it."""
+def test_optimiser_state_is_sharded_and_gathered_again() -> None:
+    """Train alone, then on a mesh, then alone again, with one optimiser."""
     problem = _perceptron()
 
     def train(world: World) -> list[Tensor]:
@@ -272,19 +272,19 @@ def test_the_optimiser_is_split_too_and_whole_again() -> None:
     ],
     ids=["both", "compressed", "tensor"],
 )
-def test_a_checkpoint_is_saved_by_one_rank_as_ever(mesh: Mesh, strategy: Strategy) -> None:
-    """What goes on from it, with another cut perhaps, ends where an undisturbed run does."""
+def test_a_checkpoint_saved_by_one_rank_continues_exactly(mesh: Mesh, strategy: Strategy) -> None:
+    """A run that continues from it, perhaps with another cut, ends where an undisturbed run does."""
     problem = _perceptron()
     saved: dict[str, Any] = {}
 
-    def train(world: World, steps: int, going_on: bool) -> list[Tensor]:
+    def train(world: World, steps: int, resumes: bool) -> list[Tensor]:
         model, x, y = copy.deepcopy(problem)
         optimizer = AdamW(model.parameters(), lr=0.01)
-        if going_on:
+        if resumes:
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         job = distribute(model, optimizer, strategy, world=world, mesh=mesh, example=x[: len(x) // mesh.data])
-        if going_on:
+        if resumes:
             job.load_state_dict(saved["job"])
         x, y = (each.chunk(job.world.size)[job.world.rank] for each in (x, y))
         pipeline = job.pipeline(F.mse_loss)
@@ -295,14 +295,14 @@ def test_a_checkpoint_is_saved_by_one_rank_as_ever(mesh: Mesh, strategy: Strateg
             else:
                 F.mse_loss(model(x), y).backward()
             optimizer.step()
-            if step == 2 and not going_on:
+            if step == 2 and not resumes:
                 own = job.state_dict()
                 with job.consensus():
                     if job.is_leader:
                         both = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": own}
                         saved.update(copy.deepcopy(both))
         job.finish()
-        return [*model.parameters(), *(optimizer.state[it]["exp_avg"] for it in model.parameters())]
+        return [*model.parameters(), *(optimizer.state[parameter]["exp_avg"] for parameter in model.parameters())]
 
     whole = run_ok(train, 6, False, size=mesh.size, transport="sockets")
     rest = run_ok(train, 3, True, size=mesh.size, transport="sockets")
@@ -311,8 +311,8 @@ def test_a_checkpoint_is_saved_by_one_rank_as_ever(mesh: Mesh, strategy: Strateg
             torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
-def test_a_rank_has_its_part_only() -> None:
-    def look(world: World) -> tuple[int, int, list[int]]:
+def test_a_rank_holds_only_its_part() -> None:
+    def count(world: World) -> tuple[int, int, list[int]]:
         model, x, _ = copy.deepcopy(_perceptron_of_equal_layers())
         job = distribute(
             model, SGD(model.parameters(), lr=0.1), world=world,
@@ -324,17 +324,17 @@ def test_a_rank_has_its_part_only() -> None:
         job.finish()
         return held, sum(parameter.numel() for parameter in model.parameters()), [job.world.rank, job.world.size]
 
-    held, whole, places = zip(*run_ok(look, size=4, transport="sockets"), strict=True)
-    assert set(whole) == {4 * (8 * 8 + 8)}
-    assert held == tuple(each // 4 + extra for each, extra in zip(whole, (4, 4, 4, 4), strict=True))
-    assert list(places) == [[0, 1]] * 4
+    held, full, coordinates = zip(*run_ok(count, size=4, transport="sockets"), strict=True)
+    assert set(full) == {4 * (8 * 8 + 8)}
+    assert held == tuple(total // 4 + extra for total, extra in zip(full, (4, 4, 4, 4), strict=True))
+    assert list(coordinates) == [[0, 1]] * 4
 
 
 def _perceptron_of_equal_layers() -> Problem:
     return _problem(lambda: mlp(8, 8, 8, 8, 8), (BATCH, 8))
 
 
-def test_in_virtual_time_a_pipeline_waits_as_the_formula_says() -> None:
+def test_the_bubble_in_virtual_time_follows_the_formula() -> None:
     def train(schedule: Any) -> tuple[float, float]:
         world = init()
         torch.manual_seed(0)
@@ -403,17 +403,17 @@ REFUSED: dict[str, tuple[Mesh, nn.Module, Tensor | None, str]] = {
     "a batch that does not divide": (PIPED, SQUARE, X[:6], r"a batch of 6 samples does not divide into 4 microbatches"),
     "a batch unlike the example": (PIPED, SQUARE, X, r"rank .: a batch of 6 samples, and this pipeline takes 8"),
     "nothing to split": (Mesh(tensor=2), nn.LayerNorm(8), X, r"none of the model's layers can be split over 2 ranks"),
-    "what pieces do not allow": (
+    "operator that needs a gather": (
         Mesh(tensor=2), Mixed(in_place=True), X, r"the model cannot be computed on shards over 2 ranks"
     ),
-    "nor uneven ones": (
+    "in-place operator on unequal shards": (
         Mesh(tensor=2), nn.Sequential(Mixed(True, 9)), X, r"layer '0' \(Mixed\) cannot be computed on shards over"
     ),
     "an example that does not fit": (PIPED, SQUARE, torch.randn(8, 7), r"could not be run one after the other on the"),
 }  # fmt: skip
 
 
-def test_what_does_not_go_with_parts() -> None:
+def test_strategies_and_modules_that_need_the_whole_model_are_refused() -> None:
     def ask(world: World) -> None:
         model = sync_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), world=world)
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -442,16 +442,16 @@ def test_one_mesh_after_another() -> None:
         assert first == second
 
 
-def test_axes_of_no_ranks() -> None:
+def test_axes_without_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Mesh: pipe=-1, data=0; every axis needs a whole number of ranks"):
         Mesh(data=0, pipe=-1)
 
 
-def test_ranks_are_told_apart() -> None:
-    assert run_threads(_differ, size=2, transport="sockets") == ["strategy"] * 2
+def test_different_meshes_are_reported() -> None:
+    assert run_threads(_different_meshes, size=2, transport="sockets") == ["strategy"] * 2
 
 
-def _differ(world: World) -> str:
+def _different_meshes(world: World) -> str:
     model = mlp(8, 8, 8)
     mesh = Mesh(tensor=2, split={"0": "replicate"} if world.rank else {})
     with pytest.raises(ConfigError, match=r"the strategy differs between ranks: .* on Mesh") as error:
@@ -461,7 +461,7 @@ def _differ(world: World) -> str:
 
 @pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED], ids=["tensor", "pipe"])
-def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh, transport: str) -> None:
+def test_a_lost_rank_ends_the_wait_of_the_other(mesh: Mesh, transport: str) -> None:
     problem = _perceptron()
 
     def train(world: World) -> None:
@@ -479,7 +479,7 @@ def test_a_rank_that_is_lost_wakes_the_other(mesh: Mesh, transport: str) -> None
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), PIPED, Mesh(tensor=2, pipe=2)], ids=["tensor", "pipe", "both"])
-def test_other_batches_on_ranks_that_have_one_replica(mesh: Mesh) -> None:
+def test_different_batches_within_a_replica_are_refused(mesh: Mesh) -> None:
     problem = _perceptron()
 
     def train(world: World) -> None:
@@ -494,7 +494,7 @@ def test_other_batches_on_ranks_that_have_one_replica(mesh: Mesh) -> None:
         assert re.match(wanted, str(error))
 
 
-def test_a_job_that_cannot_start_lets_the_model_and_the_world_go() -> None:
+def test_a_job_that_cannot_start_releases_the_model_and_the_world() -> None:
     class Fails(AllReduce):
         def attach(self, *_: Any) -> Any:
             raise KeyError("no")
@@ -525,7 +525,7 @@ def test_a_pipeline_needs_a_mesh() -> None:
 
 
 class Masked(nn.Module):
-    """Layers with a mask of their own."""
+    """A layer with a mask."""
 
     mask: Tensor
 
@@ -540,7 +540,7 @@ class Masked(nn.Module):
 
 
 class Chained(nn.Module):
-    """No `nn.Sequential`: its layers are found by tracing."""
+    """Not an `nn.Sequential`: its layers are found by tracing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -551,7 +551,7 @@ class Chained(nn.Module):
         return out
 
 
-def test_buffers_are_where_their_stage_is() -> None:
+def test_buffers_are_on_the_rank_of_their_stage() -> None:
     _assert_as_alone(_problem(Chained, (BATCH, 8)), PIPED, steps=3)
 
 
@@ -567,13 +567,13 @@ def _simulated(problem: Problem, mesh: Mesh) -> Any:
     return _on_mesh(init(), problem, mesh, AllReduce(), 3)
 
 
-def _said(world: World, whole: nn.Sequential) -> tuple[bool, bool, Any]:
-    """Trains a pipeline of two replicas that say how much they count; who leads, and a parameter after a step."""
+def _trained_with_weights(world: World, whole: nn.Sequential) -> tuple[bool, bool, Any]:
+    """Train a pipeline of two replicas that state their samples; return who leads, and a parameter."""
     model = copy.deepcopy(whole)
     optimizer = SGD(model.parameters(), lr=0.1)
     x = torch.arange(12, dtype=torch.float64).view(4, 3) / 12
     job = distribute(model, optimizer, world=world, mesh=Mesh(data=2, pipe=2), example=x)
-    pipeline = job.pipeline(lambda made, target: (made * target).mean())
+    pipeline = job.pipeline(lambda output, target: (output * target).mean())
     job.contributed(100 if job.world.rank == 0 else 20)
     pipeline(x, torch.full((4, 1), 1.0 + job.world.rank, dtype=torch.float64))
     optimizer.step()
@@ -582,9 +582,9 @@ def _said(world: World, whole: nn.Sequential) -> tuple[bool, bool, Any]:
     return leads, job.is_leader, model[1].weight.detach()
 
 
-def test_a_pipeline_counts_what_it_was_told_and_one_rank_leads() -> None:
+def test_a_pipeline_uses_stated_samples_and_one_rank_leads() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1, bias=False)).double()
-    everyone = run_ok(_said, model, size=4, transport="sockets")
+    everyone = run_ok(_trained_with_weights, model, size=4, transport="sockets")
     assert [leads for leads, _, _ in everyone] == [True, False, False, False]
     assert [leads for _, leads, _ in everyone] == [True, False, False, False]
     hidden = model[0](torch.arange(12, dtype=torch.float64).view(4, 3) / 12).mean(0)
@@ -599,7 +599,7 @@ def _refused(world: World, strategy: Strategy, model: nn.Module) -> str:
     return str(caught.value)
 
 
-def test_what_would_let_whole_layers_differ_is_refused() -> None:
+def test_strategies_that_let_replicated_layers_differ_are_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(2048))
     compressed = AllReduce(codec=ErrorFeedback(TopK(0.01)))
     for strategy in (compressed, ParameterServer(Async())):
@@ -613,7 +613,7 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return loss.item()
 
 
-def test_jobs_of_one_thread_after_and_beside_each_other() -> None:
+def test_several_jobs_in_one_thread() -> None:
     problem = _problem(lambda: mlp(8, 5, 8), (BATCH, 8))
 
     def train(world: World) -> list[float]:
@@ -621,8 +621,10 @@ def test_jobs_of_one_thread_after_and_beside_each_other() -> None:
         for number in (1, 2):
             model, x, y = copy.deepcopy(problem)
             others = [copy.deepcopy(model) for _ in range(number)]
-            jobs = [distribute(it, SGD(it.parameters(), lr=0.1), world=world, mesh=Mesh(tensor=2)) for it in others]
-            found += [_loss(it, x, y) for it in others]
+            jobs = [
+                distribute(other, SGD(other.parameters(), lr=0.1), world=world, mesh=Mesh(tensor=2)) for other in others
+            ]
+            found += [_loss(other, x, y) for other in others]
             for job in jobs:
                 job.finish()
         return found
@@ -633,7 +635,7 @@ def test_jobs_of_one_thread_after_and_beside_each_other() -> None:
 
 
 class Drawing(nn.Module):
-    """Draws on layers that are split, unevenly, and on whole ones."""
+    """Draws random numbers on layers with unequal shards, and on replicated ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -662,8 +664,8 @@ def _drawn(model: nn.Module, x: Tensor, y: Tensor, mesh: Mesh | None) -> list[fl
     return found
 
 
-def test_what_is_drawn_in_pieces_is_what_one_process_draws() -> None:
-    """In virtual time, where every rank has numbers of its own."""
+def test_random_numbers_on_shards_are_those_of_one_process() -> None:
+    """In virtual time, where every rank has its own random state."""
     problem = _problem(Drawing, (4, 8))
     wanted = _drawn(*copy.deepcopy(problem), None)
     for found in simulate(lambda: _drawn(*copy.deepcopy(problem), Mesh(tensor=2)), workers=2).results:
@@ -683,14 +685,18 @@ def _factored(model: nn.Module) -> torch.optim.Optimizer:
 
 
 REFUSED_OPTIMIZERS: list[tuple[Mesh, Callable[[nn.Module], torch.optim.Optimizer], str]] = [
-    (Mesh(tensor=2), lambda it: torch.optim.Adafactor(it.parameters()), r"Adafactor looks at .* tensor=2: use SGD"),
-    (PIPED, lambda it: torch.optim.LBFGS(it.parameters()), r"LBFGS looks at .* with pipe=2: use SGD"),
+    (
+        Mesh(tensor=2),
+        lambda model: torch.optim.Adafactor(model.parameters()),
+        r"Adafactor looks at .* tensor=2: use SGD",
+    ),
+    (PIPED, lambda model: torch.optim.LBFGS(model.parameters()), r"LBFGS looks at .* with pipe=2: use SGD"),
     (Mesh(tensor=2), _factored, r"SGD keeps state 'rows' of shape \(9,\) for parameter '0.weight'"),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "make", "message"), REFUSED_OPTIMIZERS, ids=["tensor", "pipe", "odd memory"])
-def test_optimisers_that_look_at_whole_parameters(
+@pytest.mark.parametrize(("mesh", "make", "message"), REFUSED_OPTIMIZERS, ids=["tensor", "pipe", "other shapes"])
+def test_optimisers_that_are_not_element_wise_are_refused(
     mesh: Mesh, make: Callable[[nn.Module], torch.optim.Optimizer], message: str
 ) -> None:
     for error in run_threads(_with_optimizer, mesh, make, size=2, transport="sockets"):
@@ -705,27 +711,27 @@ def _set(x: Tensor) -> Tensor:
 
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "cumsum": lambda it: it.cumsum(-1),
-    "cummax": lambda it: it.cummax(-1).values,
-    "a loss": lambda it: F.mse_loss(it, torch.zeros_like(it)),
-    "any": lambda it: it * (it > 0.5).any(-1, keepdim=True),
-    "flatten": lambda it: it.flatten(),
-    "group norm": lambda it: F.group_norm(it, 1),
-    "prelu": lambda it: F.prelu(it, torch.tensor(0.2, dtype=it.dtype)),
+    "cumsum": lambda x: x.cumsum(-1),
+    "cummax": lambda x: x.cummax(-1).values,
+    "a loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+    "any": lambda x: x * (x > 0.5).any(-1, keepdim=True),
+    "flatten": lambda x: x.flatten(),
+    "group norm": lambda x: F.group_norm(x, 1),
+    "prelu": lambda x: F.prelu(x, torch.tensor(0.2, dtype=x.dtype)),
     "relu6": F.relu6,
-    "quantile": lambda it: it.quantile(0.3, dim=-1),
-    "convolution": lambda it: F.conv1d(it[:, None], torch.ones(2, 1, 2, dtype=it.dtype)),
-    "item": lambda it: it / it.detach().abs().sum().item(),
-    "branch": lambda it: it * 2 if it.sum() > 0 else it * 3,
-    "text": lambda it: it * float(f"{it.detach().sum():.3f}"),
-    "part of a sum": lambda it: it.mean(-1) @ torch.ones(8, 3, dtype=it.dtype),
+    "quantile": lambda x: x.quantile(0.3, dim=-1),
+    "convolution": lambda x: F.conv1d(x[:, None], torch.ones(2, 1, 2, dtype=x.dtype)),
+    "item": lambda x: x / x.detach().abs().sum().item(),
+    "branch": lambda x: x * 2 if x.sum() > 0 else x * 3,
+    "text": lambda x: x * float(f"{x.detach().sum():.3f}"),
+    "partial sum": lambda x: x.mean(-1) @ torch.ones(8, 3, dtype=x.dtype),
     "set": _set,
-    "in place": lambda it: (it * 1).mul_(2).triu_(),
+    "in place": lambda x: (x * 1).mul_(2).triu_(),
 }
 
 
 class Operator(nn.Module):
-    """An operator on the uneven pieces of a layer, and a layer that has buffers only."""
+    """An operator on the unequal shards of a layer, and a layer that has only buffers."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -738,17 +744,17 @@ class Operator(nn.Module):
 
 def _with_gradients(model: Any, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
-    made = model(x)
-    (made * torch.arange(made.numel(), dtype=made.dtype).view(made.shape).sin()).sum().backward()
+    output = model(x)
+    (output * torch.arange(output.numel(), dtype=output.dtype).view(output.shape).sin()).sum().backward()
     assert x.grad is not None
-    return [made.detach(), x.grad, model.norm.running_mean.clone(), model.layer.weight.grad]
+    return [output.detach(), x.grad, model.norm.running_mean.clone(), model.layer.weight.grad]
 
 
-def test_operators_on_pieces_are_those_of_one_process() -> None:
+def test_operators_on_shards_are_those_of_one_process() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 8, dtype=torch.float64)
     models = [Operator(name).double() for name in OPERATORS]
-    wanted = [_with_gradients(copy.deepcopy(it), x) for it in models]
+    wanted = [_with_gradients(copy.deepcopy(model), x) for model in models]
 
     def compute(world: World) -> list[list[Tensor]]:
         found = []
@@ -760,7 +766,9 @@ def test_operators_on_pieces_are_those_of_one_process() -> None:
     for rank, everything in enumerate(run_ok(compute, size=2, transport="sockets")):
         for name, found, want in zip(OPERATORS, everything, wanted, strict=True):
             for one, other in zip(found, [*want[:3], want[3].tensor_split(2)[rank]], strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda it, name=name: f"{name}: {it}")
+                torch.testing.assert_close(
+                    one, other, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+                )
 
 
 @pytest.mark.parametrize("compressed", [False, True], ids=["nothing of its own", "what a codec left out"])

@@ -1,4 +1,4 @@
-"""What models and users may do to a pipeline: each ends as one process does, or is told."""
+"""Unusual models and uses of a pipeline: each trains as in one process, or is refused with a clear error."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ def _alone(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> list[Tensor]:
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-    return [it.detach() for it in model.parameters()]
+    return [parameter.detach() for parameter in model.parameters()]
 
 
 def _piped(world: World, model: nn.Module, x: Tensor, y: Tensor, settings: Pipeline, steps: int) -> list[Tensor]:
@@ -41,11 +41,11 @@ def _piped(world: World, model: nn.Module, x: Tensor, y: Tensor, settings: Pipel
             optimizer.zero_grad()
             pipeline(x, y)
             optimizer.step()
-    return [it.detach() for it in model.parameters()]
+    return [parameter.detach() for parameter in model.parameters()]
 
 
 class Masked(nn.Module):
-    """Multiplies by a table that others of its kind have too."""
+    """Multiplies by a table that several modules share."""
 
     table: Tensor
 
@@ -55,21 +55,21 @@ class Masked(nn.Module):
         self.register_buffer("table", table)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x) * self.table
-        return made
+        output: Tensor = self.layer(x) * self.table
+        return output
 
 
-class Placed(nn.Module):
+class WithPosition(nn.Module):
     """Adds a parameter of one row, whose gradient is that of its output where there is one sample."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
-        self.place = nn.Parameter(torch.randn(1, 8))
+        self.position = nn.Parameter(torch.randn(1, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x) + self.place
-        return made
+        output: Tensor = self.layer(x) + self.position
+        return output
 
 
 def _same_table() -> nn.Module:
@@ -82,20 +82,20 @@ def _in_place() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def _placed() -> nn.Module:
-    return nn.Sequential(*(Placed() for _ in range(3))).double()
+def _with_positions() -> nn.Module:
+    return nn.Sequential(*(WithPosition() for _ in range(3))).double()
 
 
 CASES: dict[str, tuple[Any, int, Pipeline]] = {
     "one table in several stages": (_same_table, 2, Pipeline()),
-    "layers that work in place, at the head of a stage too": (_in_place, 2, Pipeline(cut=[1, 4])),
-    "gradients that are what was received": (_placed, 3, Pipeline(schedule="zero-bubble", microbatches=4)),
+    "in-place layers, also at the start of a stage": (_in_place, 2, Pipeline(cut=[1, 4])),
+    "gradients that are received tensors": (_with_positions, 3, Pipeline(schedule="zero-bubble", microbatches=4)),
 }
 
 
 @everywhere
 @pytest.mark.parametrize(("make", "size", "settings"), CASES.values(), ids=CASES)
-def test_as_one_process(make: Any, size: int, settings: Pipeline, transport: str) -> None:
+def test_trains_as_one_process(make: Any, size: int, settings: Pipeline, transport: str) -> None:
     torch.manual_seed(0)
     model, x, y = make(), *(torch.randn(4, 8, dtype=torch.float64) for _ in range(2))
     wanted = _alone(model, x, y, 3)
@@ -105,17 +105,17 @@ def test_as_one_process(make: Any, size: int, settings: Pipeline, transport: str
 
 
 @everywhere
-def test_a_loss_may_keep_what_it_was_given(transport: str) -> None:
-    """Also where the last stage made nothing of its own."""
+def test_a_loss_function_may_keep_the_output(transport: str) -> None:
+    """Also if the last stage returns a view of its input."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)))
 
     def train(world: World) -> bool:
         mine, kept, copies = copy.deepcopy(model), list[Tensor](), list[Tensor]()
 
-        def loss(made: Tensor, _: Tensor) -> Tensor:
-            kept.append(made.detach())
-            copies.append(made.detach().clone())
-            return made.square().mean()
+        def loss(output: Tensor, _: Tensor) -> Tensor:
+            kept.append(output.detach())
+            copies.append(output.detach().clone())
+            return output.square().mean()
 
         generator = torch.Generator().manual_seed(0)
         mesh = Mesh(pipe=2, pipeline=Pipeline(cut=[1, 1]))
@@ -131,7 +131,7 @@ def test_a_loss_may_keep_what_it_was_given(transport: str) -> None:
 
 
 @everywhere
-def test_lower_precision_than_the_examples(transport: str) -> None:
+def test_lower_precision_than_the_example(transport: str) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
 
@@ -148,8 +148,8 @@ def test_lower_precision_than_the_examples(transport: str) -> None:
 
 
 @everywhere
-def test_a_step_that_failed_is_not_gone_on_from(transport: str) -> None:
-    """On the rank where it did, and on those that waited for it."""
+def test_no_step_is_possible_after_one_that_failed(transport: str) -> None:
+    """On the rank that failed, and on those that waited for it."""
 
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def test_a_step_that_failed_is_not_gone_on_from(transport: str) -> None:
     assert run_ok(train, size=2, transport=transport) == [(IndexError, 0), (RankLost, 1)]
 
 
-def test_batches_of_other_lengths_are_told_to_all() -> None:
+def test_batches_of_different_lengths_are_refused_on_all_ranks() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(8, 8)
 
     def train(world: World) -> None:
@@ -190,26 +190,26 @@ def test_batches_of_other_lengths_are_told_to_all() -> None:
 
 
 @pytest.mark.parametrize("kind", ["several numbers", "a longer sequence"])
-def test_refused_by_name(kind: str) -> None:
+def test_errors_name_the_rank(kind: str) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 3, 8)
 
     def train(world: World) -> None:
         mine = copy.deepcopy(model)
         with distribute(mine, SGD(mine.parameters(), lr=0.1), world=world, mesh=Mesh(pipe=2), example=x) as job:
             if kind == "several numbers":
-                job.pipeline(lambda made, _: made.flatten(1).mean(1))(x, x)
+                job.pipeline(lambda output, _: output.flatten(1).mean(1))(x, x)
             else:
                 job.pipeline(F.mse_loss)(x.repeat(1, 2, 1), x.repeat(1, 2, 1))
 
     first, second = run_threads(train, size=2, transport="sockets")
-    said, other = (second, first) if kind == "several numbers" else (first, second)
-    assert isinstance(said, ConfigError)
-    assert isinstance(other, RankLost)
+    refused, lost = (second, first) if kind == "several numbers" else (first, second)
+    assert isinstance(refused, ConfigError)
+    assert isinstance(lost, RankLost)
     wanted = "rank 1: the loss must be one number" if kind == "several numbers" else "rank 0: stage 0 made tensors of"
-    assert wanted in str(said)
+    assert wanted in str(refused)
 
 
-def test_gradients_are_kept_from_others_if_asked() -> None:
+def test_no_sync_defers_the_exchange() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
     data = torch.randn(2, 4, 8, dtype=torch.float64)
@@ -227,7 +227,7 @@ def test_gradients_are_kept_from_others_if_asked() -> None:
         optimizer.step()
         after = job.metrics.exchanges
         job.finish()
-        return within, after, [it.detach() for it in mine.parameters()]
+        return within, after, [parameter.detach() for parameter in mine.parameters()]
 
     alone = copy.deepcopy(model)
     (2 * F.mse_loss(alone(data), data)).backward()
@@ -249,5 +249,5 @@ def _without_values() -> float:
     return world.transport.now()
 
 
-def test_models_without_values_end_too() -> None:
+def test_models_on_the_meta_device_run_in_virtual_time() -> None:
     assert all(seconds > 0 for seconds in simulate(_without_values, workers=2).results)

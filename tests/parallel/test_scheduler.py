@@ -31,7 +31,7 @@ ALONE = SingleRankTransport(timedelta(seconds=20))
 
 
 def samples(num_samples: int = 300, num_features: int = 120) -> tuple[Tensor, Tensor]:
-    """Features of which each is like the one before; few of them count."""
+    """Features that are correlated with the one before; few of them matter."""
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(num_samples, num_features, generator=generator, dtype=torch.float64)
     for number in range(1, num_features):
@@ -43,16 +43,16 @@ def samples(num_samples: int = 300, num_features: int = 120) -> tuple[Tensor, Te
     return features, features @ truth + 0.5 * noise
 
 
-def lasso(world: World, order: SelectionRule, rounds: int, num_features: int = 120) -> tuple[Solution, Tensor]:
+def lasso(world: World, selection: SelectionRule, rounds: int, num_features: int = 120) -> tuple[Solution, Tensor]:
     features, targets = samples(num_features=num_features)
     mine = slice(world.rank, None, world.size)
     problem = Lasso(features[mine], targets[mine], PENALTY, world.transport)
-    scheduler = Scheduler(selection=order, per_round=8)
+    scheduler = Scheduler(selection=selection, per_round=8)
     return solve(problem, world.transport, scheduler, rounds=rounds), problem.coefficients
 
 
 def assert_optimal(coefficients: Tensor) -> None:
-    """Of Lasso: where a coefficient is not 0 the gradient is λ, against its sign; elsewhere it is no more."""
+    """Check the optimality conditions of Lasso: a gradient of ±λ where a coefficient is not 0, at most λ elsewhere."""
     features, targets = samples()
     gradient = features.t() @ (targets - features @ coefficients)
     some = coefficients != 0
@@ -72,9 +72,9 @@ def test_lasso_is_solved_anywhere(transport: str, size: int) -> None:
     assert all(solution.objective == results[0][0].objective for solution, _ in results)
 
 
-@pytest.mark.parametrize("order", [RoundRobin(), Random(), Dynamic(greedy=True)], ids=repr)
-def test_lasso_is_solved_in_any_order(order: SelectionRule) -> None:
-    assert_optimal(lasso(World(0, 1, 0, "host", ALONE), order, 2500)[1])
+@pytest.mark.parametrize("selection", [RoundRobin(), Random(), Dynamic(greedy=True)], ids=repr)
+def test_lasso_is_solved_with_any_selection(selection: SelectionRule) -> None:
+    assert_optimal(lasso(World(0, 1, 0, "host", ALONE), selection, 2500)[1])
 
 
 def test_dynamic_needs_fewer_updates() -> None:
@@ -85,7 +85,7 @@ def test_dynamic_needs_fewer_updates() -> None:
     assert 1.5 * reached.updates <= in_turn.points[-1].updates
 
 
-def test_it_ends_at_its_target() -> None:
+def test_solve_ends_at_the_target() -> None:
     features, targets = samples()
     problem = Lasso(features, targets, PENALTY, ALONE)
     start = float(problem.objective())
@@ -96,7 +96,7 @@ def test_it_ends_at_its_target() -> None:
 
 
 def entries() -> tuple[Tensor, Tensor, Tensor]:
-    """A third of a matrix of rank 2, with rows of very different numbers."""
+    """Some entries of a matrix of rank 2; rows have very different numbers of them."""
     generator = torch.Generator().manual_seed(2)
     left, right = (torch.randn(size, 2, generator=generator, dtype=torch.float64) for size in (30, 20))
     known = torch.rand(30, 20, generator=generator) < torch.linspace(0.3, 1.0, 30)[:, None]
@@ -104,14 +104,14 @@ def entries() -> tuple[Tensor, Tensor, Tensor]:
     return rows, columns, (left @ right.t())[rows, columns]
 
 
-def factorise(world: World, order: SelectionRule) -> tuple[Solution, Tensor]:
+def factorise(world: World, selection: SelectionRule) -> tuple[Solution, Tensor]:
     problem = Factorisation(entries(), rank=2, penalty=0.1, transport=world.transport, seed=world.rank)
-    return solve(problem, world.transport, Scheduler(selection=order, per_round=12), rounds=120), problem.factors
+    return solve(problem, world.transport, Scheduler(selection=selection, per_round=12), rounds=120), problem.factors
 
 
-@pytest.mark.parametrize("order", [RoundRobin(), Dynamic(greedy=True)], ids=repr)
-def test_factors_are_found_as_by_one_rank(order: SelectionRule) -> None:
-    ((alone, wanted),) = run_ok(factorise, order, size=1, transport="sockets")
+@pytest.mark.parametrize("selection", [RoundRobin(), Dynamic(greedy=True)], ids=repr)
+def test_factors_are_found_as_by_one_rank(selection: SelectionRule) -> None:
+    ((alone, wanted),) = run_ok(factorise, selection, size=1, transport="sockets")
     assert alone.objective < 0.05 * alone.points[0].objective
     rows, columns, values = entries()
     left = wanted[:30]
@@ -120,7 +120,7 @@ def test_factors_are_found_as_by_one_rank(order: SelectionRule) -> None:
         best = torch.linalg.solve(some.t() @ some + 0.1 * torch.eye(2), some.t() @ values[columns == column])
         torch.testing.assert_close(wanted[30 + column], best, rtol=1e-4, atol=1e-4)
     for transport, size in (("shared_memory", 2), ("simulated", 3)):
-        results = run_ok(factorise, order, size=size, transport=transport)
+        results = run_ok(factorise, selection, size=size, transport=transport)
         for _, factors in results:
             torch.testing.assert_close(factors, wanted, rtol=1e-10, atol=1e-10)
 
@@ -166,7 +166,7 @@ def test_a_slow_rank_is_given_less() -> None:
 
 
 class Disagreeing(BlockProblem):
-    """Ranks do not find the same blocks urgent."""
+    """A problem in which ranks report different urgent blocks."""
 
     num_blocks = 100
 
@@ -186,7 +186,7 @@ class Disagreeing(BlockProblem):
         return torch.ones(())
 
 
-def test_ranks_that_disagree_are_told() -> None:
+def test_different_choices_are_an_error_on_all_ranks() -> None:
     def work(world: World) -> None:
         solve(Disagreeing(world.rank), world.transport, rounds=5)
 
@@ -207,7 +207,7 @@ def test_a_push_of_another_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("transport", ["sockets", "shared_memory", "simulated"])
-def test_nobody_waits_for_a_rank_that_failed(transport: str) -> None:
+def test_a_failed_rank_ends_the_wait_of_the_other(transport: str) -> None:
     class Failing(Disagreeing):
         def push(self, blocks: Tensor, mine: Tensor) -> Tensor:
             if self._rank == 1 and 99 in blocks:
@@ -225,8 +225,8 @@ def test_nobody_waits_for_a_rank_that_failed(transport: str) -> None:
     assert isinstance(second, RuntimeError)
 
 
-def test_what_diverges_says_so() -> None:
-    """Coefficients of features that are all but the same, updated at once: each does what one should."""
+def test_divergence_is_an_error() -> None:
+    """Coefficients of nearly equal features are updated at once, so that each overshoots."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(50, 1, generator=generator) + 0.01 * torch.randn(50, 40, generator=generator)
     problem = Lasso(features.double(), features[:, 0].double(), 0.1, ALONE)

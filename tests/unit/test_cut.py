@@ -1,4 +1,4 @@
-"""The cut of a model into stages: as good as the best of all cuts."""
+"""Cuts of a model into stages are as good as the best of all cuts."""
 
 from itertools import combinations, pairwise
 
@@ -36,7 +36,7 @@ def test_no_cut_is_better(seconds: list[float], num_stages: int) -> None:
         assert spans is None
         return
     assert spans in cuts
-    assert _slowest(seconds, spans) == pytest.approx(min(_slowest(seconds, each) for each in cuts))
+    assert _slowest(seconds, spans) == pytest.approx(min(_slowest(seconds, cut) for cut in cuts))
 
 
 @given(
@@ -45,17 +45,17 @@ def test_no_cut_is_better(seconds: list[float], num_stages: int) -> None:
     limit=st.integers(1, 120),
 )
 def test_memory_is_respected(seconds: list[float], memory: list[list[int]], limit: int) -> None:
-    memory = [each[: len(seconds)] for each in memory]
+    memory = [sizes[: len(seconds)] for sizes in memory]
     spans = balanced_cut(seconds, 3, memory, [limit] * 3)
     fitting = [cut for cut in _all_cuts(len(seconds), 3) if max(bytes_per_rank(cut, memory, 3)) <= limit]
     if not fitting:
         assert spans is None
         return
     assert spans in fitting
-    assert _slowest(seconds, spans) == pytest.approx(min(_slowest(seconds, each) for each in fitting))
+    assert _slowest(seconds, spans) == pytest.approx(min(_slowest(seconds, cut) for cut in fitting))
 
 
-def test_a_cut_as_asked() -> None:
+def test_a_cut_from_counts() -> None:
     assert cut_from_counts([2, 1, 3], 3, 6) == [(0, 2), (2, 3), (3, 6)]
     with pytest.raises(
         ConfigError, match=r"cut \[2, 2\] is of 2 stages and 4 layers; the mesh has 2 stages .* 5 layers"
@@ -70,7 +70,7 @@ def test_refused() -> None:
         check_layers_fit(["a", "b"], 2, [1024, 2048], 1024)
 
 
-def test_what_ranks_take() -> None:
+def test_bytes_per_rank() -> None:
     spans, memory = cut_from_counts([1, 1, 2, 1], 4, 5), [[10] * 5, [20] * 5, [30] * 5, [40] * 5]
     assert bytes_per_rank(spans, memory, 2) == [10 + 60, 20 + 40]
     check_ranks_fit(spans, memory, 2, 70)

@@ -30,6 +30,23 @@ def test_public_names() -> None:
     assert all(hasattr(tutti, name) for name in PUBLIC)
 
 
+def test_submodules_are_attributes_without_being_imported_before() -> None:
+    functions = {"launch", "world"}  # Public functions, which hide the submodules of the same name.
+    expected = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if _is_module(path)}
+    expected -= functions | {"__init__", "__main__"}
+    script = (
+        "import sys, tutti\n"
+        f"names = {sorted(expected)}\n"
+        "assert set(names) <= set(dir(tutti)), set(names) - set(dir(tutti))\n"
+        "assert 'torch' not in sys.modules\n"
+        "for name in names: assert getattr(tutti, name).__name__ == f'tutti.{name}'\n"
+        "assert callable(tutti.launch) and callable(tutti.world)\n"
+        "assert not hasattr(tutti, 'nothing')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=50)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_every_module_is_in_a_layer() -> None:
     found = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if _is_module(path)}
     assert found <= set(LAYERS), f"not in LAYERS: {sorted(found - set(LAYERS))}"

@@ -112,7 +112,7 @@ def test_shards_tile_every_bucket(
 
 
 def check_groups(shard: ParameterShard) -> None:
-    """ScaleGroups cover what belongs to parameters, and nothing between them."""
+    """Scale groups cover what belongs to parameters, and nothing between them."""
     assert shard.groups is not None
     assert shard.groups.numel == shard.numel
     covered, owned = np.zeros(shard.numel, int), np.zeros(shard.numel, int)

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline do in which order, and how long they wait by the clock."""
+"""Pipeline schedules: the order of actions, and the bubble by simulation."""
 
 import pytest
 
@@ -19,32 +19,34 @@ def _stages_per_rank(schedule: ScheduleName) -> int:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (2, 2), (2, 8), (3, 6), (4, 8)])
-def test_everything_is_done_once_and_in_time(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> None:
-    """The clock stops an order that waits for itself."""
+def test_every_action_is_done_once_without_deadlock(
+    schedule: ScheduleName, num_ranks: int, num_microbatches: int
+) -> None:
+    """The simulation fails on a deadlock."""
     stages = _stages_per_rank(schedule)
     orders = actions_by_rank(schedule, num_ranks, stages, num_microbatches)
     done = [action for actions in orders for action in actions]
     assert len(done) == len(set(done))
-    backward = {(it.stage, it.microbatch) for it in done if it.kind in ("B", "I")}
-    forward = {(it.stage, it.microbatch) for it in done if it.kind == "F"}
+    backward = {(action.stage, action.microbatch) for action in done if action.kind in ("B", "I")}
+    forward = {(action.stage, action.microbatch) for action in done if action.kind == "F"}
     wanted = {(stage, number) for stage in range(num_ranks * stages) for number in range(num_microbatches)}
     assert forward == backward == wanted
-    assert {(it.stage, it.microbatch) for it in done if it.kind == "I"} == {
-        (it.stage, it.microbatch) for it in done if it.kind == "W"
+    assert {(action.stage, action.microbatch) for action in done if action.kind == "I"} == {
+        (action.stage, action.microbatch) for action in done if action.kind == "W"
     }
     assert all(action.stage % num_ranks == rank for rank, actions in enumerate(orders) for action in actions)
     simulate_schedule(orders, _seconds)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_ranks_wait_as_the_formula_says(schedule: ScheduleName) -> None:
+def test_the_bubble_follows_the_formula(schedule: ScheduleName) -> None:
     for num_ranks, num_microbatches in [(2, 2), (2, 8), (4, 8), (4, 32)]:
         timeline = simulate_schedule(actions_by_rank(schedule, num_ranks, 1, num_microbatches), _seconds)
         assert timeline.bubble == pytest.approx(ideal_bubble(num_ranks, num_microbatches))
         assert timeline.ideal_bubble == ideal_bubble(num_ranks, num_microbatches)
 
 
-def test_what_others_wait() -> None:
+def test_bubbles_of_other_schedules() -> None:
     bubbles = {
         name: simulate_schedule(actions_by_rank(name, 4, _stages_per_rank(name), 8), _seconds).bubble
         for name in SCHEDULES
@@ -56,7 +58,7 @@ def test_what_others_wait() -> None:
 
 def test_1f1b_keeps_few_microbatches() -> None:
     def most_kept(actions: list[Action]) -> int:
-        kept = [sum(1 if it.kind == "F" else -1 for it in actions[: end + 1]) for end in range(len(actions))]
+        kept = [sum(1 if action.kind == "F" else -1 for action in actions[: end + 1]) for end in range(len(actions))]
         return max(kept)
 
     assert [most_kept(actions) for actions in actions_by_rank("1f1b", 4, 1, 16)] == [4, 3, 2, 1]
@@ -90,12 +92,12 @@ def test_refused(given: dict[str, object], message: str) -> None:
         Pipeline(**given)  # type: ignore[arg-type]
 
 
-def test_rounds_that_do_not_come_out() -> None:
+def test_microbatches_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"schedule 'interleaved' on 2 ranks: .* microbatches"):
         actions_by_rank("interleaved", 2, 2, 5)
 
 
-def test_how_many_microbatches_are_kept() -> None:
+def test_live_microbatches() -> None:
     for schedule, wanted in {"sequential": [1, 1, 1], "gpipe": [6, 6, 6], "1f1b": [3, 2, 1]}.items():
         orders = actions_by_rank(schedule, 3, 1, 6)  # type: ignore[arg-type]
         assert [max_live_microbatches(orders[stage], stage) for stage in range(3)] == wanted

@@ -132,6 +132,14 @@ def test_a_built_in_name_stays_what_it_is(folder: Path) -> None:
     assert CODECS["onebit"].__module__ == "tutti.codecs.onebit"
 
 
+def test_a_strategy_of_a_package_does_not_take_over_the_text_of_a_built_in_codec(folder: Path) -> None:
+    install(folder, "my-tutti", {"tutti.strategies": {"onebit": "my_tutti:read_vote"}}, CODE)
+    with pytest.warns(UserWarning, match="package 'my-tutti' offers the strategy 'onebit', which is built in"):
+        strategy = parse("onebit")
+    assert isinstance(strategy, AllReduce)
+    assert "onebit" not in STRATEGIES
+
+
 def test_it_is_a_mapping() -> None:
     registry = Registry("thing", "tutti.things", {"a": 1, "b": "math:pi"}, callable, "a function")
     assert (list(registry), len(registry), registry["a"]) == (["a", "b"], 2, 1)

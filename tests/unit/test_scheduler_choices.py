@@ -1,4 +1,4 @@
-"""How a scheduler picks: orders, who may be updated with whom, who does what, and who is like whom."""
+"""Choices of the scheduler: selection rules, independent blocks, balanced loads, and similarity of features."""
 
 import math
 
@@ -12,7 +12,7 @@ from tutti.parallel.scheduler.choose import balance_loads, select_independent
 from tutti.parallel.scheduler.sketch import NUM_BITS, SimHash
 
 
-def test_in_turn_those_that_stood_back_come_first() -> None:
+def test_round_robin_offers_rejected_blocks_first() -> None:
     selector = RoundRobin().start(6, seed=0)
     assert selector.candidates(4) == [0, 1, 2, 3]
     selector.mark_updated([0, 2])
@@ -21,7 +21,7 @@ def test_in_turn_those_that_stood_back_come_first() -> None:
     assert selector.candidates(9) == [0, 2, 1, 3, 4, 5]
 
 
-def test_random_takes_all_and_none_twice() -> None:
+def test_random_draws_without_replacement() -> None:
     selector = Random().start(50, seed=3)
     rounds = [selector.candidates(20) for _ in range(40)]
     assert all(len(set(each)) == 20 for each in rounds)
@@ -30,7 +30,7 @@ def test_random_takes_all_and_none_twice() -> None:
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_what_is_urgent_comes_more_often_and_all_come(greedy: bool) -> None:
+def test_urgent_blocks_come_more_often_and_all_come(greedy: bool) -> None:
     num_blocks, urgent = 400, np.array([7, 300])
     selector = Dynamic(explore=0.1, greedy=greedy).start(num_blocks, seed=1)
     times = np.zeros(num_blocks, dtype=int)
@@ -44,7 +44,7 @@ def test_what_is_urgent_comes_more_often_and_all_come(greedy: bool) -> None:
     assert times[urgent].min() > 380 > 10 * np.median(times)
 
 
-def test_without_urgency_it_goes_in_turn() -> None:
+def test_without_urgency_blocks_come_in_round_robin_order() -> None:
     selector = Dynamic().start(30, seed=0)
     for start in (0, 10, 20):
         blocks = selector.candidates(10)
@@ -52,8 +52,8 @@ def test_without_urgency_it_goes_in_turn() -> None:
         selector.mark_updated(blocks)
 
 
-def test_blocks_in_turn_get_more_where_they_are_found_in_need() -> None:
-    """One block stays urgent for all of the time; the others are in need whenever somebody looks, or never."""
+def test_exploration_grows_while_explored_blocks_are_urgent() -> None:
+    """Some blocks stay urgent all the time; the others are urgent whenever they are visited, or never."""
     looked = []
     for need in (1.0, 0.0):
         selector = Dynamic().start(1000, seed=0)
@@ -68,25 +68,25 @@ def test_blocks_in_turn_get_more_where_they_are_found_in_need() -> None:
     assert looked[0] > 1.2 * looked[1]
 
 
-def test_no_two_that_depend_are_chosen() -> None:
+def test_no_two_dependent_blocks_are_chosen() -> None:
     generator = torch.Generator().manual_seed(0)
     dependence = torch.rand(40, 40, generator=generator)
     dependence = ((dependence + dependence.t()) / 2).fill_diagonal_(1).numpy()
     chosen = select_independent(dependence, 0.8, 40)
     assert 5 < len(chosen) < 40
     assert chosen[0] == 0
-    for place in range(40):
-        conflicts = [other for other in chosen if other < place and dependence[other, place] > 0.8]
-        assert (place in chosen) == (not conflicts)  # The first come first, and nobody is refused for nothing.
+    for index in range(40):
+        conflicts = [other for other in chosen if other < index and dependence[other, index] > 0.8]
+        assert (index in chosen) == (not conflicts)  # The first come first, and none is rejected without a conflict.
     assert select_independent(dependence, 0.8, 3) == chosen[:3]
     assert select_independent(dependence, 1.0, 99) == list(range(40))
 
 
-def test_loads_are_balanced_by_pace() -> None:
+def test_loads_are_balanced_by_speed() -> None:
     loads = [9.0, 1.0, 5.0, 5.0, 2.0, 8.0, 3.0, 7.0]
     shares = balance_loads(loads, np.ones(2))
     assert sorted([*shares[0], *shares[1]]) == list(range(8))
-    sums = [sum(loads[place] for place in share) for share in shares]
+    sums = [sum(loads[index] for index in share) for share in shares]
     assert sums == [20.0, 20.0]
     many = [1.0] * 300
     assert [len(share) for share in balance_loads(many, np.array([1.0, 2.0]))] == [200, 100]
@@ -94,7 +94,7 @@ def test_loads_are_balanced_by_pace() -> None:
     assert balance_loads([4.0, 1.0], np.array([3.0, 1.0])) == [[1], [0]]  # Not the heaviest to the slowest.
 
 
-def test_a_sketch_tells_correlations() -> None:
+def test_a_sketch_estimates_correlations() -> None:
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(2000, generator=generator)
     wanted = [1.0, 0.95, 0.7, -0.7, 0.3, 0.0]
@@ -118,6 +118,6 @@ def test_a_sketch_tells_correlations() -> None:
         (lambda: Scheduler(selection="dynamic"), r"selection must be an object such as Dynamic\(\), got 'dynamic'"),
     ],
 )
-def test_what_cannot_be_is_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_settings_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=message):
         make()

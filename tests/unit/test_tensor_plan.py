@@ -1,4 +1,4 @@
-"""Plans for splitting layers: what is chosen, printed, asked for and refused."""
+"""Tensor-parallel plans: styles that are chosen, printed, requested and refused."""
 
 import pytest
 from torch import nn
@@ -61,15 +61,15 @@ def test_printed_as_a_table() -> None:
     assert "no rule for LSTM" in lines[3]
 
 
-def test_as_asked() -> None:
-    asked = {"blocks.*.mlp.?": "replicate", "output": "rowwise"}
-    styles = _styles(CharGPT(21, context=8, width=16, num_heads=4, num_blocks=2), 2, asked)
+def test_requested_styles() -> None:
+    requested = {"blocks.*.mlp.?": "replicate", "output": "rowwise"}
+    styles = _styles(CharGPT(21, context=8, width=16, num_heads=4, num_blocks=2), 2, requested)
     assert {styles[f"blocks.{block}.mlp.{layer}"] for block in (0, 1) for layer in (0, 2)} == {"replicate"}
     assert styles["output"] == "rowwise"
 
 
 REFUSED = {
-    "nobody there": ({"9": "colwise"}, r"no layer with parameters is called '9'"),
+    "unknown layer": ({"9": "colwise"}, r"no layer with parameters is called '9'"),
     "no such style": ({"0": "columns"}, r"layer '0' \(Linear\) cannot be 'columns': there is no such style"),
     "another layer's style": ({"0": "vocabulary"}, r"layer .* a Linear can be colwise, rowwise, heads or replicate"),
     "too few": ({"4": "colwise"}, r"layer '4' \(Linear\) .*: its size there is 3, less than 4 ranks"),
@@ -91,5 +91,5 @@ def test_a_model_of_which_nothing_can_be_split() -> None:
     assert "'0' (LayerNorm): no rule for LayerNorm; '1' (Linear): its size there is 1, less than 5 ranks" in mistake
 
 
-def test_a_table_that_must_be_whole() -> None:
+def test_a_table_that_must_be_replicated() -> None:
     assert _styles(nn.Sequential(nn.Embedding(10, 4, padding_idx=0))) == {"0": "replicate"}

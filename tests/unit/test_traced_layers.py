@@ -1,4 +1,4 @@
-"""Layers of models that are no sequence, found by tracing."""
+"""Layers of models that are not sequential, found by tracing."""
 
 import pytest
 import torch
@@ -27,10 +27,12 @@ def test_layers_do_what_the_model_does(model: nn.Module, example: Tensor) -> Non
         values = stage(*values)
         assert all(value.is_floating_point() for value in values)  # Or a gradient could not come back.
     assert torch.equal(values[0], model(example))
-    assert {id(it) for stage in stages for it in stage.parameters()} == {id(it) for it in model.parameters()}
+    assert {id(parameter) for stage in stages for parameter in stage.parameters()} == {
+        id(parameter) for parameter in model.parameters()
+    }
 
 
-def test_a_sequence_is_taken_as_it_is() -> None:
+def test_a_sequential_is_not_traced() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
     assert [name for name, _ in sequential_layers(model, None)] == ["0", "1.0", "1.1"]
 
@@ -42,7 +44,7 @@ class Undecided(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.layer(x)
-        if made.sum() > 0:  # Which way depends on values.
+        if made.sum() > 0:  # The branch depends on values.
             return made
         return -made
 
@@ -52,7 +54,7 @@ def test_a_model_that_cannot_be_traced() -> None:
         sequential_layers(Undecided(), torch.randn(2, 3))
 
 
-def test_layers_that_share() -> None:
+def test_shared_parameters_are_refused() -> None:
     shared = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match=r"layers '0' and '2' share the parameter 'weight'"):
         check_no_shared_parameters(sequential_layers(nn.Sequential(shared, nn.ReLU(), shared), None))

@@ -16,7 +16,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 @dataclass(frozen=True)
 class ReduceOperator:
-    """A way to reduce tensors, two at a time."""
+    """An operator that reduces tensors, two at a time."""
 
     name: str
     """Its name in `torch.distributed.ReduceOp`."""

@@ -150,6 +150,7 @@ class SharedMemoryCollectives(Collectives):
             buffer = rounds.buffers(flat.dtype)[root]
             if self._rank == root:
                 buffer[: len(piece)].copy_(piece)
+            # All ranks publish, also those without data: that is how they wait for the root and compare lengths.
             yield rounds.publish_input("broadcast", flat.numel(), flat.dtype)
             if self._rank != root:
                 piece.copy_(buffer[: len(piece)])

@@ -80,6 +80,7 @@ class BackendWork(dist.Work):
                 return None
             # Error before flag: readers of `_over` do not take the lock.
             self._error, self._over = error, True
+            # Lets one waiting thread pass, which lets the next one pass in turn (`_pass_gate`).
             self._gate.release()
             if self._future is None or self._expired:  # A future that is taken from now on is set by `get_future`.
                 return None
@@ -101,6 +102,7 @@ class BackendWork(dist.Work):
         self.finish()
         seconds = timeout.total_seconds() if timeout > _NO_TIMEOUT else self.timeout_s
         left_s = seconds
+        # This thread moves the messages itself, which saves two thread switches per message.
         if not self._over and self.drive is not None:
             started_s = time.monotonic()
             self.drive(seconds)

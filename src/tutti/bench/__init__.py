@@ -1,1 +1,1 @@
-"""Benchmarks: Tutti beside its peers, interleaved in one run, so that a noisy machine is noisy to all of them."""
+"""Benchmarks: Tutti beside its peers, interleaved in one run, so that noise affects all of them alike."""

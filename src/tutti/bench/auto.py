@@ -41,7 +41,7 @@ class AutoReport:
         return self.seconds["DDP"] / self.seconds["auto"]
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {**vars(self), "times_ddp": self.times_ddp}
 
 
@@ -72,6 +72,7 @@ def measure(model: str, rounds: int) -> AutoReport:
             timer = InterleavedTimer(rounds, round_s=1.0, most_repeats=200, total_s=90.0)
             seconds = timer.medians(candidates, world.transport, lambda text: supervisor.progress(doing=text))
             planned = job.metrics.strategy.get("planned")
+    # Planning: all time until the decision, without what as many steps take under the choice.
     return AutoReport(
         model, world.size, seconds, planned.chosen if planned else "", steps, spent_s - steps * seconds["auto"]
     )

@@ -76,6 +76,7 @@ def shard(model: nn.Module, group: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard  # Imported here, because it is slow to import.
 
     mesh = DeviceMesh.from_group(group, "cpu")
+    # Inner layers first, as FSDP2 requires: the call on the model takes the parameters that are left.
     for layer in layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -83,7 +84,7 @@ def shard(model: nn.Module, group: Any) -> nn.Module:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that FSDP2 gathers one at a time: its blocks, or every layer with parameters."""
+    """Return the parts of a model that FSDP2 gathers one at a time: its blocks, or every layer with parameters."""
     blocks = getattr(model, "blocks", None)
     if blocks is not None:
         return list(blocks)
@@ -114,7 +115,7 @@ def _broadcast(size: int, group: Any) -> Callable[[], None]:
 
 
 def _ping_pong(size: int, group: Any) -> Callable[[], None]:
-    """A message from rank 0 to rank 1 and back; other ranks do nothing."""
+    """Send a message from rank 0 to rank 1 and back; other ranks do nothing."""
     tensor, rank = torch.zeros(size // 4), dist.get_rank(group)
 
     def call() -> None:

@@ -45,7 +45,7 @@ class FSDPFidelity:
         return self.simulated_s / self.lab_s["tutti"] - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {**vars(self), "error": self.error}
 
 
@@ -123,13 +123,13 @@ def train_steps(
 
 
 def _full_tensor(parameter: Any) -> torch.Tensor:
-    """All of a parameter, of which this rank may have a shard only. Collective."""
+    """Gather a parameter of which this rank may have only a shard. Collective."""
     full: torch.Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     return full
 
 
 def _measure_computing(model: str, lab_world: World, store: dist.Store) -> dict[str, float]:
-    """FLOP/s reached and seconds of an optimiser's step under FSDP2, of ranks by themselves, all at the same time."""
+    """Measure FLOP/s and the seconds of an optimiser's step under FSDP2, of each rank by itself, all at once."""
     # A group of one: FSDP2's own work is timed, without communication. All ranks run at once, as they do in training.
     where: dict[str, Any] = {"store": dist.PrefixStore(f"alone{lab_world.rank}", store), "rank": 0, "world_size": 1}
     dist.init_process_group("tutti", **where)

@@ -107,7 +107,7 @@ class _Trial:
         self.samples["decode"].append(_seconds(self._decode, self.values.device))
 
     def row(self, copy_s: float) -> dict[str, Any]:
-        """The medians of all rounds, for a table and for JSON."""
+        """Return the medians of all rounds, for a table and for JSON."""
         seconds = {name: statistics.median(samples) for name, samples in self.samples.items()}
         seconds["both"] = statistics.median(map(sum, zip(*self.samples.values(), strict=True)))
         num_bytes = 4 * self.values.numel()

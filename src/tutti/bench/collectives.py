@@ -77,7 +77,7 @@ def _run(collective: Collective, tensor: torch.Tensor, transport: Transport) -> 
 
 
 def _links(transport: Transport, link: Link) -> dict[str, Link]:
-    """The link for each algorithm's formula: the measured one; for native, that of the transport's own all-reduce."""
+    """Return the link for each algorithm's formula: the measured one; for native, as the transport uses it."""
     links = dict.fromkeys(ALGORITHMS, link)
     if native_all_reduce(transport, "cpu") is not None:
         links["native"] = link_as_used_by(ALGORITHMS["native"], transport.size, transport, link)

@@ -27,7 +27,10 @@ EXACT = ("ddp", "native")
 """Exact candidates that are always timed, beside the exact strategy that was asked for."""
 
 GAIN = 1.1
-"""Speed of a codec, relative to the fastest exact candidate, from which on it is recommended."""
+"""Speed of a codec, relative to the fastest exact candidate, from which on it is recommended.
+
+The same as `tutti.plan.choose.GAIN`: this benchmark checks by measurement what the planner predicts.
+"""
 
 NEAR = 1.15
 """Step time, relative to the fastest codec, up to which a codec counts as equally fast."""
@@ -53,7 +56,7 @@ class CompressionReport:
         return [name for name in self.bytes_sent if name not in (*EXACT, self.exact)]
 
     def recommendation(self) -> str:
-        """Which codec to use, or none, and why.
+        """Say which codec to use, or none, and why.
 
         Among the codecs that are about as fast as the fastest, it is the one that sends most, and so loses least.
         """
@@ -64,6 +67,7 @@ class CompressionReport:
         if gain < GAIN:
             share = f"takes {1 / gain:.0%} of the time of {exact}"
             return f"none: the fastest codec, {fastest}, {share}. Do not compress here."
+        # Sending more is a proxy for losing less: accuracy is not measured here.
         near = [name for name in self.codecs if self.seconds[name] <= NEAR * self.seconds[fastest]]
         best = max(near, key=self.bytes_sent.__getitem__)
         text = f"use {best}: {self.seconds[exact] / self.seconds[best]:.1f} times as fast as {exact}"
@@ -78,6 +82,7 @@ def measure(model: str, exact: str, codecs: list[str], ddp_hooks: bool, rounds: 
     torch.manual_seed(0)
     benchmark = make_benchmark_model(model, world.size)
     supervisor.progress(doing="warming up")
+    # DDP has a group of its own in the same processes, so that all candidates share cores and links alike.
     with torch_group(world):
         candidates: Candidates = {"solo": solo_step(benchmark), "ddp": ddp_step(benchmark)}
         if ddp_hooks:
@@ -117,7 +122,7 @@ def _hooked(benchmark: BenchmarkModel, state: Any, hook: Callable[..., Any], **o
 
 
 def _power_sgd(benchmark: BenchmarkModel) -> Callable[[], None]:
-    """DDP's PowerSGD hook of rank 1, in one bucket: with several buckets it hangs on Gloo."""
+    """Make a step with DDP's PowerSGD hook of rank 1, in one bucket: with several buckets it hangs on Gloo."""
     # Two is the least that torch allows with error feedback and warm start, both of which are on by default.
     state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     return _hooked(benchmark, state, powerSGD_hook, bucket_cap_mb=10_000)

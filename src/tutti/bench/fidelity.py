@@ -41,7 +41,7 @@ class SimulationCheck:
         return self.simulated_s / self.real_s - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {**asdict(self), "error": self.error}
 
 
@@ -62,7 +62,7 @@ JobsByLab = dict[tuple[str, int], list[tuple[str, str]]]
 
 
 def jobs_by_lab(models: list[str], strategies: list[str], rates: list[str]) -> JobsByLab:
-    """All combinations of models, strategies and rates, grouped by the lab that they need."""
+    """Return all combinations of models, strategies and rates, grouped by the lab that they need."""
     for model in models:
         recipe(model)  # Raises for an unknown name now, not after minutes in a lab.
     for strategy in strategies:

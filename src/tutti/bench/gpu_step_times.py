@@ -24,7 +24,7 @@ kernels is not timed."""
 
 
 def measure(name: str, batch_size: int) -> dict[str, Any]:
-    """Median milliseconds of the parts of a step, by the GPU's clock."""
+    """Return the median milliseconds of forward, backward and the optimiser's step, by the GPU's clock."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     torch.cuda.empty_cache()  # Blocks of the last model's sizes would otherwise leave no room for this one.

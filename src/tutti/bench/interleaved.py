@@ -37,7 +37,7 @@ class InterleavedTimer:
     def medians(
         self, candidates: Candidates, transport: Transport, show: Callable[[str], object] = lambda text: None
     ) -> dict[str, float]:
-        """The median over rounds of the slowest rank's seconds per call; the same on all ranks. Collective."""
+        """Return the median over rounds of the slowest rank's seconds per call; the same on all ranks. Collective."""
         # One call of each gives an estimate, which sets how often each is called in a round. Times of the slowest rank
         # are used, so that all ranks call equally often: a candidate is a collective operation.
         first = self._time(candidates, transport, dict.fromkeys(candidates, 1))
@@ -57,7 +57,7 @@ class InterleavedTimer:
         return {name: statistics.median(max(sample[name]) for sample in samples) for name in candidates}
 
     def _time(self, candidates: Candidates, transport: Transport, repeats: dict[str, int]) -> list[float]:
-        """This rank's seconds per call of every candidate, in order."""
+        """Return this rank's seconds per call of every candidate, in order."""
         times = []
         for name, candidate in candidates.items():
             self.before.get(name, _nothing)()
@@ -75,6 +75,6 @@ def _nothing() -> None:
 
 
 def _by_name(times: list[float], candidates: Candidates, transport: Transport) -> dict[str, list[float]]:
-    """The seconds of every rank by candidate, the same on all ranks."""
+    """Gather the seconds of every rank, and return them by candidate; the same on all ranks. Collective."""
     by_rank = all_gather_json(times, transport)
     return {name: [rank_times[number] for rank_times in by_rank] for number, name in enumerate(candidates)}

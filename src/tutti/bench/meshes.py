@@ -51,7 +51,7 @@ class MeshCheck:
         return self.prediction.step_s / self.taken_s - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         about = {"model": self.model, "rate": self.rate, "workers": self.prediction.mesh.size}
         return {**about, **self.prediction.as_dict(), "taken_s": self.taken_s, "error": self.error}
 
@@ -79,7 +79,7 @@ class MeshComparison:
         return self.chosen.taken_s / self.fastest.taken_s
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         named = {
             "chosen": describe_mesh(self.chosen.prediction.mesh),
             "fastest": describe_mesh(self.fastest.prediction.mesh),
@@ -129,7 +129,7 @@ def compare(
 
 
 def train(model: str, mesh: Mesh) -> list[float]:
-    """The times at which two steps ended on this rank; every rank of a simulation runs this."""
+    """Take two steps, and return the times at which they ended on this rank. Every rank of a simulation runs this."""
     transport = init().transport
     step, job = _job(recipe(model), mesh)
     ends = []
@@ -141,7 +141,7 @@ def train(model: str, mesh: Mesh) -> list[float]:
 
 
 def _job(made: Recipe, mesh: Mesh) -> tuple[Callable[[], Any], Job]:
-    """A function that takes one step on a mesh with this replica's share of the samples, and its job."""
+    """Return a function that takes one step on a mesh with this replica's share of the samples, and its job."""
     torch.manual_seed(0)
     model, (x, y) = made.model(), made.example(SAMPLES // mesh.data)
     optimizer = _optimizer(model)
@@ -170,7 +170,7 @@ def in_lab(model: str, lab: Lab, rounds: int) -> MeshComparison:
 
 
 def _in_lab(model: str, name: str, rounds: int) -> MeshComparison:
-    """The part of `in_lab` on one rank. Collective."""
+    """Do the part of `in_lab` on one rank. Collective."""
     world, made = init(), recipe(model)
     torch.set_num_threads(1)  # The hosts of a lab share this machine's cores.
     rate, latency_s = measure_network(world.transport)["links"]["link"]
@@ -193,6 +193,6 @@ def _in_lab(model: str, name: str, rounds: int) -> MeshComparison:
 
 
 def error_summary(rows: Sequence[MeshCheck]) -> tuple[float, float]:
-    """The median and the largest absolute error."""
+    """Return the median and the largest absolute error."""
     errors = [abs(row.error) for row in rows]
     return statistics.median(errors), max(errors)

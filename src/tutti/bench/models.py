@@ -44,6 +44,7 @@ def make_benchmark_model(name: str, workers: int, batch_size: int | None = None)
         workers: number of ranks that share the recipe's batch size.
         batch_size: samples of one rank. Default: an equal share of the recipe's batch size; 64 for a perceptron.
     """
+    # Imported here, and not with the module, so that listing names stays quick.
     import torch
     import torch.nn.functional as F
 

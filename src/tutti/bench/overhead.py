@@ -31,7 +31,7 @@ STEPS_PER_ROUND = {"cpu": 2, "cuda": 20}
 
 
 def measure(device: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
-    """Median seconds per step, bare and under Tutti, of every model and precision, eager and compiled.
+    """Measure the median seconds per step, bare and under Tutti, of every model and precision, eager and compiled.
 
     The ratio is the median of the rounds' ratios. Both halves of a round are close in time, so a disturbance mostly
     affects both.
@@ -94,7 +94,7 @@ def _stepper(
 
 
 def _interleaved(candidates: dict[str, Callable[[], None]], device: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds per step of each candidate in every round."""
+    """Return the seconds per step of each candidate in every round."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     # Warm-up: compilation, allocation, and the choice of kernels.
     for step in candidates.values():

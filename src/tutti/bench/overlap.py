@@ -42,7 +42,7 @@ class OverlapReport:
         return self.hidden_s / self.possible_s if self.possible_s else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {**vars(self), "hidden_s": self.hidden_s, "share": self.share}
 
 

@@ -52,6 +52,7 @@ def measure(benchmark: PipelineBenchmark) -> dict[str, Any]:
     model = mlp(*[benchmark.width] * (benchmark.depth + 1))
     if benchmark.layer_s is not None:
         model = nn.Sequential(*(_FixedTimeLayer(benchmark.layer_s) for _ in range(benchmark.depth)))
+    # Inputs and targets are of the same width: every stage has the same work, and sends equally long messages.
     batch = torch.randn(benchmark.batch, benchmark.width), torch.randn(benchmark.batch, benchmark.width)
     candidates: dict[str, Callable[[], Any]] = {_SOLO: _solo(model, batch, world)}
     pipelines: dict[str, tuple[Job, PipelineStep]] = {}
@@ -135,7 +136,8 @@ def _pipelined(
 
 
 def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> dict[str, Any]:
-    """The share of the time that ranks wait: measured, modelled from the stages' median times, and by formula."""
+    """Return the share of the time that ranks wait: measured, from the stages' median times, and by formula."""
+    # Steps of their own, after the timed rounds.
     timelines = []
     for _ in range(max(3, rounds)):
         step()
@@ -154,7 +156,7 @@ def _bubbles(step: Callable[[], Any], pipeline: PipelineStep, rounds: int) -> di
 
 
 def _median_times(timelines: list[PipelineTimeline]) -> Callable[[Any], float]:
-    """The median time of each kind of work on each stage."""
+    """Return a function from an action to the median seconds of its kind of work on its stage."""
     times: dict[tuple[str, int], list[float]] = {}
     for timeline in timelines:
         for span in timeline.spans:
@@ -163,5 +165,5 @@ def _median_times(timelines: list[PipelineTimeline]) -> Callable[[Any], float]:
 
 
 def timeline_from(spans: Sequence[dict[str, Any]], result: dict[str, Any]) -> PipelineTimeline:
-    """A timeline from the spans that `measure` returned."""
+    """Make a timeline from the spans that `measure` returned."""
     return PipelineTimeline(result["workers"], result["microbatches"], tuple(ActionSpan(**span) for span in spans))

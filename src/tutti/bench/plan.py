@@ -57,14 +57,17 @@ class PlanComparison:
     """Measured seconds per step that the predictions use: without exchange ("solo"), and of the reference jobs."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         link = {"bits_per_s": self.link.bits_per_s, "latency_s": self.link.latency_s}
         where = {"model": self.rows[0].model, "rate": self.rows[0].rate}
         return {**where, "link": link, "overhead": asdict(self.overhead), "input_s": self.input_s}
 
 
 def check(models: list[str], rates: list[str], texts: list[str]) -> None:
-    """Refuse models, rates and strategies that cannot be compared, before anything is measured."""
+    """Refuse models, rates and strategies that cannot be compared, before anything is measured.
+
+    A lab takes minutes, so mistakes must be found first.
+    """
     check_model_names(models)
     for rate in rates:
         if len(set(LabSpec.parse(f"hosts={HOSTS},rate={rate}").rates)) > 1:
@@ -99,6 +102,7 @@ def compare(model: str, rate: str, texts: list[str], rounds: int, show: Callable
             seconds[text] = measured["seconds"][text]
     # All ranks wait for the slowest, so its profile is the one to predict from.
     slowest = max((inputs for inputs, _ in by_rank), key=lambda inputs: inputs.profile.seconds)
+    # Only the reference jobs calibrate the overhead, and not the measurements that predictions are compared with.
     profile, link = profile_with_overhead(slowest, HOSTS, seconds, jobs)
     cluster = Cluster(name=rate, link=link)
     rows = [PredictionCheck(model, rate, price(parse(text), profile, HOSTS, cluster), seconds[text]) for text in texts]

@@ -36,7 +36,7 @@ class PredictionCheck:
         return self.prediction.step_s / self.measured_s - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {
             "model": self.model,
             "rate": self.rate,
@@ -66,12 +66,12 @@ class PlannerChoice:
         return self.times <= NEAR_BEST
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {**asdict(self), "right": self.right}
 
 
 def planner_choices(rows: Sequence[PredictionCheck]) -> list[PlannerChoice]:
-    """The planner's choices for every model and link: among exact strategies, and among all if others were measured."""
+    """Return the planner's choices for every model and link: of exact strategies, and of all if there are others."""
     cases: dict[tuple[str, str], list[PredictionCheck]] = {}
     for row in rows:
         cases.setdefault((row.model, row.rate), []).append(row)
@@ -80,7 +80,7 @@ def planner_choices(rows: Sequence[PredictionCheck]) -> list[PlannerChoice]:
         exact = [row for row in case if row.prediction.exact]
         if exact:
             choices.append(_choice(exact, "exact"))
-        if len(exact) < len(case):
+        if len(exact) < len(case):  # Otherwise the second question would be the first again.
             choices.append(_choice(case, "lossy too"))
     return choices
 
@@ -98,12 +98,12 @@ def _choice(rows: Sequence[PredictionCheck], allowed: Allowed) -> PlannerChoice:
 
 
 def error_summary(rows: Sequence[PredictionCheck]) -> tuple[float, float]:
-    """The median and the largest absolute error."""
+    """Return the median and the largest absolute error."""
     errors = [abs(row.error) for row in rows]
     return statistics.median(errors), max(errors)
 
 
 def num_right(choices: Sequence[PlannerChoice], allowed: Allowed) -> tuple[int, int]:
-    """The number of right choices among those with this `allowed`, and the number of all of them."""
+    """Return the number of right choices among those with this `allowed`, and the number of all of them."""
     selected = [choice for choice in choices if choice.allowed == allowed]
     return sum(choice.right for choice in selected), len(selected)

@@ -77,7 +77,7 @@ def measure_planner_inputs(model: str, transport: Transport) -> PlannerInputs:
 def profile_with_overhead(
     inputs: PlannerInputs, workers: int, seconds: Mapping[str, float], jobs: tuple[str, str]
 ) -> tuple[Profile, Link]:
-    """The profile to predict from, with its overhead, and the link.
+    """Return the profile to predict from, with its overhead, and the link.
 
     Args:
         seconds: measured seconds per step without exchange ("solo") and of both reference jobs.
@@ -100,7 +100,7 @@ def profile_with_overhead(
 
 
 def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, float]]) -> Overhead:
-    """The overhead per exchange and per bucket, from the time of both jobs beyond their cost formulas.
+    """Return the overhead per exchange and per bucket, from the time of both jobs beyond their cost formulas.
 
     It is the line through both times over their numbers of buckets. Where that has a negative slope or start, it is
     the nearest line that has not.
@@ -123,13 +123,13 @@ def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, 
 
 
 def num_buckets(profile: Profile, strategy: AllReduce) -> int:
-    """Number of buckets per step."""
+    """Return the number of buckets per step."""
     exact_below = strategy.exact_below if strategy.codec is not None else 0  # Without a codec it has no effect.
     return len(bucket_loads(profile, strategy.bucket_bytes, exact_below))
 
 
 def _busy_link(transport: Transport) -> tuple[Link, float]:
-    """The link with the rate at which all ranks send at once in a ring, and with the latency of a calibration.
+    """Return the link with the rate at which all ranks send at once in a ring, and with the latency of a calibration.
 
     Also returns the rate of the calibration, in which pairs of ranks send in turn, relative to that rate.
     """
@@ -150,7 +150,7 @@ def _busy_link(transport: Transport) -> tuple[Link, float]:
 
 
 def _burst_s(call: Callable[[], Any], transport: Transport) -> float:
-    """Seconds per call while all ranks call: the median of several bursts, of the slowest rank."""
+    """Return the seconds per call while all ranks call: the median of several bursts, of the slowest rank."""
     bursts = []
     for _ in range(_NUM_BURSTS):
         _barrier(transport)
@@ -159,9 +159,9 @@ def _burst_s(call: Callable[[], Any], transport: Transport) -> float:
 
 
 def _contention(benchmark: BenchmarkModel, link: Link, transport: Transport) -> float:
-    """Contention: steps are computed while rings run in the background.
+    """Measure contention: compute steps while rings run in the background.
 
-    It is the time that both take together beyond the longer one, as a fraction of the shorter one.
+    The result is the time that both take together beyond the longer one, as a fraction of the shorter one.
     """
     step = solo_step(benchmark)
     step()  # Warms up.
@@ -191,7 +191,7 @@ def _rings(tensor: Tensor, number: int, transport: Transport) -> Operation:
 
 
 def _mean_s(call: Callable[[], Any]) -> float:
-    """Mean seconds of as many calls as fit in a burst. The time includes the last call, which may end after it."""
+    """Return the mean seconds of as many calls as fit in a burst, with the one that exceeds it."""
     start_s, calls = time.perf_counter(), 0
     while (spent_s := time.perf_counter() - start_s) < _BURST_S:
         call()
@@ -206,7 +206,7 @@ def _profile(benchmark: BenchmarkModel, transport: Transport) -> Profile:
 
 
 def _barrier(transport: Transport) -> None:
-    """A barrier: all ranks continue together."""
+    """Wait until all ranks are here."""
     run(recursive_doubling.steps(torch.zeros(1), transport))
 
 

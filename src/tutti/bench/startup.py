@@ -46,7 +46,7 @@ class StartupReport:
         return self.seconds["tutti run, empty script"] / self.seconds["torchrun, empty script"]
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and the ratio, for JSON."""
+        """Return all fields and the ratio as JSON types."""
         return {**asdict(self), "times_torchrun": self.times_torchrun}
 
 
@@ -58,6 +58,7 @@ def measure(workers: int, rounds: int, show: Callable[[str], None] = lambda text
         (folder / "trains.py").write_text(TRAINS)
         commands = _commands(workers, folder)
         seconds: dict[str, list[float]] = {command: [] for command in commands}
+        # The first round may read files from disk; the median ignores it.
         for number in range(rounds):
             for command, run in commands.items():
                 show(f"round {number + 1} of {rounds}: {command}")
@@ -75,6 +76,7 @@ def _commands(workers: int, folder: Path) -> dict[str, Callable[[], float]]:
         "torchrun, empty script": lambda: _seconds_to_end([*torchrun, empty], folder),
         "tutti run, empty script": lambda: _seconds_to_end([*run, empty], folder),
         "tutti run, one step": lambda: _seconds_to_end([*run, trains], folder),
+        # Without the fork server: what forking workers saves.
         "tutti run, one step, spawned": lambda: _seconds_to_end([*run, trains], folder, **{START: "spawn"}),
         "torchrun, one step": lambda: _seconds_to_end([*torchrun, trains], folder),
         "tutti train digits, first step": lambda: _seconds_to_first_step([*tutti, "train", "digits"], folder),
@@ -120,7 +122,7 @@ def _seconds_to_first_step(command: list[str], folder: Path) -> float:
 
 
 def _environment(**variables: str) -> dict[str, str]:
-    """This process's environment, without the start method that its launcher may have set, and with `variables`.
+    """Return this process's environment, without the start method that its launcher may have set, and with `variables`.
 
     One thread for each worker is what torchrun sets, so that Tutti gets it too.
     """

@@ -33,7 +33,7 @@ class StepTimes:
     seconds: dict[str, float]
 
     def speedup_over(self, candidate: str) -> float | None:
-        """How many times faster Tutti is than `candidate`; None if that was not timed."""
+        """Return the speed of Tutti relative to `candidate`; None if that was not timed."""
         return self.seconds[candidate] / self.seconds["tutti"] if candidate in self.seconds else None
 
     @property
@@ -42,7 +42,7 @@ class StepTimes:
         return self.seconds["solo"] / self.seconds["tutti"]
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived numbers, for JSON."""
+        """Return the fields and derived numbers as JSON types."""
         return {
             "model": self.model,
             "num_parameters": self.num_parameters,
@@ -107,7 +107,7 @@ def _slowest(seconds: float, world: World) -> float:
 
 
 def _mpi_step(benchmark: BenchmarkModel, mpi_world: Any) -> Callable[[], None]:
-    """A step with one flat MPI all-reduce after backward, as a careful user of mpi4py would write it."""
+    """Make a step with one flat MPI all-reduce after backward, as a careful user of mpi4py would write it."""
     from mpi4py import MPI
 
     model = copy.deepcopy(benchmark.model)

@@ -82,7 +82,7 @@ def measure(benchmark: StrategyBenchmark) -> dict[str, Any]:
 def _timed(
     candidates: Candidates, jobs: dict[str, Job], benchmark: StrategyBenchmark, supervisor: SupervisorPipe
 ) -> dict[str, float]:
-    """Seconds per step of every candidate."""
+    """Return the seconds per step of every candidate."""
     workers = jobs[benchmark.strategies[0]].world
     if benchmark.slowness > 1 and workers.rank == workers.size - 1:
         # Relative to computing alone: communication does not get slower.
@@ -115,7 +115,7 @@ def _timed(
 
 
 def _block(name: str, benchmark: StrategyBenchmark) -> int:
-    """The number of steps in which a candidate communicates once."""
+    """Return the number of steps in which a candidate communicates once."""
     if name not in benchmark.strategies:
         return benchmark.post_local_sgd if benchmark.post_local_sgd and name.startswith("Post") else 1
     return parse(name).steps_per_exchange or 1
@@ -140,7 +140,7 @@ def _repeated(candidate: Callable[[], Any], times: int) -> Callable[[], None]:
 
 
 def _post_local_sgd(benchmark_model: BenchmarkModel, every: int) -> Callable[[], None]:
-    """A step under torch's PostLocalSGD: gradients stay on each rank, and parameters are averaged periodically."""
+    """Make a step under torch's PostLocalSGD: gradients stay on each rank, and parameters are averaged periodically."""
     # Imported here: these modules import a compiler and raise a warning.
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -167,7 +167,7 @@ def _seconds(candidate: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def _slowed(candidate: Callable[[], Any], extra_s: float) -> Callable[[], None]:
-    """The step on a slower worker. It sleeps, and so takes no core from the others."""
+    """Return the step of a slower worker. It sleeps, and so takes no core from the others."""
 
     def slow() -> None:
         time.sleep(extra_s)

@@ -1,4 +1,4 @@
-"""Training steps that benchmarks time: one rank alone, DDP, and the process group that DDP needs."""
+"""Training steps that benchmarks time: without communication, under DDP, and under a Tutti strategy."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -55,19 +55,19 @@ def make_step(
 
 
 def solo_step(benchmark: BenchmarkModel) -> Callable[[], None]:
-    """A step on a copy of the model, without any communication."""
+    """Make a step on a copy of the model, without any communication."""
     return make_step(copy.deepcopy(benchmark.model), benchmark)[0]
 
 
 def ddp_step(benchmark: BenchmarkModel) -> Callable[[], None]:
-    """A step on a copy of the model under DDP, on torch's default process group."""
+    """Make a step on a copy of the model under DDP, on torch's default process group."""
     # Gradients are views of buckets, as Tutti's are: otherwise DDP would copy each one into its bucket and back.
     model = DistributedDataParallel(copy.deepcopy(benchmark.model), gradient_as_bucket_view=True)
     return make_step(model, benchmark)[0]
 
 
 def tutti_step(benchmark: BenchmarkModel, world: World, strategy: str | None = None) -> tuple[Callable[[], None], Job]:
-    """A step on a copy of the model under a Tutti strategy (default: all-reduce), and the job to finish afterwards."""
+    """Make a step on a copy of the model under a Tutti strategy, by default all-reduce, and the job to finish later."""
     model = copy.deepcopy(benchmark.model)
     step, optimizer = make_step(model, benchmark)
     return step, distribute(model, optimizer, None if strategy is None else parse(strategy), world=world)

@@ -23,7 +23,7 @@ _GRACE_S = 10.0
 
 
 def communicator() -> Any:
-    """MPI's world communicator if mpirun started this process; None otherwise."""
+    """Return MPI's world communicator if mpirun started this process; None otherwise."""
     if "OMPI_COMM_WORLD_SIZE" not in os.environ or not available():
         return None
     from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""Validation of what a `Cluster` is given."""
+"""Validation of the fields of a `Cluster`."""
 
 import math
 import re
@@ -14,29 +14,29 @@ from tutti.cluster.mistakes import Mistakes, is_count, is_name, is_positive
 from tutti.cluster.quantities import parse_time
 
 
-def normalised(given: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
+def normalised(fields: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
     """Return a cluster's fields in their final form; whatever is wrong is added to `mistakes`."""
-    mistakes.need(is_name(given["name"]), f"a cluster's name must be printable text, got {given['name']!r}")
-    ranks, seed = given["ranks_per_host"], given["seed"]
+    mistakes.need(is_name(fields["name"]), f"a cluster's name must be printable text, got {fields['name']!r}")
+    ranks, seed = fields["ranks_per_host"], fields["seed"]
     mistakes.need(ranks is None or is_count(ranks), f"ranks_per_host must be 1 or more, got {ranks!r}")
     mistakes.need(is_count(seed, -math.inf), f"seed must be a whole number, got {seed!r}")
-    jitter = given["jitter"]
+    jitter = fields["jitter"]
     # A plain number is the spread of log-normal jitter.
     if isinstance(jitter, (int, float)):
         jitter = mistakes.attempt(partial(Jitter, jitter))
     optional, needed = {"link": Link, "jitter": Jitter, "pauses": Pauses}, {"within": Link, "compute": Compute}
     for name, kind in (optional | needed).items():
-        value = jitter if name == "jitter" else given[name]
+        value = jitter if name == "jitter" else fields[name]
         fine = isinstance(value, kind) or (value is None and name in optional)
         mistakes.need(fine, f"{name} must be a {kind.__name__}, got {value!r}")
-    hosts = _hosts(given["hosts"], mistakes)
+    hosts = _hosts(fields["hosts"], mistakes)
     return {
         "jitter": jitter,
         "hosts": hosts,
-        "links": _links(given["links"], hosts, mistakes),
-        "tiers": _all_of(Tier, given["tiers"], "tiers", mistakes),
-        "slow": _slow(given["slow"], mistakes),
-        "failures": _failures(given["failures"], mistakes),
+        "links": _links(fields["links"], hosts, mistakes),
+        "tiers": _all_of(Tier, fields["tiers"], "tiers", mistakes),
+        "slow": _slow(fields["slow"], mistakes),
+        "failures": _failures(fields["failures"], mistakes),
     }
 
 
@@ -45,32 +45,32 @@ def pair(one: str, two: str) -> tuple[str, str]:
     return (one, two) if one <= two else (two, one)
 
 
-def _hosts(given: Any, mistakes: Mistakes) -> int | tuple[Host, ...] | None:
-    if given is None:
+def _hosts(value: Any, mistakes: Mistakes) -> int | tuple[Host, ...] | None:
+    if value is None:
         return None
-    if not isinstance(given, (list, tuple)):
-        mistakes.need(is_count(given), f"hosts must be 1 or more, or a tuple of Host, got {given!r}")
-        return given if is_count(given) else None
-    hosts = _all_of(Host, given, "hosts", mistakes)
-    mistakes.need(len(given) > 0, "a cluster needs 1 host or more, got none")
+    if not isinstance(value, (list, tuple)):
+        mistakes.need(is_count(value), f"hosts must be 1 or more, or a tuple of Host, got {value!r}")
+        return value if is_count(value) else None
+    hosts = _all_of(Host, value, "hosts", mistakes)
+    mistakes.need(len(value) > 0, "a cluster needs 1 host or more, got none")
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     mistakes.need(not twice, f"hosts' names must differ, got more than one {' and '.join(map(repr, twice))}")
     return hosts
 
 
-def _all_of(kind: type, given: Any, what: str, mistakes: Mistakes) -> tuple[Any, ...]:
-    if not isinstance(given, (list, tuple)):
-        mistakes.need(False, f"{what} must be a tuple of {kind.__name__}, got {given!r}")
+def _all_of(kind: type, value: Any, what: str, mistakes: Mistakes) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        mistakes.need(False, f"{what} must be a tuple of {kind.__name__}, got {value!r}")
         return ()
-    wrong = [part for part in given if not isinstance(part, kind)]
+    wrong = [part for part in value if not isinstance(part, kind)]
     mistakes.need(not wrong, f"{what} must be a tuple of {kind.__name__}, got {', '.join(map(repr, wrong))} in it")
-    return tuple(part for part in given if isinstance(part, kind))
+    return tuple(part for part in value if isinstance(part, kind))
 
 
-def _links(given: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes) -> dict[tuple[str, str], Link]:
+def _links(value: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes) -> dict[tuple[str, str], Link]:
     links: dict[tuple[str, str], Link] = {}
-    for key, link in _items(given, "links", mistakes):
+    for key, link in _items(value, "links", mistakes):
         if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(name, str) for name in key)):
             mistakes.need(False, f"links must be between two hosts by name, got {key!r}")
             continue
@@ -101,27 +101,27 @@ def _hint(name: str, hosts: int | tuple[Host, ...] | None) -> str:
     return f" (did you mean '{close[0]}'?)" if close else f" (they are {', '.join(host.name for host in hosts)})"
 
 
-def _slow(given: Any, mistakes: Mistakes) -> dict[int, float]:
-    factors = _by_rank(given, "slow", mistakes)
+def _slow(value: Any, mistakes: Mistakes) -> dict[int, float]:
+    factors = _by_rank(value, "slow", mistakes)
     for rank, factor in factors.items():
         mistakes.need(is_positive(factor), f"slow: rank {rank}'s factor must be above 0 and finite, got {factor!r}")
     return factors
 
 
-def _failures(given: Any, mistakes: Mistakes) -> dict[int, float]:
+def _failures(value: Any, mistakes: Mistakes) -> dict[int, float]:
     times = {}
-    for rank, time in _by_rank(given, "failures", mistakes).items():
+    for rank, time in _by_rank(value, "failures", mistakes).items():
         times[rank] = mistakes.attempt(partial(parse_time, time), f"failures: rank {rank}: ")
     return {rank: seconds for rank, seconds in times.items() if seconds is not None}
 
 
-def _by_rank(given: Any, what: str, mistakes: Mistakes) -> dict[int, Any]:
-    items = _items(given, what, mistakes)
+def _by_rank(value: Any, what: str, mistakes: Mistakes) -> dict[int, Any]:
+    items = _items(value, what, mistakes)
     for rank, _ in items:
         mistakes.need(is_count(rank, 0), f"{what}: a rank must be 0 or more, got {rank!r}")
-    return {rank: value for rank, value in items if is_count(rank, 0)}
+    return {rank: entry for rank, entry in items if is_count(rank, 0)}
 
 
-def _items(given: Any, what: str, mistakes: Mistakes) -> list[tuple[Any, Any]]:
-    mistakes.need(isinstance(given, Mapping), f"{what} must be a mapping, got {given!r}")
-    return list(given.items()) if isinstance(given, Mapping) else []
+def _items(value: Any, what: str, mistakes: Mistakes) -> list[tuple[Any, Any]]:
+    mistakes.need(isinstance(value, Mapping), f"{what} must be a mapping, got {value!r}")
+    return list(value.items()) if isinstance(value, Mapping) else []

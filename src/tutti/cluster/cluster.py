@@ -65,8 +65,8 @@ class Cluster:
             mistakes.need(not absent, f"{what} names rank {absent}, but the ranks are 0 to {workers - 1}")
         hosts = self._hosts(workers)
         counts = share(workers, [host.ranks for host in hosts])
-        held = sum(counts)
-        mistakes.need(held == workers, f"{workers} ranks are more than the hosts of '{self.name}' hold, {held}")
+        capacity = sum(counts)
+        mistakes.need(capacity == workers, f"{workers} ranks are more than the hosts of '{self.name}' hold, {capacity}")
         mistakes.report()
         # Hosts without a rank are dropped; each other one is repeated for every rank that it holds.
         filled = (replace(host, ranks=host.ranks or count) for host, count in zip(hosts, counts, strict=True) if count)

@@ -46,13 +46,13 @@ def read(text: str, source: str) -> Cluster:
         raise ConfigError(f"{source} is not TOML: {error}.") from error
     mistakes = Mistakes()
     _check_keys(table, (*_PLAIN, *_PARTS), "", mistakes)
-    given = {key: table[key] for key in _PLAIN if key in table}
+    fields = {key: table[key] for key in _PLAIN if key in table}
     for key, (name, part) in _PARTS.items():
-        if key in table and (made := part(table[key], key, mistakes)) is not _REFUSED:
-            given[name] = made
+        if key in table and (value := part(table[key], key, mistakes)) is not _REFUSED:
+            fields[name] = value
     mistakes.need(not {"hosts", "host"} <= table.keys(), "give either hosts or [[host]], not both")
     # Made even after mistakes, from the parts that are right: it reports what is wrong with those.
-    cluster = mistakes.attempt(partial(Cluster, **given))
+    cluster = mistakes.attempt(partial(Cluster, **fields))
     mistakes.report(f"{source}:")
     assert cluster is not None
     return cluster
@@ -101,8 +101,8 @@ class _Form:
         missing = [key for key in self.needed if key not in table]
         mistakes.need(not missing, f"{where} needs {' and '.join(missing)}")
         completed = {**self.needed, **table}
-        given = {self.arguments[key]: value for key, value in completed.items() if key in self.arguments}
-        made = mistakes.attempt(partial(self.make, **given), f"{where}: ")
+        arguments = {self.arguments[key]: value for key, value in completed.items() if key in self.arguments}
+        made = mistakes.attempt(partial(self.make, **arguments), f"{where}: ")
         # Made from a stand-in, it served to check the other keys only.
         return _REFUSED if made is None or missing else made
 
@@ -140,12 +140,12 @@ def _read_jitter(value: Any, where: str, mistakes: Mistakes) -> Any:
 def _read_hosts(value: Any, where: str, mistakes: Mistakes) -> Any:
     hosts = []
     for location, table in _tables(value, where, mistakes):
-        given = dict(table)
-        if "link" in given and (link := _LINK.read(given.pop("link"), f"{location} link", mistakes)) is not _REFUSED:
-            given["link"] = link
-        host = _HOST.read(given, location, mistakes)
-        if host is _REFUSED and is_name(given.get("name")):  # So that links which name it are still checked.
-            host = Host(name=given["name"])
+        keys = dict(table)
+        if "link" in keys and (link := _LINK.read(keys.pop("link"), f"{location} link", mistakes)) is not _REFUSED:
+            keys["link"] = link
+        host = _HOST.read(keys, location, mistakes)
+        if host is _REFUSED and is_name(keys.get("name")):  # So that links which name it are still checked.
+            host = Host(name=keys["name"])
         hosts += [] if host is _REFUSED else [host]
     return tuple(hosts) if hosts or value == [] else _REFUSED
 

@@ -67,14 +67,14 @@ class Tier:
         return f"{self.size} to a switch, {blocking}{latency}"
 
 
-def share(workers: int, holds: Sequence[int | None]) -> list[int]:
+def share(workers: int, capacities: Sequence[int | None]) -> list[int]:
     """Return how many workers go to each host: hosts that state a number are filled, the others share the rest."""
-    counts, left = [], workers
-    for hold in holds:
-        counts.append(min(hold or 0, left))
-        left -= counts[-1]
-    free = [index for index, hold in enumerate(holds) if hold is None]
+    counts, remaining = [], workers
+    for capacity in capacities:
+        counts.append(min(capacity or 0, remaining))
+        remaining -= counts[-1]
+    free = [index for index, capacity in enumerate(capacities) if capacity is None]
     for position, index in enumerate(free):
         # As evenly as possible: the first hosts take one more where it does not divide.
-        counts[index] = left // len(free) + (position < left % len(free))
+        counts[index] = remaining // len(free) + (position < remaining % len(free))
     return counts

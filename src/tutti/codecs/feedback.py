@@ -56,6 +56,7 @@ class ErrorFeedback(Codec):
                 f"a tensor of {tensor.numel()} elements needs a state for as many, got {got}: make it by "
                 f"start({tensor.numel()}), and pass in what the previous call returned."
             )
+        # The inner codec updates `memory` in place.
         packet, inner = self.inner.encode(tensor, state, residual=memory, groups=groups)
         return packet, {**inner, "residual": memory}
 

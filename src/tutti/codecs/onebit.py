@@ -31,6 +31,7 @@ class OneBit(Codec):
         values, groups = flat_float32(tensor, "OneBit"), groups_or_rows(tensor, groups)
         count, table = len(groups), groups.table(1, values.device)
         packet, payload = new_packet(Header(_KIND, count, values.numel()), 8 * count + table.num_bytes, values.device)
+        # Payload: low and high mean of every group, two float32, then one bit per value.
         scales, codes = payload[: 8 * count].view(torch.float32), payload[8 * count :]
         kernels.for_device(values.device).onebit_encode(values, residual, table, scales, codes)
         return packet, state

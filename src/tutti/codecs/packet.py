@@ -51,7 +51,7 @@ class Header:
     numel: int
     """Elements of the tensor."""
     parameter: int = 0
-    """A number with a meaning of the codec's own."""
+    """A number that depends on the codec: bits, step, or the order of a Golomb code."""
 
 
 def new_packet(header: Header, payload_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:

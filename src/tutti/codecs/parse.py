@@ -52,7 +52,7 @@ def parse_codec(text: str) -> Codec:
     if has_feedback and (number not in ("0", "1") or body[-1:] not in (",", ":")):
         raise ConfigError(f"codec '{text}': feedback=0 or feedback=1 comes last, after a comma or the first colon.")
     parts = CHAIN_SEPARATOR.split(body[:-1] if has_feedback else body)
-    codecs = [_one(part) for part in parts]
+    codecs = [_parse_one(part) for part in parts]
     if len(codecs) > 2:
         raise ConfigError(f"codec '{text}' has {len(codecs)} parts; a chain has two, such as topk:0.01+quantize:8.")
     codec = codecs[0] if len(codecs) == 1 else Chain(*codecs)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def print_codec(codec: Codec, more: Sequence[str] = ()) -> str:
     return f"{text}{',' if ':' in CHAIN_SEPARATOR.split(text)[-1] else ':'}{','.join(options)}"
 
 
-def _one(part: str) -> Codec:
+def _parse_one(part: str) -> Codec:
     """Parse one codec with its options, by the parameters that its class takes."""
     name, colon, rest = part.partition(":")
     make = CODECS.find(name)
@@ -83,6 +83,7 @@ def _one(part: str) -> Codec:
     arguments: dict[str, float] = {}
     for number, option in enumerate(rest.split(",") if colon else []):
         first, equals, second = option.partition("=")
+        # By name, or by position as in a call.
         key = first if equals else (takes[number] if number < len(takes) else "")
         if key in arguments:
             raise ConfigError(f"codec '{part}' gives its {key} twice.")

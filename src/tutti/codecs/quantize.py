@@ -55,6 +55,7 @@ class Quantize(Codec):
         packet, payload = new_packet(
             Header(_KIND, count, values.numel(), self.bits), 4 * count + table.num_bytes, values.device
         )
+        # Payload: one float32 per block, then the codes.
         scales, codes = payload[: 4 * count].view(torch.float32), payload[4 * count :]
         # Odd multipliers of 32 bits spread seeds and steps, so that streams of neighbouring ones do not overlap.
         seed = (state["seed"] * 0x85EBCA6B + state["step"] * 0xC2B2AE35) % 2**32

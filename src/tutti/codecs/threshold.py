@@ -56,6 +56,7 @@ class Threshold(Codec):
     ) -> tuple[Packet, State]:
         values = flat_float32(tensor, "Threshold")
         check_room(values.numel())
+        # The sampled threshold is 0 where fewer values than `density` are not zero.
         tau = self.tau or about_largest(values, residual, self.density) or _mean_magnitude(values, residual)
         indices, picked = kernels.for_device(values.device).pick(values, residual, tau)
         finite = picked.isfinite()
@@ -116,8 +117,8 @@ def _mean_magnitude(values: Tensor, residual: Tensor | None) -> float:
     It is the threshold where fewer values than the density asks for are not zero, so that the sampled one is 0.
     """
     wanted = values if residual is None else values + residual
-    some = wanted[(wanted != 0) & wanted.isfinite()].abs()
-    return min(float(some.double().mean()), _LARGEST) if some.numel() else 0.0
+    magnitudes = wanted[(wanted != 0) & wanted.isfinite()].abs()
+    return min(float(magnitudes.double().mean()), _LARGEST) if magnitudes.numel() else 0.0
 
 
 def _packet(indices: Tensor, picked: Tensor, finite: Tensor, tau: float, values: Tensor) -> Packet:

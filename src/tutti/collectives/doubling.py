@@ -32,6 +32,7 @@ def recursive_doubling(flat: Tensor, transport: Transport) -> Operation:
     fold = PowerOfTwoFold(transport)
     yield from fold.fold(flat, transport)
     if not fold.outer:
+        # One buffer serves all rounds: it is added before the next receive is posted.
         received = buffer_like(flat)
         distance = 1
         while distance < fold.num_inner:

@@ -52,6 +52,7 @@ def hierarchical_cost(num_hosts: int, num_bytes: float, link: Link) -> float:
     return min(cost(num_hosts, num_bytes, link) for _, cost in _ACROSS)
 
 
+# Without the tree: recursive doubling sends at most as many messages of the same length.
 _ACROSS = ((ring, ring_cost), (butterfly, butterfly_cost), (recursive_doubling, recursive_doubling_cost))
 
 

@@ -129,13 +129,13 @@ def _rounds(hosts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
         waiting = sorted(pair for pair in waiting if pair[1] < size)
         while waiting:
             busy: set[str] = set()
-            now = []
+            concurrent = []
             for pair in waiting:
                 if busy.isdisjoint(ends := {hosts[rank] for rank in pair}) or len(set(hosts)) == 1:
-                    now.append(pair)
+                    concurrent.append(pair)
                     busy |= ends
-            yield now
-            waiting = [pair for pair in waiting if pair not in now]
+            yield concurrent
+            waiting = [pair for pair in waiting if pair not in concurrent]
 
 
 def _ping_pong(transport: Transport, first_rank: int, second_rank: int) -> list[tuple[int, float]]:

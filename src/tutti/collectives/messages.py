@@ -58,6 +58,7 @@ def _receive(transport: Transport, src: int) -> Any:
 
 
 def _encode(value: Any) -> torch.Tensor:
+    # A bytearray, because torch warns about memory that cannot be written to.
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

@@ -39,5 +39,6 @@ def native_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
 
     Latencies and transfers overlap, so the longer of the two counts.
     """
+    # A link without latency, so that only bytes count here.
     transfer = 2 * round_cost(num_ranks, num_bytes, Link(link.bits_per_s))
     return max(2 * round_cost(num_ranks, 0, link), transfer)

@@ -96,6 +96,7 @@ def ring_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
     num_chunks = ceil(block / _CHUNK_BYTES)
     if num_chunks <= 1:
         return 2 * round_cost(num_ranks, num_bytes, link)
+    # A block is passed on chunk by chunk: a hop takes the time of its bytes, or that of one chunk on a slow link.
     hop_s = max(block * link.seconds_per_byte, link.seconds(block / num_chunks))
     return 2 * (num_ranks - 1) * hop_s + link.latency_s
 
@@ -141,7 +142,9 @@ def pass_blocks_around(
     sending = deque(transport.isend(chunk, right) for chunk in (blocks[first % size] if num_steps else []))
     arriving: deque[tuple[Tensor, Work]] = deque()
     to_request = _incoming_chunks(blocks, first, num_steps)
+    # `to_request` goes through the same chunks as the loop below, `_RECEIVES_AHEAD` of them earlier.
     for step, chunk in islice(to_request, _RECEIVES_AHEAD):
+        # What is to be added needs a buffer of its own; what replaces a chunk is received in place.
         received = buffer_like(chunk) if step < num_adds else chunk
         arriving.append((received, transport.irecv(received, left)))
     for step, chunk in _incoming_chunks(blocks, first, num_steps):
@@ -149,6 +152,7 @@ def pass_blocks_around(
         yield work
         if step < num_adds:
             add(chunk, received)
+        # What arrives in the last step has been everywhere.
         if step + 1 < num_steps:
             sending.append(transport.isend(chunk, right))
             if len(sending) > _MAX_UNAWAITED_SENDS:

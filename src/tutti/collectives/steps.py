@@ -48,11 +48,13 @@ def on_flat(collective: FlatCollective) -> FlatCollective:
 
 def buffer_like(tensor: Tensor) -> Tensor:
     """Return an empty tensor to receive into, as large as `tensor`."""
+    # A size-only tensor holds no values that could be overwritten.
     return tensor if tensor.__class__ is SizeOnlyTensor else torch.empty_like(tensor)
 
 
 def parts(numel: int, num_parts: int) -> list[slice]:
     """Cut `numel` elements into `num_parts` slices of nearly equal length, the longer ones first."""
+    # The first `longer` parts have one element more than the others.
     size, longer = divmod(numel, num_parts)
     ends = [size * (number + 1) + min(number + 1, longer) for number in range(num_parts)]
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -78,6 +80,7 @@ class PowerOfTwoFold:
     def __init__(self, transport: Transport) -> None:
         self.num_inner = 1 << (transport.size.bit_length() - 1)
         self.outer = transport.rank >= self.num_inner
+        # Sets or clears the highest bit: with 6 ranks 4 ↔ 0 and 5 ↔ 1. Ranks 2 and 3 have no partner.
         partner = transport.rank ^ self.num_inner
         self.partner = partner if partner < transport.size else None
 

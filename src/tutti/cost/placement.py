@@ -38,6 +38,7 @@ class Placement:
         hosts = list({host.name: host for host in placed}.values())
         per_host = Counter(host.name for host in placed)
         speeds = {cluster.speed_of(rank, host) for rank, host in enumerate(placed)}
+        # By how much switches divide a host's rate, and the latency that they add to every message.
         blocking, latency_s = _through_switches(cluster, len(hosts))
         link = cluster.within if len(hosts) == 1 else _slowest(cluster, hosts)
         link = link if len(hosts) == 1 else Link(link.bits_per_s, link.latency_s + latency_s)
@@ -53,6 +54,7 @@ class Placement:
             shared_link=Link(link.bits_per_s / share, link.latency_s),
             within=cluster.within,
             slowness=1 / min(speeds),
+            # Where this is False, the planner takes a simulated step time, if it has a simulator.
             uniform=single_level and steady and (equal_links or len(hosts) == 1),
         )
 

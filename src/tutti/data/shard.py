@@ -89,7 +89,7 @@ def _refuse_servers(world: World) -> None:
     if (trained := world.sample_counts.num_training_ranks) not in (None, world.size):
         raise ConfigError(
             f"shard: this divides the data between all {world.size} ranks, of which {trained} train and the others "
-            "serve. Call tutti.data.shard after tutti.distribute, or with world=job.world."
+            "serve. Call tutti.shard after tutti.distribute, or with world=job.world."
         )
 
 

@@ -44,12 +44,12 @@ def distribute(
             names it at the command line, "bmuf:every=16"; `AllReduce()` by default, `tutti run --strategy` first.
         world: the ranks to train with; the world that `tutti.init` made by default.
         mesh: how ranks split the model too; `strategy` is then between those that have the same part of it, and the
-            world afterwards is theirs: make `tutti.data.shard` after it.
+            world afterwards is theirs: make `tutti.shard` after it.
         example: with a pipeline, one batch of what the model takes.
 
     On a rank that only serves (`ParameterServer(servers=...)`) this does not return: it serves until the others have
     finished, and ends the program there, or the function that `tutti.launch` runs. On the others, the world is then
-    that of the ranks that train: make `tutti.data.shard` after it.
+    that of the ranks that train: make `tutti.shard` after it.
     """
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh must be a tutti.Mesh(data=..., tensor=..., pipe=...), got {mesh!r}.")
@@ -107,8 +107,7 @@ def _start(
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
-    job = Job(replica, exchange, strategy, trains, compute_clock, model_on_mesh)
-    job.previous_world = previous_world
+    job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
     setattr(model, JOB_ATTRIBUTE, job)
     for module in model.modules():
         if isinstance(module, Branches):  # Its backward refuses to run undistributed: gradients would be partial.
@@ -183,10 +182,10 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         mistakes.append("the model has no trainable parameter: nothing to distribute.")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if strays := [name for name, p in trained.items() if id(p) not in held]:
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := [name for name, p in trained.items() if id(p) not in in_optimizer]:
         mistakes.append(
-            f"the optimiser does not hold {_some(strays)}. Give it all trainable parameters, or set "
+            f"the optimiser does not hold {_some(missing)}. Give it all trainable parameters, or set "
             "requires_grad=False on those that should not change."
         )
     return mistakes

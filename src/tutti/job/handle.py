@@ -14,7 +14,6 @@ from tutti.job.state import exchange_state, job_state
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.replica import HookedReplica
-from tutti.simulation.compute_clock import ComputeClock
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World, current_world, set_world
 
@@ -34,20 +33,19 @@ class Job:
         exchange: Exchange,
         strategy: Strategy,
         world: World,
-        compute_clock: ComputeClock | None = None,
+        previous_world: World,
         model_on_mesh: ModelOnMesh | None = None,
     ) -> None:
         self.strategy = strategy
         self.world = world
         """The ranks that train: all but dedicated servers; on a mesh, those along the `data` axis."""
-        self._compute_clock = compute_clock
         self._model_on_mesh = model_on_mesh
         self._model = replica.model if model_on_mesh is None else model_on_mesh.model
         self._replica = replica
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._was_leader = False
-        self.previous_world = world
+        self._previous_world = previous_world
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -189,12 +187,12 @@ class Job:
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
         self._exchange.close()
         self._replica.detach()
-        if self._compute_clock is not None:
-            self._compute_clock.detach()
+        if self._replica.compute_clock is not None:
+            self._replica.compute_clock.detach()
         self._exchange.transport.close()
         if self._model_on_mesh is not None:
             self._model_on_mesh.abandon()
-            restore_world(self.world, self.previous_world)
+            restore_world(self.world, self._previous_world)
         delattr(self._model, JOB_ATTRIBUTE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -15,8 +15,8 @@ from tutti.errors import NonFiniteLoss, RankLost
 from tutti.launch.command import die_with
 from tutti.launch.supervisor_pipe import IMPORTING, PARENT, Failure, SupervisorPipe
 
-_STARTERS = ("launch/worker.py", "launch/simulate.py", "simulated/rank.py")
-"""Files whose frames come first in a traceback: how the user's code was started."""
+_STARTERS = ("tutti.simulation.rank_thread", "tutti.simulation.runs.simulate")
+"""Modules, beside this one, whose frames come first in a traceback: they start the user's code."""
 
 
 def main() -> None:
@@ -86,8 +86,10 @@ def describe_failure(error: BaseException) -> Failure:
 
 def _without_starters(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the user's code on, without how it was started."""
+    # A module that is not imported has no frame, so none is imported for this: they import torch.
+    files = {__file__, *(sys.modules[name].__file__ for name in _STARTERS if name in sys.modules)}
     while trace is not None and (
-        trace.tb_frame.f_code.co_filename.endswith(_STARTERS) or "runpy" in trace.tb_frame.f_code.co_filename
+        trace.tb_frame.f_code.co_filename in files or "runpy" in trace.tb_frame.f_code.co_filename
     ):
         trace = trace.tb_next
     return trace

@@ -17,7 +17,7 @@ on every rank, so `_ShareInputGradients` divides by n again.
 
 Every rank starts all of its sends before it waits for a message, so no two ranks wait for each other. Both passes are
 collective in the group. If a rank is lost, the transport ends the waits for it with `RankLost`. A branch with an output
-of the wrong kind sends a header that says so, and all ranks raise the same error.
+of the wrong kind sends a header with an invalid dtype, and all ranks raise the same error.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _INVALID = -1
 """The dtype in the header of an output that cannot be sent."""
 
 _REMEDY = (
-    "the ranks of one group of branches are one worker. Leave out tutti.data.shard, or give it the world of groups "
+    "the ranks of one group of branches are one worker. Leave out tutti.shard, or give it the world of groups "
     "(see docs/branches.md), and seed random data and shuffling."
 )
 
@@ -53,7 +53,7 @@ class Branches(nn.Module):
 
     The first branch is computed by the first rank, and so on, in turn if there are more branches than ranks. If there
     are more ranks than branches, each group of as many ranks as branches is a replica with its own data: `group` and
-    `num_groups` say which, for `tutti.data.shard`. The ranks of a group must be given the same inputs.
+    `num_groups` identify it, for `tutti.shard`. The ranks of a group must be given the same inputs.
 
     Args:
         branches: modules that map one tensor to one floating-point tensor.
@@ -125,7 +125,7 @@ class Branches(nn.Module):
         self._transport.irecv(buffer, number % self.size, number).wait()
 
     def not_distributed_error(self) -> ConfigError:
-        """Return the error of a backward pass whose gradients nobody would average."""
+        """Return the error of a backward pass whose gradients would not be averaged."""
         return ConfigError(
             f"rank {self._transport.world_rank}: gradients of Branches are right only after they are averaged over "
             "ranks: tutti.distribute the model that contains them before you train it."
@@ -160,6 +160,7 @@ class _ShareInputGradients(torch.autograd.Function):
             shape, dtype, device = ctx.input_properties[number]
             if number in branches.local_branches:
                 grad = grads[number]
+                # Without a gradient zeros are sent: the other ranks wait for a message of this branch.
                 # `_GatherOutputs` multiplied by the number of ranks, and this gradient will be on all of them.
                 shared[number] = (
                     torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad / branches.size
@@ -190,6 +191,7 @@ class _GatherOutputs(torch.autograd.Function):
         device = next(branches.parameters(), torch.empty(0)).device
         sending = []
         for number, made in local.items():
+            # Receivers do not know dtype and shape. Messages of one tag arrive in order, so the header comes first.
             sending += branches.isend(_header(made), number)
             if _can_be_sent(made):
                 sending += branches.isend(made, number)
@@ -197,7 +199,8 @@ class _GatherOutputs(torch.autograd.Function):
         for number in range(len(branches.branches)):
             output: Any = local[number] if number in local else _receive_output(branches, number)
             if not _can_be_sent(output):
-                raise branches.output_error(number)
+                raise branches.output_error(number)  # Every rank has seen the header, and raises it too.
+            # A view, since autograd functions must not return their inputs themselves.
             outputs.append(output.view_as(output) if number in local else output.to(device))
         for _, work in sending:
             work.wait()
@@ -206,6 +209,7 @@ class _GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         branches: Branches = ctx.branches
+        # Only now: a forward pass is also right without `distribute`, to evaluate.
         if not branches.distributed:
             raise branches.not_distributed_error()
         local = (grads[number] * branches.size for number in branches.local_branches)

@@ -57,7 +57,7 @@ _WHOLE_TENSOR_OPTIMIZERS: dict[str, tuple[Axis, ...]] = {
 """Optimisers, torch's and others', that are not element-wise, and the axes along which they would be wrong."""
 
 _SPLIT = "tensor={tensor} x pipe={pipe}"
-"""How a saved state names the split of its model."""
+"""The name of a split in a saved state."""
 
 
 class ModelOnMesh:
@@ -93,7 +93,7 @@ class ModelOnMesh:
         try:
             self._split(optimizer, transport, example)
         except BaseException:
-            self.abandon()
+            self.abandon()  # Closes this rank's channels, so that no peer waits for it.
             raise
 
     def _split(self, optimizer: Optimizer, transport: Transport, example: Any) -> None:
@@ -152,6 +152,7 @@ class ModelOnMesh:
         for parameter in counted:
             assert parameter.grad is not None
             square += parameter.grad.double().square().sum().cpu()
+        # Not along `data`: the norm is that of one replica.
         for axis in ("tensor", "pipe"):
             if self._axis_transports[axis].size > 1:
                 run(native.steps(square, self._axis_transports[axis]))
@@ -165,6 +166,7 @@ class ModelOnMesh:
     def full_model(self, optimizer: bool) -> Iterator[None]:
         """Within it every rank has the whole model, and the state of the `optimizer` if asked. Collective."""
         with ExitStack() as stack:
+            # Shards first: stages then send full parameters. ExitStack undoes them in reverse.
             for sharded in self._sharded:
                 stack.enter_context(sharded.full_model(optimizer))
             if self._staged is not None:
@@ -296,6 +298,7 @@ def _diverging_copies_mistakes(model: nn.Module, plan: TensorPlan, strategy: Str
 
 
 def _axis_transport(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
+    # A simulated rank needs the virtual clock, so it has a channel also where it is alone.
     if mesh.shape[axis] == 1 and transport.cluster is None:
         return SingleRankTransport(transport.timeout, transport.world_rank)
     return transport.channel(axis, mesh.ranks_along(axis, transport.rank))

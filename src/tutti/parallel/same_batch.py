@@ -12,9 +12,9 @@ from tutti.errors import ConfigError
 from tutti.transports import Transport
 
 MESH_REMEDY = (
-    "call tutti.data.shard after distribute, when the world has one rank per replica, and seed all random generators."
+    "call tutti.shard after distribute, when the world has one rank per replica, and seed all random generators."
 )
-"""What to do about different batches on a mesh."""
+"""The advice for different batches on a mesh."""
 
 
 class SameBatchCheck:

@@ -27,17 +27,17 @@ NEAR = 1.05
 """Lossy strategies within this factor of the fastest count as equally fast: `Strategy.preference` decides."""
 
 _MAX_SIMULATED = 6
-"""How many exact strategies, and how many lossy ones, are simulated at most, the fastest by formula first."""
+"""Largest number of exact strategies, and of lossy ones, that are simulated, the fastest by formula first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to train, and why."""
+    """The planner's answer: the strategy to use, predictions of all strategies, and the reasons."""
 
     workers: int
     """Number of training workers, as asked for."""
     alone: Prediction
-    """One worker, the fastest of the cluster."""
+    """The prediction of one worker without exchange, on the fastest host."""
     predictions: tuple[Prediction, ...]
     """The strategy to use, then the others, fastest first."""
     distribute: bool

@@ -99,7 +99,7 @@ class ScalingRow(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """How throughput grows with the number of workers, and where adding workers stops paying."""
+    """Predicted throughput by number of workers, and the number beyond which more do not pay."""
 
     rows: tuple[ScalingRow, ...]
     """One worker, then 2, 4, 8, ... up to the number asked for, or to the first that does not pay if that is more."""

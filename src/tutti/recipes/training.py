@@ -84,19 +84,21 @@ class TrainingResult:
 def train(config: TrainingConfig) -> TrainingResult:
     """Train a recipe on this rank, together with all other ranks, and report progress to the launcher. Collective."""
     world = init()
-    made = recipe(config.recipe, **config.options)
+    training_recipe = recipe(config.recipe, **config.options)
     torch.manual_seed(config.seed)  # Before the model draws its parameters.
-    model, optimizer = _model_and_optimizer(made, config)
-    splits = made.data(Path(config.data) if config.data else None)
-    num_samples, epochs = len(splits.train), config.epochs or made.epochs
-    evaluation = _Evaluation(made, model, splits.test, config.double)
+    model, optimizer = _model_and_optimizer(training_recipe, config)
+    splits = training_recipe.data(Path(config.data) if config.data else None)
+    num_samples, epochs = len(splits.train), config.epochs or training_recipe.epochs
+    evaluation = _Evaluation(training_recipe, model, splits.test, config.double)
     with distribute(model, optimizer, config.strategy, world=world) as job:
-        sampler = GlobalBatches(num_samples, config.batch_size or made.batch_size, job.world.size, config.seed)
+        sampler = GlobalBatches(
+            num_samples, config.batch_size or training_recipe.batch_size, job.world.size, config.seed
+        )
         batches = shard(DataLoader(splits.train, batch_sampler=sampler, collate_fn=collate), world=job.world)
         reports = ProgressReports(job, epochs, len(sampler) // sampler.num_parts, num_samples)
         for epoch in range(1, epochs + 1):
             for x, y in batches:
-                loss = made.loss(model(_in_precision(x, config.double)), y)
+                loss = training_recipe.loss(model(_in_precision(x, config.double)), y)
                 job.watch(loss)  # Before backward, whose exchange stops all ranks if the loss is not finite.
                 loss.backward()
                 optimizer.step()
@@ -115,7 +117,7 @@ def train(config: TrainingConfig) -> TrainingResult:
     return TrainingResult(
         loss=float(loss.detach()),
         accuracy=accuracy,
-        target=made.target,
+        target=training_recipe.target,
         steps=metrics.steps,
         samples=epoch * num_samples,
         seconds=metrics.seconds,
@@ -126,9 +128,9 @@ def train(config: TrainingConfig) -> TrainingResult:
     )
 
 
-def _model_and_optimizer(made: Recipe, config: TrainingConfig) -> tuple[nn.Module, Optimizer]:
-    model = made.model().double() if config.double else made.model()
-    optimizer = made.optimizer(model)
+def _model_and_optimizer(training_recipe: Recipe, config: TrainingConfig) -> tuple[nn.Module, Optimizer]:
+    model = training_recipe.model().double() if config.double else training_recipe.model()
+    optimizer = training_recipe.optimizer(model)
     for group in optimizer.param_groups:
         group["lr"] *= config.lr_scale
     return model, optimizer
@@ -163,7 +165,7 @@ def _evaluate_epoch(
 class _Evaluation:
     """The test data of a recipe, and the model to evaluate on it."""
 
-    made: Recipe
+    training_recipe: Recipe
     model: nn.Module
     test: MapDataset
     double: bool
@@ -178,7 +180,7 @@ class _Evaluation:
             for x, y in batches:
                 scores = self.model(_in_precision(x, self.double))
                 # Weighted by samples: the last batch may be smaller. Sums in float64, which are added over ranks below.
-                right_and_total += torch.tensor([float(self.made.accuracy(scores, y)) * len(y), len(y)])
+                right_and_total += torch.tensor([float(self.training_recipe.accuracy(scores, y)) * len(y), len(y)])
             self.model.train()
         if world is not None:
             native(right_and_total, world.transport)

@@ -228,10 +228,10 @@ class BackwardPass:
         """Cut the buckets anew, in the order in which rank 0 saw gradients arrive. Collective."""
         replica = self._replica
         numbers = {slot: number for number, slot in enumerate(replica.slots)}
-        seen = broadcast_json([numbers[slot] for slot in arrivals], replica.transport)
+        in_order = broadcast_json([numbers[slot] for slot in arrivals], replica.transport)
         # Parameters without a gradient in rank 0's first pass come last: they may never get one.
-        unseen = sorted(set(numbers.values()) - set(seen))
-        replica.arrange([replica.slots[number].name for number in [*seen, *unseen]])
+        remaining = sorted(set(numbers.values()) - set(in_order))
+        replica.arrange([replica.slots[number].name for number in [*in_order, *remaining]])
 
     def _check_still_frozen(self) -> None:
         for name, parameter in self._frozen:

@@ -184,8 +184,8 @@ def _restore(module: nn.Module) -> None:
 def layers_of(model: nn.Module, slots: list[Slot]) -> list[FactoredLayer]:
     """Return the layers of a model whose gradients can be factored, in the order of their names."""
     by_tensor = {id(slot.tensor): slot for slot in slots}
-    found = [(by_tensor.get(id(module.weight)), module) for module in factorable(model)]
-    layers = [FactoredLayer(slot, module) for slot, module in found if slot is not None]
+    candidates = [(by_tensor.get(id(module.weight)), module) for module in factorable(model)]
+    layers = [FactoredLayer(slot, module) for slot, module in candidates if slot is not None]
     return sorted(layers, key=lambda layer: layer.slot.name)
 
 
@@ -297,8 +297,8 @@ class _Product(torch.autograd.Function):
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `F.linear`, but never as a view: autograd forbids in-place changes of views made by custom functions."""
     # (rows, num_out), reshaped to x's leading dimensions without recording a view.
-    made = F.linear(x.flatten(0, -2), weight, bias)
-    return torch.ops.aten._unsafe_view.default(made, [*x.shape[:-1], len(weight)])
+    output = F.linear(x.flatten(0, -2), weight, bias)
+    return torch.ops.aten._unsafe_view.default(output, [*x.shape[:-1], len(weight)])
 
 
 _FORWARD: dict[int, Callable[..., Tensor]] = {2: _linear, 3: F.conv1d, 4: F.conv2d, 5: F.conv3d}

@@ -44,6 +44,10 @@ class GradientClock(Protocol):
         """Advance the clock by the time of so many floating-point operations."""
         ...
 
+    def detach(self) -> None:
+        """Remove the clock's hooks from the model and its optimiser."""
+        ...
+
 
 class Replica(ABC):
     """A model and its optimiser, seen as buckets of gradients and of running statistics."""

@@ -27,15 +27,15 @@ def check_alike(
     # Equal on all ranks, so all ranks take the same branch: either none or all of them gather below.
     if _alike(local, transport) and not mistakes:
         return
-    everyone = all_gather_json(local, transport)
-    all_mistakes = [f"rank {rank}: {mistake}" for rank, other in enumerate(everyone) for mistake in other["mistakes"]]
+    by_rank = all_gather_json(local, transport)
+    all_mistakes = [f"rank {rank}: {mistake}" for rank, other in enumerate(by_rank) for mistake in other["mistakes"]]
     if all_mistakes:
-        shared = all(other["mistakes"] == everyone[0]["mistakes"] for other in everyone)
-        raise ConfigError("\n".join(everyone[0]["mistakes"] if shared else all_mistakes))
-    for rank, other in enumerate(everyone):
-        if other["layout"] != everyone[0]["layout"]:
-            raise ReplicaMismatch(_first_difference(everyone[0]["layout"], other["layout"], rank))
-        for what, ours in everyone[0]["choices"].items():
+        shared = all(other["mistakes"] == by_rank[0]["mistakes"] for other in by_rank)
+        raise ConfigError("\n".join(by_rank[0]["mistakes"] if shared else all_mistakes))
+    for rank, other in enumerate(by_rank):
+        if other["layout"] != by_rank[0]["layout"]:
+            raise ReplicaMismatch(_first_difference(by_rank[0]["layout"], other["layout"], rank))
+        for what, ours in by_rank[0]["choices"].items():
             if other["choices"][what] != ours:
                 raise ReplicaMismatch(
                     f"the {what} differs between ranks: rank 0 has {ours}, rank {rank} has {other['choices'][what]}."

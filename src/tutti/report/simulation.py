@@ -140,15 +140,15 @@ def rank_names(cluster: Cluster, workers: int) -> dict[int, str]:
     hosts = cluster.place(workers)
     show_hosts = isinstance(cluster.hosts, tuple) or len({host.name for host in hosts}) < workers
     speeds = [cluster.speed_of(rank, host) for rank, host in enumerate(hosts)]
-    usual = statistics.median_high(speeds)
-    slow = [rank for rank, speed in enumerate(speeds) if speed < usual][:_FEW_RANKS]
+    median_speed = statistics.median_high(speeds)
+    slow = [rank for rank, speed in enumerate(speeds) if speed < median_speed][:_FEW_RANKS]
     every = -(-workers // _FEW_RANKS)
     # Slow ranks are always named; regular labels next to them would overlap.
     near = {rank + offset for rank in slow for offset in range(1 - every, every)}
     names = {}
     for rank in sorted({*slow, *(rank for rank in range(0, workers, every) if rank not in near)}):
         names[rank] = f"{rank}, {hosts[rank].name}" if show_hosts else f"{rank}"
-        names[rank] += f", {usual / speeds[rank]:.3g}× slower" if rank in slow else ""
+        names[rank] += f", {median_speed / speeds[rank]:.3g}× slower" if rank in slow else ""
     return names
 
 

@@ -174,6 +174,7 @@ class _AfterForward(OwnedHook):
                 return
 
 
-def _backward_begins(clock: "ref[ComputeClock]", seconds: float, _: Tensor) -> None:
-    if (living := clock()) is not None:
-        living.backward(seconds)
+def _backward_begins(clock_ref: "ref[ComputeClock]", seconds: float, _: Tensor) -> None:
+    """Note the start of a backward pass. A hook of a model's output, called with its gradient."""
+    if (clock := clock_ref()) is not None:
+        clock.backward(seconds)

@@ -138,7 +138,7 @@ class Engine:
     def run_rank(self, rank: "Rank") -> None:
         """Let a rank's thread run until it waits or ends. It uses random generators of its own."""
         if self._last is not rank:
-            # A rank that runs twice in a row needs no switch, which is the most expensive part of a turn.
+            # Generator states are switched only when another rank runs, because that is slow.
             (self._last.randomness if self._last is not None else self._callers_randomness).save()
             rank.randomness.restore()
             self._last = rank

@@ -23,6 +23,7 @@ from heapq import heapreplace
 from math import prod
 
 from tutti.cluster import Cluster, Host
+from tutti.cluster.check import pair
 from tutti.errors import NoLink
 
 
@@ -99,27 +100,27 @@ class Network:
         return route
 
     def _find(self, src: int, dst: int) -> Route:
-        one, two = self.hosts[src], self.hosts[dst]
-        if one.name == two.name:
+        src_host, dst_host = self.hosts[src], self.hosts[dst]
+        if src_host.name == dst_host.name:
             per_byte, latency_s = self.cluster.within.seconds_per_byte, self.cluster.within.latency_s
             out, into = self._pipe(f"rank {src} out", per_byte), self._pipe(f"rank {dst} in", per_byte)
             # Pipes in memory carry messages within the host only, which all have the same latency.
             return Route(out, (into,), into, latency_s, direct=True)
-        link = self.cluster.link_between(one, two)
+        link = self.cluster.link_between(src_host, dst_host)
         if link is None:
             raise NoLink(self._no_link(src, dst))
-        middle, latency_s = self._through_tiers(one, two)
-        path = self.cluster.links.get((one.name, two.name)) or self.cluster.links.get((two.name, one.name))
+        middle, latency_s = self._through_tiers(src_host, dst_host)
+        path = self.cluster.links.get(pair(src_host.name, dst_host.name))
         if path is not None:
-            middle.append(self._pipe(f"{one.name} to {two.name}", path.seconds_per_byte))
+            middle.append(self._pipe(f"{src_host.name} to {dst_host.name}", path.seconds_per_byte))
         # A host without a link of its own has a path to each of its peers, and no card that they share: its pipe costs
         # no time.
-        first = self._pipe(f"{one.name} out", one.link.seconds_per_byte if one.link is not None else 0.0)
-        last = self._pipe(f"{two.name} in", two.link.seconds_per_byte if two.link is not None else 0.0)
+        first = self._pipe(f"{src_host.name} out", src_host.link.seconds_per_byte if src_host.link is not None else 0.0)
+        last = self._pipe(f"{dst_host.name} in", dst_host.link.seconds_per_byte if dst_host.link is not None else 0.0)
         latency_s += link.latency_s
         return Route(first, (*middle, last), last, latency_s, direct=not middle and latency_s <= self._shortest_s)
 
-    def _through_tiers(self, one: Host, two: Host) -> tuple[list[Pipe], float]:
+    def _through_tiers(self, src_host: Host, dst_host: Host) -> tuple[list[Pipe], float]:
         """Return the uplinks and downlinks of the switches between two hosts, and the latency they add."""
         up: list[Pipe] = []
         down: list[Pipe] = []
@@ -127,11 +128,12 @@ class Network:
         for level, tier in enumerate(self.cluster.tiers):
             # Hosts below one switch of this level.
             below *= tier.size
-            here, there = self._host_numbers[one.name] // below, self._host_numbers[two.name] // below
-            if here == there:  # The switch that joins both: the message turns here.
+            src_switch = self._host_numbers[src_host.name] // below
+            dst_switch = self._host_numbers[dst_host.name] // below
+            if src_switch == dst_switch:  # The switch that joins both: the message turns here.
                 break
-            up.append(self._uplink(level, here, "up"))
-            down.append(self._uplink(level, there, "down"))
+            up.append(self._uplink(level, src_switch, "up"))
+            down.append(self._uplink(level, dst_switch, "down"))
             latency_s += tier.latency_s
         return [*up, *reversed(down)], latency_s
 

@@ -100,7 +100,7 @@ class Rank:
             return
         thread.died = True
         self.leave(f"it died at {format_time(self.dies_s)}")
-        # A rank that waits is woken, and unwinds in `pause`. One that computes ahead has met `dies_s` by itself.
+        # A rank that waits is woken, and unwinds in `pause`. Any other one unwinds at its next `check_alive`.
         if not thread.ended and self.waiter.interrupt(self.dies_s):
             self.resume()
 

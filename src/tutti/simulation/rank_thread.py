@@ -84,7 +84,7 @@ class RankThread:
     def _run(self, function: Callable[[], Any]) -> None:
         self.turn.acquire()
         try:
-            if not self._engine.stopping:  # True if the simulation failed before this rank's first turn.
+            if not self._engine.stopping:  # Not if the simulation failed before this rank's first turn.
                 self.result = function()
         except Stopped:
             pass  # Raised by `unwind` in this very thread.

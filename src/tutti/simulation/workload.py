@@ -40,11 +40,11 @@ class Workload:
         """
         sizes = {name: float(p.numel()) for name, p in model.named_parameters() if p.requires_grad}
         counts: dict[str, float] = {}
-        seen: dict[str, int] = {}
+        layer_rows: dict[str, int] = {}
         for stand_in in (_without_values, _with_values):
             # A model may refuse meta tensors by any error. Random states are restored for the user's own pass.
             with suppress(Exception), torch.random.fork_rng(devices=[]):
-                counts, seen = _count(model, args, kwargs, stand_in)
+                counts, layer_rows = _count(model, args, kwargs, stand_in)
                 break
         rows = max(1, num_rows(args or kwargs))
         # The counter names modules by their path from the model's class name on.
@@ -54,13 +54,13 @@ class Workload:
             for name, size in sizes.items()
         }
         # A layer's operations are divided between its parameters by size. Layers without a count (normalisation) get a
-        # small share by size, so that no gradient is there before backward has begun.
+        # small share by size, since their gradients take some time too.
         raw = {name: by_layer[name] * size / layer_sizes[name] or 1e-3 * size for name, size in sizes.items()}
         total = sum(raw.values()) or 1.0
         counted = counts.get("Global", 0.0) / rows
         shares = {name: value / total for name, value in raw.items()}
         flops = counted or 2.0 * sum(p.numel() for p in model.parameters())
-        rows_per_sample = {name: number / rows for name, number in seen.items()}
+        rows_per_sample = {name: number / rows for name, number in layer_rows.items()}
         return cls(flops, shares, rows_per_sample, guessed=not counted)
 
     def speed(self, cluster: Cluster) -> float:
@@ -98,29 +98,29 @@ def _count(
     values = [*model.parameters(), *model.buffers()]
     # `deepcopy` takes what is in its memo for copied already, so no parameter is ever copied.
     memo: dict[int, Any] = {id(value): stand_in(value) for value in values}
-    bare = copy.deepcopy(model, memo).eval()
+    model_copy = copy.deepcopy(model, memo).eval()
     # Hooks of the user and of this library must not see this pass.
-    for module in bare.modules():
+    for module in model_copy.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
-    names = {module: f"{name}.weight".lstrip(".") for name, module in bare.named_modules()}
+    names = {module: f"{name}.weight".lstrip(".") for name, module in model_copy.named_modules()}
     rows: dict[str, int] = {}
 
     def count_rows(module: nn.Module, args: tuple[Any, ...]) -> None:
         num_in = module.get_parameter("weight").shape[1]
         rows[names[module]] = rows.get(names[module], 0) + args[0].numel() // num_in
 
-    for module in factorable(bare):
+    for module in factorable(model_copy):
         module.register_forward_pre_hook(count_rows)
-    bare_args, bare_kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
+    copy_args, copy_kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        bare(*bare_args, **bare_kwargs)
+        model_copy(*copy_args, **copy_kwargs)
     return {path: float(sum(ops.values())) for path, ops in counter.get_flop_counts().items()}, rows
 
 
 def _without_values(value: Tensor) -> Tensor:
-    made = torch.empty_like(value, device="meta")
-    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+    empty = torch.empty_like(value, device="meta")
+    return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
 def _with_values(value: Tensor) -> Tensor:

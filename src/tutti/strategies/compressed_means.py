@@ -123,6 +123,7 @@ class CompressedMean:
         buckets = [bucket for bucket in self._replica.buckets if bucket.values.numel()]
         if self._across is None or all(bucket in self._sums for bucket in buckets):
             return
+        # Views of the old sums' tensors, which live until `distribute` has copied them.
         memory = CodecMemory.collect(self._sums)
         self._sums = {bucket: self._new_sum(bucket, self._across) for bucket in buckets}
         memory.distribute(self._sums)

@@ -113,6 +113,7 @@ def _row_taken_over(rows: Tensor, transport: Transport, two_levels: bool) -> Ten
     # Which rank gets each saved row. Rows without a rank of their number go to the others in turn.
     heirs = [rank if rank in encoding else encoding[rank % len(encoding)] for rank in range(len(rows))]
     inherited = [row for row, heir in zip(rows, heirs, strict=True) if heir == transport.rank]
+    # A new rank inherits nothing and starts at zero.
     total = torch.stack(inherited).sum(0) if len(inherited) > 1 else (inherited or [torch.zeros_like(rows[0])])[0]
     # Residuals are owed to the mean. In a mean of more ranks each counts for less, so it is scaled up.
     return total if len(rows) == transport.size else total * (transport.size / len(rows))

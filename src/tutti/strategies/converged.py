@@ -38,7 +38,7 @@ class ConvergenceMonitor:
         self._share = share
         self._every = every
         self._steps = 0
-        self._before = [slot.tensor.detach().clone() for slot in self._slots]
+        self._window_start = [slot.tensor.detach().clone() for slot in self._slots]
         self._windows_left = dict.fromkeys([slot.name for slot in self._slots], 0)
         """For each parameter, the number of windows for which it is still skipped."""
         self._patience = dict.fromkeys(self._windows_left, 1)
@@ -56,7 +56,7 @@ class ConvergenceMonitor:
             return False
         # Rank 0 decides for all: ranks that skip different parameters would exchange different buckets.
         stopped = set(broadcast_json(self._stopped() if transport.rank == 0 else None, transport))
-        for slot, before in zip(self._slots, self._before, strict=True):
+        for slot, before in zip(self._slots, self._window_start, strict=True):
             self._decide(slot.name, slot.name in stopped)
             before.copy_(slot.tensor.detach())
         return True
@@ -74,14 +74,15 @@ class ConvergenceMonitor:
     def _stopped(self) -> list[str]:
         """Return the names of parameters that moved by less than their share in this window."""
         tensors = [slot.tensor.detach() for slot in self._slots]
-        distance = _norms([now - before for now, before in zip(tensors, self._before, strict=True)])
+        distance = _norms([now - before for now, before in zip(tensors, self._window_start, strict=True)])
+        # One number per parameter.
         within = distance < self._share * _norms(tensors)
         still = within | (distance == 0)  # A parameter that is all zero has no norm to compare with.
         return [slot.name for slot, stays in zip(self._slots, still.tolist(), strict=True) if stays]
 
     def state_dict(self) -> dict[str, Any]:
         names = [slot.name for slot in self._slots]
-        before = {name: value.clone() for name, value in zip(names, self._before, strict=True)}
+        before = {name: value.clone() for name, value in zip(names, self._window_start, strict=True)}
         counts = {"windows_out": dict(self._windows_left), "patience": dict(self._patience)}
         return {"steps": self._steps, **counts, "before": before}
 
@@ -93,7 +94,7 @@ class ConvergenceMonitor:
             )
         self._steps = state["steps"]
         self._windows_left, self._patience = dict(state["windows_out"]), dict(state["patience"])
-        for slot, before in zip(self._slots, self._before, strict=True):
+        for slot, before in zip(self._slots, self._window_start, strict=True):
             before.copy_(state["before"][slot.name])
 
 

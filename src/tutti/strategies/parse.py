@@ -63,6 +63,8 @@ STRATEGIES: Registry[Callable[[Options, Codec | None], Strategy]] = Registry(
     },
     _is_reader,
     "a function of options (dict[str, str]) and a codec (or None) that returns a tutti.strategies.Strategy",
+    # Their texts name strategies, too. A package must not change what such a text means.
+    reserved=[*CODECS.built_in, *ALGORITHMS.built_in],
 )
 """Functions that make a strategy from its options and its codec, by name. Packages add theirs by entry points of the
 group `tutti.strategies`. The name of an all-reduce algorithm or of a codec is a strategy, too."""

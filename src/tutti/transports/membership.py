@@ -104,7 +104,7 @@ def rank_lost_error(world_rank: int, gone: dict[int, str]) -> RankLost:
     who = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in sorted(gone.items()))
     return RankLost(
         f"rank {world_rank}: {who}. It failed (see its output), or it took fewer steps than this rank "
-        "(tutti.data.shard gives all ranks the same number).",
+        "(tutti.shard gives all ranks the same number).",
         gone,
     )
 
@@ -147,6 +147,7 @@ class Membership:
     def subset(self, ranks: Sequence[int]) -> "Membership":
         """The membership of some of these ranks, this one among them, in the order given."""
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
+        # The same store: `left` and `fled` are keyed by world rank, so every subset sees them.
         return Membership(ranks.index(self.rank), [self.peers[rank] for rank in ranks], self.store, self.timeout)
 
     def leave(self) -> None:
@@ -264,6 +265,7 @@ class ChannelMembership:
 
     def reason_left(self, rank: int) -> str | None:
         """How a rank has ended its part in this channel; None if it has not."""
+        # By the rank in this channel: the prefix already names the channel.
         key = f"{self._prefix}/{rank}"
         try:
             return self.membership.store.get(key).decode() if self.membership.store.check([key]) else None

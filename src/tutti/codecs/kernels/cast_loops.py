@@ -58,9 +58,9 @@ def _magnitude(value):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _signed(value, of):  # type: ignore[no-untyped-def]
-    """Return `value` with the sign bit of `of`."""
-    return _number(np.int32(_bits(value) | np.int32(_bits(of) & np.int32(-0x80000000))))
+def _signed(value, sign_source):  # type: ignore[no-untyped-def]
+    """Return `value` with the sign bit of `sign_source`."""
+    return _number(np.int32(_bits(value) | np.int32(_bits(sign_source) & np.int32(-0x80000000))))
 
 
 @compiled
@@ -112,9 +112,9 @@ def cast_encode(half: bool, feedback: bool) -> Callable[..., None]:
         wanted = np.empty(_BLOCK, np.float32)
         for begin in range(0, len(values), _BLOCK):
             source, target = values[begin : begin + _BLOCK], codes[begin : begin + _BLOCK]
-            rest = residual[begin : begin + _BLOCK]
+            residual_part = residual[begin : begin + _BLOCK]
             for i in range(len(source)):
-                wanted[i] = source[i] + rest[i] if feedback else source[i]
+                wanted[i] = source[i] + residual_part[i] if feedback else source[i]
             largest = np.int32(0)
             for i in range(len(source)):
                 largest = max(largest, _magnitude(wanted[i]))
@@ -125,7 +125,7 @@ def cast_encode(half: bool, feedback: bool) -> Callable[..., None]:
                     target[i] = np.int16(np.int32(code | sign))
                     if feedback:
                         decoded = _from_half(code) if half else _from_bf16(code)
-                        rest[i] = wanted[i] - _signed(decoded, wanted[i])
+                        residual_part[i] = wanted[i] - _signed(decoded, wanted[i])
                 continue
             for i in range(len(source)):
                 magnitude = _magnitude(wanted[i])
@@ -136,7 +136,7 @@ def cast_encode(half: bool, feedback: bool) -> Callable[..., None]:
                     code = infinite if magnitude == _INFINITE else nan
                 elif feedback:
                     decoded = _from_half(code) if half else _from_bf16(code)
-                    rest[i] = wanted[i] - _signed(decoded, wanted[i])
+                    residual_part[i] = wanted[i] - _signed(decoded, wanted[i])
                 target[i] = np.int16(code | (0x8000 if _bits(wanted[i]) < 0 else 0))
 
     return compiled(kernel)
@@ -176,9 +176,9 @@ def fp8_encode(feedback: bool) -> Callable[..., None]:
         wanted = np.empty(MAX_GROUP_NUMEL, np.float32)
         for group in range(len(starts)):
             source, target = values[starts[group] : stops[group]], payload[offsets[group] : offsets[group + 1]]
-            rest = residual[starts[group] : stops[group]]
+            residual_part = residual[starts[group] : stops[group]]
             for i in range(len(source)):
-                wanted[i] = source[i] + rest[i] if feedback else source[i]
+                wanted[i] = source[i] + residual_part[i] if feedback else source[i]
             largest = np.int32(0)
             for i in range(len(source)):
                 largest = max(largest, _magnitude(wanted[i]))
@@ -196,7 +196,7 @@ def fp8_encode(feedback: bool) -> Callable[..., None]:
                 target[i] = np.uint8(np.int32(code | sign))
             if feedback:
                 for i in range(len(source)):
-                    rest[i] = wanted[i] - _near_fp8(wanted[i] * up) * down
+                    residual_part[i] = wanted[i] - _near_fp8(wanted[i] * up) * down
 
     return compiled_in_order(kernel)
 

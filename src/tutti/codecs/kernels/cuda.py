@@ -50,10 +50,10 @@ def quantize_decode(codes: Tensor, scales: Tensor, table: GroupTable, bits: int,
 
 def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
     if values.numel():
-        rest, feedback = _or_unused(residual, values)
+        memory, feedback = _or_unused(residual, values)
         with torch.cuda.device_of(values):
             _cast_encode[(triton.cdiv(values.numel(), _CAST_BLOCK),)](
-                values, rest, feedback, codes, values.numel(), torch.finfo(codes.dtype).max, _CAST_BLOCK
+                values, memory, feedback, codes, values.numel(), torch.finfo(codes.dtype).max, _CAST_BLOCK
             )
 
 
@@ -217,8 +217,8 @@ def _quantize_encode(  # type: ignore[no-untyped-def]
     code = tl.minimum(tl.maximum((scaled + (MIDDLE + chance)).to(tl.int32), 0), 2 * MIDDLE)
     if FEEDBACK:
         down = tl.where(usable, scale / MIDDLE, 0.0)
-        rest = wanted - (code - MIDDLE).to(tl.float32) * down
-        tl.store(residual + start + i, rest, mask=i < tl.where(_is_finite(scale), size, 0))
+        error = wanted - (code - MIDDLE).to(tl.float32) * down
+        tl.store(residual + start + i, error, mask=i < tl.where(_is_finite(scale), size, 0))
     # Zeros beyond the end, so that the padding of the last byte is the same as on a CPU.
     _put_codes(codes + offset, tl.where(i < size, code, 0), size, BITS, BLOCK)
 
@@ -248,8 +248,8 @@ def _cast_encode(values, residual, FEEDBACK: tl.constexpr, codes, numel, limit, 
     decoded = tl.where(_is_finite(wanted), near, wanted).to(codes.dtype.element_ty)
     tl.store(codes + start + i, decoded, mask=inside)
     if FEEDBACK:
-        rest = wanted - decoded.to(tl.float32)
-        tl.store(residual + start + i, rest, mask=inside & _is_finite(rest))
+        error = wanted - decoded.to(tl.float32)
+        tl.store(residual + start + i, error, mask=inside & _is_finite(error))
 
 
 @triton.jit
@@ -288,8 +288,8 @@ def _fp8_encode(  # type: ignore[no-untyped-def]
     tl.store(scales + group, scale)
     code = _to_fp8(tl.where(usable, wanted * (448.0 / scale), 0.0))
     if FEEDBACK:
-        rest = wanted - _from_fp8(code) * (scale / 448.0)
-        tl.store(residual + start + i, rest, mask=i < tl.where(usable, size, 0))
+        error = wanted - _from_fp8(code) * (scale / 448.0)
+        tl.store(residual + start + i, error, mask=i < tl.where(usable, size, 0))
     _put_codes(codes + offset, code, size, 8, BLOCK)
 
 

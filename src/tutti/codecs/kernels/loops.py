@@ -44,9 +44,9 @@ def onebit_encode(feedback: bool) -> Callable[..., None]:
             start, size = starts[group], stops[group] - starts[group]
             source = values[start : start + size]
             if feedback:
-                rest = residual[start : start + size]
+                residual_part = residual[start : start + size]
                 for i in range(size):
-                    wanted[i] = source[i] + rest[i]
+                    wanted[i] = source[i] + residual_part[i]
             else:
                 for i in range(size):
                     wanted[i] = source[i]
@@ -68,7 +68,7 @@ def onebit_encode(feedback: bool) -> Callable[..., None]:
                 flags[i] = 0  # Padding of the last byte, so that packets have no random bits.
             if feedback and np.isfinite(low) and np.isfinite(high):
                 for i in range(size):
-                    rest[i] = wanted[i] - (high if wanted[i] > 0 else low)
+                    residual_part[i] = wanted[i] - (high if wanted[i] > 0 else low)
             target = payload[offsets[group] : offsets[group + 1]]
             for i in range(len(target)):
                 target[i] = (flags64[i] * _GATHER_BITS) >> np.uint64(56)
@@ -128,9 +128,9 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
             start, size = starts[group], stops[group] - starts[group]
             source = values[start : start + size]
             if feedback:
-                rest = residual[start : start + size]
+                residual_part = residual[start : start + size]
                 for i in range(size):
-                    wanted[i] = source[i] + rest[i]
+                    wanted[i] = source[i] + residual_part[i]
             else:
                 for i in range(size):
                     wanted[i] = source[i]
@@ -155,7 +155,7 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
                 codes32[i] = min(max(code, np.int32(0)), most)
             if feedback and np.isfinite(scale):
                 for i in range(size):
-                    rest[i] = wanted[i] - (np.float32(codes32[i]) - middle) * down
+                    residual_part[i] = wanted[i] - (np.float32(codes32[i]) - middle) * down
             for i in range(size, (size + per_byte - 1) // per_byte * per_byte):
                 codes32[i] = 0
             target = payload[offsets[group] : offsets[group + 1]]

@@ -43,9 +43,9 @@ def _gram_schmidt(matrix: Tensor) -> Tensor:
     for number in range(basis.shape[1]):
         column = basis[:, number]
         for _ in range(2):
-            before = basis[:, :number]
+            earlier = basis[:, :number]
             # Subtract its projection on the columns before it. `column` is a view of `basis`.
-            column -= before @ (before.T @ column)
+            column -= earlier @ (earlier.T @ column)
         norm = column.norm()
         column.copy_(torch.where(norm > _LEAST, column / norm, torch.zeros_like(column)))
     return basis.float()

@@ -13,23 +13,24 @@ def gram_schmidt(columns, least):  # type: ignore[no-untyped-def]
     """
     for number in range(len(columns)):
         column = columns[number]
-        before_all = 0.0
+        original_square = 0.0
         for i in range(len(column)):
-            before_all += column[i] * column[i]
+            original_square += column[i] * column[i]
         for _ in range(2):
             for other in range(number):
-                before = columns[other]
+                earlier = columns[other]
                 overlap = 0.0
                 for i in range(len(column)):
-                    overlap += before[i] * column[i]
+                    overlap += earlier[i] * column[i]
                 for i in range(len(column)):
-                    column[i] -= overlap * before[i]
+                    column[i] -= overlap * earlier[i]
         square = 0.0
         for i in range(len(column)):
             square += column[i] * column[i]
         # A column that the others span leaves only rounding errors, which would become a random direction.
+        # 1e-7 is about float32's rounding error relative to the column: the columns were summed in float32.
         norm = np.sqrt(square)
-        factor = 0.0 if norm <= max(least, 1e-7 * np.sqrt(before_all)) else 1.0 / norm
+        factor = 0.0 if norm <= max(least, 1e-7 * np.sqrt(original_square)) else 1.0 / norm
         for i in range(len(column)):
             column[i] *= factor
 
@@ -45,6 +46,7 @@ def product(p, q, out):  # type: ignore[no-untyped-def]
         first = q[0]
         for i in range(columns):
             target[i] = weight * first[i]
+        # Terms outermost: the inner loop runs along memory and vectorises, and no sum is reordered.
         for number in range(1, rank):
             weight = p[row, number]
             other = q[number]

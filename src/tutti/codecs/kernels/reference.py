@@ -57,8 +57,8 @@ def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
     limit = torch.finfo(codes.dtype).max
     codes.copy_(torch.where(wanted.isfinite(), wanted.clamp(-limit, limit), wanted))
     if residual is not None:
-        rest = wanted - codes.to(torch.float32)
-        residual.copy_(torch.where(rest.isfinite(), rest, residual))
+        error = wanted - codes.to(torch.float32)
+        residual.copy_(torch.where(error.isfinite(), error, residual))
 
 
 def fp8_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
@@ -124,10 +124,10 @@ def _wanted(values: Tensor, residual: Tensor | None, start: int, stop: int) -> T
     return values[start:stop].clone() if residual is None else values[start:stop] + residual[start:stop]
 
 
-def _store_residual(residual: Tensor | None, start: int, stop: int, rest: Tensor, scales: Tensor) -> None:
+def _store_residual(residual: Tensor | None, start: int, stop: int, error: Tensor, scales: Tensor) -> None:
     """Store the new residual of a group, unless its scales are not finite."""
     if residual is not None and torch.isfinite(scales).all():
-        residual[start:stop] = rest
+        residual[start:stop] = error
 
 
 def _put(target: Tensor, decoded: Tensor, add: bool) -> None:
@@ -140,6 +140,7 @@ def _put(target: Tensor, decoded: Tensor, add: bool) -> None:
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """Pack codes of `bits` bits into bytes, the first code in the lowest bits."""
     per_byte = 8 // bits
+    # One row per byte, one column per code in it.
     padded = torch.nn.functional.pad(codes, (0, -len(codes) % per_byte)).view(-1, per_byte)
     shifts = bits * torch.arange(per_byte, device=codes.device)
     return (padded.to(torch.int32) << shifts).sum(1).to(torch.uint8)
@@ -148,4 +149,5 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 def _unpacked(data: Tensor, bits: int, count: int) -> Tensor:
     """Unpack `count` codes of `bits` bits from bytes."""
     shifts = bits * torch.arange(8 // bits, device=data.device)
+    # Bytes × codes per byte; codes beyond `count` are padding.
     return ((data.to(torch.int32)[:, None] >> shifts) & (2**bits - 1)).flatten()[:count]

@@ -47,14 +47,14 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
         infinite = np.int32(0x7F800000)
         # A block can add at most BLOCK values, so inside the loop no write needs a check.
         while begin < len(values) and count + BLOCK < len(indices):
-            source, rest = values[begin : begin + BLOCK], residual[begin : begin + BLOCK]
+            source, residual_part = values[begin : begin + BLOCK], residual[begin : begin + BLOCK]
             # With feedback the sums are stored in the residual right away.
-            wanted = rest if feedback else source
+            wanted = residual_part if feedback else source
             for i in range(len(source)):
-                value = source[i] + rest[i] if feedback else source[i]
+                value = source[i] + residual_part[i] if feedback else source[i]
                 if feedback:
-                    old[i] = rest[i]
-                    rest[i] = value
+                    old[i] = residual_part[i]
+                    residual_part[i] = value
                 flags[i] = np.uint8(_magnitude(value) >= least)
             flags[len(source) :] = 0
             num_eights = 0
@@ -70,7 +70,7 @@ def pick(feedback: bool) -> Callable[..., tuple[int, int]]:
             if feedback:  # Values that are not finite are among the large ones. Their residual is restored.
                 for number in range(first, count):
                     if _magnitude(picked[number]) >= infinite:
-                        rest[indices[number] - begin] = old[indices[number] - begin]
+                        residual_part[indices[number] - begin] = old[indices[number] - begin]
             begin += BLOCK
         return begin, count
 
@@ -128,15 +128,15 @@ def golomb_decode(data, order, most, symbols):  # type: ignore[no-untyped-def]
                 buffer |= np.uint64(data[at]) << np.uint64(filled)
                 filled += 8
                 at += 1
-            more = np.int64(_ONES_OF_BYTE[buffer & np.uint64(255)])
-            bits += more
+            num_ones = np.int64(_ONES_OF_BYTE[buffer & np.uint64(255)])
+            bits += num_ones
             # The ones run to the end of the data, or announce a number that is too long.
-            if more >= filled or bits > MOST_BITS:
+            if num_ones >= filled or bits > MOST_BITS:
                 return False
-            buffer >>= np.uint64(more)
-            filled -= more
+            buffer >>= np.uint64(num_ones)
+            filled -= num_ones
             # Eight ones: the run may go on in the next byte.
-            if more < 8:
+            if num_ones < 8:
                 break
         buffer >>= np.uint64(1)
         filled -= 1

@@ -44,6 +44,7 @@ class TwoPhaseSum(CompressedSum):
         self._pieces = ScaleGroups.from_layout(layout, numel).cut(context.size)
         self._packet_bytes = [codec.packet_bytes(groups.numel, groups) for _, groups in self._pieces]
         self._states = [
+            # Another seed for each tensor, rank and piece.
             self._start(groups.numel, (context.seed * context.size + context.rank) * context.size + piece, part)
             for piece, (part, groups) in enumerate(self._pieces)
         ]

@@ -14,7 +14,7 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How a batch goes through the stages.
+    """Settings of a pipeline: its schedule, microbatches and cut.
 
     Args:
         schedule: "sequential" runs one microbatch after the other, without pipelining. "gpipe" (Huang et al. 2019) runs

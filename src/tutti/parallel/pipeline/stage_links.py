@@ -12,7 +12,7 @@ half-way, since a computing rank does not serve its sockets. A background thread
 
 `SharedMemoryLinks` works between ranks of one host. Each message has a slot in the memory of its receiver, written by
 its sender alone. The sender copies its tensors there and publishes the number of the step; the receiver waits for that
-number and computes on the slot without a copy. Every slot exists twice, for even and odd steps. Nothing says that a
+number and computes on the slot without a copy. Every slot exists twice, for even and odd steps. No counter shows that a
 slot has been read, so a sender may write the slot of step n + 2 only when the receiver has ended step n.
 
 `end_step` gives that guarantee. The last rank has a loss when it has run all forward passes of step n, which needs
@@ -55,6 +55,7 @@ PendingTensors = Callable[[], tuple[Tensor, ...]]
 
 def open_links(plan: PipelinePlan, transport: Transport, device: torch.device) -> "StageLinks":
     """Open the fastest links that the ranks along `pipe` can have. Collective."""
+    # In virtual time messages must take the time of the simulated network. GPU tensors cannot lie in the slots.
     shared = isinstance(transport, SharesMemory) and isinstance(transport, SharesAll) and transport.cluster is None
     if shared and device.type == "cpu" and 2 * _max_received_bytes(plan) <= MAX_SHARED_BYTES:
         return SharedMemoryLinks(plan, transport)
@@ -93,7 +94,7 @@ class StageLinks(ABC):
     def abort(self) -> None:
         """Mark the pipeline as failed, and end the waits of the peers for this rank."""
         self._failed = True
-        self.transport.close()
+        self.transport.close()  # Only this channel: the axis transport is closed with the mesh.
 
     def begin_step(self) -> None:
         """Begin a step. No rank begins step n + 2 before all ranks have ended step n."""
@@ -121,6 +122,7 @@ class StageLinks(ABC):
         else:
             loss = loss.to(self._loss_device)
             self._sending += [self.transport.isend(loss, rank) for rank in range(last)]
+        # Last, since receivers take their messages while this rank waits for the loss.
         for work in self._sending:
             work.wait()
         self._sending.clear()
@@ -154,11 +156,12 @@ class MessageLinks(StageLinks):
 
     def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
         contiguous = [tensor.contiguous() for tensor in self._as_planned(message, tensors)]
-        self._sending = [work for work in self._sending if not work.done()]
+        self._sending = [work for work in self._sending if not work.done()]  # The others' tensors can be freed.
         self._sending += self._start(message, contiguous, _send_all, self._plan.receiver(message))
 
     def receive(self, message: StageMessage) -> PendingTensors:
         shapes = self._plan.shapes(message)
+        # New memory for every message: the stage keeps its input until the backward pass of the microbatch.
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in shapes]
         works = self._start(message, tensors, _receive_all, self._plan.sender(message))
 
@@ -199,7 +202,7 @@ class SharedMemoryLinks(StageLinks):
         self._step = 0
 
     def begin_step(self) -> None:
-        self._step += 1
+        self._step += 1  # Its parity chooses between the two copies of each slot.
 
     def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
         for target, tensor in zip(self._slot_tensors(message), self._as_planned(message, tensors), strict=True):

@@ -17,7 +17,7 @@ class StageRunner:
         self._live: dict[int, tuple[Tensors, Tensors]] = {}
         """Inputs and outputs, by microbatch, between forward and backward."""
         self._deferred: dict[int, Any] = {}
-        """What `backward_weights` needs, by microbatch, after `backward_inputs`."""
+        """The inputs of `backward_weights`, by microbatch, after `backward_inputs`."""
 
     def forward(self, microbatch: int, values: Tensors) -> Tensors:
         """Return the stage's outputs. The last stage calls `set_loss` next."""

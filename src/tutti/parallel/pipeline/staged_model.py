@@ -110,11 +110,11 @@ class StagedModel:
 
     @torch.no_grad()
     def _gather(self, optimizer: bool) -> None:
-        self.abandon()
+        self.abandon()  # The model may be called again, now that it becomes whole.
         if optimizer:
             self._gather_optimizer()
         for tensor in self._remote:
-            tensor.data = tensor.new_empty(self._shapes[tensor])
+            tensor.data = tensor.new_empty(self._shapes[tensor])  # Filled by the broadcasts below.
         # One owner after the other, and its tensors in one order: all ranks agree on which broadcast comes next.
         for rank in range(self._transport.size):
             for tensor in [tensor for tensor, owner in self._owners.items() if owner == rank]:
@@ -138,7 +138,7 @@ class StagedModel:
     def _free_remote(self) -> None:
         """Free what no stage of this rank uses, and let calls of the whole model fail."""
         for tensor in self._remote:
-            tensor.data = tensor.new_empty(0)
+            tensor.data = tensor.new_empty(0)  # The same object, which the optimiser and the model still refer to.
             tensor.grad = None
             self._optimizer.state.pop(tensor, None)
         self._model.forward = _refuse_forward
@@ -160,6 +160,7 @@ def _find_layers(model: nn.Module, microbatch: Any, world_transport: Transport) 
         check_no_shared_parameters(layers)
     except ConfigError as error:
         mistake = str(error)
+    # Also a rank without a mistake must take part: the others would wait for it.
     mistakes = all_gather_json(mistake, world_transport)
     if any(mistakes):
         rank = next(rank for rank, mistake in enumerate(mistakes) if mistake)

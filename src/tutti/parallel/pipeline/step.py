@@ -52,7 +52,7 @@ class PipelineStep:
         loss: Loss,
         check_batch: BatchCheck,
     ) -> None:
-        """Run the `stages` of this rank, given by their numbers, as `plan` says."""
+        """Run the `stages` of this rank, given by their numbers, in the order of `plan`."""
         self.plan = plan
         """The stages, and the actions of each rank."""
         self._runners = {index: StageRunner(stage, index == 0) for index, stage in stages.items()}
@@ -84,12 +84,13 @@ class PipelineStep:
         return PipelineTimeline(self.plan.num_ranks, self.plan.num_microbatches, tuple(spans))
 
     def _step(self, inputs: Any, targets: Any) -> Tensor:
-        self._check_batch((inputs, targets))
+        self._check_batch((inputs, targets))  # Collective, in the first step: before any rank computes.
         batches = self._split(inputs, self.plan.num_samples), self._split(targets)
         losses: list[Tensor] = []
         self._spans = []
         actions = self.plan.actions_by_rank[self._rank]
         self._links.begin_step()
+        # Backward passes of single microbatches must not start an exchange along `data`.
         with self._replica.no_sync(), torch.enable_grad():
             for index, action in enumerate(actions):
                 # The input of the next action is received while this one computes.
@@ -97,6 +98,7 @@ class PipelineStep:
                     self._request_input(upcoming)
                 self._perform(action, batches, losses)
         loss = self._links.end_step(torch.stack(losses).sum().double() if losses else None)
+        # The model's own forward was not called, so the samples of the batch are counted here.
         self._replica.contribution.forward((inputs,), {})
         self._replica.exchange_gathered()
         return loss
@@ -148,6 +150,7 @@ class PipelineStep:
     def _request_input(self, action: Action) -> None:
         """Start receiving what an action needs from another rank, unless it is already under way."""
         message = action.input_message(self.plan.num_stages)
+        # An action is seen twice: as the next one, and as the present one.
         if message is not None and message not in self._pending and self.plan.sender(message) != self._rank:
             self._pending[message] = self._links.receive(message)
 
@@ -160,6 +163,7 @@ class PipelineStep:
         return values if isinstance(values, tuple) else (values,)
 
     def _send(self, message: StageMessage, tensors: Tensors) -> None:
+        # Neighbouring stages are on one rank only if `pipe` has just one.
         if self.plan.receiver(message) == self._rank:
             self._local_messages[message] = tuple(tensor.detach() for tensor in tensors)
         else:

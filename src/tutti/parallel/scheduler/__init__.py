@@ -1,4 +1,4 @@
-"""Model parallelism by a scheduler, after Strads (Lee et al. 2014, Kim et al. 2016): schedule, push, pull."""
+"""Scheduled model parallelism after Strads (Lee et al. 2014, Kim et al. 2016): schedule, push, pull."""
 
 from tutti.parallel.scheduler.factorisation import Factorisation
 from tutti.parallel.scheduler.lasso import Lasso

@@ -1,4 +1,4 @@
-"""Lasso by coordinate descent: every rank holds some of the samples, all features of them."""
+"""`Lasso`: coordinate descent in which every rank holds all features of some samples."""
 
 import math
 
@@ -12,75 +12,85 @@ from tutti.parallel.scheduler.problem import BlockProblem
 from tutti.parallel.scheduler.sums import sum_function
 from tutti.transports import Transport
 
-_PARTNERS = 0.3
-"""Features are told of each other's changes if their correlation is beyond this."""
+_NEIGHBOUR_CORRELATION = 0.3
+"""A change of a coefficient raises the urgency of features whose correlation with its own is above this."""
 
 
 class Lasso(BlockProblem):
-    """Minimise ½ ‖y − X β‖² + λ ‖β‖₁. A block is one coefficient, and depends on others by features' correlation.
+    """Minimise ½ ‖y − X β‖² + λ ‖β‖₁. A block is one coefficient; blocks depend on one another by correlation.
 
-    Correlations are estimated from a `SimHash` that every rank has: to compute them would take longer than the updates
-    that they are for. What a coefficient's change makes urgent is itself, and coefficients of correlated features as
-    far as the change may have moved them: one that is 0 is not urgent until changes could have brought it over λ.
+    Correlations of features are estimated with a `SimHash` that every rank has: to compute them would take longer than
+    the updates that they are for. A change makes urgent the coefficient itself, and coefficients of correlated
+    features by how far the change may have moved them. One that is 0 is not urgent until changes add up to its
+    distance from λ.
 
     Args:
-        features: this rank's rows of X, samples by features, on the CPU.
+        features: this rank's rows of X, samples x features, on the CPU.
         targets: this rank's part of y.
         penalty: λ.
-        transport: to those that have the other rows. Collective.
+        transport: to the ranks that have the other rows. Collective.
     """
 
     pair_operations = sketch.OPERATIONS
 
     def __init__(self, features: Tensor, targets: Tensor, penalty: float, transport: Transport) -> None:
         _check(features, targets, penalty, transport.rank)
-        total = sum_function(transport)
+        sum_over_ranks = sum_function(transport)
         self.num_blocks = features.shape[1]
         self.coefficients = torch.zeros(self.num_blocks, dtype=features.dtype)
+        """β, the same on every rank."""
         self.penalty = penalty
-        self._rows = features.t().contiguous()  # A feature's values lie together.
+        self._features = features.t().contiguous()  # Transposed, so that the values of a feature lie together.
         self._residual = targets.clone()
         self._share = 1.0 / transport.size
-        squares = self._rows.square().sum(1)
-        total(squares)
-        self._squares = squares.clamp_(min=torch.finfo(squares.dtype).tiny)
-        own = torch.Generator().manual_seed(transport.rank)
-        projected = self._rows @ torch.randn(len(targets), sketch.NUM_BITS, generator=own, dtype=features.dtype)
-        total(projected)
+        squares = self._features.square().sum(1)
+        sum_over_ranks(squares)
+        self._squares = squares.clamp_(min=torch.finfo(squares.dtype).tiny)  # Features of zeros are divided by it.
+        # Each rank projects its samples on directions of its own; the sum is the projection of whole features.
+        generator = torch.Generator().manual_seed(transport.rank)
+        projected = self._features @ torch.randn(
+            len(targets), sketch.NUM_BITS, generator=generator, dtype=features.dtype
+        )
+        sum_over_ranks(projected)
         self._sketch = sketch.SimHash(projected)
-        self._partners: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._neighbours: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Correlated features of those that have changed, found once for each."""
         self._slack = np.zeros(self.num_blocks)
-        """How much the gradient of a coefficient that is 0 may change before the coefficient does."""
+        """The change of its gradient after which a coefficient that is 0 becomes another value."""
         self._num_searches = 0
 
     def push(self, blocks: Tensor, mine: Tensor) -> Tensor:
-        self._picked = self._rows[blocks]
-        return (self._picked @ self._residual)[:, None]
+        self._selected = self._features[blocks]
+        return (self._selected @ self._residual)[:, None]
 
     def pull(self, blocks: Tensor, results: Tensor) -> Tensor:
         before, squares = self.coefficients[blocks], self._squares[blocks]
-        wanted = results[:, 0] + squares * before
-        after = torch.sign(wanted) * (wanted.abs() - self.penalty).clamp(min=0) / squares
+        unpenalised = results[:, 0] + squares * before
+        # Soft threshold: the minimum over one coefficient, with the others fixed.
+        after = torch.sign(unpenalised) * (unpenalised.abs() - self.penalty).clamp(min=0) / squares
         change = after - before
         self.coefficients[blocks] = after
-        self._residual.addmv_(self._picked.t(), change, alpha=-1)
-        self._slack[blocks] = (self.penalty - wanted.abs()).clamp(min=0) / squares.sqrt()
+        self._residual.addmv_(self._selected.t(), change, alpha=-1)
+        self._slack[blocks] = (self.penalty - unpenalised.abs()).clamp(min=0) / squares.sqrt()
         return change.abs() * squares.sqrt()
 
     def urgency_increments(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that changed; and partners of theirs, by how much that may move them in turn."""
-        places = changes.nonzero()[:, 0]
-        if not len(places):
+        """Return the blocks that changed, and correlated ones, by how far the changes may have moved them."""
+        indices = changes.nonzero()[:, 0]
+        if not len(indices):
             return blocks, changes
-        found = [self._partners_of(block) for block in blocks[places].tolist()]
-        partners = np.concatenate([numbers for numbers, _ in found])
-        drifts = np.concatenate([alike * far for (_, alike), far in zip(found, changes[places].tolist(), strict=True)])
-        distinct, which = np.unique(partners, return_inverse=True)
-        drift = np.bincount(which, drifts, minlength=len(distinct))
+        found = [self._neighbours_of(block) for block in blocks[indices].tolist()]
+        neighbours = np.concatenate([numbers for numbers, _ in found])
+        drifts = np.concatenate(
+            [similarity * change for (_, similarity), change in zip(found, changes[indices].tolist(), strict=True)]
+        )
+        distinct, inverse = np.unique(neighbours, return_inverse=True)
+        drift = np.bincount(inverse, drifts, minlength=len(distinct))
+        # Drift uses up the slack first; only what exceeds it can move a coefficient away from 0.
         slack = self._slack[distinct]
         self._slack[distinct] = np.maximum(slack - drift, 0.0)
-        over = torch.from_numpy(np.maximum(drift - slack, 0.0)).to(changes)
-        return torch.cat([blocks, torch.from_numpy(distinct)]), torch.cat([changes, over])
+        excess = torch.from_numpy(np.maximum(drift - slack, 0.0)).to(changes)
+        return torch.cat([blocks, torch.from_numpy(distinct)]), torch.cat([changes, excess])
 
     def objective(self) -> Tensor:
         return self._residual.square().sum() / 2 + self._share * self.penalty * self.coefficients.abs().sum()
@@ -89,14 +99,14 @@ class Lasso(BlockProblem):
         return torch.from_numpy(self._sketch.pairwise_similarity(blocks.numpy()))
 
     def operations(self, blocks: Tensor, mine: Tensor) -> float:
-        searching, self._num_searches = self._num_searches * self.num_blocks * sketch.OPERATIONS, 0
-        return 4.0 * len(blocks) * len(self._residual) + searching  # Features times residuals, and times changes.
+        searches, self._num_searches = self._num_searches * self.num_blocks * sketch.OPERATIONS, 0
+        return 4.0 * len(blocks) * len(self._residual) + searches  # Features times residuals, and times changes.
 
-    def _partners_of(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        if block not in self._partners:
-            self._partners[block] = self._sketch.neighbours(block, _PARTNERS)
+    def _neighbours_of(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        if block not in self._neighbours:
+            self._neighbours[block] = self._sketch.neighbours(block, _NEIGHBOUR_CORRELATION)
             self._num_searches += 1
-        return self._partners[block]
+        return self._neighbours[block]
 
 
 def _check(features: Tensor, targets: Tensor, penalty: float, rank: int) -> None:

@@ -1,4 +1,22 @@
-"""The rounds of a scheduled solution: schedule, push, pull, until it is good enough."""
+"""`solve`: rounds of schedule, push and pull, until the objective reaches its target.
+
+How it works
+------------
+There is no scheduling rank. Every rank holds all parameters and runs the same scheduler with the same seed, so all
+choose the same blocks without a message. A round has three parts:
+
+1. Schedule: the selection rule proposes candidates; those that depend on an earlier candidate are rejected; the rest is
+   divided between ranks by work, if the problem states any.
+2. Push: each rank computes its part of the update, and all parts are summed over ranks. This sum is the only
+   communication of a round, and the only wait. It is collective: if a rank is lost or raises an error, the transport
+   ends the others' wait with `RankLost`.
+3. Pull: every rank applies the same sum to its parameters, and learns which blocks became urgent.
+
+The invariant is that all ranks have the same bits: of parameters, urgencies and measured speeds. The sum guarantees it
+for what it carries (`sums`), and so three things travel in it: the results, the time that each rank took, and a
+checksum of the chosen blocks. If ranks chose differently, the sum of the checksums shows it, on every rank, in the
+round in which it happens.
+"""
 
 import math
 import zlib
@@ -14,20 +32,20 @@ from tutti.parallel.scheduler.selection import BlockSelector, Dynamic, Selection
 from tutti.parallel.scheduler.sums import sum_function
 from tutti.transports import Transport
 
-_LEARN = 0.05
-"""How much of what one round shows about ranks' relative_times is believed."""
+_SPEED_WEIGHT = 0.05
+"""Weight of one round in the moving average of the ranks' relative times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """How blocks are picked for a round.
+    """Settings of the choice of blocks in each round.
 
     Args:
         selection: which blocks come first: `Dynamic()`, `RoundRobin()` or `Random()`.
-        per_round: how many blocks are updated at once, at most.
-        limit: blocks that depend on each other by more than this, from 0 to 1, are not updated in one round. 1 lets
-            any be.
-        seed: of what is drawn.
+        per_round: largest number of blocks that are updated at once.
+        limit: blocks that depend on each other by more than this, from 0 to 1, are not updated in one round. 1 turns
+            the check off.
+        seed: seed of random choices, the same on every rank.
     """
 
     selection: SelectionRule = field(default_factory=Dynamic)
@@ -49,26 +67,30 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class ProgressPoint:
-    """How far a solution was, and when."""
+    """The progress of a solution at one moment."""
 
     rounds: int
+    """Number of rounds so far."""
     updates: int
-    """Of blocks."""
+    """Number of updates of blocks so far."""
     seconds: float
-    """Since the start, without those in which the objective was computed."""
+    """Seconds since the start, without those in which the objective was computed."""
     objective: float
+    """The objective, summed over ranks."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """How it went, the same on every rank but for the seconds."""
+    """The progress of a solution, the same on every rank except for the seconds."""
 
     points: list[ProgressPoint]
+    """Progress at the start, every `report_every` rounds, and at the end."""
     reached: bool
-    """Whether the target was."""
+    """Whether the objective reached its target."""
 
     @property
     def objective(self) -> float:
+        """The objective at the end."""
         return self.points[-1].objective
 
 
@@ -81,25 +103,28 @@ def solve(
     target: float = -math.inf,
     report_every: int = 10,
 ) -> Solution:
-    """Update blocks of `problem` for so many rounds, or until its objective is at `target`. Collective.
+    """Update blocks of `problem` for `rounds` rounds, or until its objective is at most `target`. Collective.
 
-    Every rank schedules for itself and comes to the same, so nothing is sent but what ranks push: one sum a round.
+    Every rank computes the same schedule by itself, so the only communication is one sum per round.
+
+    Args:
+        report_every: rounds between two computations of the objective.
     """
     if rounds < 0 or report_every < 1:
         raise ConfigError(
             f"solve needs rounds of 0 or more and report_every of 1 or more, got {rounds}, {report_every}."
         )
-    worker = _RoundRunner(problem, transport, scheduler or Scheduler())
-    points = [worker.point()]
-    while worker.rounds < rounds and points[-1].objective > target:
-        for _ in range(min(report_every, rounds - worker.rounds)):
-            worker.round()
-        points.append(worker.point())
+    runner = _RoundRunner(problem, transport, scheduler or Scheduler())
+    points = [runner.point()]
+    while runner.rounds < rounds and points[-1].objective > target:
+        for _ in range(min(report_every, rounds - runner.rounds)):
+            runner.round()
+        points.append(runner.point())
     return Solution(points, points[-1].objective <= target)
 
 
 class _RoundRunner:
-    """This rank's part of the rounds."""
+    """Runs the rounds on this rank."""
 
     def __init__(self, problem: BlockProblem, transport: Transport, scheduler: Scheduler) -> None:
         self._problem = problem
@@ -108,81 +133,92 @@ class _RoundRunner:
         self._selector: BlockSelector = scheduler.selection.start(problem.num_blocks, scheduler.seed)
         self._sum = sum_function(transport)
         self._relative_times = torch.ones(transport.size, dtype=torch.float64)
-        """How long ranks take for a load, of late, beside each other."""
+        """Moving average of the time that each rank takes for a unit of load, relative to the mean of all ranks."""
         self.rounds = self.updates = 0
         self._seconds = 0.0
 
     def round(self) -> None:
-        """Schedule, push, pull."""
-        start_s = self._transport.now()
+        """Schedule, push and pull once."""
+        start_s = self._transport.now()  # `point`, which computes the objective, is not timed.
         blocks, loads = self._schedule()
+        # Without loads, every rank computes its part of all blocks. With them, all ranks compute the same assignment,
+        # since loads and relative times have the same bits everywhere.
         shares = [range(len(blocks))] if loads is None else balance_loads(loads.tolist(), self._relative_times.numpy())
         mine = torch.tensor(shares[self._transport.rank % len(shares)], dtype=torch.int64)
         push_s = self._transport.now()
         pushed = self._problem.push(blocks, mine)
-        self._pass_time(self._problem.operations(blocks, mine))
-        pace = 0.0 if loads is None or not len(mine) else (self._transport.now() - push_s) / float(loads[mine].sum())
-        results = self._summed(blocks, pushed, pace)
+        self._elapse(self._problem.operations(blocks, mine))
+        took_s = self._transport.now() - push_s
+        load_s = 0.0 if loads is None or not len(mine) else took_s / float(loads[mine].sum())
+        results = self._sum_results(blocks, pushed, load_s)
         changes = self._problem.pull(blocks, results)
         self._selector.mark_updated(blocks.tolist())
         if self._selector.uses_urgency:
-            urgent, amounts = self._problem.urgency_increments(blocks, changes)
-            self._selector.raise_urgency(urgent.numpy(), amounts.numpy())
+            urgent, increments = self._problem.urgency_increments(blocks, changes)
+            self._selector.raise_urgency(urgent.numpy(), increments.numpy())
         self.rounds += 1
         self.updates += len(blocks)
         self._seconds += self._transport.now() - start_s
 
     def point(self) -> ProgressPoint:
+        """Return the present progress. Collective. Raises `ConfigError` on all ranks if the objective diverged."""
         objective = self._problem.objective().detach().to(torch.float64).reshape(1).clone()
         self._sum(objective)
         value = float(objective)
         if not math.isfinite(value):
             raise ConfigError(
-                f"rank {self._transport.rank}: the objective is {value} after {self.rounds} rounds. Blocks that depend "
-                "on each other were updated at once, perhaps: lower the scheduler's limit, or per_round."
+                f"rank {self._transport.rank}: the objective is {value} after {self.rounds} rounds. Perhaps blocks "
+                "that depend on each other were updated at once: lower the scheduler's limit, or per_round."
             )
         return ProgressPoint(self.rounds, self.updates, self._seconds, value)
 
     def _schedule(self) -> tuple[Tensor, Tensor | None]:
-        """The blocks of this round, and how much work each is."""
+        """Return the blocks of this round, and the work of each."""
         per_round, limit = self._scheduler.per_round, self._scheduler.limit
         operations = self._scheduler.selection.operations(self._problem.num_blocks)
         if limit < 1:
+            # Twice as many candidates as needed, since some of them will be rejected.
             candidates = torch.tensor(self._selector.candidates(2 * per_round))
             operations += len(candidates) ** 2 * self._problem.pair_operations
             blocks = candidates[select_independent(self._problem.dependence(candidates).numpy(), limit, per_round)]
         else:
             blocks = torch.tensor(self._selector.candidates(per_round))
-        self._pass_time(operations)
+        self._elapse(operations)
         return blocks, self._problem.loads(blocks)
 
-    def _summed(self, blocks: Tensor, pushed: Tensor, pace: float) -> Tensor:
-        """What all ranks pushed. With it go a sign of what each has scheduled, and its pace."""
+    def _sum_results(self, blocks: Tensor, pushed: Tensor, load_s: float) -> Tensor:
+        """Return the sum of what all ranks pushed; check that all chose these blocks, and note their speeds.
+
+        The summed vector has the results, a checksum of the blocks, and one place per rank for its time per load.
+        """
         rank, size = self._transport.rank, self._transport.size
         if pushed.shape != (len(blocks), self._problem.width):
             raise ConfigError(
                 f"rank {rank}: push gave a tensor of {tuple(pushed.shape)} for {len(blocks)} blocks of width "
-                f"{self._problem.width}; it must have a row for each."
+                f"{self._problem.width}; it must return one row of {self._problem.width} values per block."
             )
-        sign = float(zlib.crc32(blocks.numpy().tobytes()))
-        sent = torch.zeros(pushed.numel() + 1 + size, dtype=torch.float64)
-        sent[: pushed.numel()] = pushed.detach().reshape(-1)
-        sent[pushed.numel()] = sign
-        sent[pushed.numel() + 1 + rank] = pace
-        self._sum(sent)
-        if sent[pushed.numel()] != sign * size:
+        # A CRC has 32 bits: it and its multiples are exact in float64.
+        checksum = float(zlib.crc32(blocks.numpy().tobytes()))
+        summed = torch.zeros(pushed.numel() + 1 + size, dtype=torch.float64)
+        summed[: pushed.numel()] = pushed.detach().reshape(-1)
+        summed[pushed.numel()] = checksum
+        summed[pushed.numel() + 1 + rank] = load_s
+        self._sum(summed)
+        # Checked before anything is applied, so that a mismatch leaves the parameters of all ranks as they were.
+        if summed[pushed.numel()] != checksum * size:
             raise ReplicaMismatch(
-                f"rank {rank}: ranks picked different blocks in round {self.rounds}. What dependence, loads and urgent "
-                "return must be the same on every rank, to the bit."
+                f"rank {rank}: ranks picked different blocks in round {self.rounds}. The results of dependence, loads "
+                "and urgency_increments must be the same on every rank, to the bit."
             )
-        self._follow(sent[pushed.numel() + 1 :])
-        return sent[: pushed.numel()].view(pushed.shape).to(pushed.dtype)
+        self._update_speeds(summed[pushed.numel() + 1 :])
+        return summed[: pushed.numel()].view(pushed.shape).to(pushed.dtype)
 
-    def _follow(self, relative_times: Tensor) -> None:
-        """Ranks that have just shown how fast they are get more or less to do, in time."""
-        if (relative_times > 0).all():
-            self._relative_times += _LEARN * (relative_times / relative_times.mean() - self._relative_times)
+    def _update_speeds(self, load_times_s: Tensor) -> None:
+        """Average the times of this round into the relative times, unless a rank had no load to measure."""
+        if (load_times_s > 0).all():
+            self._relative_times += _SPEED_WEIGHT * (load_times_s / load_times_s.mean() - self._relative_times)
 
-    def _pass_time(self, operations: float) -> None:
+    def _elapse(self, operations: float) -> None:
+        """Let the time of some operations pass on a virtual clock."""
         if (cluster := self._transport.cluster) is not None:
             self._transport.elapse(operations / cluster.compute.flops)

@@ -1,4 +1,4 @@
-"""Sums of small tensors over ranks."""
+"""Sums of small tensors over ranks, with the same bits on every rank."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,12 @@ from tutti.transports import AllReduces, HostsTransport, Transport
 
 
 def sum_function(transport: Transport) -> Callable[[Tensor], None]:
-    """What sums a tensor over ranks, in place, the same bits on all of them: in few messages, if it is by messages."""
+    """Return a function that sums a tensor over ranks in place. Collective, and bitwise the same on all ranks.
+
+    Transports with an all-reduce of their own use it. Others use recursive doubling, which needs the fewest messages.
+    """
     if transport.size == 1:
         return lambda tensor: None
-    own = isinstance(transport, AllReduces | HostsTransport)
-    collective = native if own else recursive_doubling
+    has_all_reduce = isinstance(transport, AllReduces | HostsTransport)
+    collective = native if has_all_reduce else recursive_doubling
     return lambda tensor: run(collective.steps(tensor, transport))

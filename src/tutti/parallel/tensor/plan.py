@@ -17,7 +17,7 @@ from tutti.parallel.tensor.styles import PARALLEL_STYLES, ParallelStyle
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """How one layer is split."""
+    """The split of one layer."""
 
     name: str
     """Name of the layer in the model."""
@@ -33,7 +33,7 @@ class LayerSplit:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How every layer with parameters is split, in the model's order. Prints as a table."""
+    """The split of every layer with parameters, in the model's order. Prints as a table."""
 
     num_ranks: int
     """Number of ranks that split the layers."""

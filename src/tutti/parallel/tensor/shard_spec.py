@@ -13,7 +13,7 @@ from tutti.parallel.tensor.styles import ParallelStyle
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a parameter is sharded: along one dimension, each of `num_blocks` equal blocks by itself."""
+    """The sharding of a parameter: along one dimension, each of `num_blocks` equal blocks by itself."""
 
     dim: int | None = None
     """The sharded dimension; None if every rank has the whole parameter."""

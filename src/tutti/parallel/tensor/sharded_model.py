@@ -104,7 +104,7 @@ class ShardedModel:
             (parameter, parameter.data, parameter.grad, dict(state[parameter]) if parameter in state else None)
             for parameter in self._sharded_parameters
         ]
-        self._unpatch()
+        self._unpatch()  # The full model computes alone, without DTensor.
         if optimizer:
             self._replace_tensors(self._gather)
         else:
@@ -153,6 +153,7 @@ class ShardedModel:
         """Take and return plain tensors, and compute on DTensors between."""
         if self._check_batch is not None:
             self._check_batch((args, kwargs))
+        # A setting of the thread, which `implicit_replication` holds as well, for backward passes.
         # Set again for every pass: another job of this thread may have ended and reset it.
         torch._C._set_dtensor_allow_implicit_replication(True)
         try:
@@ -180,6 +181,7 @@ class ShardedModel:
                 module._parameters[key] = dtensors[parameter]  # type: ignore[assignment]
             yield
         finally:
+            # Also after an error: the optimiser and the strategy hold the plain parameters.
             for module, key, parameter in self._dtensor_parameters:
                 module._parameters[key] = parameter
 
@@ -198,7 +200,7 @@ class ShardedModel:
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     state[key] = replacement(value, parameter)
             parameter.data = replacement(parameter.data, parameter)
-            parameter.grad = None
+            parameter.grad = None  # It has the shape from before.
 
     def _refuse_other_shapes(self, parameter: nn.Parameter) -> None:
         """Refuse optimiser state that has neither the parameter's shape nor one element: how to shard it is unknown."""

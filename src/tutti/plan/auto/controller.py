@@ -71,14 +71,14 @@ class PlanController:
         step_s = statistics.median(self._step_times) if self._step_times else None
         return PlanStatus(str(strategy), predicted_s, step_s, settled)
 
-    def take_pending(self) -> Strategy | None:
-        """Return the strategy to switch to now, if there is one."""
-        return None if self.pending is None else self.pending[0].strategy
+    def take_pending(self) -> tuple[Prediction, str] | None:
+        """Return the switch that is due, if there is one, and forget it: `pending` is None afterwards."""
+        switch, self.pending = self.pending, None
+        return switch
 
-    def switched(self) -> None:
-        """The pending strategy is in use."""
-        assert self.pending is not None
-        (self.prediction, message), self.pending = self.pending, None
+    def switched(self, prediction: Prediction, message: str) -> None:
+        """Time steps anew after a switch that `take_pending` returned, and print its message."""
+        self.prediction = prediction
         self._step_times.clear()  # They were steps of the strategy before.
         self._print(message)
 

@@ -45,9 +45,11 @@ class AutoExchange(Exchange):
 
     def switch_if_due(self) -> None:
         """Switch to the strategy that the controller has chosen, if it has. Collective: it has chosen on all ranks."""
-        if (strategy := self.controller.take_pending()) is not None:
-            self.switch_to(strategy)
-            self.controller.switched()
+        # Taken first: if the switch fails, the next forward pass does not repeat it.
+        if (switch := self.controller.take_pending()) is not None:
+            prediction, message = switch
+            self.switch_to(prediction.strategy)
+            self.controller.switched(prediction, message)
 
     def switch_to(self, strategy: Strategy) -> None:
         """Finish the strategy in use and start another. Between two steps. Collective."""

@@ -36,7 +36,7 @@ class Choice(NamedTuple):
     present: Prediction | None
     """With a switch: the strategy in use, with its measured step; None if that is not known."""
     message: str
-    """What rank 0 prints."""
+    """The text that rank 0 prints."""
 
 
 class JobPlanner:

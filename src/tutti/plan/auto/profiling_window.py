@@ -51,7 +51,7 @@ class ProfilingWindow:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What `profile_from_summary` reads, and the median step in seconds, "wall_s"; None if steps were not seen."""
+        """The input of `profile_from_summary`, and "wall_s", the median step in seconds; None if no hook was called."""
         if not all(step.complete for step in self._steps):
             return None
         return {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Moment = Any
-"""What `Clock.now` returns; only the same clock can interpret it."""
+"""The type that `Clock.now` returns; only the same clock can interpret a value of it."""
 
 
 class Clock(ABC):

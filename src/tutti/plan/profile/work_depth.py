@@ -69,7 +69,7 @@ def elementwise(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[T
 
 
 def view(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """The same values in another shape: nothing is computed."""
+    """Flatten and its kind: the same values in another shape, nothing is computed."""
     return LayerWork(NO_WORK, NO_WORK, NO_WORK)
 
 
@@ -104,7 +104,7 @@ def convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[T
 
 
 def transposed_convolution(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A convolution the other way: every input is multiplied by the kernel."""
+    """Transposed convolution: every input is multiplied by the kernel."""
     assert isinstance(module, _ConvNd)
     kernel = math.prod(module.kernel_size)
     c_in, c_out = module.in_channels // module.groups, module.out_channels // module.groups
@@ -113,7 +113,7 @@ def transposed_convolution(module: nn.Module, inputs: Sequence[Tensor], outputs:
 
 
 def pooling(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A tree over each window; back, every input by itself. Windows that overlap are computed one by one."""
+    """Pooling: a tree over each window; in backward, every input by itself. Windows that overlap share no work."""
     # Elements of a window. Adaptive pooling has no kernel size: the average over its windows.
     window = inputs[0].numel() / max(1, outputs[0].numel())
     size = getattr(module, "kernel_size", None)
@@ -126,19 +126,19 @@ def pooling(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tenso
 
 
 def batch_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A mean and a variance of each channel: over samples, the table's N, and over positions where there are any."""
+    """Batch norm: a mean and a variance of each channel, over samples (the table's N) and positions."""
     channels = inputs[0].shape[1] if inputs[0].dim() > 1 else 1
     return _normalised(inputs[0].numel(), inputs[0].numel() / max(1, channels), None)
 
 
 def layer_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A mean and a variance of each sample; gradients of the parameters are sums over samples."""
+    """Layer norm: a mean and a variance of each sample; gradients of the parameters are sums over samples."""
     group = math.prod(getattr(module, "normalized_shape", inputs[0].shape[-1:]))
     return _normalised(inputs[0].numel(), group, inputs[0].numel() / max(1, group))
 
 
 def group_norm(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A mean and a variance of each sample's groups of channels; of each channel in InstanceNorm."""
+    """Group norm: a mean and a variance of each sample's groups of channels; of each channel in InstanceNorm."""
     samples, channels = inputs[0].shape[0], inputs[0].shape[1]
     groups = getattr(module, "num_groups", channels)
     return _normalised(inputs[0].numel(), inputs[0].numel() / max(1, samples * groups), inputs[0].numel() / channels)
@@ -157,14 +157,14 @@ def _normalised(numel: int, num_averaged: float, num_summed: float | None) -> La
 
 
 def softmax(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """A sum over the classes, forward and back."""
+    """Softmax: a sum over the classes, in forward and in backward."""
     dim = getattr(module, "dim", None)
     normalised = WorkDepth(outputs[0].numel(), sum_depth(outputs[0].shape[-1 if dim is None else dim]))
     return LayerWork(normalised, NO_WORK, normalised)
 
 
 def embedding(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """Rows are looked up; back, they are added up where they came from: all to the same one, at worst."""
+    """Embedding: rows are looked up. In backward, gradients are added to these rows: at worst, all to the same one."""
     numel, rows = outputs[0].numel(), inputs[0].numel()
     width = outputs[0].shape[-1]
     summed = rows * width / max(1, numel)  # In an EmbeddingBag, rows of one bag.
@@ -172,7 +172,7 @@ def embedding(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Ten
 
 
 def recurrent(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """RNN, GRU and LSTM: fully connected layers with the hidden state between, so that depth grows with length.
+    """RNN, GRU and LSTM: each step is a fully connected layer on the last step's state, so depth grows with length.
 
     The layers of a stack follow each other by one step; with both directions, each waits for the whole one below.
     """
@@ -216,7 +216,7 @@ def _unrolled(work: float, steps: int, num_terms: int, gates: int, rows: int) ->
 
 
 def attention(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LayerWork:
-    """Four fully connected layers, and between them every query with every key: scores, a softmax, a mixture."""
+    """Attention: four fully connected layers; between them, scores of queries with keys, a softmax and a mixture."""
     assert isinstance(module, nn.MultiheadAttention)
     query, key = inputs[0], inputs[min(1, len(inputs) - 1)]  # Where only one tensor was seen, it is both.
     width = module.embed_dim

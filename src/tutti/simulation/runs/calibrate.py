@@ -75,18 +75,20 @@ def train_steps(name: str, strategy: str, steps: int) -> tuple[float, str]:
 
 
 def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[float, str]:
-    made = recipe(name)
+    training_recipe = recipe(name)
     torch.manual_seed(0)
-    model = made.model()
-    optimizer = made.optimizer(model)
+    model = training_recipe.model()
+    optimizer = training_recipe.optimizer(model)
     times = []
     with distribute(model, optimizer, parse(strategy), world=world) as job:
         rank, size = job.world.rank, job.world.size
         batch_size = batch_size_of(name, size)
-        x, y = (part[rank * batch_size : (rank + 1) * batch_size] for part in made.example(batch_size * size))
+        x, y = (
+            part[rank * batch_size : (rank + 1) * batch_size] for part in training_recipe.example(batch_size * size)
+        )
         for _ in range(_WARM_UP + steps):
             start_s = world.transport.now()
-            made.loss(model(x), y).backward()
+            training_recipe.loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             times.append(world.transport.now() - start_s)
@@ -109,16 +111,16 @@ def measure_training(name: str, transport: Transport) -> dict[str, Any]:
 
 def _parts(name: str, batch_size: int, transport: Transport) -> list[list[float]]:
     """Return rows of the seconds of forward, backward and step, with nothing exchanged."""
-    made = recipe(name)
-    model = made.model()
-    optimizer = made.optimizer(model)
-    x, y = made.example(batch_size)
+    training_recipe = recipe(name)
+    model = training_recipe.model()
+    optimizer = training_recipe.optimizer(model)
+    x, y = training_recipe.example(batch_size)
     now, rows = transport.now, []
     for _ in range(_WARM_UP + _ROUNDS):
         if transport.size > 1:
             run(recursive_doubling.steps(torch.zeros(1), transport))  # A barrier: all ranks start together.
         times = [now()]
-        loss = made.loss(model(x), y)
+        loss = training_recipe.loss(model(x), y)
         times.append(now())
         loss.backward()
         times.append(now())

@@ -60,16 +60,16 @@ class _GroupRecords:
 
 def _per_rank(name: str, settable: bool = False) -> property:
     """Return a property that reads an attribute of torch's world, or that of the simulated rank whose thread asks."""
-    usual: Any = getattr(c10d._World, name)
+    original: Any = getattr(c10d._World, name)
 
     def get(self: Any) -> Any:
         record = getattr(_thread_local, "record", None)
-        return usual.fget(self) if record is None else getattr(record, name)
+        return original.fget(self) if record is None else getattr(record, name)
 
     def set_(self: Any, value: Any) -> None:
         record = getattr(_thread_local, "record", None)
         if record is None:
-            usual.fset(self, value)
+            original.fset(self, value)
         else:
             setattr(record, name, value)
 
@@ -87,7 +87,7 @@ def _per_rank_world_class() -> type:
 def torch_worlds() -> Iterator[None]:
     """Give threads that `enter` process groups of their own while this context lasts; others keep theirs."""
     world: Any = c10d._world
-    usual, handlers = type(world), dict(_rendezvous._rendezvous_handlers)
+    original_class, handlers = type(world), dict(_rendezvous._rendezvous_handlers)
     store = HashStore()
     hook, excepthook = register_optimizer_step_pre_hook(operator_clock.on_optimizer_step), sys.excepthook
     flags = {name: getattr(_python_dispatch, name) for name in _FLAGS if hasattr(_python_dispatch, name)}
@@ -102,7 +102,7 @@ def torch_worlds() -> Iterator[None]:
     finally:
         isolate(False)  # In reverse order of the lines above.
         _rendezvous._rendezvous_handlers.update(handlers)
-        world.__class__ = usual
+        world.__class__ = original_class
         hook.remove()
         sys.excepthook = excepthook  # Each init_process_group of torch wraps it, to print its rank.
         _restore(flags)
@@ -121,13 +121,13 @@ def enter() -> None:
     _thread_local.record = _GroupRecords()
 
 
-def _rendezvous_handler(usual: Any, store: HashStore) -> Any:
+def _rendezvous_handler(original: Any, store: HashStore) -> Any:
     """Return a rendezvous handler that gives simulated ranks the shared store, whatever URL they name."""
 
     def handler(url: str, *args: Any, **kwargs: Any) -> Any:
         world = current_world() if getattr(_thread_local, "record", None) is not None else None
         if world is None:
-            yield from usual(url, *args, **kwargs)
+            yield from original(url, *args, **kwargs)
         else:
             # torch prefixes the keys of each group, so one store serves all of them.
             yield store, world.rank, world.size

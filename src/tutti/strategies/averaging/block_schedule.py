@@ -120,6 +120,7 @@ def block_seconds(every: str | timedelta) -> float:
     """Return how long "2s", "500ms", "5m" or a timedelta is; 0 if it is no duration, or has no unit."""
     if isinstance(every, str) and not every.strip()[-1:].isalpha():
         return 0.0  # A number in a text is neither clearly a number of steps nor clearly seconds.
+    # Not a duration: `check_every` reports it, with everything else that is wrong.
     with suppress(ConfigError):
         return parse_duration(every).total_seconds()
     return 0.0

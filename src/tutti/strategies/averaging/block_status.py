@@ -114,6 +114,7 @@ class StatusExchange:
         # [ranks, 1 + fields]: this rank's row is sent, the others are received in place.
         received = torch.cat([keep_alive_flag, status.rows], dim=1)
         rows = received.unbind()
+        # Started before the first receive: every rank does the same, so nobody waits for a row that is not on its way.
         sends = [self._channel.isend(rows[self._channel.rank], peer) for peer in self._peers]
         missing = self._peers
         while missing:

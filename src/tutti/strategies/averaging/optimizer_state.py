@@ -36,7 +36,10 @@ class OptimizerStateMean:
         named = list(self._elementwise_state())
         self._tensors = [tensor for _, tensor in named]
         # `cat` needs at least one tensor, also while the optimiser has no state yet.
-        self._flat = torch.cat([tensor.reshape(-1).double() for tensor in self._tensors] or [self._flat.double()])
+        self._flat = torch.cat(
+            [tensor.reshape(-1).double() for tensor in self._tensors]
+            or [torch.empty(0, dtype=torch.float64, device="cpu")]
+        )
         return crc32(json.dumps([(name, list(tensor.shape)) for name, tensor in named]).encode())
 
     def steps(self, weights: Tensor) -> Operation:

@@ -61,6 +61,7 @@ class FlatModel:
     @torch.no_grad()
     def read_model(self, memory: Tensor) -> Tensor:
         """Copy the model's values into flat memory, and return that."""
+        # In a dry run there are no views, and nothing is copied.
         for bucket, values in zip(self.buckets, self.bucket_views(memory), strict=not self.sizes_only):
             for view, slot in zip(bucket.views(values), bucket.slots, strict=True):
                 # Also copies from the GPU: flat memory is on the CPU.

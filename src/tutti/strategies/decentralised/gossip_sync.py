@@ -123,7 +123,7 @@ class SyncGossip(PeerAlgorithm):
             for factor, peer_values in others:
                 values.add_(peer_values[index], alpha=factor)
             values.add_(changes)
-            # The model is the values divided by the weight; for undirected graphs the weight stays 1.
+            # The model is the values divided by the weight, which is 1, but for rounding, if the graph is undirected.
             bases[index].copy_(values / self._weight if self.topology.directed else values)
 
     def _send_values(self) -> Operation:

@@ -165,8 +165,10 @@ class Ledger:
             # By identity: updates have no equality (`eq=False`).
             self._pending = [update for update in self._pending if update not in due]
             for update in due:
+                # Versions made since the worker pulled what it computed from; the one being made is not counted.
                 update.staleness = self.version - update.base_version
             self.version += 1
+            # May be ahead of the version: positions whose updates are all lost are passed without a version.
             self.order_position += 1
         # The order of workers, not of arrival: sums of floating-point numbers then have the same bits in every run.
         return sorted(due, key=lambda update: update.worker)

@@ -116,7 +116,7 @@ class PoseidonExchange(Exchange):
         # Ranks of one host send their factors over the same link.
         share = Link(link.bits_per_s / max(Counter(self.transport.hosts).values()), link.latency_s)
         self.decisions = [
-            decide(replace(shape, rows=num_rows), self._strategy.rule, self.transport.size, share, self._more_s, flops)
+            decide(replace(shape, rows=num_rows), self._strategy.rule, self.transport.size, share, self._extra_s, flops)
             for shape, num_rows in zip(shapes, rows, strict=True)
         ]
         # A layer without rows was not used in the first pass: it stays in a bucket.
@@ -128,7 +128,7 @@ class PoseidonExchange(Exchange):
         self._factors.follow(self.methods)
         self.replica.exchange_as_factors(frozenset(self.methods))
 
-    def _more_s(self, num_bytes: int) -> float:
+    def _extra_s(self, num_bytes: int) -> float:
         """Return by how many seconds `num_bytes` more prolong the all-reduce of everything that has no factors.
 
         It is 0 in shared memory, where nothing is sent.

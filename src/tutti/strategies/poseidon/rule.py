@@ -75,6 +75,7 @@ def published(shape: LayerShape, num_workers: int) -> Method:
     if shape.convolution:
         return "full"
     floats = published_floats(shape, num_workers)
+    # The paper's algorithm does not consider sending the matrix, "full".
     return "broadcast" if floats["broadcast"] <= floats["owners"] else "owners"
 
 
@@ -98,7 +99,7 @@ def sent_bytes(shape: LayerShape, num_workers: int) -> dict[Method, float]:
     }
 
 
-def seconds(shape: LayerShape, num_workers: int, link: Link, more_s: Cost, flops: float) -> dict[Method, float]:
+def seconds(shape: LayerShape, num_workers: int, link: Link, extra_s: Cost, flops: float) -> dict[Method, float]:
     """Return the predicted seconds per step, by method, if the link and the worker do nothing else.
 
     Factors cost sending and multiplying: backward has computed a worker's own product, and the other workers' rows are
@@ -106,21 +107,21 @@ def seconds(shape: LayerShape, num_workers: int, link: Link, more_s: Cost, flops
 
     Args:
         link: the share of the link that one worker has.
-        more_s: the time that the matrix adds to the all-reduce.
+        extra_s: the time that the matrix adds to the all-reduce.
         flops: floating-point operations per second of a matrix product.
     """
     sent = sent_bytes(shape, num_workers)
     peer_products_s = 2.0 * (num_workers - 1) * shape.rows * shape.num_out * shape.num_in / flops
     return {
-        "full": more_s(shape.num_bytes),
+        "full": extra_s(shape.num_bytes),
         "broadcast": link.seconds(sent["broadcast"]) + peer_products_s,
         "owners": link.seconds(sent["owners"]) + link.latency_s + peer_products_s / num_workers,
     }
 
 
-def decide(shape: LayerShape, rule: str, num_workers: int, link: Link, more_s: Cost, flops: float) -> Decision:
+def decide(shape: LayerShape, rule: str, num_workers: int, link: Link, extra_s: Cost, flops: float) -> Decision:
     """Choose a method: by predicted time ("priced"), by the published rule ("sacp"), or the one that the rule names."""
-    times = seconds(shape, num_workers, link, more_s, flops)
+    times = seconds(shape, num_workers, link, extra_s, flops)
     method: Method
     if rule == "priced":
         method = min(METHODS, key=lambda candidate: times[candidate])

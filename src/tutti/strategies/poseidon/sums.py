@@ -93,9 +93,9 @@ class _Gathering:
 
     def weighed(self) -> tuple[Tensor, Tensor]:
         """Return all factors in the dtype of the weight, each rank's outputs scaled by its share."""
-        kind = self.layer.slot.tensor.dtype
+        dtype = self.layer.slot.tensor.dtype
         # Outputs: all rows × M; inputs: all rows × N. `split` below gives views, so scaling them is in place.
-        outputs, inputs = self.outputs.to(kind), self.inputs.to(kind)
+        outputs, inputs = self.outputs.to(dtype), self.inputs.to(dtype)
         sizes = [header.rows for header in self.headers]
         rows = zip(outputs.split(sizes), inputs.split(sizes), self.shares, strict=True)
         for rank_outputs, rank_inputs, share in rows:
@@ -164,7 +164,7 @@ class FactorSums:
                 self._compute_clock.operations(self._operations(gathering))
             self._multiply(gathering)
         known.wait()
-        partial = frozenset(layer.slot.name for layer, any_has in zip(layers, more, strict=True) if any_has)
+        partial = frozenset(layer.slot.name for layer, any_rank_has in zip(layers, more, strict=True) if any_rank_has)
         # Backward may fill layers in another order on other ranks: the sums below need one order on all of them.
         for gathering in sorted(self._under_way, key=lambda gathering: gathering.layer.slot.name):
             slot = gathering.layer.slot
@@ -281,15 +281,15 @@ class FactorSums:
         yield from [self._transport.irecv(headers[peer], peer, tag) for peer in self._others]
         gathering.headers = [_FactorHeader(int(rows), int(dtype), weight) for rows, dtype, weight in headers.tolist()]
         if len(dtypes := gathering.dtypes) > 1:
-            names = " and ".join(str(kind).removeprefix("torch.") for kind in dtypes)
+            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise ConfigError(
                 f"rank {self._transport.rank}: factors of '{gathering.layer.slot.name}' come in {names}. "
                 "Use autocast alike on all ranks."
             )
 
-    def _send(self, to_each: dict[int, Tensor], tag: int) -> list[Work]:
+    def _send(self, by_peer: dict[int, Tensor], tag: int) -> list[Work]:
         """Send each rank its tensor. Empty ones are not sent, because the header has announced no rows."""
-        return [self._transport.isend(part.view(-1), peer, tag) for peer, part in to_each.items() if part.numel()]
+        return [self._transport.isend(part.view(-1), peer, tag) for peer, part in by_peer.items() if part.numel()]
 
     def _receive(self, buffer: Tensor, gathering: _Gathering, tag: int) -> list[Work]:
         """Receive all other ranks' rows into `buffer`."""

@@ -39,11 +39,13 @@ _GLOO_SUM_DTYPES = {torch.int16: torch.int32, torch.bool: torch.int32}
 class TorchGroupWork(Work):
     """A work of a torch process group, and what to do with its result."""
 
-    def __init__(self, work: dist.Work, membership: Membership, then: Callable[[], object] = lambda: None) -> None:
-        """Wrap `work`; call `then` after it has succeeded, in the thread that waits."""
+    def __init__(
+        self, work: dist.Work, membership: Membership, on_success: Callable[[], object] = lambda: None
+    ) -> None:
+        """Wrap `work`; call `on_success` after it has succeeded, in the thread that waits."""
         self._work: dist.Work | None = work
         self._membership = membership
-        self._then = then
+        self._on_success = on_success
         self._error: Exception | None = None
 
     def done(self) -> bool:
@@ -62,7 +64,7 @@ class TorchGroupWork(Work):
             raise self._error from error
         finally:
             del work  # It holds the group's sockets open. The traceback would hold it, and the peers would wait on.
-        self._then()
+        self._on_success()
 
 
 class _ConnectThread(threading.Thread):
@@ -95,15 +97,15 @@ class TorchProcessGroups:
         self._store = dist.PrefixStore(name, self._membership.store)
         self.gloo: Any = None  # torch's stubs know neither its methods nor its options.
         self.nccl: Any = None
-        self.own_gpu: bool | None = None
+        self.one_gpu_per_rank: bool | None = None
         """Whether each rank has a GPU of its own; None before the first all-reduce of a CUDA tensor."""
         self.closed = False
         """Set when the transport is interrupted: ends the wait for other ranks to connect."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Replace `tensor` by its sum over ranks. The first call connects, on all ranks together."""
-        # All ranks take the same branch: `_has_own_gpu` compares what all of them published.
-        if tensor.is_cuda and self._has_own_gpu(tensor):
+        # All ranks take the same branch: `_has_one_gpu_per_rank` compares what all of them published.
+        if tensor.is_cuda and self._has_one_gpu_per_rank(tensor):
             return self._reduce(self._connect_nccl(tensor), tensor)
         data = tensor.detach().to(_GLOO_SUM_DTYPES.get(tensor.dtype, tensor.dtype)).contiguous()
         # A sum of complex numbers is the sum of their real and imaginary parts, which Gloo can add.
@@ -121,9 +123,9 @@ class TorchProcessGroups:
         # Dropping the last reference closes the sockets: peers that wait for this rank fail at once.
         self.gloo = None
 
-    def _reduce(self, group: Any, tensor: Tensor, then: Callable[[], object] = lambda: None) -> Work:
+    def _reduce(self, group: Any, tensor: Tensor, on_success: Callable[[], object] = lambda: None) -> Work:
         try:
-            return TorchGroupWork(group.allreduce([tensor]), self._membership, then)
+            return TorchGroupWork(group.allreduce([tensor]), self._membership, on_success)
         except RuntimeError as error:
             raise self._membership.explain_error(error) from error
 
@@ -180,9 +182,9 @@ class TorchProcessGroups:
             self.nccl = dist.ProcessGroupNCCL(store, self._membership.rank, self._membership.size, options)
         return self.nccl
 
-    def _has_own_gpu(self, tensor: Tensor) -> bool:
+    def _has_one_gpu_per_rank(self, tensor: Tensor) -> bool:
         """Whether every rank's tensors are on a GPU that no other rank uses. Asked once, by all ranks together."""
-        if self.own_gpu is None:
+        if self.one_gpu_per_rank is None:
             # The uuid, not the index: under CUDA_VISIBLE_DEVICES different GPUs may all have the index 0.
             gpu_id = torch.cuda.get_device_properties(tensor.device).uuid if dist.is_nccl_available() else "none"
             self._store.set(f"gpu/{self._membership.rank}", str(gpu_id))
@@ -190,5 +192,5 @@ class TorchProcessGroups:
             self._membership.await_keys(keys, "the GPUs of all ranks")
             gpus = [self._membership.store.get(key) for key in keys]
             # One rank without NCCL, or two on one GPU, make all ranks use Gloo.
-            self.own_gpu = b"none" not in gpus and len(set(gpus)) == self._membership.size
-        return self.own_gpu
+            self.one_gpu_per_rank = b"none" not in gpus and len(set(gpus)) == self._membership.size
+        return self.one_gpu_per_rank

@@ -79,6 +79,7 @@ class MpiMessage(PolledWork):
         self.error: Exception | None = None
         self._over = False
         self._status = MPI.Status()
+        # As bytes: MPI has no types for some of torch's dtypes.
         self._request = start(_byte_buffer(data), MPI.ANY_SOURCE if peer == ANY else peer, tag)
 
     def done(self) -> bool:
@@ -131,6 +132,7 @@ class MpiReceive(MpiMessage):
         return True
 
     def _finish(self) -> None:
+        # MPI reports a message that is too long as an error, but accepts one that is too short.
         if self.error is None and (got := self._status.Get_count(MPI.BYTE)) != self.data.nbytes:
             raise self._mismatch(f"{got} bytes")
         super()._finish()
@@ -168,6 +170,7 @@ class MpiReduction(PolledWork):
 
     def _run(self, comm: Any) -> Operation:
         try:
+            # The thread of `reducer` waits for this work, and so makes the call.
             yield _BlockingCall(lambda: self.run_here(comm))
         finally:
             # Also after an error: the waiting thread must wake up to raise it.

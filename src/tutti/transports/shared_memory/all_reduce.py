@@ -190,11 +190,11 @@ class SharedMemoryReductions:
         work = _SharedMemoryReduction(self, index, plan, averaged)
         self._pending.append(work)
         self._num_posted = index + 1
-        entry = self._counters.own_entry(index)
+        entry = self._counters.local_entry(index)
         # The second number also tells sums from means: ranks that ask for different ones must not be mixed.
         self._flags.write_entry(entry, (numel, 2 * plan.dtype_code + averaged, plan.position), weight)
         # Last: a rank that sees this counter may read the entry and the data, and overwrite the data.
-        self._flags.publish(self._counters.own_ready, index + 1)
+        self._flags.publish(self._counters.local_ready, index + 1)
         self._sum_ready()
         return work
 
@@ -211,7 +211,7 @@ class SharedMemoryReductions:
             raise self._refusal(work.index)
         work.plan.reduce(self._weights, divisor if work.averaged else 1.0)
         # Releases the results that were just written to the peers' memory.
-        self._flags.publish(self._counters.own_done, work.index + 1)
+        self._flags.publish(self._counters.local_done, work.index + 1)
 
     def _refusal(self, index: int) -> Exception:
         """Why reduction `index` cannot be done: the same error on every rank."""

@@ -33,7 +33,7 @@ class RankCounters:
         """Slots with the number of reductions for which each rank has published its data."""
         self.done = self._rows + _DONE
         """Slots with the number of reductions whose slice each rank has summed and written back."""
-        self.own_ready, self.own_done = self._row + _READY, self._row + _DONE
+        self.local_ready, self.local_done = self._row + _READY, self._row + _DONE
 
     @staticmethod
     def page_bytes(size: int) -> int:
@@ -41,7 +41,7 @@ class RankCounters:
         # 8 bytes per slot.
         return 8 * (_HEAD + _ROW * size)
 
-    def own_entry(self, index: int) -> int:
+    def local_entry(self, index: int) -> int:
         """The first slot of this rank's entry for reduction `index`."""
         return self._row + _ENTRIES + _ENTRY * (index % NUM_ENTRIES)
 

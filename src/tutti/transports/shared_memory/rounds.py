@@ -55,6 +55,7 @@ class _InputsPublished(_CountersReached):
 
     def wait(self) -> None:
         super().wait()
+        # Only now are the entries of all ranks there.
         self._rounds.compare_entries()
 
 
@@ -110,6 +111,7 @@ class SharedMemoryRounds:
 
     def finish(self) -> None:
         """Note that this rank has read what it needs."""
+        # From now on peers may overwrite what this rank read, when they come to the round after the next.
         self.flags.publish(self._row + _FINISHED, self.number + 1)
         self.number += 1
 

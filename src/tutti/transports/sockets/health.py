@@ -48,6 +48,7 @@ class ChannelHealth:
 
     def operation_error(self, peer: int) -> RankLost:
         """The error for one spawned operation that depends on `peer`, which is lost. The channel continues."""
+        # This peer alone, and not the cause of its loss: other operations go on with the other ranks.
         lost = self.membership.peers[peer]
         reason = self.membership.reason_gone(lost) or self.channel_membership.reason_left(peer)
         return rank_lost_error(self.membership.world_rank, {lost.rank: reason or "its connection is closed"})

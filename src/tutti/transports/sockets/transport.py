@@ -46,6 +46,7 @@ class _StagedReceive(Work):
         if self._receive is not None:
             self._receive.wait()
             self._source = self._receive.peer
+            # A second wait must not copy again: the caller may have changed the tensor meanwhile.
             self._receive = None
             self._tensor.copy_(self._host)
 

@@ -153,7 +153,8 @@ class WorkerRegistry:
             elif time.monotonic() > deadline:
                 # For the message: awaited counters, one per worker or shard, that are still too low.
                 late = np.flatnonzero(self._counters[awaited[0]] < awaited[1])
-                gone = sorted(set(range(self._transport.size)) - set(self.alive))
+                left = sorted(set(range(self._transport.size)) - set(self.alive))
+                gone = [self._world_rank(worker) for worker in left]
                 suffix = f"; ranks {', '.join(map(str, gone))} have left" if gone else ""
                 raise self._transport.membership.timeout_error(f"other workers ({len(late)} are not as far{suffix})")
 
@@ -163,8 +164,9 @@ class WorkerRegistry:
         while not self.flags.lock(lock, self._rank + 1, _CHECK_SECONDS):
             self.check_workers()
             if time.monotonic() > deadline:
-                owner = self.flags.value(lock) - 1
-                raise self._transport.membership.timeout_error(f"rank {owner} to take a step of the optimiser")
+                owner = self.flags.value(lock) - 1  # -1 if it was freed just now.
+                name = f"rank {self._world_rank(owner)}" if owner >= 0 else "another rank"
+                raise self._transport.membership.timeout_error(f"{name} to take a step of the optimiser")
 
     def try_acquire(self, lock: int) -> bool:
         """Take a lock if it is free; return whether it was."""
@@ -193,8 +195,13 @@ class WorkerRegistry:
             if self.flags.swap(int(self._status[worker]), _ALIVE, _LOST):
                 _log.warning(
                     "rank %d: worker %d left at clock %d, and %d go on: %s",
-                    *(self._rank, worker, self.clock(worker), len(self.alive), reason),
+                    *(self._world_rank(self._rank), self._world_rank(worker)),
+                    *(self.clock(worker), len(self.alive), reason),
                 )
             # Every worker handles every loss: the one that logged it may be lost before it has.
             if int(self._counters[self._status[worker]]) == _LOST:
                 self.on_loss(worker)
+
+    def _world_rank(self, worker: int) -> int:
+        """Return the rank by which messages name a worker. On a channel of some ranks it is not the worker's number."""
+        return self._transport.membership.peers[worker].rank

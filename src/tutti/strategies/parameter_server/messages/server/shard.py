@@ -40,6 +40,7 @@ class ServerShard:
         self.staleness: dict[int, int] = {}
         """Staleness of each worker's last applied update."""
         self._snapshot: ShardSnapshot | None = None
+        """The newest copy that was made for a send; older ones belong to the sends that read them."""
 
     def value_bytes(self) -> Tensor:
         """Return the values as bytes, not a copy; in a dry run, any buffer of that size."""

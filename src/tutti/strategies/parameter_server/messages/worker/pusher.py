@@ -81,11 +81,14 @@ class ShardPusher:
         consistency = self._config.consistency
         bound = consistency.bound
         if bound is None:
+            # Counting: the server replies when this push is in a version, whatever its number.
             return 0
         needed = shard.clock + 1 - bound
         # Eager: any version newer than the model's, in every iteration.
         if shard.pending_pull is None and consistency.eager and bound:
             return max(needed, shard.version + 1)
+        # One pull at a time, and none while the model is ahead of the next iteration's need. Under BSP none ahead of
+        # it: the version after `needed` contains this worker's own next push.
         if shard.pending_pull is not None or shard.version > needed or (bound == 0 and shard.version == needed):
             return NO_PULL
         return needed if shard.version < needed else needed + 1

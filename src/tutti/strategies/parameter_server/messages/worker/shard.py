@@ -52,6 +52,7 @@ class WorkerShard:
         """Make memory for pulled values, and views to copy them into the model."""
         self.received = torch.empty(self.spec.numel, dtype=bucket.flat.dtype, device="cpu")
         for segment in self.spec.segments:
+            # A flat view of the parameter itself, [numel]: copying into it changes the model.
             parameter = in_memory_order(bucket.slots[segment.slot_index].tensor)
             self.targets.append(parameter[segment.start : segment.stop])
             self.sources.append(self.received[segment.shard_range])

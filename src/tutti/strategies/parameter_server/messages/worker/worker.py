@@ -137,7 +137,7 @@ class MessageWorker(ParameterServerWorker):
         start_s = self.transport.now()
         for shard in self._shards:
             shard.reply = None  # Replies of earlier pulls must not be taken for those of this request.
-        # All servers are asked before any is waited for: a barrier completes only when all workers have reached it.
+        # All servers are asked before any is waited for: where they step jointly, none can complete its barrier alone.
         for work in [self._channel.spawn(self._pull_from(server, kind)) for server in self._requests.servers]:
             self._requests.wait(work)
         for shard in self._shards:
