@@ -16,6 +16,7 @@
     ├── PacketError            bytes that cannot be decoded as a packet for such a tensor
     ├── WeightRefused          a rank gave NaN as its weight, which stops every rank
     ├── NonFiniteLoss          the loss became NaN or infinite
+    ├── StoreLost              raised by the launcher: the process that serves the run's key-value store has ended
     └── WorkerFailed           raised by the launcher: the first worker that failed
 
 Messages say what was given, what was expected and what to do next. They start with the rank where there are several.
@@ -111,6 +112,10 @@ class NonFiniteLoss(TuttiError):
             f"rank {rank}: the loss on {whose} is NaN or infinite at step {step}. Lower the learning rate, clip "
             "gradients, or look at that rank's batch."
         )
+
+
+class StoreLost(TuttiError):
+    """The process that serves the key-value store of a launch, through which its ranks meet, ended before the ranks."""
 
 
 class WorkerFailed(TuttiError):

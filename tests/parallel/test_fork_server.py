@@ -8,8 +8,11 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import select
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +32,7 @@ from test_launch import parent_signal, runs, started, wait_until_gone
 
 import tutti
 from tutti.errors import ConfigError, WorkerFailed
-from tutti.launch import fork_client
+from tutti.launch import fork_client, fork_server
 from tutti.launch.fork_client import ForkRefused
 from tutti.launch.start import COMPILER, START, TORCH, TUTTI, WORKER, Program, may_fork, modules_for, warm_up
 
@@ -67,6 +70,8 @@ def examine() -> dict[str, Any]:
         "folder": os.getcwd(),
         "mask": Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],
         "cores": sorted(os.sched_getaffinity(0)),
+        "limits": [resource.getrlimit(number) for number in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE)],
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "environment": {name: value for name, value in os.environ.items() if name not in CHANGING},
         "filters": sorted({str(each[:2]) for each in warnings.filters}),
         "process": (multiprocessing.current_process().name, multiprocessing.parent_process()),
@@ -93,13 +98,15 @@ def is_open(file: int) -> bool:
 
 
 def test_a_forked_worker_is_what_a_spawned_one_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also after the server has started: folder, variables, umask and cores are those of the call."""
+    """Also after the server has started: folder, variables, umask, cores and limits are those of the call."""
     tutti.launch(whereabouts, workers=1)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SOME_VARIABLE", "set after the server started")
     cores = os.sched_getaffinity(0)
     before = os.umask(0o027)
     os.sched_setaffinity(0, {min(cores)})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
     try:
         (forked,) = tutti.launch(examine, workers=1)
         monkeypatch.setenv(START, "spawn")
@@ -107,30 +114,35 @@ def test_a_forked_worker_is_what_a_spawned_one_is(monkeypatch: pytest.MonkeyPatc
     finally:
         os.umask(before)
         os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
     assert forked == spawned
+    assert forked["limits"][1] == (files[0] - 1, files[1])
     assert forked["folder"] == str(tmp_path)
     assert forked["mask"] == "0027"
     assert forked["session"]
 
 
-def count_threads() -> tuple[int, int, str]:
+def count_threads() -> tuple[int, int, int, str]:
     importlib.import_module("numpy")
     torch.ones(200, 200) @ torch.ones(200, 200)
-    return torch.get_num_threads(), len(os.listdir("/proc/self/task")), torch.__config__.parallel_info()
+    with ThreadPoolExecutor(1) as pool:
+        in_second_thread = pool.submit(torch.get_num_threads).result()
+    tasks = len(os.listdir("/proc/self/task"))
+    return tasks, torch.get_num_threads(), in_second_thread, torch.__config__.parallel_info()
 
 
 def test_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has one thread, whatever its workers are to have."""
-    for threads in ("3", "2"):
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    """The server has one thread, whatever its workers are to have: also more than there are cores."""
+    for threads in (len(os.sched_getaffinity(0)), 2 * (os.cpu_count() or 1)):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        monkeypatch.setenv(START, "fork")
         (forked,) = tutti.launch(count_threads, workers=1)
-        assert forked[0] == int(threads)
         for server in fork_client.server_pids():
             assert len(os.listdir(f"/proc/{server}/task")) == 1
-    monkeypatch.setenv(START, "spawn")
-    (spawned,) = tutti.launch(count_threads, workers=1)
-    assert (forked[0], forked[2]) == (spawned[0], spawned[2])
-    assert forked[1] >= spawned[1] > 1, "torch.set_num_threads starts another pool, which then sleeps"
+        monkeypatch.setenv(START, "spawn")
+        (spawned,) = tutti.launch(count_threads, workers=1)
+        assert forked[1:] == spawned[1:]
+        assert forked[0] >= spawned[0], "torch.set_num_threads starts another pool, which then sleeps"
 
 
 def draw() -> tuple[float, float, float, bytes, str]:
@@ -193,6 +205,31 @@ def test_a_variable_that_acts_at_import_needs_another_server(monkeypatch: pytest
     assert usual != other
     asked = subprocess.run([sys.executable, "-c", "print(hash('a'))"], capture_output=True, text=True, check=True)
     assert value == int(asked.stdout)
+
+
+def cache_folder() -> tuple[str | None, int]:
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.getppid()
+
+
+def test_a_variable_that_an_import_sets_needs_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing torch._dynamo sets this one, in the server and perhaps between two runs in the caller."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    ((by_import, before),) = tutti.launch(cache_folder, workers=1)
+    assert by_import
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/set/by/the/user")
+    ((by_user, after),) = tutti.launch(cache_folder, workers=1)
+    assert (by_user, after) == ("/set/by/the/user", before)
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048, reason="needs 2048 open files")
+def test_many_open_files() -> None:
+    """Numbers of files from 1024 on are no numbers for select.select."""
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        tutti.launch(whereabouts, workers=1)
+    finally:
+        for file in files:
+            os.close(file)
 
 
 def test_modules_of_the_user_are_never_stale(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -258,6 +295,17 @@ def test_commands_and_measured_runs_are_spawned() -> None:
     assert not may_fork(Program(["script.py"]), {"COVERAGE_PROCESS_START": "x"})
     assert not may_fork(Program(["script.py"]), {"OMP_PROC_BIND": "true"})
     assert not may_fork(Program(["script.py"]), {"OMP_NUM_THREADS": "4,2"})
+    assert not may_fork(Program(["script.py"]), {"MKL_NUM_THREADS": "1"})
+
+
+def test_a_kernel_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> int:
+        raise OSError("Function not implemented")
+
+    fork_client._has_pidfds.cache_clear()
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert not may_fork(Program(["script.py"]), {})
+    fork_client._has_pidfds.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -265,6 +313,10 @@ def test_commands_and_measured_runs_are_spawned() -> None:
     [
         ("import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "threads"),
         ("import torch; torch.cuda.is_initialized = lambda: True", "has initialised CUDA"),
+        (
+            "import os, torch; server = os.getpid(); torch.cuda._is_in_bad_fork = lambda: os.getpid() != server",
+            "has used the CUDA driver",
+        ),
         ("raise LookupError('no luck')", "LookupError: no luck"),
     ],
 )
@@ -279,7 +331,23 @@ def test_a_server_that_cannot_fork_refuses(text: str, reason: str, tmp_path: Pat
             channel.start({"arguments": [], "environment": {}, "namespace": None}, [1, 2, 2])
     finally:
         channel.close()
+        channel.close()  # Does nothing.
+        assert server.num_channels == 0
         server.close()
+        assert channel.describe_server_end().startswith("ended with status")
+
+
+def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed, lest it fork the worker later, and the run is spawned."""
+    fork_client.close_all()
+    warm_up()
+    (server,) = fork_client.server_pids()
+    os.kill(server, signal.SIGSTOP)
+    monkeypatch.setattr(fork_client, "ANSWER_TIMEOUT_S", 0.5)
+    with pytest.warns(RuntimeWarning, match=r"ended with status -9: it did not answer within 0.5 s"):
+        ((_, parent),) = tutti.launch(whereabouts, workers=1)
+    assert parent == os.getpid()
+    assert wait_until_gone([server], 5) == []
 
 
 def test_a_refused_run_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +406,58 @@ def test_the_command_line_imports_no_torch_to_supervise(imports: str, tmp_path: 
     assert sorted(output.splitlines()) == ["False", *(f"[rank {rank}] sum 3.0" for rank in range(3))]
 
 
+def test_the_process_of_the_store_ends(tmp_path: Path) -> None:
+    """The run ends at once and says why: its ranks would wait for their whole timeout."""
+    script = tmp_path / "script.py"
+    script.write_text("import select; print('here', flush=True); select.select([], [], [], 60)")
+    code = (
+        "import os, signal; from tutti.launch import start, supervisor; from tutti.launch.local import run_script\n"
+        "class Killed(start.WorkerStarter):\n"
+        "    def start(self, rank, *rest):\n"
+        "        store = next(iter(self.channel._processes))\n"
+        "        worker = super().start(rank, *rest)\n"
+        "        os.kill(store, signal.SIGKILL)\n"
+        "        return worker\n"
+        "supervisor.WorkerStarter = Killed\n"
+        f"run_script([{str(script)!r}], 1, {{}})"
+    )
+    start_s = time.monotonic()
+    with started("-c", code) as process:
+        output, _ = process.communicate(timeout=50)
+    assert "StoreLost: the process that serves the key-value store of this run was killed by SIGKILL" in output
+    assert time.monotonic() - start_s < 30
+
+
+def test_a_supervisor_that_ignores_sigchld(tmp_path: Path) -> None:
+    """The kernel must not reap workers before the server has their status; the worker ignores SIGCHLD as well."""
+    script = tmp_path / "script.py"
+    script.write_text("import signal, sys; print(signal.getsignal(signal.SIGCHLD).name); sys.exit(3)")
+    code = (
+        "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); from tutti.launch.local import run_script; "
+        f"run_script([{str(script)!r}], 1, {{}})"
+    )
+    with started("-c", code) as process:
+        output, _ = process.communicate(timeout=50)
+    assert "[rank 0] SIG_IGN" in output
+    assert "WorkerFailed: rank 0 exited with status 3" in output
+
+
 # --- kills ---
+
+
+def test_what_an_ended_worker_left_is_killed_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its number is freed: after that the group could be another's."""
+    events: list[tuple[str, int]] = []
+    monkeypatch.setattr(fork_server, "_kill_group", lambda pid: events.append(("kill", pid)))
+    monkeypatch.setattr(fork_server, "_reap", lambda pid: events.append(("reap", pid)))
+    server = fork_server._Server.__new__(fork_server._Server)
+    ours, theirs = socket.socketpair()
+    with theirs, selectors.DefaultSelector() as selector:
+        client = fork_server._Client(ours, running={1}, unreaped={2})
+        selector.register(ours, selectors.EVENT_READ)
+        server._clients, server._selector = {client}, selector
+        server._drop(client)
+    assert events == [("kill", 1), ("kill", 2), ("reap", 2)]
 
 
 def wait_for_ever(pids: str) -> None:
@@ -366,7 +485,7 @@ def test_the_server_is_killed(tmp_path: Path) -> None:
     ((_, before),) = tutti.launch(whereabouts, workers=1)
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(WorkerFailed, match="was killed because the fork server that started it has ended"):
+    with pytest.raises(WorkerFailed, match="the fork server that started it has ended with status -9: no message"):
         tutti.launch(wait_for_ever, str(tmp_path), workers=3)
     killer.join()
     assert wait_until_gone(wait_for_files(tmp_path, 6), 5) == []

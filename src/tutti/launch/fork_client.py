@@ -6,8 +6,14 @@ other values gets another server. All else a worker is told when it is forked. A
 longest ago is closed when another is needed, unless a run still uses it.
 
 A `ForkChannel` belongs to one thread. It sends requests and receives two kinds of messages: answers to requests, and
-ends of workers. Every wait on it is ended by the server: by the message, or by its death, which closes the
-connection. Then all workers of the channel count as killed: the kernel kills them with their parent.
+ends of workers. A wait for an answer is ended by the answer, by the server's death, which closes the connection, or
+after `ANSWER_TIMEOUT_S`. A server that is alive but does not answer (it is stopped, or an import hangs) is killed then:
+were it to continue, it would fork a worker that has been spawned meanwhile. The wait for a worker's end has the
+deadline of its caller. When the server dies, all its workers count as killed: the kernel kills them with their parent.
+
+`_lock` guards the list of servers and their numbers of channels. No wait happens with it held: servers that are to be
+closed are taken off the list first. The memory file with a server's error output may be read by a run that has just
+lost the server, while another thread closes it; each server has a lock for that.
 
 A server lives until this process ends, so that many calls of `launch` import torch once. It is closed at exit. If
 this process is killed, the server notices by itself (see `tutti.launch.fork_server`). A forked copy of this process
@@ -15,8 +21,10 @@ forgets the servers of the original: they are not its children."""
 
 import array
 import atexit
+import functools
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -38,11 +46,21 @@ IMPORT_TIME_PREFIXES = (
 )  # fmt: skip
 """Variables that Python, its libraries and torch read when they are loaded."""
 
-READ_LATER = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-"""Variables with such a prefix that are first read in the worker: CUDA is not initialised before the fork."""
+READ_LATER = (
+    "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
+    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+)  # fmt: skip
+"""Variables with such a prefix that need no other server.
+
+Some are first read in the worker: CUDA is not initialised before the fork. Others are set by an import (torch._dynamo,
+torch.cuda, scikit-learn) in the supervisor too: between two runs they would look like a change that the user made.
+"""
 
 SET_AFTER_FORK = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Numbers of threads: the server imports with one thread, and each worker sets its own number."""
+
+ANSWER_TIMEOUT_S = 120.0
+"""How long a server may take to answer a request. The first answer has to wait for all its imports."""
 
 _MAX_SERVERS = 2
 _CLOSE_S = 5.0
@@ -81,6 +99,12 @@ class ForkedProcess:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
             self._channel.wait(left_s)
 
+    def describe_end(self) -> str:
+        """How it ended, as the predicate of a sentence about it."""
+        if self.lost_server:
+            return f"was killed because the fork server that started it has {self._channel.describe_server_end()}"
+        return describe_status(self.returncode)
+
 
 class ForkChannel:
     """One run's connection to a fork server. Closing it kills workers that still run."""
@@ -92,6 +116,7 @@ class ForkChannel:
         self._answer: dict[str, Any] | None = None
         self.server_ended = False
         """Whether the server ended before the channel was closed; its workers were killed then."""
+        self._closed = False
 
     def fileno(self) -> int:
         """For a selector: readable when there is something to `receive`."""
@@ -100,34 +125,50 @@ class ForkChannel:
     def start(self, description: Mapping[str, Any], files: Sequence[int]) -> ForkedProcess:
         """Fork a worker; returns once it has its own process group.
 
+        Raises `ForkRefused` if the server refuses, has ended, or does not answer within `ANSWER_TIMEOUT_S`. In the last
+        case the server is killed, and with it what it forked before.
+
         Args:
             description: arguments, environment, namespace of the worker.
             files: its stdout, its stderr, its end of the supervisor pipe, and a payload if it has one.
         """
-        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)  # Open, because it may have no path any more.
-        text = json.dumps({**description, **_inherited()}).encode()
-        source = file_with(text, "tutti-worker")
         self._answer = None
-        try:
-            _send_files(self._connection, REQUEST, [source, folder, *files])
-        except ConnectionError:
-            self._lose_server()
-        finally:
-            os.close(source)
-            os.close(folder)
+        self._request(json.dumps({**description, **_inherited()}).encode(), files)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while self._answer is None and not self.server_ended:
-            self.wait(None)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self._server.kill(f"it did not answer within {ANSWER_TIMEOUT_S:g} s")
+                self._lose_server()
+                break
+            self.wait(left_s)
             self.receive()
         if self._answer is None:
-            raise ForkRefused(self._server.obituary())
+            raise ForkRefused(f"the fork server has {self._server.describe_end()}")
         if "refused" in self._answer:
             raise ForkRefused(self._answer["refused"])
         return self._processes[self._answer["pid"]]
 
-    def wait(self, timeout: float | None) -> None:
+    def _request(self, description: bytes, files: Sequence[int]) -> None:
+        source = file_with(description, "tutti-worker")
+        try:
+            # Open, because it may have no path any more; O_PATH, because it need not be readable.
+            folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
+            try:
+                _send_files(self._connection, REQUEST, [source, folder, *files])
+            except ConnectionError:
+                self._lose_server()
+            finally:
+                os.close(folder)
+        finally:
+            os.close(source)
+
+    def wait(self, timeout: float) -> None:
         """Wait until there is something to `receive`, at most `timeout` seconds."""
         if not self.server_ended:
-            select.select([self._connection], [], [], timeout)
+            poll = select.poll()  # select.select takes no file whose number is 1024 or more.
+            poll.register(self._connection, select.POLLIN)
+            poll.poll(timeout * 1000)
 
     def receive(self) -> None:
         """Take in all messages that have come."""
@@ -150,11 +191,21 @@ class ForkChannel:
             self._answer = message
 
     def close(self) -> None:
-        """End the connection: the server kills what still runs and frees the numbers of all workers."""
+        """End the connection: the server kills what still runs and frees the numbers of all workers.
+
+        May be called again, which does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self._connection.close()
         self.server_ended = True
         with _lock:
             self._server.num_channels -= 1
+
+    def describe_server_end(self) -> str:
+        """How the server ended, with the last line it wrote, as the predicate of a sentence about it."""
+        return self._server.describe_end()
 
     def _lose_server(self) -> None:
         self.server_ended = True
@@ -171,7 +222,10 @@ class _Server:
         self.modules = frozenset(modules)
         self.num_channels = 0
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = os.memfd_create("fork-server-errors")
+        self._errors: int | None = os.memfd_create("fork-server-errors")
+        self._errors_lock = threading.Lock()
+        """Guards `_errors` and `_last_message`."""
+        self._last_message = ""
         with control:
             self._process = subprocess.Popen(
                 [*main_of("tutti.launch.fork_server"), str(control.fileno()), str(os.getpid()), *modules],
@@ -197,14 +251,25 @@ class _Server:
         self.num_channels += 1
         return ForkChannel(self, ours)
 
-    def obituary(self) -> str:
-        """How the server ended, with the last line it wrote."""
+    def kill(self, reason: str) -> None:
+        """Kill the server, and with it all its workers, for a reason that `describe_end` repeats."""
+        with self._errors_lock:
+            self._last_message = reason
+        self._process.kill()
+
+    def describe_end(self) -> str:
+        """How the server ended, with the last line it wrote, as the predicate of a sentence about it."""
         try:
             status: int | None = self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             status = None
-        text = os.pread(self._errors, 2**16, 0).decode(errors="replace").strip()
-        return f"the fork server ended with status {status}: {text.splitlines()[-1] if text else 'no message'}"
+        self._read_last_message()
+        return f"ended with status {status}: {self._last_message or 'no message'}"
+
+    def _read_last_message(self) -> None:
+        with self._errors_lock:
+            if self._errors is not None and not self._last_message:
+                self._last_message = last_line(self._errors)
 
     def close(self) -> None:
         """End the server and all it started."""
@@ -216,41 +281,64 @@ class _Server:
         except subprocess.TimeoutExpired:
             self._process.kill()  # The kernel kills its workers with it.
             self._process.wait()
-        os.close(self._errors)
+        self._read_last_message()
+        with self._errors_lock:
+            if self._errors is not None:
+                os.close(self._errors)
+                self._errors = None
 
     def forget(self) -> None:
         """In a forked copy of this process: let go of the server without ending it."""
         self._control.close()
-        os.close(self._errors)
+        if self._errors is not None:  # Without the lock, which a thread of the original may have held.
+            os.close(self._errors)
+            self._errors = None
         self._process.returncode = 0  # Not a child of the copy: it must not wait for it, nor warn that it still runs.
 
 
 def available() -> bool:
     """Whether this system can run a fork server: Linux with pidfds."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and bool(sys.executable)
+    return sys.platform == "linux" and bool(sys.executable) and _has_pidfds()
+
+
+@functools.cache
+def _has_pidfds() -> bool:
+    """Whether Python and the kernel have pidfds; old kernels and the filters of some containers refuse them."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def channel(environment: Mapping[str, str], modules: Sequence[str]) -> ForkChannel:
     """A connection to a server that imported `modules` under the same import-time variables; started if need be."""
     key = _key(environment)
-    with _lock:
-        for server in _servers:
-            if server.fits(key, modules):
-                break
-        else:
-            _make_room()
-            server = _Server(environment, modules)
-        if server in _servers:
-            _servers.remove(server)
-        _servers.append(server)
-        return server.connect()
+    superfluous: list[_Server] = []
+    try:
+        with _lock:
+            for server in _servers:
+                if server.fits(key, modules):
+                    break
+            else:
+                superfluous = _make_room()
+                server = _Server(environment, modules)
+            if server in _servers:
+                _servers.remove(server)
+            _servers.append(server)
+            return server.connect()
+    finally:
+        for server in superfluous:  # Not with the lock held: a server may take seconds to end.
+            server.close()
 
 
 def close_all() -> None:
     """End every fork server of this process."""
     with _lock:
-        while _servers:
-            _servers.pop().close()
+        servers = list(_servers)
+        _servers.clear()
+    for server in servers:
+        server.close()
 
 
 def server_pids() -> list[int]:
@@ -268,13 +356,32 @@ def file_with(data: bytes, name: str) -> int:
     return file
 
 
-def _make_room() -> None:
-    """Close servers that ended, and unused ones until another may be started. With `_lock` held."""
+def last_line(file: int) -> str:
+    """The last line of an open file that holds a process's error output; "" if it is empty."""
+    size = os.fstat(file).st_size
+    lines = os.pread(file, 2**16, max(0, size - 2**16)).decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def describe_status(status: int | None) -> str:
+    """How a process ended that has this `returncode`, as the predicate of a sentence about it."""
+    if status is not None and status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
+
+
+def _make_room() -> list["_Server"]:
+    """Take ended servers off the list, and unused ones until another may be started. With `_lock` held.
+
+    Returns those taken off, which the caller closes once it has released the lock. Nobody else can use them then.
+    """
+    removed = []
     for server in list(_servers):
         ended = server._process.poll() is not None
         if ended or (server.num_channels == 0 and len(_servers) >= _MAX_SERVERS):
             _servers.remove(server)
-            server.close()
+            removed.append(server)
+    return removed
 
 
 def _key(environment: Mapping[str, str]) -> dict[str, str]:
@@ -287,7 +394,13 @@ def _inherited() -> dict[str, Any]:
     """What a spawned process would inherit from this one, as it is now."""
     with open("/proc/self/status") as status:  # os.umask would have to change it for a moment.
         umask = next(line.split()[1] for line in status if line.startswith("Umask:"))
-    return {"umask": int(umask, 8), "cores": sorted(os.sched_getaffinity(0))}
+    numbers = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
+    return {
+        "umask": int(umask, 8),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "limits": [(number, *resource.getrlimit(number)) for number in sorted(numbers)],
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+    }
 
 
 def _send_files(connection: socket.socket, text: bytes, files: Sequence[int]) -> None:

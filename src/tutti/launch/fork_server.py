@@ -4,8 +4,8 @@ How it works. The supervisor starts this process (`tutti.launch.fork_client`) wi
 control socket. The server imports what workers need, then waits in one loop and never runs anything else: no tensor
 operation, no CUDA call, no thread. So at every fork no lock is held by another thread, and OpenMP, autograd and CUDA
 have not started. It imports with one thread (OpenBLAS would start more), and each worker sets its own number.
-`_why_not_fork` checks that before each fork; if it no longer holds, the request is refused and the
-supervisor spawns.
+`_why_not_fork` checks that before each fork, and the child checks that torch's CUDA survived the fork. If either does
+not hold, the request is refused and the supervisor spawns.
 
 - Each run of the supervisor sends one end of a new socket over the control socket. That connection is a *client*
   here; its requests and its workers are separate from those of other clients.
@@ -17,7 +17,7 @@ supervisor spawns.
 - The server watches every child by a pidfd. When one ends, it reports the status and leaves the child unreaped: its
   number cannot be used again while the supervisor may still signal its group. It is reaped when the client closes its
   connection.
-- A client that closes its connection has no use for its workers any more: what still runs is killed.
+- A client that closes its connection has no use for its workers any more: all their process groups are killed.
 
 Who dies with whom: workers ask the kernel to be killed when the server dies (`die_with` in `tutti.launch.worker`). The
 server watches the supervisor by a pidfd and by the end of the control socket. When either shows that the supervisor is
@@ -32,6 +32,7 @@ import io
 import json
 import os
 import random
+import resource
 import selectors
 import signal
 import socket
@@ -54,6 +55,9 @@ MAX_MESSAGE_BYTES = 4096
 
 _FILE = io.TextIOWrapper.__mro__[-2]
 """The class that every file object has among its bases (`io.IOBase` is an abstract class beside it)."""
+
+UNKNOWN_STATUS = 255
+"""Reported for a worker whose status nobody can read any more. It must not count as success."""
 
 REQUEST = b"start"
 """The text of a request: all it says is in its files."""
@@ -83,6 +87,8 @@ def main() -> None:
 
     Arguments: the number of the control socket, the supervisor's process number, modules to import.
     """
+    # An ignored SIGCHLD survives exec. The kernel would then reap workers itself, and their status would be lost.
+    inherited_sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     control, parent, *modules = sys.argv[1:]
     die_with(int(parent))
     before = dict(os.environ)
@@ -91,10 +97,11 @@ def main() -> None:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
-    set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    imports = [(name, before.get(name), value) for name, value in os.environ.items() if before.get(name) != value]
     server = _Server(int(control), int(parent))
     files = server.serve()
-    _become(files, {PARENT: str(server.pid), **set_by_imports})
+    signal.signal(signal.SIGCHLD, inherited_sigchld)
+    _become(files, imports, server.pid)
     _run_and_exit(set(sys.modules))
 
 
@@ -167,11 +174,18 @@ class _Server:
             return None
         if pid == 0:
             os.setsid()
+            if (reason := _why_unusable()) is not None:
+                os.write(started, reason.encode())
+                os._exit(0)
             self._close_all_but(files)  # This closes `started` too, which tells the server.
             return files
         os.close(started)
-        os.read(ready, 1)
+        unusable = os.read(ready, MAX_MESSAGE_BYTES).decode()
         os.close(ready)
+        if unusable:
+            os.waitpid(pid, 0)
+            self._send(client, refused=unusable)
+            return None
         pidfd = os.pidfd_open(pid)
         client.running.add(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, _Child(pid, pidfd, client))
@@ -202,9 +216,13 @@ class _Server:
         os.close(child.pidfd)
         child.client.running.discard(child.pid)
         if child.client not in self._clients:  # Killed when its client was dropped: nobody waits for it.
-            os.waitpid(child.pid, 0)
+            _reap(child.pid)
             return
-        ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        try:
+            ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # An imported module has reaped it. The server must go on for the other workers.
+            self._send(child.client, ended=child.pid, status=UNKNOWN_STATUS)
+            return
         assert ended is not None
         client_status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         child.client.unreaped.add(child.pid)
@@ -215,28 +233,29 @@ class _Server:
             client.connection.send(json.dumps(values).encode())
 
     def _drop(self, client: _Client) -> None:
-        """Kill what a client left running, and free the numbers of its workers."""
+        """Kill all process groups of a client's workers, and free the numbers of those that have ended."""
         self._clients.discard(client)
         self._selector.unregister(client.connection)
         client.connection.close()
-        for pid in client.running:
+        for pid in client.running | client.unreaped:  # One that ended may have left children in its group.
             _kill_group(pid)
-        for pid in client.unreaped:
-            os.waitpid(pid, 0)
+        for pid in client.unreaped:  # After the kill: until then the number cannot belong to another group.
+            _reap(pid)
 
     def _end(self) -> NoReturn:
         for client in self._clients:
-            for pid in client.running | client.unreaped:  # One that ended may have left children in its group.
+            for pid in client.running | client.unreaped:
                 _kill_group(pid)
         os._exit(0)
 
 
-def _become(files: list[int], variables: dict[str, str]) -> None:
+def _become(files: list[int], imports: list[tuple[str, str | None, str]], server: int) -> None:
     """Turn a forked child into what a new Python process would be, with the files of its request.
 
     Args:
         files: as `MAX_FILES` lists them.
-        variables: environment variables beside those of the request.
+        imports: environment variables that imports changed: name, value before (None if it was not set), value after.
+        server: process number of the fork server.
     """
     description_file, folder, out, err, pipe, *payload = files
     with os.fdopen(description_file, "rb") as source:
@@ -250,8 +269,11 @@ def _become(files: list[int], variables: dict[str, str]) -> None:
     description = json.loads(text)
     for file in (pipe, *payload):
         os.set_inheritable(file, True)  # As the files that subprocess passes on are.
+    environment = description["environment"]
+    # Where the request has another value than the server had, an import in the worker would not have changed it so.
+    changed = {name: after for name, before, after in imports if environment.get(name) == before}
     os.environ.clear()
-    os.environ.update({**description["environment"], PIPE_VARIABLE: str(pipe), **variables})
+    os.environ.update({**environment, **changed, PIPE_VARIABLE: str(pipe), PARENT: str(server)})
     os.umask(description["umask"])
     os.sched_setaffinity(0, description["cores"])
     sys.argv = ["-c", *description["arguments"], *map(str, payload)]
@@ -261,7 +283,24 @@ def _become(files: list[int], variables: dict[str, str]) -> None:
         enter(description["namespace"])
     _forget_shared_state()
     threads = int(os.environ["OMP_NUM_THREADS"])
-    _set_num_threads(threads, int(os.environ.get("OPENBLAS_NUM_THREADS", threads)))
+    openblas = int(os.environ.get("OPENBLAS_NUM_THREADS", threads))
+    _set_num_threads(threads, min(openblas, len(description["cores"])))  # OpenBLAS itself takes no more than the cores.
+    _set_limits(description["limits"], description["nice"])
+
+
+def _set_limits(limits: list[tuple[int, int, int]], nice: int) -> None:
+    """Set resource limits (number, soft, hard) and the nice value to the supervisor's.
+
+    The supervisor may have changed them since the server started. If it could raise a hard limit or lower its nice
+    value, it had the privilege to do so, and this process has it too. If it has lost that since, the server's stay.
+    """
+    for number, soft, hard in limits:
+        if resource.getrlimit(number) != (soft, hard):
+            with suppress(OSError, ValueError):
+                resource.setrlimit(number, (soft, hard))
+    if os.getpriority(os.PRIO_PROCESS, 0) != nice:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
 
 
 def _set_num_threads(openmp: int, openblas: int) -> None:
@@ -270,7 +309,12 @@ def _set_num_threads(openmp: int, openblas: int) -> None:
     OpenBLAS starts its threads when it is loaded, so that a server with more would not be safe to fork.
     """
     if openmp > 1 and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(openmp)
+        # Through this handle the libraries that torch loaded are found: its own OpenMP, and MKL inside libtorch.
+        libraries_of_torch = ctypes.CDLL(torch._C.__file__)
+        libraries_of_torch.omp_set_num_threads(openmp)
+        # At its start torch takes MKL's number, which is OpenMP's but no more than there are physical cores.
+        mkl_num_threads = getattr(libraries_of_torch, "mkl_get_max_threads", lambda: openmp)
+        torch.set_num_threads(mkl_num_threads())  # For all threads; the call above was for this one.
     if openblas > 1:
         with open("/proc/self/maps") as maps:
             libraries = {line.split()[-1] for line in maps if "openblas" in line and ".so" in line}
@@ -333,6 +377,18 @@ def _forget_shared_state() -> None:
     importlib.invalidate_caches()  # The user's folders may have got files since the server looked.
 
 
+def _why_unusable() -> str | None:
+    """Why this child cannot be a worker; None if it can.
+
+    Torch marks the children of a process that asked the CUDA driver for anything, if only for the number of devices.
+    In the server itself nothing shows that, and to ask the driver would do the damage.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():
+        return "a module that the fork server imported has used the CUDA driver, which does not survive a fork"
+    return None
+
+
 def _num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
@@ -346,6 +402,11 @@ def _open_files() -> set[int]:
             os.fstat(number)
             files.add(number)
     return files
+
+
+def _reap(pid: int) -> None:
+    with suppress(ChildProcessError):  # It has been reaped: there is no number to free.
+        os.waitpid(pid, 0)
 
 
 def _kill_group(group: int) -> None:

@@ -1,13 +1,23 @@
 """Start worker processes: forked by a fork server that has imported torch, or spawned as new Python processes.
 
-Both give the same worker: its own session, its environment, two output pipes, a supervisor pipe, and a process object
-with `pid`, `returncode`, `poll` and `wait`. Forking saves each worker the import of torch and Tutti.
+Both give a worker its own session, its environment, two output pipes, a supervisor pipe, and a process object with
+`pid`, `returncode`, `poll` and `wait`. Forking saves each worker the import of torch and Tutti. A forked worker also
+gets the working directory, umask, cores, resource limits, nice value and numbers of threads that a spawned one would
+have. These differences remain:
+- `ps` and `/proc/PID/cmdline` show the command line of the fork server, and the parent is the fork server;
+- torch and the other modules of `Program.modules` are imported before the user's code runs. Environment variables that
+  act at import and are set by the script have no effect;
+- OpenMP's own default is one thread. So `omp_get_max_threads` says 1 in a thread other than the first, until torch is
+  used in that thread. `torch.get_num_threads` is right in all threads;
+- torch was told its number of threads as if by `torch.set_num_threads`, which also turns MKL_DYNAMIC off;
+- which signals are ignored, and the stack size of new threads, are as they were when the server started.
 
 Workers are spawned where forking cannot give the same:
 - commands that are not Python scripts, and systems without pidfds;
 - where the user asks for it: `TUTTI_START=spawn`;
 - under coverage measurement, which begins with the interpreter;
 - where OpenMP is to bind threads to cores, or gets a list of numbers of threads: it reads that when it is loaded;
+- where MKL or OpenBLAS get numbers of threads by variables of their own, which they read when they are loaded;
 - where the fork server refuses (it has threads, or initialised CUDA) or does not start.
 """
 
@@ -22,7 +32,7 @@ from dataclasses import dataclass
 
 from tutti.errors import ConfigError
 from tutti.launch import command, fork_client
-from tutti.launch.fork_client import ForkChannel, ForkedProcess, ForkRefused, file_with
+from tutti.launch.fork_client import ForkChannel, ForkedProcess, ForkRefused, file_with, last_line
 from tutti.launch.interpreter import main_of
 from tutti.launch.lab.placement import ProcessPlacement
 from tutti.launch.supervisor_pipe import PARENT, PIPE_VARIABLE
@@ -44,7 +54,8 @@ COMPILER = ("torch._dynamo",)
 
 _SPAWN_WITH = (
     "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE",
-    "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND",
+    "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND", "OMP_THREAD_LIMIT",
+    "GOTO_NUM_THREADS", "MKL_DOMAIN_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_DEFAULT_NUM_THREADS",
 )  # fmt: skip
 """Variables with which workers are spawned."""
 
@@ -123,6 +134,31 @@ def common_environment(variables: Mapping[str, str], num_workers: int = 1) -> di
     }
 
 
+class StoreProcess:
+    """The process that serves the store of a run, where the supervisor has no torch to serve it itself."""
+
+    def __init__(self, process: ForkedProcess, errors: int) -> None:
+        self._process = process
+        self._errors = errors
+        """A memory file that gets its stderr, and not a pipe: nobody has to read it while the process runs."""
+
+    @property
+    def lost_server(self) -> bool:
+        """Whether it ended only because the fork server did."""
+        return self._process.lost_server
+
+    def reason(self) -> str | None:
+        """How it ended, as the predicate of a sentence about it; None while it runs. It never ends by itself."""
+        if self._process.poll() is None:
+            return None
+        message = last_line(self._errors)
+        return self._process.describe_end() + (f": {message}" if message else "")
+
+    def close(self) -> None:
+        """Let go of its error output. The process itself ends with the connection to the fork server."""
+        os.close(self._errors)
+
+
 class WorkerStarter:
     """Starts the workers of one run, and the store they meet in if this process has no torch."""
 
@@ -146,10 +182,10 @@ class WorkerStarter:
             for file in payload:
                 os.close(file)
 
-    def start_store(self, listener: socket.socket, environment: dict[str, str]) -> bool:
-        """Serve torch's store on `listener` in a process of its own; False if none can be forked."""
+    def start_store(self, listener: socket.socket, environment: dict[str, str]) -> StoreProcess | None:
+        """Serve torch's store on `listener` in a process of its own; None if none can be forked."""
         if not self._forks:
-            return False
+            return None
         assert self.channel is not None
         address, port = listener.getsockname()
         description = {
@@ -157,18 +193,21 @@ class WorkerStarter:
             "environment": environment,
             "namespace": self._placement.store_host.namespace,
         }
+        errors = file_with(b"", "tutti-store-errors")
         nowhere = os.open(os.devnull, os.O_RDWR)
         try:
-            self.channel.start(description, [nowhere, nowhere, nowhere, listener.fileno()])
-        except ForkRefused as refused:
-            self._give_up(refused)
-            return False
+            return StoreProcess(self.channel.start(description, [nowhere, errors, nowhere, listener.fileno()]), errors)
+        except BaseException as error:
+            os.close(errors)
+            if not isinstance(error, ForkRefused):
+                raise
+            self._give_up(error)
+            return None
         finally:
             os.close(nowhere)
-        return True
 
     def close(self) -> None:
-        """End what this run still has in the fork server."""
+        """End what this run still has in the fork server. May be called again, which does nothing."""
         if self.channel is not None:
             self.channel.close()
 

@@ -15,10 +15,14 @@ A worker is in one of these states:
 A failure that only follows from another rank's (`Failure.knock_on`) is never reported as the cause while another is
 known. So all workers that have ended are looked at together, and before one is judged its pipe is read to the end.
 
+The store through which ranks meet is served by this process, or by one that the fork server makes. If that one ends
+before the workers, the run is over as after a failure: ranks would wait for their whole timeout.
+
 Stopping sends SIGTERM to the process groups that run, waits `_GRACE_S`, then sends SIGKILL to every group, those of
 ended workers included, so that children which a worker left behind end too. Each worker is the leader of its own
-session, so its number is also that of its group. If the supervisor itself is killed, the kernel or the fork server
-kills the workers."""
+session, so its number is also that of its group. Whatever interrupts that, the connection to the fork server is
+closed, upon which the server kills what it forked. If the supervisor itself is killed, the kernel kills spawned
+workers, and the fork server kills forked ones."""
 
 import os
 import selectors
@@ -30,12 +34,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tutti.errors import WorkerFailed
-from tutti.launch.fork_client import ForkedProcess
+from tutti.errors import StoreLost, WorkerFailed
+from tutti.launch.fork_client import ForkedProcess, describe_status
 from tutti.launch.lab import namespaces
 from tutti.launch.lab.placement import ProcessPlacement
 from tutti.launch.output import RankOutput
-from tutti.launch.start import Process, Program, WorkerStarter, common_environment
+from tutti.launch.start import Process, Program, StoreProcess, WorkerStarter, common_environment
 from tutti.launch.supervisor_pipe import Inbox, Watcher
 
 _GRACE_S = 2.0
@@ -65,11 +69,7 @@ class _Worker:
         status = self.process.poll()
         if status is None or status == 0:
             return None
-        if isinstance(self.process, ForkedProcess) and self.process.lost_server:
-            return "was killed because the fork server that started it has ended"
-        if status < 0:
-            return f"was killed by {signal.Signals(-status).name}"
-        return f"exited with status {status}"
+        return self.process.describe_end() if isinstance(self.process, ForkedProcess) else describe_status(status)
 
     @property
     def knocked_on(self) -> bool:
@@ -93,6 +93,10 @@ class Supervisor:
         """Workers that failed while the others went on, the first one first."""
         self._store: Any = None
         """The store that workers meet in, where this process serves it."""
+        self._store_process: StoreProcess | None = None
+        """The process that serves it otherwise."""
+        self._store_end: str | None = None
+        """How that process ended, if it did before any worker failed."""
         self._common_environment = common_environment(environment, placement.num_workers)
         self._starter = WorkerStarter(program, placement, self._common_environment)
 
@@ -116,7 +120,9 @@ class Supervisor:
         listener = self._placement.listen()
         self._port = listener.getsockname()[1]
         with listener:
-            if "torch" not in sys.modules and self._starter.start_store(listener, self._common_environment):
+            if "torch" not in sys.modules:
+                self._store_process = self._starter.start_store(listener, self._common_environment)
+            if self._store_process is not None:
                 return
             from tutti.launch.store import serve  # Imports torch.
 
@@ -157,8 +163,11 @@ class Supervisor:
         deadline = None
         while any(worker.ended_at is None for worker in self._workers):
             self._read(_POLL_S)
+            failed_before = self._first_failed is not None
             self._note_ends()
-            if self._first_failed is not None and deadline is None:
+            if not failed_before:
+                self._note_end_of_store()
+            if (self._first_failed is not None or self._store_end is not None) and deadline is None:
                 deadline = time.monotonic() + _GRACE_S
             if deadline is not None and time.monotonic() > deadline:
                 return
@@ -195,6 +204,19 @@ class Supervisor:
                 self._lose(worker)
             elif self._first_failed is None or self._first_failed.knocked_on:
                 self._first_failed = worker
+
+    def _note_end_of_store(self) -> None:
+        """See whether the store's process has ended while workers run. Workers that fail after that fail because of it.
+
+        If it ended with the fork server, so did the workers of that server, and they say so. Spawned ones do not.
+        """
+        if self._store_process is None or self._store_end is not None:
+            return
+        if self._first_failed is None and all(worker.ended_at is not None for worker in self._workers):
+            return
+        end = self._store_process.reason()
+        if self._first_failed is None or not self._store_process.lost_server:
+            self._store_end = end
 
     def _newly_ended(self) -> list[_Worker]:
         """Workers that have ended since the last call.
@@ -235,8 +257,11 @@ class Supervisor:
         try:
             self._signal_all(signal.SIGTERM)
         finally:  # Also when the user presses Ctrl-C again because ending takes too long.
-            self._signal_all(signal.SIGKILL)
-            self._close()
+            try:
+                self._signal_all(signal.SIGKILL)
+                self._close()
+            finally:
+                self._starter.close()  # The fork server then kills what it forked, if that has not been done.
 
     def _signal_all(self, sign: signal.Signals) -> None:
         """Send a signal to workers (the last one to all that they started, too) and give them a moment to end."""
@@ -257,10 +282,16 @@ class Supervisor:
                 os.close(file)
             os.close(worker.pipe)
         self._selector.close()
-        self._starter.close()
         self._store = None
+        if self._store_process is not None:
+            self._store_process.close()
 
     def _raise_first_failure(self) -> None:
+        if self._store_end is not None:
+            raise StoreLost(
+                f"the process that serves the key-value store of this run {self._store_end}. Ranks cannot find each "
+                "other without it, so the run was stopped. Start it again."
+            )
         first = self._failure()
         if first is None:
             return

@@ -38,7 +38,7 @@ def main() -> None:
         sys.stdout.flush()
         if isinstance(error, SystemExit):
             raise
-        pipe.failed(describe(error))
+        pipe.failed(describe_failure(error))
         sys.stderr.flush()
         # Not through the interpreter's own exit: threads of a broken run must not hold it up.
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -65,7 +65,9 @@ def _run_function(file: int) -> Any:
 
 def _serve_store(address: str, port: int, listener: int) -> None:
     """Serve the store through which ranks meet, on a socket that listens already, until this process is killed."""
-    select.select([listener], [], [])  # Nobody may ever come: a script without torch does not wait for its import.
+    connections = select.poll()  # select.select takes no file whose number is 1024 or more.
+    connections.register(listener, select.POLLIN)
+    connections.poll()  # Nobody may ever come: a script without torch does not wait for its import.
     from tutti.launch.store import serve
 
     store = serve(address, port, listener)
@@ -74,7 +76,7 @@ def _serve_store(address: str, port: int, listener: int) -> None:
         assert store is not None  # Its threads serve as long as it is there.
 
 
-def describe(error: BaseException) -> Failure:
+def describe_failure(error: BaseException) -> Failure:
     """Describe an error of a worker's own code for the supervisor, with the traceback from the user's code on."""
     trace = _without_starters(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))

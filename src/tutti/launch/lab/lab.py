@@ -25,7 +25,7 @@ from tutti.errors import ConfigError
 from tutti.launch.lab import namespaces
 from tutti.launch.lab.namespaces import batch, missing
 from tutti.launch.lab.ownership import NAME, Claim, claiming
-from tutti.launch.lab.placement import LabHost, ProcessPlacement
+from tutti.launch.lab.placement import PlacementHost, ProcessPlacement
 
 MAX_HOSTS = 250
 """Number of addresses in the lab's network, less those of the switch and the network itself."""
@@ -140,9 +140,9 @@ class Lab:
                 self.close()
                 raise
         self._placement = ProcessPlacement(
-            tuple(LabHost(f"host{number}", claim.host(number)) for number in range(spec.hosts)),
+            tuple(PlacementHost(f"host{number}", claim.host(number)) for number in range(spec.hosts)),
             spec.ranks_per_host,
-            LabHost("switch", claim.switch),
+            PlacementHost("switch", claim.switch),
             SWITCH,
             _VARIABLES,
         )

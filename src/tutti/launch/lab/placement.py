@@ -11,7 +11,7 @@ from tutti.launch.supervisor_pipe import HOST
 
 
 @dataclass(frozen=True)
-class LabHost:
+class PlacementHost:
     """A host for workers: a network namespace, or this machine itself if it has none."""
 
     name: str | None = None
@@ -22,9 +22,9 @@ class LabHost:
 class ProcessPlacement:
     """Ranks on hosts, in blocks: the first `ranks_per_host` on the first host, and so on."""
 
-    hosts: tuple[LabHost, ...]
+    hosts: tuple[PlacementHost, ...]
     ranks_per_host: int
-    store_host: LabHost = field(default_factory=LabHost)
+    store_host: PlacementHost = field(default_factory=PlacementHost)
     """The host of the store through which ranks meet."""
     address: str = LOOPBACK
     """Address of the store, as every host reaches it."""
@@ -67,13 +67,13 @@ class ProcessPlacement:
             return _listener(self.address)
         return namespaces.inside(self.store_host.namespace, lambda: _listener(self.address))
 
-    def _host(self, rank: int) -> LabHost:
+    def _host(self, rank: int) -> PlacementHost:
         return self.hosts[rank // self.ranks_per_host]
 
 
 def here(workers: int) -> ProcessPlacement:
     """All ranks on this machine."""
-    return ProcessPlacement((LabHost(),), workers)
+    return ProcessPlacement((PlacementHost(),), workers)
 
 
 def _listener(address: str) -> socket.socket:

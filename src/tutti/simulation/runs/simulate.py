@@ -34,7 +34,7 @@ from tutti.cluster import Cluster, Duration, Host, format_time, parse_duration
 from tutti.errors import ConfigError, Deadlock, NoLink, WorkerFailed
 from tutti.events import EventLog, Strip
 from tutti.launch.supervisor_pipe import Watcher, report_to
-from tutti.launch.worker import describe
+from tutti.launch.worker import describe_failure
 from tutti.simulation import guard
 from tutti.simulation.engine import Engine
 from tutti.simulation.network import Network
@@ -214,7 +214,7 @@ def _return_memory() -> None:
 
 def _raise_first_failure(ranks: list[Rank], include_knock_on: bool = True) -> None:
     """Raise for the first rank that failed by itself; with `include_knock_on`, also for one that lost another."""
-    failed = [(rank, describe(rank.thread.error)) for rank in ranks if rank.thread.error is not None]
+    failed = [(rank, describe_failure(rank.thread.error)) for rank in ranks if rank.thread.error is not None]
     failed = [(rank, failure) for rank, failure in failed if include_knock_on or not failure.knock_on]
     if not failed:
         return
