@@ -322,7 +322,7 @@ def test_a_kernel_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_server_that_cannot_fork_refuses(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "odd_module.py").write_text(text)
-    server = fork_client._Server(
+    server = fork_client._ServerHandle(
         {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}, ["odd_module"]
     )
     channel = server.connect()

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import tutti
 
@@ -120,3 +121,55 @@ def test_importing_tutti_imports_no_compiler() -> None:
     script = f"import sys, tutti.cli; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=50)
     assert found.stdout == "[]\n"
+
+
+MAX_METHODS, MAX_FUNCTION_LINES, MAX_FILE_LINES = 20, 60, 500
+TORCH_INTERFACES = {"TuttiGroup"}
+"""Classes whose methods are given by torch."""
+
+
+def _nodes(kind: type[ast.AST]) -> list[tuple[Path, Any]]:
+    return [
+        (file, node)
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, kind)
+    ]
+
+
+def test_one_class_name_has_one_meaning() -> None:
+    places: dict[str, list[Path]] = {}
+    for file, node in _nodes(ast.ClassDef):
+        places.setdefault(node.name, []).append(file.relative_to(PACKAGE))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_classes_functions_and_files_are_small() -> None:
+    large = [
+        f"{node.name} has {methods} methods"
+        for _, node in _nodes(ast.ClassDef)
+        if node.name not in TORCH_INTERFACES
+        and (methods := sum(isinstance(member, ast.FunctionDef) for member in node.body)) > MAX_METHODS
+    ]
+    large += [
+        f"{node.name} has {lines} lines"
+        for _, node in _nodes(ast.FunctionDef)
+        if (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    large += [
+        f"{file.relative_to(PACKAGE)} has {lines} lines"
+        for file in PACKAGE.rglob("*.py")
+        if (lines := len(file.read_text().splitlines())) > MAX_FILE_LINES
+    ]
+    assert large == []
+
+
+def test_modules_say_what_they_provide() -> None:
+    """A module's docstring starts with what the module provides, not with "What", "Who" or "How"."""
+    starts = ("What ", "Who ", "How ", "When ", "Where ", "Which ")
+    wrong = [
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if (ast.get_docstring(ast.parse(file.read_text())) or "").startswith(starts)
+    ]
+    assert wrong == []

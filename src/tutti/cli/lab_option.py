@@ -1,4 +1,4 @@
-"""Where workers run: as processes on this machine (`--workers`), or on the emulated hosts of a lab (`--lab`)."""
+"""The options `--workers` and `--lab`: workers are processes on this machine, or on the emulated hosts of a lab."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What `tutti train` and `tutti simulate` share: checks before a run, its summary, and the verdict on its accuracy.
+"""Checks before a run, its summary, and the verdict on its accuracy: shared by `tutti train` and `tutti simulate`.
 
 This module imports torch; commands import it when they run.
 """

@@ -66,7 +66,7 @@ _MAX_SERVERS = 2
 _CLOSE_S = 5.0
 
 _lock = threading.Lock()
-_servers: list["_Server"] = []
+_servers: list["_ServerHandle"] = []
 """Servers of this process, the one used last at the end. Guarded by `_lock`."""
 
 
@@ -109,7 +109,7 @@ class ForkedProcess:
 class ForkChannel:
     """One run's connection to a fork server. Closing it kills workers that still run."""
 
-    def __init__(self, server: "_Server", connection: socket.socket) -> None:
+    def __init__(self, server: "_ServerHandle", connection: socket.socket) -> None:
         self._server = server
         self._connection = connection
         self._processes: dict[int, ForkedProcess] = {}
@@ -214,7 +214,7 @@ class ForkChannel:
                 process.returncode, process.lost_server = -signal.SIGKILL, True
 
 
-class _Server:
+class _ServerHandle:
     """A fork server that this process started."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
@@ -314,7 +314,7 @@ def _has_pidfds() -> bool:
 def channel(environment: Mapping[str, str], modules: Sequence[str]) -> ForkChannel:
     """A connection to a server that imported `modules` under the same import-time variables; started if need be."""
     key = _key(environment)
-    superfluous: list[_Server] = []
+    superfluous: list[_ServerHandle] = []
     try:
         with _lock:
             for server in _servers:
@@ -322,7 +322,7 @@ def channel(environment: Mapping[str, str], modules: Sequence[str]) -> ForkChann
                     break
             else:
                 superfluous = _make_room()
-                server = _Server(environment, modules)
+                server = _ServerHandle(environment, modules)
             if server in _servers:
                 _servers.remove(server)
             _servers.append(server)
@@ -370,7 +370,7 @@ def describe_status(status: int | None) -> str:
     return f"exited with status {status}"
 
 
-def _make_room() -> list["_Server"]:
+def _make_room() -> list["_ServerHandle"]:
     """Take ended servers off the list, and unused ones until another may be started. With `_lock` held.
 
     Returns those taken off, which the caller closes once it has released the lock. Nobody else can use them then.

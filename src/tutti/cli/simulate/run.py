@@ -30,25 +30,40 @@ _TRAINING_OPTIONS = (
 )  # fmt: skip
 """Options that `--calibrate` does not use."""
 
+_Recipe = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RECIPE|MODULE:FACTORY",
+        help=f"Recipe to train: {', '.join(RECIPES)}, or a function that returns a tutti.recipes.Recipe.",
+    ),
+]
+_Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        "-n",
+        help="Number of training workers. Dedicated servers are added on top.",
+        show_default=str(_DEFAULT_WORKERS),
+    ),
+]
+_CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibrate",
+        metavar="FILE",
+        help="Measure this machine (or --lab) instead, and write a cluster that simulates it to this TOML file.",
+    ),
+]
+_Lab = Annotated[
+    str | None,
+    typer.Option(metavar="SPEC", help="Emulated hosts to --calibrate on, such as hosts=4,rate=100mbit."),
+]
+
 
 def run(
     context: typer.Context,
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECIPE|MODULE:FACTORY",
-            help=f"Recipe to train: {', '.join(RECIPES)}, or a function that returns a tutti.recipes.Recipe.",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            "-n",
-            help="Number of training workers. Dedicated servers are added on top.",
-            show_default=str(_DEFAULT_WORKERS),
-        ),
-    ] = None,
+    recipe: _Recipe = None,
+    workers: _Workers = None,
     cluster: ClusterText = "ethernet-1g",
     strategy: StrategyText = "native",
     slow: Slow = None,
@@ -60,18 +75,8 @@ def run(
     lr_scale: LrScale = 1.0,
     name: RunName = None,
     json_file: JsonFile = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibrate",
-            metavar="FILE",
-            help="Measure this machine (or --lab) instead, and write a cluster that simulates it to this TOML file.",
-        ),
-    ] = None,
-    lab: Annotated[
-        str | None,
-        typer.Option(metavar="SPEC", help="Emulated hosts to --calibrate on, such as hosts=4,rate=100mbit."),
-    ] = None,
+    calibration: _CalibrationFile = None,
+    lab: _Lab = None,
 ) -> None:
     """Train a recipe on a simulated cluster, with real gradients in virtual time, in one process.
 

@@ -71,7 +71,7 @@ class AutoExchange(Exchange):
         # switch does not remove hooks that are still to be called.
         if self._forward_hook is not None:
             self._forward_hook.remove()
-        self._forward_hook = self.replica.model.register_forward_pre_hook(_ForwardHook(self))
+        self._forward_hook = self.replica.model.register_forward_pre_hook(_SwitchHook(self))
 
     @property
     def bytes_sent(self) -> int:
@@ -103,7 +103,7 @@ class AutoExchange(Exchange):
         self.inner.load_state_dict(state["state"])
 
 
-class _ForwardHook(OwnedHook):
+class _SwitchHook(OwnedHook):
     """Asks an exchange to switch, if it is due, before a forward pass that trains."""
 
     def __init__(self, exchange: AutoExchange) -> None:
