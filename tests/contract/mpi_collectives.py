@@ -1,4 +1,4 @@
-"""Every collective over MPI, in worlds of 1 to 9 ranks: a program for `mpirun -n 9`.
+"""Every collective over MPI, in worlds of 1 to 5 ranks: a program for `mpirun -n 5`.
 
 Sizes and dtypes are drawn from a seed that all ranks share, so that they draw the same.
 """

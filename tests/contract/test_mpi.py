@@ -46,10 +46,10 @@ def test_the_contract_holds(transport: str, checks: list[str], workers: int) -> 
 
 
 @needs_mpi
-def test_every_collective_in_worlds_of_up_to_nine() -> None:
-    ended = run(main_of("mpi_collectives"), workers=9)
+def test_every_collective_in_worlds_of_up_to_five() -> None:
+    ended = run(main_of("mpi_collectives"), workers=5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("012345678")
+    assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("01234")
 
 
 @needs_mpi

@@ -1,6 +1,6 @@
-"""The equivalence suite over MPI: a program for `mpirun -n 5`, since MPI's ranks are processes.
+"""The equivalence suite over MPI: a program for `mpirun -n 3`, since MPI's ranks are processes.
 
-One launch checks everything: every algorithm in worlds of 1 to 5 ranks, and every scenario and strategy in the whole
+One launch checks everything: every algorithm in worlds of 1 to 3 ranks, and every scenario and strategy in the whole
 world. Each rank compares with plain torch by itself.
 """
 

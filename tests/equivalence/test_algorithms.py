@@ -14,6 +14,8 @@ from tutti.launch.interpreter import main_of
 from tutti.launch.mpirun import available, mpirun
 
 SIZES = (1, 2, 3, 4, 5)
+MPI_RANKS = 3
+"""Ranks of MPI are processes that spin while they wait: more of them than cores only take turns."""
 
 
 @pytest.mark.skipif(device() == "cuda", reason="ranks that are threads share torch's one backward thread per GPU")
@@ -24,18 +26,17 @@ def test_every_algorithm(transport: str, size: int) -> None:
 
 
 @pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
-@pytest.mark.timeout(160)  # One launch of five processes, which import torch side by side.
 def test_every_algorithm_and_scenario_over_mpi() -> None:
     tests = Path(__file__).parent.parent
     path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
-        mpirun(max(SIZES), main_of("equivalence.mpi_equivalence")),
+        mpirun(MPI_RANKS, main_of("equivalence.mpi_equivalence")),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=55,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("01234")
+    assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("012")

@@ -55,9 +55,9 @@ def noted_servers() -> Iterator[list[Server]]:
     found: list[Server] = []
     start = Server.start
 
-    def noted(server: Server, others: list[int]) -> None:
+    def noted(server: Server) -> None:
         found.append(server)
-        start(server, others)
+        start(server)
 
     with patch.object(Server, "start", noted):
         yield found

@@ -149,20 +149,6 @@ class ForkChannel:
             raise ForkRefused(self._answer["refused"])
         return self._processes[self._answer["pid"]]
 
-    def _request(self, description: bytes, files: Sequence[int]) -> None:
-        source = file_with(description, "tutti-worker")
-        try:
-            # Open, because it may have no path any more; O_PATH, because it need not be readable.
-            folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
-            try:
-                _send_files(self._connection, REQUEST, [source, folder, *files])
-            except ConnectionError:
-                self._lose_server()
-            finally:
-                os.close(folder)
-        finally:
-            os.close(source)
-
     def wait(self, timeout: float) -> None:
         """Wait until there is something to `receive`, at most `timeout` seconds."""
         if not self.server_ended:
@@ -206,6 +192,20 @@ class ForkChannel:
     def describe_server_end(self) -> str:
         """How the server ended, with the last line it wrote, as the predicate of a sentence about it."""
         return self._server.describe_end()
+
+    def _request(self, description: bytes, files: Sequence[int]) -> None:
+        source = file_with(description, "tutti-worker")
+        try:
+            # Open, because it may have no path any more; O_PATH, because it need not be readable.
+            folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
+            try:
+                _send_files(self._connection, REQUEST, [source, folder, *files])
+            except ConnectionError:
+                self._lose_server()
+            finally:
+                os.close(folder)
+        finally:
+            os.close(source)
 
     def _lose_server(self) -> None:
         self.server_ended = True

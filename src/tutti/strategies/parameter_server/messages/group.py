@@ -30,12 +30,11 @@ class ServerGroup:
     def start_server(self, replica: Replica) -> Server:
         """Start the server of this rank. It is over at once if no shard is assigned to it."""
         rank, servers = self.transport.rank, self.config.servers
-        server = Server(
-            [shard for shard in self.shards if servers[shard.server] == rank], replica, self.transport, self.config
-        )
+        local_shards = [shard for shard in self.shards if servers[shard.server] == rank]
         # Servers without a shard take no part in norms or orders, so the others must not wait for them.
-        ranks_with_shards = {servers[shard.server] for shard in self.shards}
-        server.start(sorted(ranks_with_shards - {rank}))
+        other_servers = sorted({servers[shard.server] for shard in self.shards} - {rank})
+        server = Server(local_shards, replica, self.transport, self.config, other_servers)
+        server.start()
         return server
 
 

@@ -8,7 +8,7 @@ take any step. Coordination is by counters in shared memory (`ShardCounters`), e
 1. Push: a worker copies its gradient into its ring (`PushBuffers`), then publishes its clock. The publish comes last: a
    worker that sees the clock sees the gradient.
 2. Step: the worker that completes a version makes it. A worker that has pushed, or that waits, looks for shards whose
-   next version is due, takes the shard's lock and steps (`ShardStepper`, or `JointStepper` for all shards at once).
+   next version is due, takes the shard's lock and steps (`Stepper`: each shard by itself, or all shards at once).
 3. Read: a worker waits until the versions are new enough, then copies the values (`ParameterReader`).
 
 Which version is due, and who may read, follows the rules of `ledger.py`, evaluated on counters instead of messages.

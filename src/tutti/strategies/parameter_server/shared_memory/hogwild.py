@@ -36,7 +36,7 @@ from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor, reject_closure
 from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
 from tutti.strategies.parameter_server.shared_memory.optimizer_state import SharedOptimizerState
-from tutti.strategies.parameter_server.shared_memory.worker_registry import WorkerRegistry
+from tutti.strategies.parameter_server.shared_memory.worker_registry import RegistryCounters, WorkerRegistry
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
@@ -61,14 +61,18 @@ class HogwildWorker(Exchange):
         """Number of this worker's steps."""
         # Counters are allocated in the same order on all ranks, so that their indices agree.
         layout = CounterLayout()
-        self._registry = WorkerRegistry(transport, layout)
+        registry_counters = RegistryCounters(layout, transport.size)
         self._version_counter, self._lock = int(layout.allocate(1)[0]), int(layout.allocate(1)[0])
         self._clock_counters = layout.allocate(transport.size)
         self._flags = transport.flags(layout.num_counters)
-        self._registry.open(self._flags)
-        self._registry.clock = lambda worker: int(self._flags.counters[self._clock_counters[worker]])
-        self._registry.on_loss = self._release_lock_of
-        self._registry.progress = lambda: self._flags.value(self._version_counter)
+        self._registry = WorkerRegistry(
+            transport,
+            registry_counters,
+            self._flags,
+            clock=lambda worker: int(self._flags.counters[self._clock_counters[worker]]),
+            progress=lambda: self._flags.value(self._version_counter),
+            on_loss=self._release_lock_of,
+        )
         self._parameters = [slot.tensor for slot in replica.slots]
         self._shared_parameters = self._map_shared(transport, replica.slots)
         self._private_data = [tensor.data for tensor in self._parameters]

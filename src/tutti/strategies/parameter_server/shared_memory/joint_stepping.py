@@ -11,36 +11,44 @@ only: every shard is set to that version, and the planned updates count as appli
 misses them. So shards never disagree about which updates they contain.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import sqrt
 
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor
 from tutti.strategies.parameter_server.shared_memory.context import SharedMemoryContext
-from tutti.strategies.parameter_server.shared_memory.stepping import DueVersion, ShardStepper
+from tutti.strategies.parameter_server.shared_memory.shard_versions import DueVersion, ShardVersions
+from tutti.strategies.parameter_server.shared_memory.stepping import Stepper
 
-JOINT_LOCK = 0
+_JOINT_LOCK = 0
 """The shard whose lock stands for those of all shards."""
 
 
-class JointStepper:
-    """Makes versions of all shards together. Methods need the joint lock, except `step_due`."""
+class JointStepper(Stepper):
+    """Steps all shards together, under one lock."""
 
-    def __init__(self, context: SharedMemoryContext, stepper: ShardStepper) -> None:
+    def __init__(self, context: SharedMemoryContext, versions: ShardVersions) -> None:
         self._context = context
         self._counters = context.counters
-        self._stepper = stepper
+        self._lock = int(context.counters.lock[_JOINT_LOCK])
+        self._versions = versions
 
     def step_due(self, buckets: Iterable[int]) -> None:
         """Make all joint versions that are due, unless another worker is making them. Any bucket means all."""
-        lock = int(self._counters.lock[JOINT_LOCK])
-        while self._all_due() and self._context.registry.try_acquire(lock):
+        while self._all_due() and self._context.registry.try_acquire(self._lock):
             try:
-                self.make_due_versions()
+                self._make_due_versions()
             finally:
-                self._context.registry.release(lock)
+                self._context.registry.release(self._lock)
 
-    def make_due_versions(self) -> None:
-        """Make all joint versions that are due."""
+    def join_under_lock(self, join: Callable[[int], None]) -> None:
+        self._context.registry.acquire(self._lock)
+        self._make_due_versions()
+        for bucket_index in range(len(self._context.buckets)):
+            join(bucket_index)
+        self._context.registry.release(self._lock)
+
+    def _make_due_versions(self) -> None:
+        """Make all joint versions that are due. Needs the lock."""
         while due_by_shard := self._all_due():
             # Any shard's: all have the same version. Their updates may differ under a clocked consistency only, after a
             # loss, and that is repaired by versions alone.
@@ -48,20 +56,21 @@ class JointStepper:
             parts, square_norm = [], 0.0
             # All means before any step: the norm of the whole gradient is known after the last of them.
             for shard_index, due in due_by_shard.items():
-                updates = self._stepper.read_updates(shard_index, due)
+                updates = self._versions.read_updates(shard_index, due)
                 self._counters.publish_stepping(shard_index, due.version + 1)
-                has_grad = self._stepper.combine(shard_index, due.version, updates)
+                has_grad = self._versions.combine(shard_index, due.version, updates)
                 square_norm += self._context.parameters.optimizers[shard_index].square_norm(has_grad)
                 parts.append((shard_index, due.version, updates, has_grad))
             strategy, factor = self._context.strategy, 1.0
             if strategy.clips_means:
                 factor = clip_factor(strategy.clip or 0.0, sqrt(square_norm))
             for shard_index, version, updates, has_grad in parts:
-                self._stepper.step(shard_index, version, updates, has_grad, factor)
+                self._versions.step(shard_index, version, updates, has_grad, factor)
             self._counters.flags.publish(self._counters.joint_version, 0)  # The plan is done: nothing to repair.
 
-    def repair(self) -> None:
+    def repair(self, shard_index: int) -> None:
         """Complete the plan of a lost worker: its version counts as made, and its updates as applied, in all shards."""
+        # `shard_index` is that of the joint lock: no worker takes another shard's lock.
         counters = self._counters
         version = counters.flags.value(counters.joint_version)
         for shard in self._context.parameters.shards if version else ():
@@ -86,11 +95,11 @@ class JointStepper:
         """Return the next version of each shard that has one; nothing if a member has still to push for any shard."""
         shards = self._context.parameters.shards
         if self._context.consistency.bound is None:
-            due = self._stepper.due(0)  # Shard 0 decides for all, so that all are made of the same updates.
+            due = self._versions.due(0)  # Shard 0 decides for all, so that all are made of the same updates.
             return {} if due is None else {shard.index: due for shard in shards}
         due_by_shard = {}
         for shard in shards:
-            due = self._stepper.due(shard.index)
+            due = self._versions.due(shard.index)
             if due is not None:
                 due_by_shard[shard.index] = due
             # A member has still to push for this shard, so all shards wait. If no push is awaited, the shard's updates

@@ -5,9 +5,9 @@ from functools import partial
 
 from tutti.events import PULL, Event
 from tutti.strategies.parameter_server.shared_memory.context import SharedMemoryContext
-from tutti.strategies.parameter_server.shared_memory.joint_stepping import JOINT_LOCK, JointStepper
 from tutti.strategies.parameter_server.shared_memory.reading import ParameterReader
-from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper
+from tutti.strategies.parameter_server.shared_memory.shard_versions import ShardVersions
+from tutti.strategies.parameter_server.shared_memory.stepping import Stepper
 from tutti.strategies.parameter_server.shared_memory.worker_registry import Awaited
 
 
@@ -19,21 +19,20 @@ class ClockMembership:
     """
 
     def __init__(
-        self, context: SharedMemoryContext, stepper: ShardStepper, joint: JointStepper | None, reader: ParameterReader
+        self, context: SharedMemoryContext, versions: ShardVersions, stepper: Stepper, reader: ParameterReader
     ) -> None:
         self._context = context
         self._counters = context.counters
         self._registry = context.registry
+        self._versions = versions
         self._stepper = stepper
-        self._joint = joint
         self._reader = reader
-        self._step_due = stepper.step_due if joint is None else joint.step_due
         self._all_buckets = range(len(context.buckets))
 
     def leave(self) -> None:
         """Let others make versions without this worker, and take the steps that become due by that."""
         self._set_member(False)
-        self._step_due(self._all_buckets)
+        self._stepper.step_due(self._all_buckets)
 
     def withdraw(self) -> None:
         """Let others make versions without this worker."""
@@ -41,36 +40,16 @@ class ClockMembership:
 
     def join(self) -> None:
         """Let versions wait for this worker again, from the next one on."""
-        if self._joint is None:
-            for index in self._all_buckets:
-                self._join_bucket(index)
-        else:
-            # Under the lock, so that no joint version is made between reading the versions and becoming a member.
-            self._registry.acquire(int(self._counters.lock[JOINT_LOCK]))
-            # Versions that are due now are made without this worker, which starts after them.
-            self._joint.make_due_versions()
-            for index in self._all_buckets:
-                self._start_at_version(index)
-                self._counters.set_member(index, self._context.rank, True)
-            self._registry.release(int(self._counters.lock[JOINT_LOCK]))
+        # Under the locks: so no version is made between reading it and becoming a member.
+        self._stepper.join_under_lock(self._join_bucket)
         for local in self._context.buckets:
             # The shared values have changed while this worker was away: its next wait reads them.
             local.is_stale = True
 
     def _join_bucket(self, bucket_index: int) -> None:
-        """Make this worker a member of one bucket's versions, from the next one on."""
-        # Under the locks of all its shards: so no version is made between reading it and becoming a member.
-        shards = [shard.index for shard in self._context.parameters.by_bucket[bucket_index]]
-        locks = [int(self._counters.lock[index]) for index in shards]
-        # In the order of shards on every rank: two workers that join at once cannot each wait for the other.
-        for lock in locks:
-            self._registry.acquire(lock)
-        for index in shards:
-            self._stepper.make_due_versions(index)
+        """Make this worker a member of one bucket's versions, from the next one on. Needs the locks of its shards."""
         self._start_at_version(bucket_index)
         self._counters.set_member(bucket_index, self._context.rank, True)
-        for lock in locks:
-            self._registry.release(lock)
 
     def barrier(self, action: Callable[[int], None] = lambda number: None) -> None:
         """Wait for all living workers; when every update is applied, run `action`, read, and go on together."""
@@ -99,22 +78,19 @@ class ClockMembership:
             # Joint steps only ever take the lock of shard 0, so for the other shards nothing is taken over.
             lock = int(self._counters.lock[shard_index])
             if self._registry.take_over(lock, worker):  # From here on no other worker repairs it.
-                if self._joint is None:
-                    self._stepper.repair(shard_index)
-                else:
-                    self._joint.repair()
+                self._stepper.repair(shard_index)
                 self._registry.release(lock)
-        self._step_due(self._all_buckets)  # Versions that waited for the lost worker are due now.
+        self._stepper.step_due(self._all_buckets)  # Versions that waited for the lost worker are due now.
 
     def _unapplied(self) -> Awaited | None:
         """Return the version of a shard that a worker is still making; None when every update is applied."""
-        self._step_due(self._all_buckets)
+        self._stepper.step_due(self._all_buckets)
         counters = self._counters
         for shard in self._context.parameters.shards:
             version = counters.version_of(shard.index)
             # `stepping` ahead of `version`: a worker is in this step. It publishes the version, or is lost and
             # repaired.
-            if counters.stepping_of(shard.index) > version or self._stepper.due(shard.index) is not None:
+            if counters.stepping_of(shard.index) > version or self._versions.due(shard.index) is not None:
                 return counters.version[[shard.index]], version + 1
         return None
 

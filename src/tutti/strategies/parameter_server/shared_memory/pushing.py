@@ -6,18 +6,18 @@ from tutti.events import READ, Event
 from tutti.replica import Bucket
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.shared_memory.context import SharedMemoryContext, applies_own_updates
-from tutti.strategies.parameter_server.shared_memory.joint_stepping import JointStepper
-from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper
+from tutti.strategies.parameter_server.shared_memory.shard_versions import ShardVersions
+from tutti.strategies.parameter_server.shared_memory.stepping import Stepper
 from tutti.strategies.parameter_server.worker import gradient_flags
 
 
 class GradientPusher:
     """Makes a worker's gradients visible to all workers, and takes the steps that become due by them."""
 
-    def __init__(self, context: SharedMemoryContext, stepper: ShardStepper, joint: JointStepper | None) -> None:
+    def __init__(self, context: SharedMemoryContext, versions: ShardVersions, stepper: Stepper) -> None:
         self._context = context
+        self._versions = versions
         self._stepper = stepper
-        self._step_due = stepper.step_due if joint is None else joint.step_due
         self._applies_own = applies_own_updates(context.consistency)
         self.num_bytes = 0
         """Bytes of gradients pushed so far."""
@@ -48,7 +48,7 @@ class GradientPusher:
             context.pushes.write(bucket, clock, weight, norm, options, local.base_versions)
             if bound is not None:
                 context.counters.publish_clock(index, context.rank, local.clock)
-                self._step_due([index])
+                self._stepper.step_due([index])
             # Counting: the update is published as a whole, once backward has filled its last bucket.
             elif index + 1 == len(context.buckets):
                 self._publish_update(index)
@@ -63,7 +63,7 @@ class GradientPusher:
         for index, local in reversed(list(enumerate(self._context.buckets))):
             counters.publish_clock(index, rank, local.clock)
         # Updates that are counted and not applied at once are always stepped jointly: any bucket stands for all.
-        self._step_due([last_bucket])
+        self._stepper.step_due([last_bucket])
 
     def _apply(self, bucket: Bucket, clock: int, weight: float, norm: float, options: np.ndarray) -> None:
         """Step each shard of a bucket with this worker's gradient: under `Async`, each update is a version."""
@@ -82,7 +82,7 @@ class GradientPusher:
                 # Read under the lock: no other update can come between this version and the step.
                 version = context.counters.version_of(shard.index)
                 update.staleness = version - base_version
-                self._stepper.make_version(shard.index, version, [update])
+                self._versions.make_version(shard.index, version, [update])
             finally:
                 context.registry.release(lock)
             if shard.index == 0:

@@ -22,18 +22,17 @@ import torch
 
 from tutti.events import PULL, Event
 from tutti.strategies.parameter_server.shared_memory.context import SharedMemoryContext, applies_own_updates
-from tutti.strategies.parameter_server.shared_memory.joint_stepping import JointStepper
-from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper
+from tutti.strategies.parameter_server.shared_memory.stepping import Stepper
 from tutti.strategies.parameter_server.shared_memory.worker_registry import Awaited
 
 
 class ParameterReader:
     """Copies shared parameters into this worker's model, once they are new enough."""
 
-    def __init__(self, context: SharedMemoryContext, stepper: ShardStepper, joint: JointStepper | None) -> None:
+    def __init__(self, context: SharedMemoryContext, stepper: Stepper) -> None:
         self._context = context
         self._counters = context.counters
-        self._step_due = stepper.step_due if joint is None else joint.step_due
+        self._stepper = stepper
         self._applies_own = applies_own_updates(context.consistency)
         self.num_bytes = 0
         """Bytes of parameters read so far."""
@@ -61,7 +60,7 @@ class ParameterReader:
             num_applied = counters.num_applied[shards, context.rank]
             if flags.reached(num_applied, clock):
                 return None
-            self._step_due([bucket_index])
+            self._stepper.step_due([bucket_index])
             return None if flags.reached(num_applied, clock) else (num_applied, clock)
         needed, versions = clock - bound, counters.version[shards]
         if flags.reached(versions, needed):
@@ -71,7 +70,7 @@ class ParameterReader:
         member_clocks = counters.clock[bucket_index][is_member]
         if not flags.reached(member_clocks, needed):
             return member_clocks, needed  # While a member has not pushed, no worker can make the version.
-        self._step_due([bucket_index])
+        self._stepper.step_due([bucket_index])
         return None if flags.reached(versions, needed) else (versions, needed)
 
     def read(self, buckets: Iterable[int]) -> None:

@@ -22,8 +22,9 @@ from tutti.strategies.parameter_server.shared_memory.parameters import SharedPar
 from tutti.strategies.parameter_server.shared_memory.push_buffers import PushBuffers
 from tutti.strategies.parameter_server.shared_memory.pushing import GradientPusher
 from tutti.strategies.parameter_server.shared_memory.reading import ParameterReader
-from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper
-from tutti.strategies.parameter_server.shared_memory.worker_registry import WorkerRegistry
+from tutti.strategies.parameter_server.shared_memory.shard_versions import ShardVersions
+from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper, Stepper
+from tutti.strategies.parameter_server.shared_memory.worker_registry import RegistryCounters, WorkerRegistry
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
 
 if TYPE_CHECKING:
@@ -42,12 +43,11 @@ class SharedMemoryWorker(ParameterServerWorker):
         replica.allocate(transport.inner, strategy.bucket_bytes)
         replica.arrange([slot.name for slot in replica.slots])
         self._context = context = self._map(transport)
-        stepper = ShardStepper(context)
-        joint = JointStepper(context, stepper) if steps_jointly(strategy) else None
-        self._pusher = GradientPusher(context, stepper, joint)
-        self._reader = ParameterReader(context, stepper, joint)
-        self._membership = ClockMembership(context, stepper, joint, self._reader)
-        context.registry.on_loss = self._membership.remove_lost
+        versions = ShardVersions(context)
+        stepper: Stepper = (JointStepper if steps_jointly(strategy) else ShardStepper)(context, versions)
+        self._pusher = GradientPusher(context, versions, stepper)
+        self._reader = ParameterReader(context, stepper)
+        self._membership = ClockMembership(context, versions, stepper, self._reader)
         self._start_listening()
 
     def _map(self, transport: "SharedMemoryTransport") -> SharedMemoryContext:
@@ -56,15 +56,20 @@ class SharedMemoryWorker(ParameterServerWorker):
         buckets, applies_own = replica.buckets, applies_own_updates(consistency)
         shards = cut_for_host(replica, transport.size, whole_buckets=applies_own or steps_jointly(strategy))
         layout = CounterLayout()
-        registry = WorkerRegistry(transport, layout)
+        registry_counters = RegistryCounters(layout, transport.size)
         counters = ShardCounters(layout, len(buckets), len(shards), transport.size)
         flags = transport.flags(layout.num_counters)
-        registry.open(flags)
         counters.open(flags)
-        # Bucket 0 stands for all: the log needs no more.
-        registry.clock = lambda worker: int(counters.values[counters.clock[0, worker]])
-        # Grows with every push and every step, so a wait goes on as long as any worker trains.
-        registry.progress = lambda: int(counters.values[counters.clock].sum() + counters.values[counters.version].sum())
+        registry = WorkerRegistry(
+            transport,
+            registry_counters,
+            flags,
+            # Bucket 0 stands for all: the log needs no more.
+            clock=lambda worker: int(counters.values[counters.clock[0, worker]]),
+            # Grows with every push and every step, so a wait goes on as long as any worker trains.
+            progress=lambda: int(counters.values[counters.clock].sum() + counters.values[counters.version].sum()),
+            on_loss=self._remove_lost,
+        )
         if self._rank == 0:  # Once, for all: the last collective call below orders it before the others' first read.
             counters.values[counters.is_member] = 1
         parameters = SharedParameters(replica, transport, shards)
@@ -86,6 +91,10 @@ class SharedMemoryWorker(ParameterServerWorker):
             self.events,
             self._staleness,
         )
+
+    def _remove_lost(self, worker: int) -> None:
+        # The registry is older than the membership, but looks for lost workers only in waits: both exist by then.
+        self._membership.remove_lost(worker)
 
     @property
     def bytes_sent(self) -> int:

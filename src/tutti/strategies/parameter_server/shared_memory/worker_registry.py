@@ -44,38 +44,59 @@ Awaited = tuple[np.ndarray, int]
 """Indices of counters, and the value that all of them must reach."""
 
 
+class RegistryCounters:
+    """Indices of the registry's counters. They are allocated before the memory is mapped, whose size they decide."""
+
+    def __init__(self, layout: CounterLayout, num_workers: int) -> None:
+        self.status = layout.allocate(num_workers)
+        """[worker]: ALIVE, LEFT or LOST."""
+        self.entered = layout.allocate(num_workers)
+        """[worker]: number of the last barrier that the worker has entered."""
+        self.left_barrier = layout.allocate(num_workers)
+        """[worker]: number of the last barrier whose action the worker has run."""
+        self.last_barrier = int(layout.allocate(1)[0])
+        """Number of the last barrier that all workers have left."""
+        self.stopped_by = int(layout.allocate(1)[0])
+        """1 + rank of the worker that asked all workers to stop."""
+        self.leader_done = layout.allocate(1)
+        """[1]: number of the last barrier in which the leader has done its action."""
+        self.lock_freed = int(layout.allocate(1)[0])
+        """Published to wake those who wait for a lock; its value means nothing."""
+
+
 class WorkerRegistry:
     """The workers of one host, as each of them sees the others."""
 
-    def __init__(self, transport: "SharedMemoryTransport", layout: CounterLayout) -> None:
-        """Allocate the registry's counters; `open` follows once the memory is mapped."""
+    def __init__(
+        self,
+        transport: "SharedMemoryTransport",
+        counters: RegistryCounters,
+        flags: "Flags",
+        clock: Callable[[int], int],
+        progress: Callable[[], int],
+        on_loss: Callable[[int], None],
+    ) -> None:
+        """Use the counters of `flags`, in which every worker is alive at first.
+
+        Args:
+            transport: says which workers are missing.
+            counters: where the registry's counters are in `flags`.
+            flags: the shared counters.
+            clock: returns the clock of a worker, for the log.
+            progress: returns a number that changes while workers make progress.
+            on_loss: called for a lost worker, perhaps several times.
+        """
         self._transport = transport
         self._rank = transport.rank
-        self._status = layout.allocate(transport.size)
-        self._entered, self._left_barrier = layout.allocate(transport.size), layout.allocate(transport.size)
-        self._last_barrier = layout.allocate(1)
-        self._stopped_by = layout.allocate(1)
-        """1 + rank of the worker that asked all workers to stop."""
-        self._leader_done = layout.allocate(1)
-        """Number of the last barrier in which the leader has done its action."""
-        self._lock_freed = int(layout.allocate(1)[0])
-        """Published to wake those who wait for a lock; its value means nothing."""
-        self.clock: Callable[[int], int] = lambda worker: 0
-        """Returns the clock of a worker, for the log."""
-        self.on_loss: Callable[[int], None] = lambda worker: None
-        """Called for a lost worker, perhaps several times."""
-        self.progress: Callable[[], int] = lambda: 0
-        """Returns a number that changes while workers make progress."""
-
-    def open(self, flags: "Flags") -> None:
-        """Use the counters of `flags`."""
+        self._indices = counters
         self.flags = flags
         self._counters = flags.counters
+        self._clock, self._progress, self._on_loss = clock, progress, on_loss
 
     @property
     def alive(self) -> list[int]:
         """Ranks of the workers that have not left and are not lost."""
-        return np.flatnonzero(self._counters[self._status] == _ALIVE).tolist()
+        return np.flatnonzero(self._counters[self._indices.status] == _ALIVE).tolist()
 
     @property
     def is_leader(self) -> bool:
@@ -84,17 +105,17 @@ class WorkerRegistry:
 
     def leave(self) -> None:
         """Leave for good: no worker waits for this one any more."""
-        self.flags.publish(int(self._status[self._rank]), _LEFT)
+        self.flags.publish(int(self._indices.status[self._rank]), _LEFT)
 
     # Stops
 
     def request_stop(self) -> None:
         """Ask all workers to stop."""
-        self.flags.publish(int(self._stopped_by[0]), self._rank + 1)
+        self.flags.publish(self._indices.stopped_by, self._rank + 1)
 
     def check_stop(self, steps: int) -> None:
         """Raise `NonFiniteLoss` if a worker has asked all workers to stop; `steps` is for the message."""
-        if stopped_by := self.flags.value(int(self._stopped_by[0])):
+        if stopped_by := self.flags.value(self._indices.stopped_by):
             raise NonFiniteLoss(self._rank, [stopped_by - 1], steps)
 
     # Barriers
@@ -102,34 +123,34 @@ class WorkerRegistry:
     def barrier(self, action: Callable[[int], None]) -> None:
         """Wait for all living workers; run `action` with the barrier's number; go on when all have run theirs."""
         # The same on all ranks: no barrier can complete, and be counted, before this rank has entered it.
-        number = self.flags.value(int(self._last_barrier[0])) + 1
-        self.flags.publish(int(self._entered[self._rank]), number)
-        self.wait(lambda: self._missing(self._entered, number))
+        number = self.flags.value(self._indices.last_barrier) + 1
+        self.flags.publish(int(self._indices.entered[self._rank]), number)
+        self.wait(lambda: self._missing(self._indices.entered, number))
         action(number)
-        self.flags.publish(int(self._left_barrier[self._rank]), number)
-        self.wait(lambda: self._missing(self._left_barrier, number))
+        self.flags.publish(int(self._indices.left_barrier[self._rank]), number)
+        self.wait(lambda: self._missing(self._indices.left_barrier, number))
         # Every rank publishes the same number, so the order in which they do does not matter.
-        self.flags.publish(int(self._last_barrier[0]), number)
+        self.flags.publish(self._indices.last_barrier, number)
 
     def run_on_leader(self, barrier_number: int, action: Callable[[], None]) -> None:
         """Within a barrier: run `action` on the leader, or on the next if that is lost, and wait until it is done."""
 
         def remaining() -> Awaited | None:
-            if self.flags.reached(self._leader_done, barrier_number):
+            if self.flags.reached(self._indices.leader_done, barrier_number):
                 return None
             if self.is_leader:
                 # A leader lost before the publish leaves it to the next one, which runs its own `action` from the
                 # start.
                 action()
-                self.flags.publish(int(self._leader_done[0]), barrier_number)
+                self.flags.publish(int(self._indices.leader_done[0]), barrier_number)
                 return None
-            return self._leader_done, barrier_number
+            return self._indices.leader_done, barrier_number
 
         self.wait(remaining)
 
     def _missing(self, counters: np.ndarray, number: int) -> Awaited | None:
         # Statuses are read anew in every check, so the wait also ends when the last missing worker is lost.
-        alive = counters[self._counters[self._status] == _ALIVE]
+        alive = counters[self._counters[self._indices.status] == _ALIVE]
         return None if self.flags.reached(alive, number) else (alive, number)
 
     # Waits and locks
@@ -148,7 +169,7 @@ class WorkerRegistry:
             if self.flags.wait(*awaited, _CHECK_SECONDS):
                 continue
             self.check_workers(steps)
-            if (progress := self.progress()) != last_progress:
+            if (progress := self._progress()) != last_progress:
                 deadline, last_progress = time.monotonic() + timeout_s, progress
             elif time.monotonic() > deadline:
                 # For the message: awaited counters, one per worker or shard, that are still too low.
@@ -184,7 +205,9 @@ class WorkerRegistry:
         """Free a lock that a lost worker holds; return whether it did."""
         if not self.flags.swap(lock, lost_worker + 1, 0):
             return False
-        self.flags.publish(self._lock_freed, 1)  # A swap wakes no one; a publish does, those who wait for the lock too.
+        self.flags.publish(
+            self._indices.lock_freed, 1
+        )  # A swap wakes no one; a publish does, those who wait for the lock too.
         return True
 
     def check_workers(self, steps: int = 0) -> None:
@@ -192,15 +215,15 @@ class WorkerRegistry:
         self._transport.check_open()
         self.check_stop(steps)
         for worker, reason in self._transport.missing().items():
-            if self.flags.swap(int(self._status[worker]), _ALIVE, _LOST):
+            if self.flags.swap(int(self._indices.status[worker]), _ALIVE, _LOST):
                 _log.warning(
                     "rank %d: worker %d left at clock %d, and %d go on: %s",
                     *(self._world_rank(self._rank), self._world_rank(worker)),
-                    *(self.clock(worker), len(self.alive), reason),
+                    *(self._clock(worker), len(self.alive), reason),
                 )
             # Every worker handles every loss: the one that logged it may be lost before it has.
-            if int(self._counters[self._status[worker]]) == _LOST:
-                self.on_loss(worker)
+            if int(self._counters[self._indices.status[worker]]) == _LOST:
+                self._on_loss(worker)
 
     def _world_rank(self, worker: int) -> int:
         """Return the rank by which messages name a worker. On a channel of some ranks it is not the worker's number."""

@@ -7,11 +7,11 @@ in the simulator's engine, so no part of it has a lock. Per worker there are two
 handles the worker's requests in the order in which they were sent; `ReplySender.send_replies` sends it what it asked
 for. Only these two wait for the worker: a slow worker does not by itself hold up others.
 
-Parts, and the state that each of them alone writes:
+Parts, which share a `ServerContext`, and the state that each of them alone writes:
 
 - `WorkerMembership`: who is alive, who is waited for (`members`), who is at the barrier. Written by `WorkerLifecycle`.
-- `ServerShard`: a shard's values, `Ledger` and waiting pulls. Written by `VersionMaker` and `UpdateApplier`.
-- `UpdateDecoder`: turns payloads into gradients; keeps nothing.
+- `ServerShard`: a shard's values, `Ledger` and waiting pulls. Decodes updates and applies
+  them. Written by `VersionMaker` and `WorkerLifecycle`.
 - `UpdateOrdering`, `GlobalClipping`: agreement with other servers, where a consistency or clipping needs it.
 - `ReplySender`: outboxes of replies.
 

@@ -25,12 +25,10 @@ import numpy as np
 import torch
 
 from tutti.strategies.parameter_server.ledger import Update
-from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
+from tutti.strategies.parameter_server.messages.server.context import ServerContext
 from tutti.strategies.parameter_server.messages.server.shard import ServerShard
-from tutti.strategies.parameter_server.messages.server.updates import UpdateApplier
 from tutti.strategies.parameter_server.messages.wire import NORM_TAG
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor
-from tutti.transports import Transport
 from tutti.transports.base import Operation
 
 
@@ -48,21 +46,15 @@ class _JointStep:
 class GlobalClipping:
     """Steps a server's shards together with those of all other servers, scaled by the norm of the whole gradient."""
 
-    def __init__(
-        self,
-        max_norm: float,
-        shards: list[ServerShard],
-        applier: UpdateApplier,
-        transport: Transport,
-        spawn: Callable[[Operation], None],
-    ) -> None:
-        """Clip to `max_norm`; `spawn` runs a generator in the server's thread."""
-        self._max_norm = max_norm
+    def __init__(self, context: ServerContext, shards: list[ServerShard]) -> None:
+        """Step `shards`, all those of this server; `start` follows when norms of other servers can be handled."""
+        assert context.config.clip is not None
+        self._max_norm = context.config.clip
         self._shards = shards
-        self._applier = applier
-        self._transport = transport
-        self._spawn = spawn
-        self._other_servers: list[int] = []
+        self._membership = context.membership
+        self._transport = context.transport
+        self._spawn = context.spawn
+        self._other_servers = context.other_servers
         self._pending: _JointStep | None = None
         self._square_norms: dict[tuple[int, int], float] = {}
         """Squared norms received from other servers, by server and clock."""
@@ -72,11 +64,10 @@ class GlobalClipping:
         """Whether ledgers count a version whose step is still to be taken."""
         return self._pending is not None
 
-    def start(self, other_servers: list[int], membership: WorkerMembership, on_norm: Callable[[], None]) -> None:
+    def start(self, on_norm: Callable[[], None]) -> None:
         """Receive norms of the other servers; `on_norm` is called after each."""
-        self._other_servers = other_servers
-        for server in other_servers:
-            self._spawn(self._receive_norms(server, membership, on_norm))
+        for server in self._other_servers:
+            self._spawn(self._receive_norms(server, on_norm))
 
     def restart(self) -> None:
         """Abandon the pending step."""
@@ -96,7 +87,7 @@ class GlobalClipping:
         total = step.square_norm + sum(square for square in known if square is not None)
         factor = clip_factor(self._max_norm, sqrt(total))
         for shard, due, has_grad in step.parts:
-            self._applier.step(shard, due, has_grad, factor)
+            shard.step(due, has_grad, factor)
         self._pending = None
         # Skipped shards too: their ledgers have counted the version.
         for shard in self._shards:
@@ -116,7 +107,7 @@ class GlobalClipping:
         clock, parts, square_norm = min(clocks), [], 0.0
         for shard in self._shards:
             if shard.ledger.next_clock == clock and (due := shard.ledger.take_due()):
-                has_grad = self._applier.combine(shard, due)
+                has_grad = shard.combine(due)
                 parts.append((shard, due, has_grad))
                 square_norm += 0.0 if shard.optimizer is None else shard.optimizer.square_norm(has_grad)
             else:
@@ -132,9 +123,9 @@ class GlobalClipping:
     def _send(self, message: torch.Tensor, server: int) -> Operation:
         yield self._transport.isend(message, server, NORM_TAG)
 
-    def _receive_norms(self, server: int, membership: WorkerMembership, on_norm: Callable[[], None]) -> Operation:
+    def _receive_norms(self, server: int, on_norm: Callable[[], None]) -> Operation:
         """Receive squared norms from another server, as long as there are workers."""
-        while membership.alive:
+        while self._membership.alive:
             message = torch.empty(2, dtype=torch.float64, device="cpu")
             yield self._transport.irecv(message, server, NORM_TAG)
             # Kept by clock: another server may be a step ahead of this one.

@@ -3,8 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
-from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
+from tutti.strategies.parameter_server.messages.server.context import ServerContext
 from tutti.strategies.parameter_server.messages.server.replies import ReplySender
 from tutti.strategies.parameter_server.messages.server.versions import VersionMaker
 from tutti.strategies.parameter_server.messages.wire import ReplyStatus
@@ -20,23 +19,16 @@ class WorkerLifecycle:
     """
 
     def __init__(
-        self,
-        rank: int,
-        config: ServerGroupConfig,
-        membership: WorkerMembership,
-        versions: VersionMaker,
-        replies: ReplySender,
-        on_empty: Callable[[], None],
+        self, context: ServerContext, versions: VersionMaker, replies: ReplySender, on_empty: Callable[[], None]
     ) -> None:
-        """Watch over the workers of the server on `rank`; `on_empty` is called when the last worker is gone."""
-        self._rank = rank
-        self._config = config
-        self._membership = membership
+        """Watch over the workers of a server; `on_empty` is called when the last worker is gone."""
+        self._rank = context.transport.rank
+        self._config = context.config
+        self._membership = context.membership
+        self._other_servers = context.other_servers
         self._versions = versions
         self._replies = replies
         self._on_empty = on_empty
-        self.other_servers: list[int] = []
-        versions.on_settled = self._complete_barrier
 
     def enter_barrier(self, worker: int) -> None:
         """Let a worker wait for all others; versions no longer wait for it."""
@@ -102,7 +94,7 @@ class WorkerLifecycle:
         self._log_departure(worker, reason, on_every_server=True)
         self.remove(worker)
 
-    def _complete_barrier(self) -> None:
+    def complete_barrier(self) -> None:
         """If every living worker is at the barrier and every update is applied, let all of them join again."""
         if self._versions.is_idle and self._membership.is_barrier_complete:
             workers = sorted(self._membership.at_barrier)
@@ -112,7 +104,7 @@ class WorkerLifecycle:
     def _log_departure(self, worker: int, reason: str, on_every_server: bool = False) -> None:
         """Warn that a worker is gone, on one server only unless `on_every_server`."""
         # All servers see a lost worker go. One of them logs it: the first that is not on the worker's own rank.
-        if not on_every_server and self._rank != min({self._rank, *self.other_servers} - {worker}):
+        if not on_every_server and self._rank != min({self._rank, *self._other_servers} - {worker}):
             return
         clock = next(iter(self._versions.shards.values())).ledger.clock(worker)
         num_left = len(self._membership.alive) - 1

@@ -17,43 +17,34 @@ from collections.abc import Callable
 
 import torch
 
-from tutti.strategies.parameter_server.consistency import Consistency
 from tutti.strategies.parameter_server.ledger import Ledger, Update, UpdateOrder
-from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
+from tutti.strategies.parameter_server.messages.server.context import ServerContext
 from tutti.strategies.parameter_server.messages.wire import NO_PULL, ORDER_TAG
-from tutti.transports import Transport
 from tutti.transports.base import Operation
 
 
 class UpdateOrdering:
     """One server's part in the agreement: it decides the order of updates, or receives it."""
 
-    def __init__(
-        self,
-        consistency: Consistency,
-        membership: WorkerMembership,
-        transport: Transport,
-        spawn: Callable[[Operation], None],
-    ) -> None:
-        """Start with an empty order; `spawn` runs a generator in the server's thread."""
-        self.order = UpdateOrder(membership.alive)
-        self._consistency = consistency
-        self._membership = membership
-        self._transport = transport
-        self._spawn = spawn
-        self._other_servers: list[int] = []
+    def __init__(self, context: ServerContext) -> None:
+        """Start with an empty order; `start` follows when decisions of another server can be handled."""
+        self.order = UpdateOrder(context.membership.alive)
+        self._consistency = context.config.consistency
+        self._membership = context.membership
+        self._transport = context.transport
+        self._spawn = context.spawn
+        self._other_servers = context.other_servers
+        # All servers know the same ranks, so they agree without a message.
+        self._first_server = min([self._transport.rank, *self._other_servers])
         self._decider: Ledger | None = None
         """Decides which updates make each version, on the server of the lowest rank."""
-
-    def start(self, other_servers: list[int], on_order: Callable[[], None]) -> None:
-        """Decide, or receive what the server of the lowest rank decides; `on_order` is called after each message."""
-        self._other_servers = other_servers
-        # All servers know the same ranks, so they agree without a message.
-        first_server = min([self._transport.rank, *other_servers])
-        if self._transport.rank == first_server:
+        if self._transport.rank == self._first_server:
             self._decider = Ledger(self._consistency, self._membership.members)
-        else:
-            self._spawn(self._receive_order(first_server, on_order))
+
+    def start(self, on_order: Callable[[], None]) -> None:
+        """Receive the decisions of the first server, on the others; `on_order` is called after each message."""
+        if self._decider is None:
+            self._spawn(self._receive_order(on_order))
 
     def record_push(self, worker: int) -> bool:
         """Count an update of the server's first shard; return whether that decided a version."""
@@ -86,11 +77,11 @@ class UpdateOrdering:
     def _send(self, message: torch.Tensor, server: int) -> Operation:
         yield self._transport.isend(message, server, ORDER_TAG)
 
-    def _receive_order(self, first_server: int, on_order: Callable[[], None]) -> Operation:
+    def _receive_order(self, on_order: Callable[[], None]) -> Operation:
         """Receive the decisions of the first server, as long as there are workers."""
         while self._membership.alive:
             message = torch.empty(2 * self._consistency.quorum, dtype=torch.int64, device="cpu")
-            yield self._transport.irecv(message, first_server, ORDER_TAG)
+            yield self._transport.irecv(message, self._first_server, ORDER_TAG)
             pairs = message.view(-1, 2).tolist()
             # Padding of a version with fewer updates than the quorum is dropped.
             self.order.pending.append({(worker, clock) for worker, clock in pairs if worker != NO_PULL})

@@ -9,7 +9,8 @@ buckets are numbered in the order of backward, so the last shards belong to the 
 An outbox holds at most one reply per shard. A later reply replaces an earlier one that was not sent yet, and the values
 that are sent are those at the time of sending: a slow worker skips versions instead of queueing them.
 
-The worker on the server's own rank needs no message: `deliver_locally` hands it the header and the values directly.
+The worker on the server's own rank needs no message: the function given to `connect_local_worker` gets the header and
+the values directly.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
+from tutti.strategies.parameter_server.messages.server.context import ServerContext
 from tutti.strategies.parameter_server.messages.server.shard import ServerShard
 from tutti.strategies.parameter_server.messages.wire import ReplyHeader, ReplyStatus, reply_tags
-from tutti.transports import Transport
 from tutti.transports.base import Operation, Signal
 
 LocalDelivery = Callable[[int, ReplyHeader, Tensor | None], None]
@@ -39,19 +39,23 @@ class _Outbox:
 class ReplySender:
     """Sends a server's replies to its workers."""
 
-    def __init__(self, transport: Transport, membership: WorkerMembership) -> None:
-        self._transport = transport
-        self._membership = membership
-        self._outboxes = {worker: _Outbox() for worker in membership.alive}
-        self.deliver_locally: LocalDelivery = lambda *_: None
-        """Set by the worker of the server's own rank."""
+    def __init__(self, context: ServerContext) -> None:
+        self._transport = context.transport
+        self._membership = context.membership
+        self._outboxes = {worker: _Outbox() for worker in context.membership.alive}
+        self._deliver_locally: LocalDelivery = lambda *_: None
+
+    def connect_local_worker(self, deliver: LocalDelivery) -> None:
+        """Hand replies to the worker of this rank to `deliver`, in place of messages."""
+        # Not an argument of the constructor: that worker shares the server's buffers, so it is made after the server.
+        self._deliver_locally = deliver
 
     def reply(self, worker: int, shard: ServerShard, status: ReplyStatus) -> None:
         """Reply to a worker about a shard, now if it is on this rank, else when its outbox comes to it."""
         index = shard.spec.index
         if worker == self._transport.rank:
             values = shard.value_bytes() if status == ReplyStatus.VALUES else None
-            self.deliver_locally(index, self._header(worker, shard, status), values)
+            self._deliver_locally(index, self._header(worker, shard, status), values)
             return
         self._outboxes[worker].replies[index] = shard, status
         self.wake(worker)

@@ -14,12 +14,12 @@ from tutti.strategies.parameter_server.ledger import Ledger, Update
 from tutti.strategies.parameter_server.messages.buffers import BufferPool
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server.clipping import GlobalClipping
+from tutti.strategies.parameter_server.messages.server.context import ServerContext
 from tutti.strategies.parameter_server.messages.server.lifecycle import WorkerLifecycle
 from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
 from tutti.strategies.parameter_server.messages.server.ordering import UpdateOrdering
 from tutti.strategies.parameter_server.messages.server.replies import LocalDelivery, ReplySender
 from tutti.strategies.parameter_server.messages.server.shard import ServerShard
-from tutti.strategies.parameter_server.messages.server.updates import UpdateApplier, UpdateDecoder
 from tutti.strategies.parameter_server.messages.server.versions import VersionMaker
 from tutti.strategies.parameter_server.messages.state_transfer import receive_state, send_state
 from tutti.strategies.parameter_server.messages.wire import (
@@ -31,7 +31,6 @@ from tutti.strategies.parameter_server.messages.wire import (
 )
 from tutti.strategies.parameter_server.shard_optimizer import ShardOptimizer
 from tutti.strategies.parameter_server.shards import ParameterShard
-from tutti.strategies.parameter_server.sufficient_factors import matrix_shapes
 from tutti.transports import Transport
 from tutti.transports.base import Operation
 
@@ -45,9 +44,17 @@ class Server:
     """All shards of one serving rank, and the workers that push and pull them."""
 
     def __init__(
-        self, shards: list[ParameterShard], replica: Replica, transport: Transport, config: ServerGroupConfig
+        self,
+        shards: list[ParameterShard],
+        replica: Replica,
+        transport: Transport,
+        config: ServerGroupConfig,
+        other_servers: list[int],
     ) -> None:
-        """Hold `shards`, with the values that the parameters have in the replica."""
+        """Hold `shards`, with the values that the parameters have in the replica.
+
+        `other_servers` are the other ranks that hold shards.
+        """
         self.events = EventLog()
         self.over = transport.signal()
         """Set when no worker is left, or when the server has failed."""
@@ -56,10 +63,10 @@ class Server:
         self._transport = transport
         self._config = config
         self._membership = WorkerMembership(config.workers)
-        self._replies = ReplySender(transport, self._membership)
-        consistency, ordering = config.consistency, None
-        if consistency.bound is None and consistency.quorum > 1:
-            ordering = UpdateOrdering(consistency, self._membership, transport, self._spawn)
+        context = ServerContext(config, transport, self._membership, other_servers, self.events, self._spawn)
+        self._replies = ReplySender(context)
+        consistency = config.consistency
+        ordering = UpdateOrdering(context) if consistency.bound is None and consistency.quorum > 1 else None
         self._shards: dict[int, ServerShard] = {}
         for shard in shards:
             bucket = replica.buckets[shard.bucket_index]
@@ -69,19 +76,10 @@ class Server:
                 values = bucket.image()[shard.bucket_range].clone()
                 optimizer = ShardOptimizer(shard, bucket, replica.optimizer, values)
             ledger = Ledger(consistency, self._membership.members, None if ordering is None else ordering.order)
-            self._shards[shard.index] = ServerShard(shard, ledger, optimizer, bucket.flat)
-        shapes = {shard.index: matrix_shapes(shard, replica.buckets[shard.bucket_index]) for shard in shards}
-        self._decoder = UpdateDecoder(config, shapes)
-        applier = UpdateApplier(config, transport, self.events)
-        self._versions = VersionMaker(self._shards, config, self._membership, self._replies, applier)
-        self._versions.ordering = ordering
-        if config.clips_means:
-            assert config.clip is not None
-            held = list(self._shards.values())
-            self._versions.clipping = GlobalClipping(config.clip, held, applier, transport, self._spawn)
-        self._lifecycle = WorkerLifecycle(
-            transport.rank, config, self._membership, self._versions, self._replies, self.over.set
-        )
+            self._shards[shard.index] = ServerShard(context, shard, bucket, ledger, optimizer)
+        clipping = GlobalClipping(context, list(self._shards.values())) if config.clips_means else None
+        self._versions = VersionMaker(context, self._shards, self._replies, ordering, clipping, self._complete_barrier)
+        self._lifecycle = WorkerLifecycle(context, self._versions, self._replies, self.over.set)
         if not self._shards:
             self.over.set()  # Fewer shards than servers: nobody will send a request here.
 
@@ -91,21 +89,17 @@ class Server:
 
     def connect_local_worker(self, deliver: LocalDelivery) -> None:
         """Hand replies to the worker of this rank to `deliver`, in place of messages."""
-        self._replies.deliver_locally = deliver
+        self._replies.connect_local_worker(deliver)
 
-    def start(self, other_servers: list[int]) -> None:
-        """Begin to serve the workers of other ranks; `other_servers` are the other ranks that hold shards."""
-        self._lifecycle.other_servers = other_servers
+    def start(self) -> None:
+        """Begin to serve the workers of other ranks."""
         if not self._shards:
             return
-        if self._versions.ordering is not None:
-            self._versions.ordering.start(other_servers, self._versions.settle_all)
+        self._versions.start()
         for worker in self._config.workers:
             if worker != self._transport.rank:  # The worker of this rank calls `handle_request` itself.
                 self._spawn(self._receive_requests(worker))
                 self._spawn(self._replies.send_replies(worker))
-        if self._versions.clipping is not None:
-            self._versions.clipping.start(other_servers, self._membership, self._settle_shards)
 
     def handle_request(
         self, worker: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor | None
@@ -163,7 +157,7 @@ class Server:
         # A version from the future, or a NaN weight, would spoil the parameters of all workers.
         if not valid_weight or not 0 <= header.base_version <= shard.ledger.version:
             raise PacketError(f"an update of weight {header.weight}, computed from version {header.base_version}")
-        gradient = self._decoder.decode(shard, payload)
+        gradient = shard.decode(payload)
         has_grad = has_grad[: len(shard.spec.segments)]  # Requests are as long as the shard with most segments needs.
         update = Update(worker, header.base_version, header.weight, header.norm, options, has_grad, gradient)
         shard.ledger.push(update)
@@ -181,7 +175,7 @@ class Server:
                 payload = None
                 if header.num_bytes:
                     # Its size is checked first: a malformed header must not make the server allocate without bound.
-                    payload = self._decoder.allocate(header, self._shards.get(header.shard))
+                    payload = self._allocate_payload(header)
                     yield transport.irecv(payload, worker, PAYLOAD_TAG)
                 self.handle_request(worker, header, options, has_grad, payload)
                 del payload  # The buffer may be free from here on; while the next request is awaited, nobody needs it.
@@ -191,6 +185,13 @@ class Server:
         except _MALFORMED as error:
             self._lifecycle.reject(worker, str(error))
 
+    def _allocate_payload(self, header: RequestHeader) -> Tensor:
+        """Return memory for the payload that a header announces. Raises `PacketError` if it is no push of a shard."""
+        shard = self._shards.get(header.shard)
+        if shard is None or header.kind != RequestKind.PUSH:
+            raise PacketError(f"{header.num_bytes} bytes for shard {header.shard}, which no push of it can have")
+        return shard.allocate_payload(header.num_bytes)
+
     def _receive_state(self, worker: int) -> Operation:
         """Receive parameters and state from a worker, start again from them, and reply when that is done."""
         state = yield from receive_state(worker, self._transport)
@@ -198,8 +199,9 @@ class Server:
         # Any reply will do: `RequestSender.load_state` waits for it under the tag of the server's first shard.
         self._replies.reply(worker, next(iter(self._shards.values())), ReplyStatus.KEEP_ALIVE)
 
-    def _settle_shards(self) -> None:
-        self._versions.settle(list(self._shards.values()))
+    def _complete_barrier(self) -> None:
+        # `VersionMaker` and `WorkerLifecycle` call each other: this method is what the first knows of the second.
+        self._lifecycle.complete_barrier()
 
     def _spawn(self, operation: Operation) -> None:
         """Run a generator in the server's thread, concurrently with the others."""

@@ -1,14 +1,21 @@
-"""State of one shard on its server: values, ledger, waiting pulls, and snapshots that are being sent."""
+"""One shard on its server: values, ledger, waiting pulls, snapshots; decodes updates and applies them."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.strategies.parameter_server.ledger import Ledger
+from tutti.collectives.compressed.messages import new_message
+from tutti.errors import PacketError
+from tutti.events import APPLY, Event
+from tutti.replica import Bucket
+from tutti.strategies.parameter_server.ledger import Ledger, Update
 from tutti.strategies.parameter_server.messages.buffers import BufferPool
-from tutti.strategies.parameter_server.shard_optimizer import ShardOptimizer
+from tutti.strategies.parameter_server.messages.server.context import ServerContext
+from tutti.strategies.parameter_server.shard_optimizer import ShardOptimizer, update_scales
 from tutti.strategies.parameter_server.shards import ParameterShard
+from tutti.strategies.parameter_server.sufficient_factors import matrix_shapes, unpack
 
 
 @dataclass(eq=False)
@@ -24,13 +31,24 @@ class ShardSnapshot:
 class ServerShard:
     """A shard, and everything that its server knows of it."""
 
-    def __init__(self, spec: ParameterShard, ledger: Ledger, optimizer: ShardOptimizer | None, like: Tensor) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        spec: ParameterShard,
+        bucket: Bucket,
+        ledger: Ledger,
+        optimizer: ShardOptimizer | None,
+    ) -> None:
+        """Start at version 0; `bucket` is the one that `spec` is a part of."""
+        self._context = context
+        self._config = context.config
+        self._matrix_shapes = matrix_shapes(spec, bucket)
         self.spec = spec
         """Which part of the model the shard is."""
         self.ledger = ledger
         self.optimizer = optimizer
         """Holds the values and steps them; None in a dry run, where there are only sizes."""
-        self.buffers = BufferPool(spec.num_bytes, like)
+        self.buffers = BufferPool(spec.num_bytes, bucket.flat)
         self.waiting_pulls: dict[int, int] = {}
         """The version that each waiting worker wants."""
         self.version = 0
@@ -45,6 +63,71 @@ class ServerShard:
     def value_bytes(self) -> Tensor:
         """Return the values as bytes, not a copy; in a dry run, any buffer of that size."""
         return self.buffers.take() if self.optimizer is None else self.optimizer.values.view(torch.uint8)
+
+    # Updates
+
+    def allocate_payload(self, num_bytes: int) -> Tensor:
+        """Return memory for the payload of a push that a header announces.
+
+        Raises `PacketError` if no push of the shard is so long: nothing is allocated on a peer's word alone.
+        """
+        if not 0 < num_bytes <= self._config.max_push_bytes(self.spec):
+            raise PacketError(f"{num_bytes} bytes for shard {self.spec.index}, which no push of it can have")
+        # An exact gradient: its buffer becomes the update, and goes back to the pool after the step.
+        if num_bytes == self.spec.num_bytes:
+            return self.buffers.take()
+        return new_message(num_bytes, self.value_bytes())
+
+    def decode(self, payload: Tensor) -> Tensor | None:
+        """Return the gradient that the payload of a push holds; None in a dry run.
+
+        It lies in the payload's memory or in a buffer of the shard, to which `step` gives it back. Raises `PacketError`
+        if the payload cannot be a gradient of the shard.
+        """
+        if self.optimizer is None:
+            return None
+        spec, dtype, codec = self.spec, self.optimizer.values.dtype, self._config.codec
+        # Factors are pushed only where they are smaller than the gradient, so the size tells which it is.
+        if self._config.factors and payload.numel() < spec.num_bytes:
+            gradient = self.buffers.take().view(dtype)
+            unpack(payload, spec, self._matrix_shapes, gradient)
+            return gradient
+        if codec is None or spec.groups is None:
+            if payload.numel() != spec.num_bytes:
+                raise PacketError(f"an update of {payload.numel()} bytes, wanted {spec.num_bytes}")
+            return payload.view(dtype)
+        gradient = self.buffers.take().view(dtype)
+        is_float = gradient.dtype == torch.float32
+        # Codecs decode to float32.
+        decoded = gradient if is_float else torch.empty(spec.numel, dtype=torch.float32, device="cpu")
+        codec.decode(payload, decoded, groups=spec.groups)
+        return gradient if is_float else gradient.copy_(decoded)
+
+    def combine(self, due: list[Update]) -> np.ndarray:
+        """Make the mean of updates that the ledger has just taken; return one flag per segment: has a gradient."""
+        now = self._context.transport.now()
+        for update in due:
+            # Reported to the worker with its next reply.
+            self.staleness[update.worker] = update.staleness
+            about = (self.spec.index, self.ledger.version, update.worker, update.clock)
+            self._context.events.record(Event(APPLY, now, now, 0, about))
+        if self.optimizer is None:
+            return np.empty(0)
+        # A mean that is clipped as a whole is scaled in `step`, when the norm over all servers is known.
+        clip = None if self._config.clips_means else self._config.clip
+        return self.optimizer.combine(due, update_scales(due, self.spec, self._config.consistency, clip))
+
+    def step(self, due: list[Update], has_grad: np.ndarray, factor: float = 1.0) -> None:
+        """Step by the mean that `combine` made of these updates, scaled by `factor`, and free their memory."""
+        if self.optimizer is None:
+            return
+        # Updates are sorted by rank: the options of the lowest rank count for all.
+        self.optimizer.step(has_grad, due[0].options, factor)
+        for update in due:
+            if update.values.dtype == self.optimizer.values.dtype:
+                self.buffers.give_back(update.values.view(torch.uint8))
+
+    # Snapshots
 
     def acquire_snapshot(self) -> ShardSnapshot:
         """Return the present values for a send; `release_snapshot` must follow. Readers of one version share a copy."""

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server.clipping import GlobalClipping
-from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
+from tutti.strategies.parameter_server.messages.server.context import ServerContext
 from tutti.strategies.parameter_server.messages.server.ordering import UpdateOrdering
 from tutti.strategies.parameter_server.messages.server.replies import ReplySender
 from tutti.strategies.parameter_server.messages.server.shard import ServerShard
-from tutti.strategies.parameter_server.messages.server.updates import UpdateApplier
 from tutti.strategies.parameter_server.messages.wire import NO_PULL, ReplyStatus
 
 
@@ -18,36 +16,50 @@ class VersionMaker:
 
     def __init__(
         self,
+        context: ServerContext,
         shards: dict[int, ServerShard],
-        config: ServerGroupConfig,
-        membership: WorkerMembership,
         replies: ReplySender,
-        applier: UpdateApplier,
+        ordering: UpdateOrdering | None,
+        clipping: GlobalClipping | None,
+        on_settled: Callable[[], None],
     ) -> None:
+        """Start at version 0.
+
+        Args:
+            context: the group, the workers and the records of this server.
+            shards: the shards of this server, by index.
+            replies: sends the values to those who pull them.
+            ordering: agreement with other servers on the updates of each version, where one is needed.
+            clipping: joint steps with other servers, where the mean gradient is clipped.
+            on_settled: called when steps were taken or members changed: a barrier may be complete.
+        """
         self.shards = shards
         """The shards of this server, by index."""
-        self.ordering: UpdateOrdering | None = None
-        """Agreement with other servers on the updates of each version, where one is needed."""
-        self.clipping: GlobalClipping | None = None
-        """Joint steps with other servers, where the mean gradient is clipped."""
-        self.on_settled: Callable[[], None] = lambda: None
-        """Called when steps were taken or members changed: a barrier may be complete."""
-        self._config = config
-        self._membership = membership
+        self._config = context.config
+        self._membership = context.membership
         self._replies = replies
-        self._applier = applier
+        self._ordering = ordering
+        self._clipping = clipping
+        self._on_settled = on_settled
+
+    def start(self) -> None:
+        """Begin to receive what other servers send about orders and norms."""
+        if self._ordering is not None:
+            self._ordering.start(self.settle_all)
+        if self._clipping is not None:
+            self._clipping.start(lambda: self.settle(list(self.shards.values())))
 
     @property
     def is_idle(self) -> bool:
         """Whether every update that has arrived is applied."""
-        stepping = self.clipping is not None and self.clipping.is_pending
+        stepping = self._clipping is not None and self._clipping.is_pending
         return not stepping and all(shard.ledger.is_idle for shard in self.shards.values())
 
     def pushed(self, shard: ServerShard, worker: int, wanted_version: int) -> None:
         """Go on after an update of a shard: take steps that are due, and answer pulls, the worker's own included."""
         first_shard = min(self.shards)
         # The first shard stands for the whole update: a worker pushes every shard once per iteration.
-        if self.ordering is not None and shard.spec.index == first_shard and self.ordering.record_push(worker):
+        if self._ordering is not None and shard.spec.index == first_shard and self._ordering.record_push(worker):
             self.settle(list(self.shards.values()))
         # After the order was settled, before this shard is: the update itself may make the wanted version.
         if wanted_version != NO_PULL:
@@ -58,12 +70,12 @@ class VersionMaker:
     def settle_all(self) -> None:
         """Go on after a change of members or of the order: all shards may have a version due."""
         # A worker that left may have been the one that the next version waited for.
-        if self.ordering is not None:
-            self.ordering.decide()
+        if self._ordering is not None:
+            self._ordering.decide()
             positions = [shard.ledger.order_position for shard in self.shards.values()]
-            self.ordering.order.forget_before(min(positions))  # No shard here will ask for an earlier one.
+            self._ordering.order.forget_before(min(positions))  # No shard here will ask for an earlier one.
         self.settle(list(self.shards.values()))
-        self.on_settled()
+        self._on_settled()
 
     def settle(self, changed: list[ServerShard], puller: int | None = None) -> None:
         """Take the steps of some shards that are due, and answer their pulls.
@@ -72,18 +84,18 @@ class VersionMaker:
             changed: shards that may have a version due.
             puller: the worker that may just have asked for one of them.
         """
-        if self.clipping is not None:
+        if self._clipping is not None:
             # A joint step concerns all shards, not only the changed ones.
-            while self.clipping.try_step():
+            while self._clipping.try_step():
                 for shard in self.shards.values():
                     self.answer_pulls(shard)
-                self.on_settled()
-            if self.clipping.is_pending:
+                self._on_settled()
+            if self._clipping.is_pending:
                 return  # Ledgers count a version whose step is not taken: no pull may be answered yet.
         else:
             for shard in changed:
                 while due := shard.ledger.take_due():
-                    self._applier.step(shard, due, self._applier.combine(shard, due))
+                    shard.step(due, shard.combine(due))
                 # After the step: replies carry this version together with the values.
                 shard.version = shard.ledger.version
         for shard in changed:
@@ -109,10 +121,10 @@ class VersionMaker:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Start again at version 0 from these parameters and this state of the optimiser (`copy_state` plus values)."""
-        if self.ordering is not None:
-            self.ordering.restart()
-        if self.clipping is not None:
-            self.clipping.restart()
+        if self._ordering is not None:
+            self._ordering.restart()
+        if self._clipping is not None:
+            self._clipping.restart()
         for shard in self.shards.values():
             shard.ledger.restart()
             shard.answered_version, shard.version = -1, 0
