@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     )
     from tutti.world import World, world
 
+    __version__: str
+
 __all__ = [
     "BSP",
     "SSP",
@@ -108,6 +110,8 @@ _SUBMODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _SUBMODULES:
         return import_module(f"tutti.{name}")  # The import system sets the attribute.
     if name not in _HOMES:
@@ -118,7 +122,17 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    return sorted({*globals(), *__all__, *_SUBMODULES, "__version__"})
+
+
+def _version() -> str:
+    """Return the version of the installed package, or "unknown" if its source is used without being installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tutti")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 class _Package(ModuleType):

@@ -38,7 +38,7 @@ class UnknownName(ConfigError):
     """The name of a strategy, recipe or the like does not exist; the message lists those that do."""
 
     def __init__(self, kind: str, got: str, known: Iterable[str], notes: Iterable[str] = ()) -> None:
-        names = sorted(known)
+        names = sorted(set(known))
         close = get_close_matches(got, names, n=1)
         more = "".join(f" {note.rstrip('.')}." for note in notes)
         hint = f" Did you mean '{close[0]}'?" if close else ""

@@ -1,5 +1,6 @@
 """The `tutti` command: what it prints, what it writes, how it exits."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import pytest
 import torch
 import typer
 
+import tutti
 from command import Call, assert_refused, stop_in_the_middle
 from tutti.bench import under_mpi
 from tutti.cli import app
@@ -59,6 +61,19 @@ def test_help_names_every_recipe(call: Call) -> None:
     out = call("train", "--help").out
     for name in RECIPES:
         assert name in out
+
+
+def test_version(call: Call) -> None:
+    ended = call("--version")
+    assert (ended.status, ended.out) == (0, f"tutti {tutti.__version__}\n")
+    assert tutti.__version__ == importlib.metadata.version("tutti")
+
+
+def test_known_strategies_are_listed_once(call: Call, tmp_path: Path) -> None:
+    ended = call("train", "digits", "--strategy", "zzz")
+    names = ended.err.partition("Known: ")[2].strip().rstrip(".").split(", ")
+    assert "butterfly" in names
+    assert len(names) == len(set(names))
 
 
 def test_unknown_command(call: Call) -> None:
@@ -306,6 +321,7 @@ def test_doctor_measures_links(call: Call, tmp_path: Path) -> None:
     ended = call("doctor", "--network", "--workers", "3", "--json", "links.json")
     assert ended.status == 0, ended.err
     assert "Links between ranks, 3 workers on loopback" in ended.out
+    assert "residual: how far single messages are" in ended.out
     links = json.loads((tmp_path / "links.json").read_text())
     assert [link["ranks"] for link in links] == [[0, 1], [0, 2], [1, 2]]
     assert all(link["bits_per_s"] > 1e6 and 0 <= link["latency_s"] < 1 for link in links)

@@ -13,7 +13,7 @@ from tutti.launch.lab.lab import missing
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_a_table(call: Call, tmp_path: Path) -> None:
     """How much is hidden is the benchmark's business."""
-    words = ["--models", "digits", "--lab", "hosts=2,rate=1gbit", "--rounds", "1", "--json", "overlap.json"]
+    words = ["digits", "--lab", "hosts=2,rate=1gbit", "--rounds", "1", "--json", "overlap.json"]
     ended = call("bench", "overlap", *words)
     assert ended.status == 0, ended.err
     for said in ("hosts=2,rate=1gbit", "no exchange", "possible", "digits"):
@@ -30,6 +30,7 @@ def test_the_share() -> None:
 
 REFUSED = {
     "a model nobody knows": (["--models", "digit"], r"unknown model 'digit'. Did you mean 'digits'"),
+    "a model twice": (["digits", "--models", "digits"], r"--models changes nothing with the model digits"),
     "no model": (["--models", ","], r"--models needs one or more"),
     "one host": (["--lab", "hosts=1,rate=1gbit"], r"two hosts or more"),
     "ranks that share": (["--lab", "hosts=2,ranks=2,rate=1gbit"], r"of one rank and one rate"),

@@ -28,6 +28,10 @@ def fails():
     raise LookupError("no data")
 
 
+class Net(torch.nn.Linear):
+    pass
+
+
 number = 3
 """
 
@@ -41,10 +45,31 @@ def test_train_a_recipe_of_ones_own(call: Call, tmp_path: Path) -> None:
     assert (summary["recipe"], summary["options"], summary["epochs"]) == ("mine:tiny", {"width": 8}, 2)
 
 
+def test_benchmarks_take_a_recipe_of_ones_own(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "timed.py").write_text(MODULE)
+    words = ["--strategies", "native", "--rounds", "1", "--json", "strategies.json"]
+    ended = call("bench", "strategies", "timed:tiny", *words)
+    assert ended.status == 0, ended.err
+    assert "timed:tiny" in ended.out
+    (run,) = json.loads((tmp_path / "strategies.json").read_text())["runs"]
+    assert run["seconds"]["native"] > 0
+    ended = call("bench", "overhead", "timed:tiny", "--no-compiled", "--rounds", "1", "--json", "overhead.json")
+    assert ended.status == 0, ended.err
+    assert {row["case"] for row in json.loads((tmp_path / "overhead.json").read_text())} == {"timed:tiny"}
+    ended = call("bench", "strategies", "timed:no_recipe")
+    assert ended.status == 2
+    assert "timed:no_recipe returned a Linear" in ended.err
+
+
 REFUSED = {
     "no module": ("nowhere:tiny", r"no module 'nowhere', in this folder or installed"),
-    "no function": ("wrong:tyni", r"unknown factory in module 'wrong' 'tyni'. Known: .*tiny"),
-    "not callable": ("wrong:number", r"wrong:number is a int, and no function. .* returns a tutti.recipes.Recipe"),
+    "no function": (
+        "wrong:tyni",
+        r"module 'wrong' has no function 'tyni'. It has: fails, no_recipe, tiny\.\n",
+    ),
+    "not callable": ("wrong:number", r"wrong:number is a int, not a function. .* returns a tutti.recipes.Recipe"),
+    "a class": ("wrong:Net", r"wrong:Net is a class, not a function. .* returns a tutti.recipes.Recipe"),
+    "no recipe": ("nosuch", r"unknown recipe 'nosuch'[^\n]*\nA recipe of your own is MODULE:FACTORY"),
     "another type": ("wrong:no_recipe", r"wrong:no_recipe returned a Linear. .* returns a tutti.recipes.Recipe"),
     "an error": ("wrong:fails", r"wrong:fails fails: LookupError: no data"),
 }

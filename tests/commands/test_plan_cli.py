@@ -87,6 +87,9 @@ def test_within_80_columns(call: Call, monkeypatch: pytest.MonkeyPatch, profiled
     assert max(map(len, ended.out.splitlines())) <= 80
     assert "…" not in ended.out
     assert "~onebit" in ended.out
+    first_words = [line.split()[0] for line in ended.out.splitlines() if line.strip()]
+    assert "~averaging:every=16," in first_words, "names break between options, not within a word"
+    assert "nearest to exact" in ended.out
 
 
 def test_a_batch_of_each_worker_or_of_all(call: Call, profiled: list[int | None]) -> None:
@@ -106,10 +109,9 @@ def test_links_of_this_machine(call: Call, tmp_path: Path, profiled: list[int | 
 REFUSED = {
     "a cluster nobody knows": (["digits", "--cluster", "ethernet-1G"], r"unknown preset or file 'ethernet-1G'"),
     "no workers": (["digits", "--workers", "0"], r"workers must be 1 or more, got 0"),
-    "something else to allow": (
-        ["digits", "--allow", "losy"],
-        r"unknown thing to --allow 'losy'. Did you mean 'lossy'",
-    ),
+    "something else to allow": (["digits", "--allow", "losy"], r"--allow takes 'lossy', got 'losy'\."),
+    "a batch below 1": (["digits", "--batch", "-2"], r"--batch must be 1 or more, got -2\."),
+    "a batch of all below 1": (["digits", "--global-batch", "0"], r"--global-batch must be 1 or more, got 0\."),
     "too few places": (["digits", "--cluster", "four.toml", "--workers", "5"], r"5 ranks are more than the hosts .*4"),
     "two batches": (["digits", "--batch", "8", "--global-batch", "8"], r"give --batch or --global-batch, not both"),
     "too small a batch": (["digits", "-n", "4", "--global-batch", "3"], r"leaves some of 4 workers without any"),

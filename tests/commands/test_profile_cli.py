@@ -25,6 +25,10 @@ def alone():
 def labelled():
     return nn.Linear(8, 2), (torch.randn(3, 8), torch.zeros(3))
 
+class Net(nn.Conv2d):
+    def __init__(self):
+        super().__init__(3, 4, 3)
+
 def text():
     return "a model"
 
@@ -81,6 +85,7 @@ def test_a_factory_with_and_without_a_batch(call: Call, tmp_path: Path, nets: st
         (["labelled", "--batch", "2"], 2),
         (["alone", "--input", "3x5x5"], 32),
         (["alone", "--input", "3x5x5", "--batch", "2"], 2),
+        (["Net", "--input", "3x5x5", "--batch", "2"], 2),
     ):
         ended = call("profile", f"{nets}:{words[0]}", *words[1:], "--json", "profile.json")
         assert ended.status == 0, ended.err
@@ -101,6 +106,7 @@ def test_a_batch_of_another_size_has_the_same_samples() -> None:
     [
         (["mnist-mpl"], "unknown recipe 'mnist-mpl'. Did you mean 'mnist-mlp'?"),
         (["mnist-mpl"], "A model of your own is MODULE:FACTORY"),
+        (["digits", "--batch", "-1"], "--batch must be 1 or more, got -1."),
         (["digits", "--batch", "0"], "--batch must be 1 or more, got 0"),
         (["digits", "--input", "8x8"], "--input is for factories that return no batch"),
         (["digits", "--option", "width=3"], "recipe 'digits' has no option width"),
@@ -118,8 +124,8 @@ def test_mistakes(words: list[str], says: str, call: Call, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("factory", "words", "says"),
     [
-        ("mak", [], "Did you mean 'make'?"),
-        ("NUMBER", [], "is a int, and no function"),
+        ("mak", [], "Did you mean 'make'? It has: Net, alone, broken, labelled, make, raises, text."),
+        ("NUMBER", [], "is a int, not a function"),
         ("text", [], "returned a str. A factory returns a model, or a model and a batch"),
         ("raises", [], "raises fails: KeyError: 'weights'"),
         ("alone", [], "returned a model without a batch"),

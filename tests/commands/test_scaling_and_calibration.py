@@ -10,6 +10,23 @@ from command import Call
 from tutti.cluster import Cluster
 from tutti.launch.lab.lab import missing
 
+OWN_RECIPE = """
+from dataclasses import replace
+from pathlib import Path
+import torch
+from tutti.recipes import digits
+
+MADE = Path(__file__).parent / "made"
+
+def model():
+    with MADE.open("a") as file:
+        file.write("model ")
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+def tiny():
+    return replace(digits(), model=model)
+"""
+
 
 def test_scaling(call: Call, tmp_path: Path) -> None:
     words = ["--model", "alexnet", "--workers", "2,8", "--batch", "8", "--steps", "2", "--cluster", "infiniband-edr"]
@@ -80,9 +97,19 @@ def test_calibrate_and_simulate(call: Call, tmp_path: Path) -> None:
     assert 0.02 < seconds < 20
 
 
+def test_calibrate_with_a_recipe_of_ones_own(call: Call, tmp_path: Path) -> None:
+    """Its name is that of a built-in recipe, which must not be measured in its place."""
+    (tmp_path / "own_calibration.py").write_text(OWN_RECIPE)
+    ended = call("simulate", "own_calibration:tiny", "--calibrate", "here.toml", "--workers", "2")
+    assert ended.status == 0, ended.err
+    assert ended.out.endswith("\ntutti simulate own_calibration:tiny --cluster here.toml --workers 2\n")
+    assert (tmp_path / "made").read_text().count("model") >= 2, "both ranks made the user's model"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["nosuch"], "A recipe of your own is MODULE:FACTORY"),
         (["digits", "--calibrate", "here.json"], "a file that ends in .toml"),
         (["digits", "--calibrate", "nowhere/here.toml"], "there is no folder nowhere"),
         (["digits", "--calibrate", "here.toml", "--workers", "0"], "workers must be 1 or more"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from tutti.errors import UnknownName
-from tutti.recipes import RECIPES, recipe
+from tutti.recipes import OWN_RECIPE, RECIPES, recipe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,14 +31,18 @@ class BenchmarkModel(NamedTuple):
 
 
 def check_model_names(names: "list[str] | tuple[str, ...]") -> None:
-    """Raise `UnknownName` if one of `names` is not in `MODEL_NAMES`."""
+    """Raise `ConfigError` if one of `names` is neither in `MODEL_NAMES` nor the "module:factory" of a recipe."""
     for name in names:
-        if name not in MODEL_NAMES:
-            raise UnknownName("model", name, MODEL_NAMES)
+        if ":" in name:
+            recipe(name)  # Calls the factory, so that its mistakes are reported before ranks are started.
+        elif name not in MODEL_NAMES:
+            error = UnknownName("model", name, MODEL_NAMES)
+            error.add_note(OWN_RECIPE)
+            raise error
 
 
 def make_benchmark_model(name: str, workers: int, batch_size: int | None = None) -> BenchmarkModel:
-    """Make the model listed as `name` with a batch of random samples.
+    """Make the model listed as `name`, or of the recipe that "module:factory" returns, with a batch of random samples.
 
     Args:
         workers: number of ranks that share the recipe's batch size.
@@ -50,7 +54,6 @@ def make_benchmark_model(name: str, workers: int, batch_size: int | None = None)
 
     from tutti.recipes.models import mlp
 
-    check_model_names([name])
     if name in MLPS:
         size = batch_size or _MLP_BATCH_SIZE
         batch = torch.randn(size, 784), torch.randint(0, 10, (size,))

@@ -3,7 +3,7 @@
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,10 @@ from tutti.job import distribute
 from tutti.launch import init
 from tutti.recipes import recipe
 
-CASES = {
+Case = tuple[str, dict[str, int]]
+"""A recipe, and samples per step by device."""
+
+CASES: dict[str, Case] = {
     "convolutional": ("cifar-quick", {"cpu": 64, "cuda": 4096}),
     "transformer": ("char-gpt", {"cpu": 16, "cuda": 4096}),
 }
@@ -30,7 +33,12 @@ STEPS_PER_ROUND = {"cpu": 2, "cuda": 20}
 """Steps between two readings of the clock: more on a GPU, where waiting for it at the end would otherwise count."""
 
 
-def measure(device: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
+def case_from_recipe(name: str) -> Case:
+    """Return the case of a recipe's name or "module:factory", with the recipe's own batch size."""
+    return name, dict.fromkeys(STEPS_PER_ROUND, recipe(name).batch_size)
+
+
+def measure(device: str, rounds: int, compiled: bool, cases: Mapping[str, Case] = CASES) -> list[dict[str, Any]]:
     """Measure the median seconds per step, bare and under Tutti, of every model and precision, eager and compiled.
 
     The ratio is the median of the rounds' ratios. Both halves of a round are close in time, so a disturbance mostly
@@ -40,14 +48,14 @@ def measure(device: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
         raise ConfigError("there is no CUDA device here; use --device cpu.")
     world = init()
     rows = []
-    for model_name in CASES:
+    for title, case in cases.items():
         for precision in PRECISIONS:
             for use_compile in (False, True) if compiled else (False,):
-                samples = _measure_model(model_name, precision, use_compile, device, rounds)
+                samples = _measure_case(case, precision, use_compile, device, rounds)
                 pairs = zip(samples["tutti"], samples["bare"], strict=True)
                 rows.append(
                     {
-                        "case": model_name,
+                        "case": title,
                         "precision": precision,
                         "compiled": use_compile,
                         "device": device,
@@ -59,10 +67,8 @@ def measure(device: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _measure_model(
-    model_name: str, precision: str, use_compile: bool, device: str, rounds: int
-) -> dict[str, list[float]]:
-    name, batch_sizes = CASES[model_name]
+def _measure_case(case: Case, precision: str, use_compile: bool, device: str, rounds: int) -> dict[str, list[float]]:
+    name, batch_sizes = case
     made = recipe(name)
     model = made.model().to(device)
     batch = tuple(tensor.to(device) for tensor in made.example(batch_sizes[device]))

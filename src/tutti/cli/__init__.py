@@ -11,10 +11,12 @@ tests/commands/test_help_is_quick.py fail if the help of a command imports torch
 import signal
 import sys
 from types import FrameType
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+import tutti
 from tutti.cli import bench, doctor, lab, plan, profile, reproduce, run, simulate, train
 from tutti.errors import TuttiError, WorkerFailed
 
@@ -25,6 +27,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tutti {tutti.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train PyTorch models on many processes and machines, over any network."""
+
+
 app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run.run)
 app.command("train")(train.train)
 app.command("profile")(profile.profile)

@@ -75,6 +75,10 @@ def _measure(workers: int, spec: str | None) -> list[dict[str, Any]]:
         numbers = (format_time(fit.link.latency_s), format_rate(fit.link.bits_per_s), f"{fit.residual:.0%}")
         table.add_row(f"{one} – {two}", *numbers)
     console.print(table)
+    console.print(
+        "residual: how far single messages are from latency + bytes/rate; above 50% repeat on a quiet machine",
+        highlight=False,
+    )
     console.print(f"cost formulas use the slowest link: {measured.link}")
     return [{"ranks": list(pair), **fit.as_dict()} for pair, fit in measured.fits.items()]
 

@@ -1,5 +1,7 @@
 """The MODEL argument of `tutti plan` and `tutti profile`: a recipe by name, or a user's model as module:factory.
 
+The factory is a function, or a class of models that is called without arguments.
+
 This module imports torch; commands import it when they run.
 """
 
@@ -71,7 +73,7 @@ def _from_recipe(name: str, made: Recipe, batch_size: int | None, input_shape: s
 
 def _from_factory(text: str, options: dict[str, Any], batch_size: int | None, input_shape: str | None) -> LoadedModel:
     """Call the user's factory and check what it returns."""
-    returned = call_factory(text, options, _RETURNS)
+    returned = call_factory(text, options, _RETURNS, model_classes=True)
     if isinstance(returned, Recipe):
         return _from_recipe(text, returned, batch_size, input_shape)
     model, batch = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)

@@ -87,6 +87,10 @@ def _show(name: str, device: str, result: "Profile", console: Console) -> None:
 def _layer_table(result: "Profile") -> Table:
     """A row per layer, and one for the time between layers."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.caption = (
+        "gradient: its bytes; ready: when it is complete, from the start of backward; W/D: parallelism, the work (all "
+        "operations) divided by the depth (their longest chain)"
+    )
     table.add_column("layer", overflow="fold", min_width=10)
     table.add_column("kind", overflow="fold", min_width=8)
     for heading in ("forward", "backward", "gradient", "ready", "W/D"):

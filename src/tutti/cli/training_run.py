@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tutti.data import GlobalBatches
-from tutti.errors import ConfigError, TuttiError
-from tutti.recipes import Recipe, recipe
+from tutti.errors import ConfigError, TuttiError, UnknownName
+from tutti.recipes import OWN_RECIPE, Recipe, recipe
 from tutti.recipes.training import TrainingConfig, TrainingResult
 from tutti.strategies import parse
 
@@ -22,7 +22,11 @@ def prepare(config: TrainingConfig, workers: int) -> tuple[Recipe, TrainingConfi
 
     Returns the recipe, and the configuration with the canonical spelling of the strategy.
     """
-    made = recipe(config.recipe, **config.options)
+    try:
+        made = recipe(config.recipe, **config.options)
+    except UnknownName as error:
+        error.add_note(OWN_RECIPE)
+        raise
     strategy = parse(config.strategy)
     if workers > 1:
         strategy.check_size(workers + strategy.num_dedicated_servers)
@@ -61,7 +65,4 @@ def check_target(summary: dict[str, Any], made: Recipe) -> None:
     """Raise if a run with the recipe's own number of epochs and learning rate did not reach its target accuracy."""
     own_settings = summary["epochs"] >= made.epochs and summary["lr_scale"] == 1
     if own_settings and summary["accuracy"] < made.target:
-        raise TuttiError(
-            f"test accuracy {summary['accuracy']:.2%} is below the target of {made.target:.0%} that "
-            f"'{made.name}' reaches with its own settings."
-        )
+        raise TuttiError(f"test accuracy {summary['accuracy']:.2%} is below the recipe's target of {made.target:.0%}.")

@@ -54,6 +54,9 @@ RECIPES: Registry["Callable[..., Recipe]"] = Registry(
 )
 """Functions that make a recipe, by name. Packages add theirs by entry points of the group `tutti.recipes`."""
 
+OWN_RECIPE = "A recipe of your own is MODULE:FACTORY, such as nets:make for make() in nets.py."
+"""Note of errors about an unknown recipe, for users of the command line."""
+
 _FACTORY_RETURNS = "A factory to train returns a tutti.recipes.Recipe."
 
 _MODULES = {

@@ -4,26 +4,30 @@ The module is looked for in the working directory first, as `python -m` does. No
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from types import ModuleType
 from typing import Any
 
-from tutti.errors import ConfigError, UnknownName
+from tutti.errors import ConfigError
 
 
-def call_factory(text: str, options: dict[str, Any], wanted: str) -> Any:
+def call_factory(text: str, options: dict[str, Any], wanted: str, model_classes: bool = False) -> Any:
     """Call the factory that `text` names with `options`, and return its result.
 
     Args:
         text: "module:function", such as "nets:make" for make() in nets.py.
         wanted: a sentence about what the factory should return, for error messages.
+        model_classes: whether the factory may be a class of models, `torch.nn.Module`, which is called like a function.
 
     Raises `ConfigError` if there is no such module or function, if it is not callable, or if it raises.
     """
     with _working_directory_importable():
-        factory = _find(text, wanted)
+        factory = _find(text, wanted, model_classes)
         try:
             return factory(**options)
         except Exception as error:  # A user's function may raise anything.
@@ -37,7 +41,7 @@ def describe(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _find(text: str, wanted: str) -> Any:
+def _find(text: str, wanted: str, model_classes: bool) -> Any:
     module_name, _, name = text.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -50,12 +54,27 @@ def _find(text: str, wanted: str) -> Any:
         raise ConfigError(f"module '{module_name}' cannot be imported: {type(error).__name__}: {error}") from error
     factory = getattr(module, name, None)
     if factory is None:
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UnknownName(f"factory in module '{module_name}'", name, known)
+        raise ConfigError(_no_function(module, name, model_classes))
     # A model can be called too, but it is a result of a factory, not a factory.
-    if not callable(factory) or hasattr(factory, "state_dict"):
-        raise ConfigError(f"{text} is {describe(factory)}, and no function. {wanted}")
+    if not callable(factory) or (hasattr(factory, "state_dict") and not (model_classes and isinstance(factory, type))):
+        kind = "a class" if isinstance(factory, type) else describe(factory)
+        raise ConfigError(f"{text} is {kind}, not a function. {wanted}")
     return factory
+
+
+def _no_function(module: ModuleType, name: str, model_classes: bool) -> str:
+    """The message for a function that `module` does not have, with those that it defines itself."""
+    known = sorted(
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+        and (inspect.isfunction(value) or (model_classes and isinstance(value, type) and hasattr(value, "state_dict")))
+    )
+    close = get_close_matches(name, known, n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    listed = f"It has: {', '.join(known)}." if known else "It defines none."
+    return f"module '{module.__name__}' has no function '{name}'.{hint} {listed}"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from tutti.cli.bench.output import plain_table, show_activity
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.lab_option import check_workers_or_lab, describe_hosts, launch_arguments, open_lab
 from tutti.cli.options import JsonFile, LabText, NumRounds, split_list
+from tutti.cli.strategy_cell import StrategyCell
 from tutti.errors import ConfigError
 from tutti.recipes import RECIPES
 
@@ -61,11 +62,13 @@ def _table(reports: "list[AutoReport]", where: str) -> Table:
     table.add_column("")
     for heading in ("no exchange", "DDP", "native", "auto", "× DDP"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("auto chose", overflow="fold")
+    table.add_column("auto chose")
     table.add_column("after", justify="right", no_wrap=True)
     table.add_column("planning", justify="right", no_wrap=True)
     for report in reports:
         times = (f"{1e3 * report.seconds[name]:.1f}" for name in ("solo", "DDP", "native", "auto"))
         cost = f"{max(0.0, report.planning_s):.1f} s"
-        table.add_row(report.model, *times, f"{report.times_ddp:.2f}", report.chosen, f"{report.steps} steps", cost)
+        table.add_row(
+            report.model, *times, f"{report.times_ddp:.2f}", StrategyCell(report.chosen), f"{report.steps} steps", cost
+        )
     return table

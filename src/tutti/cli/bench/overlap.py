@@ -9,7 +9,7 @@ from rich.table import Table
 from tutti.bench.models import MODEL_NAMES, check_model_names
 from tutti.cli.bench.output import plain_table
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cli.options import JsonFile, NumRounds, split_list
+from tutti.cli.options import JsonFile, NumRounds, refuse_given, split_list
 from tutti.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 
 def overlap(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL|MODULE:FACTORY",
+            help="Model to train, instead of --models. A function must return a tutti.recipes.Recipe.",
+        ),
+    ] = None,
     models: Annotated[
         str, typer.Option(help=f"Comma-separated models to train: {', '.join(MODEL_NAMES)}.")
     ] = "cifar-quick,char-gpt",
@@ -31,7 +39,9 @@ def overlap(
     from tutti.launch.lab.lab import Lab, LabSpec
 
     check_writable(json_file)
-    names = split_list(models)
+    if model is not None:
+        refuse_given(context, ("models",), f"changes nothing with the model {model}: give one of them.")
+    names = split_list(models) if model is None else [model]
     check_model_names(names)
     spec = LabSpec.parse(lab)
     if not names or spec.ranks_per_host > 1 or spec.hosts < 2 or len(set(spec.rates)) > 1:
@@ -51,7 +61,7 @@ def overlap(
 def _table(reports: "list[OverlapReport]", lab: str) -> Table:
     table = plain_table(f"{lab}: milliseconds per step")
     table.caption = "hidden: saved by overlap; possible: what overlap could save, by the cost formula"
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for heading in ("no exchange", "overlap", "none", "hidden", "possible", "share"):
         table.add_column(heading, justify="right")
     for report in reports:

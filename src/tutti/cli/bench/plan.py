@@ -13,6 +13,7 @@ from tutti.cli.bench.output import plain_table
 from tutti.cli.bench.strategies import parse_strategies
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.options import JsonFile, NumRounds, split_list
+from tutti.cli.strategy_cell import StrategyCell
 
 if TYPE_CHECKING:
     from tutti.bench.plan import PlanComparison
@@ -86,12 +87,12 @@ def _show(status: Status, prefix: str, text: str) -> None:
 def _table(rows: "list[PredictionCheck]", num_hosts: int) -> Table:
     table = plain_table(f"{rows[0].model}, {num_hosts} hosts, {rows[0].rate}: milliseconds per step")
     table.caption = "~: changes the result (compression, staleness, local steps)"
-    table.add_column("", overflow="fold")
+    table.add_column("")
     for heading in ("predicted", "measured", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         times = (f"{seconds * 1e3:.1f}" for seconds in (row.prediction.step_s, row.measured_s))
-        table.add_row(f"{'' if row.prediction.exact else '~'}{row.strategy}", *times, f"{row.error:+.0%}")
+        table.add_row(StrategyCell(f"{'' if row.prediction.exact else '~'}{row.strategy}"), *times, f"{row.error:+.0%}")
     return table
 
 
@@ -101,10 +102,10 @@ def _choices_table(choices: "list[PlannerChoice]") -> Table:
     for heading in ("model", "rate", "allowed"):
         table.add_column(heading, no_wrap=True)
     for heading in ("chosen", "fastest"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading)
     table.add_column("×", justify="right", no_wrap=True)
     for choice in choices:
-        strategies = choice.chosen, choice.fastest
+        strategies = StrategyCell(choice.chosen), StrategyCell(choice.fastest)
         table.add_row(choice.model, choice.rate, choice.allowed, *strategies, f"{choice.times:.2f}")
     return table
 

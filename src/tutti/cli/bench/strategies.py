@@ -11,6 +11,7 @@ from tutti.cli.bench.output import plain_table, show_activity
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.lab_option import check_workers_or_lab, describe_hosts, launch_arguments, open_lab
 from tutti.cli.options import JsonFile, LabText, NumRounds
+from tutti.cli.strategy_cell import StrategyCell
 from tutti.cluster import format_size
 from tutti.errors import ConfigError
 
@@ -23,7 +24,11 @@ _DEFAULT_WORKERS = 2
 
 def strategies(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=f"Model to train: {', '.join(MODEL_NAMES)}.")
+        str,
+        typer.Argument(
+            metavar="MODEL|MODULE:FACTORY",
+            help=f"Model to train: {', '.join(MODEL_NAMES)}, or a function that returns a tutti.recipes.Recipe.",
+        ),
     ] = "mnist-mlp",
     lab: LabText = None,
     workers: Annotated[
@@ -138,7 +143,7 @@ def _table(results: list[dict[str, Any]], title: str) -> Table:
         f"%: speed relative to no exchange; ×: relative to {first}; sent: bytes per step; stale: mean age in steps"
     )
     for heading in ("", "ms", "%", "×", "sent", "stale"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading), overflow="fold")
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
     solo_s, first_s = results[0]["seconds"]["solo"], results[0]["seconds"][first]
     table.add_row("no exchange", f"{solo_s * 1e3:.2f}", "100%")
     for result in results:
@@ -147,7 +152,9 @@ def _table(results: list[dict[str, Any]], title: str) -> Table:
                 continue
             sent = format_size(round(result["bytes_sent"][name])) if name in result["bytes_sent"] else ""
             speeds = f"{solo_s / seconds:.0%}", f"{first_s / seconds:.2f}"
-            table.add_row(name, f"{seconds * 1e3:.2f}", *speeds, sent, _mean_age(result["staleness"].get(name, {})))
+            table.add_row(
+                StrategyCell(name), f"{seconds * 1e3:.2f}", *speeds, sent, _mean_age(result["staleness"].get(name, {}))
+            )
     return table
 
 

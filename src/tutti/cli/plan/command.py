@@ -42,10 +42,10 @@ def plan(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Samples per worker and step. Default: the recipe's batch.")
+        int | None, typer.Option("--batch", help="Samples per worker and step. Default: the recipe's batch.")
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="Samples per step over all workers, instead of --batch.")
+        int | None, typer.Option("--global-batch", help="Samples per step over all workers, instead of --batch.")
     ] = None,
     input_shape: InputShape = None,
     option: RecipeOptions = None,

@@ -15,6 +15,7 @@ from tutti.cli.model_argument import load_model
 from tutti.cli.plan import layers, target_accuracy
 from tutti.cli.plan import meshes as mesh_output
 from tutti.cli.plan.request import MEASURED, PlanRequest
+from tutti.cli.strategy_cell import StrategyCell
 from tutti.cluster import Cluster, Link, format_size, format_time
 from tutti.cost.placement import restricted_to
 from tutti.launch import init, launch
@@ -138,15 +139,17 @@ def _table(made: Plan) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.caption = (
         "~ changes the result; * simulated; exposed: communication not hidden by computation; busy: share of the step "
-        "spent computing; sent: bytes per worker; memory: approximate"
+        "spent computing; sent: bytes per worker; memory: approximate\n"
+        "first: the recommended strategy; the others by step time. Of lossy ones within 5% of the fastest, the one "
+        "nearest to exact is recommended"
     )
-    table.add_column("", overflow="fold")
+    table.add_column("")
     for heading in ("step", "exposed", "busy", "samples/s", "sent", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_row("one worker", *_cells(made.alone))
     for prediction in made.predictions[:_MOST_ROWS]:
         mark = "" if prediction.exact else "~"
-        table.add_row(f"{mark}{prediction.strategy}", *_cells(prediction))
+        table.add_row(StrategyCell(f"{mark}{prediction.strategy}"), *_cells(prediction))
     return table
 
 
@@ -156,10 +159,10 @@ def _scaling_table(made: Plan) -> Table:
     table.caption = "speed-up: samples/s relative to one worker; efficiency: speed-up divided by workers"
     for heading in ("workers", "samples/s", "speed-up", "efficiency"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("strategy", overflow="fold")
+    table.add_column("strategy")
     for row in made.scaling.rows:
         numbers = f"{row.workers:,}", f"{row.samples_per_s:,.0f}", f"{row.speed_up:.3g}", f"{row.efficiency:.0%}"
-        table.add_row(*numbers, row.strategy)
+        table.add_row(*numbers, StrategyCell(row.strategy))
     return table
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tutti.cluster import parse_size
-from tutti.errors import ConfigError, UnknownName
+from tutti.errors import ConfigError
 from tutti.recipes import recipe
 
 MEASURED = "measured"
@@ -42,6 +42,9 @@ class PlanRequest:
     """Memory of a worker; meshes that need more are marked."""
 
     def _check(self) -> None:
+        for option, size in (("--batch", self.batch), ("--global-batch", self.global_batch)):
+            if size is not None and size < 1:
+                raise ConfigError(f"{option} must be 1 or more, got {size}.")
         if self.batch is not None and self.global_batch is not None:
             raise ConfigError("give --batch or --global-batch, not both: the one divides by the workers to the other.")
         if self.workers < 1:
@@ -79,7 +82,7 @@ def parse_allowed(words: list[str] | None) -> bool:
     """Whether `--allow lossy` was given."""
     for word in words or []:
         if word not in ALLOWED:
-            raise UnknownName("thing to --allow", word, ALLOWED)
+            raise ConfigError(f"--allow takes {' or '.join(map(repr, ALLOWED))}, got '{word}'.")
     return bool(words)
 
 

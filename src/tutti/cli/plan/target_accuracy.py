@@ -5,6 +5,7 @@ from math import inf, isnan
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from tutti.cli.strategy_cell import StrategyCell
 from tutti.cluster import format_time
 from tutti.simulation.runs.time_to_accuracy import TimeToAccuracy
 
@@ -12,13 +13,13 @@ from tutti.simulation.runs.time_to_accuracy import TimeToAccuracy
 def table(reaches: list[TimeToAccuracy]) -> Table:
     """A row per strategy that was trained; the fastest to the target comes first."""
     rows = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    rows.add_column("", overflow="fold")
+    rows.add_column("")
     for heading in ("epochs", "best accuracy", "samples/s", "time"):
         rows.add_column(heading, justify="right", no_wrap=True)
     for result in reaches:
         mark = "" if result.prediction.exact else "~"
         rows.add_row(
-            f"{mark}{result.prediction.strategy}",
+            StrategyCell(f"{mark}{result.prediction.strategy}"),
             f"{result.epochs:g}" if result.epochs < inf else "-",
             "diverged" if isnan(result.accuracy) else f"{result.accuracy:.2%}",
             f"{result.prediction.samples_per_s:,.0f}",

@@ -17,20 +17,25 @@ from tutti.recipes import recipe
 from tutti.simulation.runs.calibrate import cluster_of, measure
 
 
-def calibrate(recipe_name: str, path: Path, workers: int | None, lab: str | None) -> Cluster:
-    """Measure steps of a recipe and the links between ranks, and write a cluster with the same times to `path`."""
+def calibrate(recipe_text: str, path: Path, workers: int | None, lab: str | None) -> Cluster:
+    """Measure steps of a recipe and the links between ranks, and write a cluster with the same times to `path`.
+
+    Args:
+        recipe_text: a recipe's name, or "module:factory".
+    """
     _check(path, workers, lab)
-    made, console = recipe(recipe_name), Console()
+    recipe(recipe_text)  # Refuses an unknown recipe and a factory that fails, before ranks are started.
+    console = Console()
     with open_lab(lab) as hosts:
         workers = hosts.spec.num_workers if hosts is not None else workers or 2
         where = describe_hosts(workers, hosts)
         with console.status(f"{where}: starting") as status:
             show = show_activity(status, f"{where}: ")
-            measured = launch(measure, made.name, watch=show, **launch_arguments(workers, hosts))[0]
+            measured = launch(measure, recipe_text, watch=show, **launch_arguments(workers, hosts))[0]
     cluster = cluster_of(measured, "loopback" if hosts is None else f"lab {hosts.spec}")
     path.write_text(cluster.to_toml())
     print(f"{cluster}\n\nwritten to {path}. Simulate it with:")
-    print(f"tutti simulate {made.name} --cluster {shlex.quote(str(path))} --workers {workers}")
+    print(f"tutti simulate {shlex.quote(recipe_text)} --cluster {shlex.quote(str(path))} --workers {workers}")
     return cluster
 
 

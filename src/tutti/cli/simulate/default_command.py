@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tutti.errors import UnknownName
-from tutti.recipes import RECIPES
+from tutti.recipes import OWN_RECIPE, RECIPES
 
 DEFAULT = "run"
 """The command that runs if the first argument names no command."""
@@ -46,4 +46,6 @@ class DefaultCommand(TyperCommand):
 def _check_first_argument(word: str, commands: list[str]) -> None:
     """Refuse a first argument that is no option and no recipe: it may be a misspelt command."""
     if not word.startswith("-") and ":" not in word and word not in RECIPES:
-        raise UnknownName("recipe or command", word, [*RECIPES, *commands])
+        error = UnknownName("recipe or command", word, [*RECIPES, *commands])
+        error.add_note(OWN_RECIPE)
+        raise error

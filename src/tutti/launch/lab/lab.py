@@ -194,7 +194,7 @@ def _checked(
     except ConfigError as error:
         mistakes.append(str(error).rstrip("."))
     if mistakes or hosts is None or ranks is None:
-        raise ConfigError(f"this lab cannot be: {'; '.join(mistakes)}. Write it {FORM}.")
+        raise ConfigError(f"invalid lab: {'; '.join(mistakes)}. Write it {FORM}.")
     return LabSpec(rates=tuple(numbers * (hosts // len(numbers))), latency_s=latency_s, ranks_per_host=ranks)
 
 
