@@ -21,38 +21,42 @@ if TYPE_CHECKING:
 _STRATEGIES = "native,ps:bsp,ps:ssp=3,ps:async,ps:async,locks,ps:bsp,servers=1"
 _DEFAULT_WORKERS = 2
 
+_Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|MODULE:FACTORY",
+        help=f"Model to train: {', '.join(MODEL_NAMES)}, or a function that returns a tutti.recipes.Recipe.",
+    ),
+]
+_Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        "-n",
+        min=2,
+        help="Number of training workers on this machine. Dedicated servers are added on top.",
+        show_default=str(_DEFAULT_WORKERS),
+    ),
+]
+_PostLocalSGD = Annotated[
+    int | None,
+    typer.Option(
+        "--post-local-sgd",
+        metavar="STEPS",
+        min=1,
+        help="Also time DDP, and torch's PostLocalSGD that averages every STEPS steps.",
+    ),
+]
+
 
 def strategies(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|MODULE:FACTORY",
-            help=f"Model to train: {', '.join(MODEL_NAMES)}, or a function that returns a tutti.recipes.Recipe.",
-        ),
-    ] = "mnist-mlp",
+    model: _Model = "mnist-mlp",
     lab: LabText = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            "-n",
-            min=2,
-            help="Number of training workers on this machine. Dedicated servers are added on top.",
-            show_default=str(_DEFAULT_WORKERS),
-        ),
-    ] = None,
+    workers: _Workers = None,
     texts: Annotated[
         str, typer.Option("--strategies", help="Comma-separated strategies to time, such as native,ps:ssp=3.")
     ] = _STRATEGIES,
-    post_local_sgd: Annotated[
-        int | None,
-        typer.Option(
-            "--post-local-sgd",
-            metavar="STEPS",
-            min=1,
-            help="Also time DDP, and torch's PostLocalSGD that averages every STEPS steps.",
-        ),
-    ] = None,
+    post_local_sgd: _PostLocalSGD = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Samples per worker and step. Default: the model's own.")
     ] = None,

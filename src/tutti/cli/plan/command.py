@@ -18,56 +18,62 @@ from tutti.cli.options import (
 from tutti.cli.plan.request import ALLOWED, MEASURED, PlanRequest, parse_allowed, parse_memory
 from tutti.cluster import PRESETS
 
+_Workers = Annotated[
+    int, typer.Option("--workers", "-n", help="Number of training workers. Dedicated servers are added on top.")
+]
+_Cluster = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="NAME|FILE",
+        help=f"Cluster: {', '.join(PRESETS)}, a TOML file, or '{MEASURED}' for processes on this machine.",
+    ),
+]
+_Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="|".join(ALLOWED),
+        help="Also consider strategies that change the result (compression, staleness, local steps).",
+    ),
+]
+_Batch = Annotated[
+    int | None, typer.Option("--batch", help="Samples per worker and step. Default: the recipe's batch.")
+]
+_GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", help="Samples per step over all workers, instead of --batch.")
+]
+_TargetAccuracy = Annotated[
+    float | None,
+    typer.Option(
+        metavar="FRACTION",
+        help="Also train the recipe in virtual time and report the time to this test accuracy, such as 0.97.",
+    ),
+]
+_PerLayer = Annotated[bool, typer.Option("--per-layer", help="Also show how Poseidon would exchange each layer.")]
+_Meshes = Annotated[bool, typer.Option("--meshes", help="Also compare data, tensor and pipeline parallelism.")]
+_Memory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Memory of a worker, such as 16GiB. Implies --meshes."),
+]
+
 
 def plan(
     context: typer.Context,
     model: ModelText,
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Number of training workers. Dedicated servers are added on top.")
-    ] = 16,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            metavar="NAME|FILE",
-            help=f"Cluster: {', '.join(PRESETS)}, a TOML file, or '{MEASURED}' for processes on this machine.",
-        ),
-    ] = "ethernet-1g",
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow",
-            metavar="|".join(ALLOWED),
-            help="Also consider strategies that change the result (compression, staleness, local steps).",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", help="Samples per worker and step. Default: the recipe's batch.")
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", help="Samples per step over all workers, instead of --batch.")
-    ] = None,
+    workers: _Workers = 16,
+    cluster: _Cluster = "ethernet-1g",
+    allow: _Allow = None,
+    batch: _Batch = None,
+    global_batch: _GlobalBatch = None,
     input_shape: InputShape = None,
     option: RecipeOptions = None,
-    target_accuracy: Annotated[
-        float | None,
-        typer.Option(
-            metavar="FRACTION",
-            help="Also train the recipe in virtual time and report the time to this test accuracy, such as 0.97.",
-        ),
-    ] = None,
+    target_accuracy: _TargetAccuracy = None,
     epochs: Epochs = None,
     data: DataFolder = None,
-    per_layer: Annotated[
-        bool, typer.Option("--per-layer", help="Also show how Poseidon would exchange each layer.")
-    ] = False,
-    meshes: Annotated[
-        bool, typer.Option("--meshes", help="Also compare data, tensor and pipeline parallelism.")
-    ] = False,
-    memory: Annotated[
-        str | None,
-        typer.Option("--memory", metavar="SIZE", help="Memory of a worker, such as 16GiB. Implies --meshes."),
-    ] = None,
+    per_layer: _PerLayer = False,
+    meshes: _Meshes = False,
+    memory: _Memory = None,
     json_file: JsonFile = None,
 ) -> None:
     """Predict the step time of every strategy on a cluster, and recommend one, or not to distribute at all.
