@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 _STRATEGIES = "native,ps:bsp,ps:ssp=3,ps:async,ps:async,locks,ps:bsp,servers=1"
 _DEFAULT_WORKERS = 2
+_ModelText = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|MODULE:FACTORY",
+        help=f"Model to train: {', '.join(MODEL_NAMES)}, or a function that returns a tutti.recipes.Recipe.",
+    ),
+]
 
 
 def strategies(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|MODULE:FACTORY",
-            help=f"Model to train: {', '.join(MODEL_NAMES)}, or a function that returns a tutti.recipes.Recipe.",
-        ),
-    ] = "mnist-mlp",
+    model: _ModelText = "mnist-mlp",
     lab: LabText = None,
     workers: Annotated[
         int | None,
