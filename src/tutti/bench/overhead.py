@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, UnknownName
 from tutti.job import distribute
 from tutti.launch import init
-from tutti.recipes import recipe
+from tutti.recipes import OWN_RECIPE, recipe
 
 Case = tuple[str, dict[str, int]]
 """A recipe, and samples per step by device."""
@@ -35,7 +35,12 @@ STEPS_PER_ROUND = {"cpu": 2, "cuda": 20}
 
 def case_from_recipe(name: str) -> Case:
     """Return the case of a recipe's name or "module:factory", with the recipe's own batch size."""
-    return name, dict.fromkeys(STEPS_PER_ROUND, recipe(name).batch_size)
+    try:
+        made = recipe(name)
+    except UnknownName as error:
+        error.add_note(OWN_RECIPE)
+        raise
+    return name, dict.fromkeys(STEPS_PER_ROUND, made.batch_size)
 
 
 def measure(device: str, rounds: int, compiled: bool, cases: Mapping[str, Case] = CASES) -> list[dict[str, Any]]:
