@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command import Call, Ended
 from tutti.launch import fork_client, supervisor
 from tutti.launch.interpreter import main_of
+from tutti.world import current_world
 
 settings.register_profile("tutti", derandomize=True, deadline=None)  # The same examples every time: no luck.
 settings.load_profile("tutti")
@@ -61,7 +62,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves processes, threads, ports, shared memory or network namespaces."""
+    """Fail a test that leaves processes, threads, ports, shared memory, network namespaces or a world."""
     before = _everything()
     yield
     wait_s, deadline = 0.001, time.monotonic() + _SETTLE_SECONDS
@@ -73,6 +74,9 @@ def nothing_left_behind() -> Iterator[None]:
         left &= _everything()  # What comes and goes meanwhile is another's: other tests may run beside this one.
         left -= {each for each in left if each.startswith("/dev/shm/") and _mapped_by_others(each)}
     assert not left, f"left behind: {sorted(left)}"
+    if (world := current_world()) is not None:
+        world.close()  # The tests after this one should not fail too.
+        raise AssertionError("left behind: a world that tutti.init made in this process")
 
 
 def pytest_collection_finish() -> None:

@@ -212,10 +212,9 @@ def cache_folder() -> tuple[str | None, int]:
 
 
 def test_a_variable_that_an_import_sets_needs_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing torch._dynamo sets this one, in the server and perhaps between two runs in the caller."""
+    """Importing torch._dynamo sets this one, perhaps in the server, and perhaps between two runs in the caller."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    ((by_import, before),) = tutti.launch(cache_folder, workers=1)
-    assert by_import
+    ((_, before),) = tutti.launch(cache_folder, workers=1)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/set/by/the/user")
     ((by_user, after),) = tutti.launch(cache_folder, workers=1)
     assert (by_user, after) == ("/set/by/the/user", before)

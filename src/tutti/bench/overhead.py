@@ -52,6 +52,14 @@ def measure(device: str, rounds: int, compiled: bool, cases: Mapping[str, Case] 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device here; use --device cpu.")
     world = init()
+    assert world.size == 1  # There is nobody to communicate with: all that differs from the bare step is overhead.
+    try:
+        return _measure_cases(device, rounds, compiled, cases)
+    finally:
+        world.close()  # The command runs in the caller's process, which may want another world later.
+
+
+def _measure_cases(device: str, rounds: int, compiled: bool, cases: Mapping[str, Case]) -> list[dict[str, Any]]:
     rows = []
     for title, case in cases.items():
         for precision in PRECISIONS:
@@ -68,7 +76,6 @@ def measure(device: str, rounds: int, compiled: bool, cases: Mapping[str, Case] 
                         "ratio": statistics.median(tutti / bare for tutti, bare in pairs),
                     }
                 )
-    assert world.size == 1  # There is nobody to communicate with: all that differs from the bare step is overhead.
     return rows
 
 
