@@ -15,6 +15,7 @@ endif
 help:
 	@echo "make demo   train a small model with 2 workers and check it against one (under a minute)"
 	@echo "make test   the whole test suite"
+	@echo "make test-quick   the inner loop of it"
 	@echo "make check  ruff and mypy"
 	@echo "make docs   the documentation site, into site/"
 	@echo "make bench  training steps and all-reduce against DDP, Gloo and Open MPI"
@@ -33,6 +34,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest --ignore=tests/integration -n 2 --dist worksteal
 	$(BIN)/pytest tests/integration
+
+# For the inner loop: one process, no launches.
+test-quick: $(STAMP)
+	$(BIN)/pytest tests/unit tests/contract/test_packets.py tests/contract/test_transports.py -n 2 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .
