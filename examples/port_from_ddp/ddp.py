@@ -28,7 +28,6 @@ def main() -> None:
             optimizer.zero_grad()
     if rank == 0:
         print(f"loss {loss.item():.3f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
