@@ -24,7 +24,7 @@ Packet = Tensor
 """A tensor of bytes in the layout of `tutti.codecs.packet`, on the device of the tensor that it encodes."""
 
 State = dict[str, Any]
-"""What a codec remembers from one call to the next, by name. A call may change the state that it is given."""
+"""State that a codec keeps from one call to the next, by name. A call may change the state that it is given."""
 
 
 class CodecSpeed(NamedTuple):

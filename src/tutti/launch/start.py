@@ -44,7 +44,7 @@ WORKER = ("tutti.launch.worker",)
 """The module that every worker runs."""
 
 TORCH = ("torch",)
-"""What almost every script needs."""
+"""Modules that almost every script imports."""
 
 TUTTI = ("tutti.launch.torch_groups", "tutti.job", "tutti.data.shard", "tutti.transports.shared_memory.transport")
 """Modules behind `tutti.init`, `tutti.distribute` and `tutti.shard`."""

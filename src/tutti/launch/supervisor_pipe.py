@@ -2,7 +2,7 @@
 
 How it works. Each worker has one pipe, on which it writes and the supervisor reads; nothing goes the other way. A
 message is a header (one byte for its kind, eight for its length) and a payload. The kinds: progress (JSON numbers for
-whoever watches), a failure (JSON), the result of the function (pickled), and whether the run tolerates the loss of this
+the watcher), a failure (JSON), the result of the function (pickled), and whether the run tolerates the loss of this
 worker (JSON).
 
 Only one process of a worker writes at a time; a message larger than the pipe is written in parts, while the supervisor
