@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from tutti.collectives.calls import CollectiveCalls
 from tutti.errors import ConfigError
 from tutti.replica import SampleCounts
 from tutti.strategies import Strategy
@@ -32,6 +34,11 @@ class World:
     """Announces to the other ranks that this one leaves."""
     tolerate_loss: Callable[[bool], None] = field(default=lambda yes: None, repr=False)
     """Informs the launcher whether the others continue training if this rank is lost."""
+
+    @cached_property
+    def calls(self) -> CollectiveCalls:
+        """Calls of all its ranks with small values. Collective when first used: `distribute` does."""
+        return CollectiveCalls(self.transport)
 
     def close(self) -> None:
         """Leave the world: peers that still wait for this rank get an error. `tutti.init` may follow. Idempotent."""
