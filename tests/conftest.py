@@ -20,6 +20,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import warm
 from command import Call, Ended
 from tutti.launch import fork_client, supervisor
 from tutti.launch.interpreter import main_of
@@ -94,7 +95,8 @@ def _everything() -> set[str]:
 
 def _processes() -> set[str]:
     found = set()
-    kept = {str(pid) for pid in fork_client.server_pids()}  # Reused by all tests, and closed when Python ends.
+    # Reused by all tests, and closed when Python ends.
+    kept = {str(pid) for pid in (*fork_client.server_pids(), *warm.server_pids())}
     for name in os.listdir("/proc"):
         if not name.isdigit() or name in _THERE_BEFORE or name in kept:
             continue

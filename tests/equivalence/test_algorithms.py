@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from equivalence.algorithms import check_all
 from equivalence.scenarios import device
 from support import SIMULATED, TRANSPORTS, run_ok
@@ -36,7 +37,7 @@ def test_every_algorithm_and_scenario_over_mpi() -> None:
     tests = Path(__file__).parent.parent
     path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
-        mpirun(MPI_RANKS, main_of("equivalence.mpi_equivalence")),
+        mpirun(MPI_RANKS, [*warm.python(), *main_of("equivalence.mpi_equivalence")[1:]]),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         capture_output=True,
