@@ -1,9 +1,11 @@
 """`World`: this rank, the number of ranks, and the transport between them; and the world of the current thread."""
 
+import builtins
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from tutti.collectives.calls import CollectiveCalls
 from tutti.errors import ConfigError
@@ -68,3 +70,13 @@ def set_world(new: World) -> World:
 def current_world() -> World | None:
     """Return the world of this thread; None if there is none."""
     return _current.get()
+
+
+def print(*values: object, **options: Any) -> None:
+    """Print as Python's `print` does, on the first rank of all only; without a world, always.
+
+    Where rank 0 may be lost and the others continue, `if job.is_leader: print(...)` prints on the first that is left.
+    """
+    # Its number among all ranks: on a mesh every row of the world along `data` has a rank 0 of its own.
+    if (current := _current.get()) is None or current.transport.world_rank == 0:
+        builtins.print(*values, **options)

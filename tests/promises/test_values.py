@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+import tutti
 from support import run_ok, run_threads
 from tutti.errors import ConfigError, DeadlineExceeded, Deadlock, RankLost, ReplicaMismatch
 from tutti.job import Job, distribute
-from tutti.world import World
+from tutti.world import World, set_world
 
 STRATEGIES = ("native", "bmuf:every=4", "gossip", "peers", "ps:bsp", "ps:ssp=3", "ps:async", "ps:async,servers=1")
 KINDS = ("sockets", "shared_memory", "hosts", "simulated")
@@ -155,3 +156,18 @@ def test_a_lost_rank_is_an_error_where_every_rank_is_needed(transport: str, lost
     for rank in {0, 1, 2} - {lost}:
         assert isinstance(results[rank], RankLost), results
         assert f"rank {lost}" in str(results[rank])
+
+
+def printing(world: World) -> None:
+    set_world(world)
+    try:
+        tutti.print("rank", world.rank, sep="=", end=";\n")
+    finally:
+        set_world(None)
+
+
+def test_print_prints_on_the_first_rank(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ok(printing if transport != "simulated" else lambda world: tutti.print("rank=0;"), size=3, transport=transport)
+    assert capsys.readouterr().out == "rank=0;\n"
+    tutti.print("alone")
+    assert capsys.readouterr().out == "alone\n"
