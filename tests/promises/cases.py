@@ -211,9 +211,9 @@ def gradient_penalty(script: Script) -> nn.Module:
     optimizer = sgd(model)
     script.distribute(model, optimizer)
     for x, y in script.batches():
-        x = x.clone().requires_grad_()
-        out = model(x)
-        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        inputs = x.clone().requires_grad_()
+        out = model(inputs)
+        (grad,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
         (F.cross_entropy(out, y) + 0.01 * grad.square().sum(1).mean()).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -73,7 +73,6 @@ class HookedReplica(Replica):
         if to == "steps":
             return
         self._listen_to_model(to)
-        self._sample_counts.distributed.add(self.model)
         # After the hooks above are there: only later ones are the user's.
         self._step_checks = StepChecks(self.model, self.optimizer, self.slots, self._sample_counts.distributed)
 
@@ -98,7 +97,6 @@ class HookedReplica(Replica):
             self._catcher.detach()
         self._catcher, self.exchanged_as_factors, self.left_out = None, frozenset(), frozenset()
         self._sample_counts.models.discard(self.model)
-        self._sample_counts.distributed.discard(self.model)
         for slot in self.slots:
             # The bucket may lie in shared memory, which is unmapped when the transport closes.
             if slot.tensor.grad is slot.view:
