@@ -172,6 +172,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         if self._model_on_mesh is not None:
             self._model_on_mesh.abandon()
             restore_world(self.world, self._previous_world)
+        self.world.sample_counts.distributed.discard(self._model)
         delattr(self._model, JOB_ATTRIBUTE)
 
     def __enter__(self) -> Self:
