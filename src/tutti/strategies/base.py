@@ -20,6 +20,7 @@ from tutti.errors import ConfigError, NotPriced
 from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.replica.state import share_buffers
+from tutti.strategies.compatibility import COMMON, WORKS, Support
 from tutti.transports import Transport
 
 
@@ -209,6 +210,10 @@ class Strategy(ABC):
         except ConfigError as error:
             return [str(error)]
         return []
+
+    def support(self, technique: str) -> Support:
+        """Return how a technique of `tutti.strategies.compatibility.TECHNIQUES` works under this strategy."""
+        return COMMON.get(technique, WORKS)
 
     def can_resume_from(self, text: str) -> bool:
         """Whether a job with this strategy can load the state of one whose strategy printed as `text`."""
