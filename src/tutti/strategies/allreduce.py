@@ -153,8 +153,8 @@ class AllReduce(Strategy):
         if technique == "LBFGS" and not self.exact:
             return Support(
                 "refuses",
-                f"LBFGS compares the gradients of several passes, which '{self}' changes by more than they differ. Use an "
-                "exact strategy such as ring, or SGD, Adam or another that takes gradients as they are.",
+                f"LBFGS compares the gradients of several passes, which '{self}' changes by more than they differ. Use "
+                "an exact strategy such as ring, or SGD, Adam or another that takes gradients as they are.",
             )
         return super().support(technique)
 

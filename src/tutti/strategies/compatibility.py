@@ -85,8 +85,8 @@ WORKS = Support("works")
 
 SPARSE_GRADIENTS = Support(
     "refuses",
-    "the model has sparse gradients; only dense ones can be exchanged. Build its embeddings with sparse=False, or use a "
-    "strategy that averages parameters, such as bmuf:every=16 or gossip.",
+    "the model has sparse gradients; only dense ones can be exchanged. Build its embeddings with sparse=False, or use "
+    "a strategy that averages parameters, such as bmuf:every=16 or gossip.",
 )
 """For strategies that exchange gradients."""
 
