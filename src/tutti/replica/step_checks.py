@@ -88,4 +88,4 @@ def _num_parameters(optimizer: Optimizer) -> int:
 
 
 def _num_hooks(slot: Slot) -> int:
-    return len(slot.tensor._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]
+    return len(slot.tensor._post_accumulate_grad_hooks or ())
