@@ -95,7 +95,7 @@ class PacketError(TuttiError):
 
 
 class WeightRefused(TuttiError):
-    """Some ranks gave NaN as their weight, which stops every rank."""
+    """Some ranks, numbered as in the whole world, gave NaN as their weight, which stops every rank."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)
@@ -106,6 +106,7 @@ class NonFiniteLoss(TuttiError):
     """The loss became NaN or infinite."""
 
     def __init__(self, rank: int, ranks: list[int], step: int) -> None:
+        """Make the error for `rank` to raise, because of `ranks`: all are ranks of the whole world."""
         self.elsewhere = rank not in ranks
         whose = " and ".join(f"rank {other}" for other in ranks)
         super().__init__(

@@ -68,7 +68,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         # An error here alone would leave the others waiting, so it travels with this step's exchange.
         if not loss.is_meta and not torch.isfinite(loss.detach()).all():
             if self._exchange.transport.size == 1:
-                raise NonFiniteLoss(0, [0], self._replica.steps)
+                rank = self._exchange.transport.world_rank
+                raise NonFiniteLoss(rank, [rank], self._replica.steps)
             self._replica.contribution.add(float("nan"))  # A weight of NaN asks every rank to stop.
 
     def pipeline(self, loss: Loss) -> PipelineStep:

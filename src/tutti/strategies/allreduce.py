@@ -277,7 +277,7 @@ class AllReduceExchange(Exchange):
 
     def stopped(self, refusal: WeightRefused) -> NonFiniteLoss:
         """Return the error that says on which ranks, and in which step, the loss was not finite."""
-        return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
+        return NonFiniteLoss(self.transport.world_rank, refusal.ranks, self.replica.steps)
 
 
 def _plugin_codecs() -> list[Codec]:

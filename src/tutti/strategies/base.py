@@ -108,7 +108,7 @@ class Exchange:
     def leave(self) -> None:
         """Take no part until `join`, while the other ranks continue."""
         raise ConfigError(
-            f"rank {self.transport.rank}: under this strategy every rank takes part in every step. Parameter "
+            f"rank {self.transport.world_rank}: under this strategy every rank takes part in every step. Parameter "
             "servers, peers' updates and gossip let a worker go away for a while."
         )
 

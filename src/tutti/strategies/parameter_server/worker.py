@@ -98,14 +98,14 @@ class ParameterServerWorker(Exchange):
     def backward_started(self, weight: float) -> None:
         if self._num_backwards and self._strategy.overlap:
             raise ConfigError(
-                f"rank {self._rank}: a second backward pass before optimizer.step(), but the gradients of the first "
-                "were already pushed to the servers. Put all but the last into job.no_sync(), or use "
+                f"rank {self.transport.world_rank}: a second backward pass before optimizer.step(), but the gradients "
+                "of the first were already pushed to the servers. Put all but the last into job.no_sync(), or use "
                 "ParameterServer(overlap=False)."
             )
         self._wait_for_all()
         if isnan(weight):
             self._request_stop()
-            raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
+            raise NonFiniteLoss(self.transport.world_rank, [self.transport.world_rank], self.replica.steps)
         self._weight = weight
         if self._strategy.overlap:
             # Pushes begin within this backward pass: options that change later count from the next iteration on.

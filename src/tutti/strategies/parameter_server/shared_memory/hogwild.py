@@ -133,7 +133,7 @@ class HogwildWorker(Exchange):
         """Point the parameters at shared memory; take the lock if the optimiser's state is not all shared yet."""
         if isnan(self.replica.take_samples()):
             self._registry.request_stop()
-            raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
+            raise NonFiniteLoss(self.transport.world_rank, [self.transport.world_rank], self.replica.steps)
         self._registry.check_stop(self.replica.steps)
         self._started_s = now = self.transport.now()
         self._step_version = self._flags.advance(self._version_counter)  # Atomic: no two steps have one number.

@@ -215,8 +215,8 @@ class Server:
             # A lost worker is handled by its `_receive_requests`. After the loss of a server, every worker fails.
             return
         except Exception as error:
-            rank = self._transport.rank
-            _log.error("rank %d: the server here has failed: %s: %s", rank, type(error).__name__, str(error))
+            rank, world_rank = self._transport.rank, self._transport.world_rank
+            _log.error("rank %d: the server here has failed: %s: %s", world_rank, type(error).__name__, str(error))
             self.failure = error
             self.over.set()
             if rank in self._config.workers:

@@ -98,11 +98,12 @@ class RequestSender:
             # The failed server has interrupted this wait, which looks like a loss: its own error says more.
             if self.local_server is not None and self.local_server.failure is not None:
                 raise self.local_server.failure from None
-            if lost := sorted(loss.gone.keys() & set(self.servers)):
+            # By world rank, as errors name ranks: a channel of some ranks numbers its servers differently.
+            if lost := sorted(loss.gone.keys() & {self._transport.world_ranks[server] for server in self.servers}):
                 raise RankLost(
-                    f"rank {self._rank}: rank {lost[0]} is gone, and the parameters that it served with it: "
-                    f"{loss.gone[lost[0]]}. Training survives the loss of a worker on one host, or where servers have "
-                    "ranks of their own (ParameterServer(servers=1)).",
+                    f"rank {self._transport.world_rank}: rank {lost[0]} is gone, and the parameters that it served "
+                    f"with it: {loss.gone[lost[0]]}. Training survives the loss of a worker on one host, or where "
+                    "servers have ranks of their own (ParameterServer(servers=1)).",
                     loss.gone,
                 ) from None
             raise
