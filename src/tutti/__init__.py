@@ -107,7 +107,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 
 _SUBMODULES = {
     "backend", "bench", "cli", "cluster", "codecs", "collectives", "cost", "data", "errors", "events", "job",
-    "parallel", "plan", "plugins", "recipes", "replica", "report", "simulation", "strategies", "supported_versions",
+    "parallel", "plan", "plugins", "recipes", "replica", "report", "simulation", "strategies", "versions",
     "transports",
 }  # fmt: skip
 """Submodules that are attributes of `tutti`: all but those that have the name of a public function."""
@@ -119,7 +119,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tutti' has no attribute '{name}'")
     if _HOMES[name] not in _WITHOUT_TORCH:
-        from tutti.supported_versions import check_torch
+        from tutti.versions import check_torch
 
         check_torch()
     value = getattr(import_module(_HOMES[name]), name)

@@ -11,7 +11,7 @@ import tutti
 PACKAGE = Path(tutti.__file__).parent
 
 LAYERS = [
-    "errors", "plugins", "supported_versions", "simulation.sizes", "cluster", "events", "transports", "codecs",
+    "errors", "plugins", "versions", "simulation.sizes", "cluster", "events", "transports", "codecs",
     "collectives", "replica", "simulation", "backend", "cost", "strategies", "parallel", "plan", "world", "data", "job",
     "launch", "recipes", "simulation.runs", "report", "bench", "cli", "__main__",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from rich.console import Console
 import tutti
 from tutti.cli import bench, doctor, lab, plan, profile, reproduce, run, simulate, train
 from tutti.errors import TuttiError, WorkerFailed
-from tutti.supported_versions import check_torch
+from tutti.versions import check_torch
 
 app = typer.Typer(
     name="tutti",

@@ -17,7 +17,7 @@ from tutti.cli.lab_option import check_workers_or_lab, describe_hosts, launch_ar
 from tutti.cli.options import JsonFile
 from tutti.cluster import format_rate, format_time
 from tutti.errors import ConfigError, UnsupportedVersion
-from tutti.supported_versions import PYTHON, TORCH, check_torch, in_range
+from tutti.versions import PYTHON, TORCH, check_torch, in_range
 
 if TYPE_CHECKING:
     from tutti.collectives import LinkMeasurement

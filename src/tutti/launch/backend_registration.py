@@ -58,7 +58,7 @@ def _register(table: ModuleType) -> None:
     groups: WeakSet[TuttiGroup] = WeakSet()
 
     def create(options: Any, _: Any) -> "TuttiGroup":
-        from tutti.supported_versions import check_torch
+        from tutti.versions import check_torch
 
         check_torch()  # Before modules are imported that may need what this torch does not have.
         from tutti.backend import group_over
