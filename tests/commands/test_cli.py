@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from command import Call, assert_refused, stop_in_the_middle
 from tutti.bench import under_mpi
 from tutti.cli import app
 from tutti.collectives import ALGORITHMS
-from tutti.launch.lab.lab import missing
+from tutti.launch.lab.lab import Lab, missing
 from tutti.recipes import RECIPES
 from tutti.strategies import AllReduce
 from tutti.versions import TORCH
@@ -366,7 +367,16 @@ def test_bench_collectives(call: Call, tmp_path: Path) -> None:
     assert "64 KiB" in ended.out
 
 
-def test_reproduce_quickly(call: Call, tmp_path: Path) -> None:
+def test_reproduce_quickly(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under mpirun on this host; in the lab, where `test_bench_collectives` is under it too, by Tutti's launcher."""
+    under_mpirun = under_mpi.run
+
+    def run(function: Any, *args: Any, lab: Lab | None = None, **options: Any) -> Any:
+        if lab is not None:
+            return tutti.launch(function, *args, lab=lab)[0]
+        return under_mpirun(function, *args, **options)
+
+    monkeypatch.setattr(under_mpi, "run", run)
     ended = call("reproduce", "allreduce-mnist", "--quick", "--rate", "1gbit", "--name", "again")
     assert ended.status == 0, ended.err
     folder = tmp_path / "runs" / "again"
