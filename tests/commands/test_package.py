@@ -19,8 +19,9 @@ CHECKOUT = Path(__file__).parents[2]
 BUILD = """
 import sys
 from setuptools import build_meta
-for kind in sys.argv[2:]:
-    getattr(build_meta, f"build_{kind}")(sys.argv[1])
+folder, *kinds = sys.argv[1:]  # setuptools changes them.
+for kind in kinds:
+    getattr(build_meta, f"build_{kind}")(folder)
 """
 
 IMPORT = """

@@ -91,6 +91,10 @@ class TuttiGroup(dist.ProcessGroup):
         being_made = self.made_by_torch and self not in c10d._world.pg_map
         return [] if being_made else [torch.device("cpu")]
 
+    def _get_backend(self, device: torch.device) -> "TuttiGroup":
+        """Return what serves tensors on a device: this group, on all of them. Torch asks for what it supports."""
+        return self
+
     def shutdown(self) -> None:
         """Close the group. Peers that still wait for this rank in it fail. Idempotent."""
         if self._close is not None:
