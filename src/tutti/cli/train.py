@@ -47,7 +47,8 @@ def train(
     lr_scale: LrScale = 1.0,
     name: RunName = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Also train with one worker, in float64, and compare the parameters.")
+        bool,
+        typer.Option("--check", metavar="", help="Also train with one worker, in float64, and compare the parameters."),
     ] = False,
     json_file: JsonFile = None,
 ) -> None:

@@ -43,7 +43,8 @@ def compression(
         ),
     ] = None,
     ddp_hooks: Annotated[
-        bool, typer.Option("--ddp-hooks", help="Also time DDP with its fp16 and PowerSGD communication hooks.")
+        bool,
+        typer.Option("--ddp-hooks", metavar="", help="Also time DDP with its fp16 and PowerSGD communication hooks."),
     ] = False,
     rounds: NumRounds = 9,
     json_file: JsonFile = None,
