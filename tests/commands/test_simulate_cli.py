@@ -114,7 +114,7 @@ def test_without_matplotlib(call: Call, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = call("simulate", "digits", "-n", "2", "--epochs", "1", "--name", "plain")
     assert ended.status == 0, ended.err
-    assert "no figures: plots need matplotlib: pip install 'tutti[report]'." in ended.out
+    assert "no figures: plots need matplotlib: pip install 'tutti-train[report]'." in ended.out
     assert {file.name for file in (tmp_path / "runs" / "plain").iterdir()} == FILES - {
         "progress.png",
         "utilisation.png",
