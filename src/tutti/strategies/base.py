@@ -20,6 +20,7 @@ from tutti.errors import ConfigError, NotPriced
 from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.replica.state import share_buffers
+from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.transports import Transport
 
 
@@ -160,6 +161,14 @@ class Strategy(ABC):
         The planner asks one strategy of each class, made with default options.
         """
         yield self
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        """Return how the learning rate of one worker with the whole batch must change for `num_workers` workers.
+
+        `lr="auto"` applies it, and `tutti train` warns by it. The default suits strategies that take the steps of one
+        worker, exactly or nearly.
+        """
+        return SAME_RATE
 
     @property
     def synchronous(self) -> bool:
