@@ -126,7 +126,7 @@ def _table(summary: dict[str, Any]) -> Table:
     samples_per_s = summary["samples"] / summary["seconds"]
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
-        ("learning rate", f"{summary['lr']:.3g}{' (auto)' if summary['lr_auto'] else ''}"),
+        ("learning rate", f"{summary['lr']:.3g}{' (auto)' if summary['lr_option'] == 'auto' else ''}"),
         ("last loss of one worker", f"{summary['loss']:.4f}"),
         ("steps", f"{summary['steps']:,}"),
         ("time", f"{summary['seconds']:.1f} s"),

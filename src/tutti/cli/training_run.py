@@ -49,7 +49,7 @@ def summarise(config: TrainingConfig, made: Recipe, workers: int, result: Traini
     return {
         **{"recipe": config.recipe, "options": config.options, "strategy": config.strategy, "workers": workers},
         **{"seed": config.seed, "epochs": config.epochs or made.epochs, "double": config.double},
-        **{"lr_auto": config.lr == "auto", "torch": torch.__version__, **result.as_dict()},
+        **{"lr_option": config.lr, "torch": torch.__version__, **result.as_dict()},
     }
 
 
@@ -78,13 +78,16 @@ def check_target(summary: dict[str, Any], made: Recipe, again: Callable[..., str
     if summary["epochs"] < made.epochs or summary["accuracy"] >= made.target:
         return
     rule = parse(summary["strategy"]).learning_rate(summary["workers"])
-    advice = f"Try: {again('--lr', 'auto')}"
-    if summary["lr_auto"] or rule.factor == 1:
-        half = f"{summary['lr'] / 2:.2g}"
-        advice = f"Try half the learning rate: {again('--lr', half)}\nor train for longer: " + again(
-            *(("--lr", "auto") if summary["lr_auto"] else ()), "--epochs", str(2 * summary["epochs"])
+    option, reason = summary["lr_option"], ""
+    if option == "auto" or (option is None and rule.factor == 1):
+        kept = () if option is None else ("--lr", option)
+        advice = (
+            f"Try half the learning rate: {again('--lr', format(summary['lr'] / 2, '.2g'))}\n"
+            f"or train for longer: {again(*kept, '--epochs', str(2 * summary['epochs']))}"
         )
+    else:
+        reason = f"{rule.reason} " if rule.reason else ""
+        advice = f"Try: {again(*(() if rule.factor == 1 else ('--lr', 'auto')))}"
     raise TargetMissed(
-        f"test accuracy {summary['accuracy']:.2%} is below the recipe's target of {made.target:.0%}. "
-        f"{rule.reason + ' ' if not summary['lr_auto'] and rule.reason else ''}{advice}"
+        f"test accuracy {summary['accuracy']:.2%} is below the recipe's target of {made.target:.0%}. {reason}{advice}"
     )

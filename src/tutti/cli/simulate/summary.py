@@ -34,7 +34,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     made = Table(show_header=False)
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
-        ("learning rate", f"{summary['lr']:.3g}{' (auto)' if summary['lr_auto'] else ''}"),
+        ("learning rate", f"{summary['lr']:.3g}{' (auto)' if summary['lr_option'] == 'auto' else ''}"),
         ("last loss", f"{summary['loss']:.4f}"),
         ("steps", f"{summary['steps']:,}"),
         ("virtual time", format_time(summary["seconds"])),

@@ -42,11 +42,11 @@ def peer_updates_cost(strategy: "PeerUpdates", profile: Profile, placement: Plac
     sent_bytes = num_peers * (update_bytes + _HEADER_BYTES)
     # While a rank waits for the last acknowledgement of an inbox, its network card is idle: for half of the messages to
     # the ranks between the first and the last, once in as many steps as the inbox holds.
-    idle_bytes = sent_bytes / num_peers * (num_peers - 1) / (2 * strategy.inbox)
-    wire_s = (sent_bytes + idle_bytes) * placement.shared_link.seconds_per_byte
+    wire_s = sent_bytes * placement.shared_link.seconds_per_byte
+    idle_s = wire_s / num_peers * (num_peers - 1) / (2 * strategy.inbox)
     return CommunicationCost(
         # Sending overlaps the whole step: only what does not fit into it is exposed.
-        exposed_s=coding_s + max(0.0, wire_s - profile.seconds - coding_s),
+        exposed_s=coding_s + max(0.0, wire_s + idle_s - profile.seconds - coding_s),
         num_bytes=sent_bytes,
         memory_bytes=2 * model_bytes + num_peers * update_bytes + (0 if codec is None else model_bytes),
         coding_s=coding_s,

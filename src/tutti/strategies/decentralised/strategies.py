@@ -108,8 +108,8 @@ class Gossip(Strategy):
         graph: "exponential" sends to one rank per step, each time twice as far (Assran et al. 2019); "ring"; "torus";
             "random" makes new pairs in every step; or a `Graph`, which uses push-sum weights if it is directed.
         pairs: "sync" mixes with all neighbours in every step, while the next gradient is computed (D-PSGD, Lian et al.
-            2017); "async" averages with one neighbour at a time and never waits for a rank to compute (AD-PSGD, Lian et al.
-            2018).
+            2017); "async" averages with one neighbour at a time and never waits for a rank to compute (AD-PSGD, Lian et
+            al. 2018).
     """
 
     graph: str | Graph = "exponential"
