@@ -59,11 +59,8 @@ def train(
 
     Example: tutti train digits --workers 2 --strategy ring --check
 
-    The exit status is 3 if the run of all epochs ends below the recipe's target accuracy.
-
-    To train your own model, name a function that returns a tutti.recipes.Recipe: model, data, optimiser, loss.
-
-    Example: tutti train my_recipes:tiny, with a function tiny() in my_recipes.py
+    To train your own model, name a function that returns a tutti.recipes.Recipe: my_recipes:tiny for tiny() in
+    my_recipes.py. The exit status is 3 if a run of all epochs ends below the recipe's target accuracy.
     """
     from tutti.launch.start import warm_up
 
