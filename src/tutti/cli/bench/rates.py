@@ -31,7 +31,7 @@ def rates(
     seeds: Annotated[int, typer.Option(min=1, help="Number of runs, each with another seed.")] = 3,
     data: DataFolder = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Train digits with three strategies, 2 workers and one seed.")
+        bool, typer.Option("--quick", metavar="", help="Train digits with three strategies, 2 workers and one seed.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
