@@ -108,7 +108,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 
 _SUBMODULES = {
     "backend", "bench", "cli", "cluster", "codecs", "collectives", "cost", "data", "errors", "events", "job",
-    "parallel", "plan", "plugins", "recipes", "replica", "report", "simulation", "strategies", "versions",
+    "measurement", "parallel", "plan", "plugins", "recipes", "replica", "report", "simulation", "strategies", "versions",
     "transports",
 }  # fmt: skip
 """Submodules that are attributes of `tutti`: all but those that have the name of a public function."""

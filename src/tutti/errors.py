@@ -17,6 +17,7 @@
     ├── PacketError            bytes that cannot be decoded as a packet for such a tensor
     ├── WeightRefused          a rank gave NaN as its weight, which stops every rank
     ├── NonFiniteLoss          the loss became NaN or infinite
+    ├── TargetMissed           a training run that ended below its recipe's target accuracy
     ├── StoreLost              raised by the launcher: the process that serves the run's key-value store has ended
     └── WorkerFailed           raised by the launcher: the first worker that failed
 
@@ -126,6 +127,10 @@ class NonFiniteLoss(TuttiError):
             f"rank {rank}: the loss on {whose} is NaN or infinite at step {step}. Lower the learning rate, clip "
             "gradients, or look at that rank's batch."
         )
+
+
+class TargetMissed(TuttiError):
+    """A training run ended below its recipe's target accuracy. Commands then exit with status 3."""
 
 
 class StoreLost(TuttiError):

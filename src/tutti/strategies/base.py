@@ -21,6 +21,7 @@ from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.replica.state import share_buffers
 from tutti.strategies.compatibility import COMMON, WORKS, Support
+from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.transports import Transport
 
 
@@ -173,6 +174,14 @@ class Strategy(ABC):
         The planner asks one strategy of each class, made with default options.
         """
         yield self
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        """Return how the learning rate of one worker with the whole batch must change for `num_workers` workers.
+
+        `lr="auto"` applies it, and `tutti train` warns by it. The default suits strategies that take the steps of one
+        worker, exactly or nearly.
+        """
+        return SAME_RATE
 
     @property
     def synchronous(self) -> bool:

@@ -62,7 +62,8 @@ class JobPlanner:
         """
         # All ranks wait for the one whose passes take longest. Backward ends with its last gradient.
         slowest = max(summaries, key=lambda seen: seen["forward_s"] + max(seen["ready_s"].values(), default=0.0))
-        cluster = cluster_with(measure_network(self._transport, quickly=True), "measured")
+        network = measure_network(self._transport, quickly=True)
+        cluster = cluster_with(network, "measured")
         profile = profile_from_summary(self._replica, slowest, self._flops(slowest))
         workers = self._transport.size
         present = price(strategy, profile, workers, cluster, exchange=exchange)
@@ -78,7 +79,9 @@ class JobPlanner:
             chosen = _scaled(chosen, factor)
         # `_judge` compares the new strategy with this measured step, and not with a prediction.
         measured = _scaled(present, factor) if text and factor else None
-        return Choice(chosen, bool(text), measured, _describe(chosen, cluster, profile.seconds))
+        doubts = [*network["doubts"], *(seen["doubt"] for seen in summaries if seen["doubt"])]
+        message = ". ".join([_describe(chosen, cluster, profile.seconds), *doubts[:1]])
+        return Choice(chosen, bool(text), measured, message)
 
     def _flops(self, seen: dict[str, Any]) -> float:
         """Return rank 0's floating-point operations per second, on all ranks."""

@@ -18,6 +18,7 @@ from tutti.strategies.parameter_server import read as read_servers
 from tutti.strategies.poseidon.cost import communication_cost
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.rule import bucket_bytes_on
+from tutti.strategies.rates import LearningRateRule
 from tutti.transports import Transport
 
 Rule = Literal["priced", "sacp", "broadcast", "owners", "full"]
@@ -92,6 +93,9 @@ class Poseidon(Strategy):
         if self.servers is not None:
             return self.servers.cost(profile, placement)
         return communication_cost(self, profile, placement)
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        return super().learning_rate(num_workers) if self.servers is None else self.servers.learning_rate(num_workers)
 
     @property
     def synchronous(self) -> bool:
