@@ -131,9 +131,12 @@ class HogwildWorker(Exchange):
 
     def before_step(self) -> None:
         """Point the parameters at shared memory; take the lock if the optimiser's state is not all shared yet."""
-        if isnan(self.replica.take_samples()):
+        weight = self.replica.take_samples()
+        if isnan(weight):
             self._registry.request_stop()
             raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
+        if weight == 0:  # A void step, or a batch that does not count: the optimiser finds no gradients.
+            self.replica.hide_gradients()
         self._registry.check_stop(self.replica.steps)
         self._started_s = now = self.transport.now()
         self._step_version = self._flags.advance(self._version_counter)  # Atomic: no two steps have one number.
@@ -152,6 +155,7 @@ class HogwildWorker(Exchange):
 
     def after_step(self) -> None:
         """Publish new optimiser state, copy the shared values, and point the parameters back at the copy."""
+        self.replica.show_gradients()
         # If the step has made new state, that is in private memory, and other ranks do not know it.
         if not self._has_lock and not self._optimizer_state.is_complete:
             self._registry.acquire(self._lock)
@@ -178,7 +182,7 @@ class HogwildWorker(Exchange):
         if self._strategy.clip is not None:
             norm = sqrt(sum(float(grad.double().square().sum()) for grad in grads))
             factor *= clip_factor(self._strategy.clip, norm)
-        if factor != 1.0:
+        if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
 
     def _read(self) -> None:

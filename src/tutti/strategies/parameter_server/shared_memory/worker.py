@@ -109,7 +109,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         return self._context.registry.is_leader
 
     def _push(self, bucket: Bucket, norm: float) -> None:
-        self._pusher.push(bucket, self._weight, norm, self._options)
+        self._pusher.push(bucket, self._weight, norm, self._options, self._is_void(bucket))
 
     def _wait_for_all(self) -> None:
         self._reader.wait_and_read(range(len(self._context.buckets)))

@@ -45,9 +45,12 @@ class RequestSender:
             yield self._transport.isend(self._config.request_format.pack(header), server, REQUEST_TAG)
 
     def push(
-        self, server: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor
+        self, server: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor | None
     ) -> Operation:
-        """Send a gradient. A server on this rank takes the payload over; otherwise it may be reused afterwards."""
+        """Send a gradient, or a void push, which has none.
+
+        A server on this rank takes the payload over; otherwise it may be reused afterwards.
+        """
         if server == self._rank:
             assert self.local_server is not None
             self.local_server.handle_request(self._rank, header, options, has_grad, payload)
@@ -56,7 +59,8 @@ class RequestSender:
             # Both begin before either is awaited: payloads must follow in the order of their headers, and another push
             # may begin at any wait.
             sends = [self._transport.isend(message, server, REQUEST_TAG)]
-            sends.append(self._transport.isend(payload, server, PAYLOAD_TAG))
+            if payload is not None:
+                sends.append(self._transport.isend(payload, server, PAYLOAD_TAG))
             yield from sends
 
     def send_to_all(self, kind: RequestKind) -> None:

@@ -110,7 +110,7 @@ class MessageWorker(ParameterServerWorker):
 
     def _push(self, bucket: Bucket, norm: float) -> None:
         shards = self._shards_by_bucket[bucket.index]
-        self._pusher.push(shards, bucket, self._weight, norm, self._options)
+        self._pusher.push(shards, bucket, self._weight, norm, self._options, self._is_void(bucket))
 
     def _wait_for_all(self) -> None:
         for shard in self._shards:
