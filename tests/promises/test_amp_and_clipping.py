@@ -340,12 +340,9 @@ def test_only_the_workers_own_update_is_void(transport: str, strategy: str) -> N
         job.finish()
         return model.weight.detach().clone(), steps
 
-    if strategy.startswith("ps:ssp"):  # Means of both workers' gradients, 1 and 2; in one step of the first alone.
-        expected = -((STEPS - 1) * 1.5 + 1.0)
-    else:
-        expected = -(STEPS * 1.0 + (STEPS - 1) * 2.0)
-    if strategy == "ps:softsync=2":  # A version is made of both updates, whichever steps they are of.
-        expected = -((STEPS - 1) * 1.5 + 1.0)
+    # The gradients are 1 and 2. Under SSP and soft-sync a step is their mean, and one step that of the first alone.
+    takes_means = strategy.startswith(("ps:ssp", "ps:softsync"))
+    expected = -((STEPS - 1) * 1.5 + 1.0) if takes_means else -(STEPS * 1.0 + (STEPS - 1) * 2.0)
     for weight, steps in run_ok(train, size=2, transport=transport):
         torch.testing.assert_close(weight, torch.full_like(weight, expected), rtol=1e-10, atol=1e-10)
         assert steps == STEPS

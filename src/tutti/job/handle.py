@@ -91,11 +91,13 @@ class Job:
     def consensus(self, *, optimizer: bool = True) -> Iterator[nn.Module]:
         """Hold the parameters and buffers that all ranks agree on in the model, to evaluate or save. Collective.
 
-        On a mesh the model is whole inside the context, and so is the optimiser's state, unless `optimizer` is False
-        (to evaluate, for example). Afterwards the rank's own parameters are restored.
+        The optimiser's state is there as well, where parameter servers have it or a mesh has split it. To evaluate,
+        `optimizer=False` saves that transfer. Afterwards the rank's own parameters are restored.
         """
         _refuse_in_consensus(self._replica, "a second job.consensus()")
         self._exchange.consensus()
+        if optimizer:
+            self._exchange.collect_optimizer_state()
         self._replica.in_consensus = True
         try:
             with nullcontext() if self._model_on_mesh is None else self._model_on_mesh.full_model(optimizer):

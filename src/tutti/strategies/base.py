@@ -66,6 +66,13 @@ class Exchange:
         """
         share_buffers(self.replica.model, self.transport)
 
+    def collect_optimizer_state(self) -> None:
+        """Give the user's optimiser the state that belongs to the consensus, where it is kept elsewhere. Collective.
+
+        Called after `consensus`; `restore_local` undoes it. Nothing by default: the optimiser has its state itself.
+        """
+        return None
+
     def restore_local(self) -> None:
         """Put back this rank's own parameters, which `consensus` replaced; none by default."""
         return None

@@ -80,6 +80,9 @@ class AutoExchange(Exchange):
     def consensus(self) -> None:
         self.inner.consensus()
 
+    def collect_optimizer_state(self) -> None:
+        self.inner.collect_optimizer_state()
+
     def restore_local(self) -> None:
         self.inner.restore_local()
 

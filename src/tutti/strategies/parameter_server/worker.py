@@ -36,6 +36,7 @@ from tutti.strategies.parameter_server.forward_waits import ForwardWaits
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.push_timing import PushTiming
 from tutti.strategies.parameter_server.shard_optimizer import reject_closure
+from tutti.strategies.parameter_server.user_optimizer import UserOptimizerState
 from tutti.transports import Transport
 
 if TYPE_CHECKING:
@@ -63,12 +64,16 @@ class ParameterServerWorker(Exchange):
         """Bytes sent until the end of the last step."""
         self._timing = PushTiming(replica, self._rank, strategy.overlap)
         self._handles: list[Any] = []
+        self._user_state: UserOptimizerState | None = None
+        """The user's optimiser, which has no state while servers step; None in a dry run."""
         self._forward_waits: ForwardWaits | None = None
 
     def _start_listening(self) -> None:
         """Attach to the events of training: the last thing that a subclass does to construct itself."""
         if not self.replica.sizes_only:
             self._handles.append(self.replica.optimizer.register_step_pre_hook(reject_closure))
+            # Servers have copied the optimiser's state by now.
+            self._user_state = UserOptimizerState(self.replica.optimizer, self.replica.slots)
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
         self.replica.listen(self, to="gradients")
 
@@ -167,12 +172,15 @@ class ParameterServerWorker(Exchange):
         self._bytes_sent_before = bytes_sent
 
     def restore_local(self) -> None:
-        return None
+        if self._user_state is not None:
+            self._user_state.clear()
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._user_state is not None:
+            self._user_state.close()
         if self._forward_waits is not None:
             self._forward_waits.close()
 

@@ -92,6 +92,8 @@ class HogwildWorker(Exchange):
             # Optimiser state that rank 0 brings along counts for all ranks.
             self._optimizer_state.reset()
         transport.shared_tensor(1, torch.uint8)  # Collective: no rank goes on before rank 0 has filled in its values.
+        self._shared_states: list[dict[str, Any]] = []
+        """State of the optimiser in shared memory, while the optimiser has a copy of it."""
         self._has_lock = False
         self._bytes_per_step = 2 * sum(view.nbytes for view in self._shared_parameters)
         self._handles = [replica.optimizer.register_step_pre_hook(reject_closure)]
@@ -99,6 +101,10 @@ class HogwildWorker(Exchange):
 
     def _release_lock_of(self, worker: int) -> None:
         self._registry.release_lost(self._lock, worker)
+
+    def _slot_states(self) -> list[dict[str, Any]]:
+        """Return the dictionaries that the optimiser keeps for the parameters."""
+        return [self._optimizer_state.state_of(index) for index in range(len(self._parameters))]
 
     def _map_shared(self, transport: "SharedMemoryTransport", slots: list[Slot]) -> list[Tensor]:
         """Return shared tensors like these slots' tensors, with the values of rank 0. Collective.
@@ -208,8 +214,16 @@ class HogwildWorker(Exchange):
         self._registry.barrier(lambda number: self._read())
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
+    def collect_optimizer_state(self) -> None:
+        # A copy: workers that leave the consensus before this one change the shared state again.
+        for slot_state, copied in zip(self._slot_states(), self.state_dict()["optimizer"].values(), strict=True):
+            self._shared_states.append(dict(slot_state))
+            slot_state.update(copied)
+
     def restore_local(self) -> None:
-        return None
+        for slot_state, shared in zip(self._slot_states(), self._shared_states, strict=False):
+            slot_state.update(shared)
+        self._shared_states.clear()
 
     def leave(self) -> None:
         return None  # No worker waits for another, except at barriers.
@@ -220,6 +234,7 @@ class HogwildWorker(Exchange):
 
     def finish(self) -> None:
         self.consensus()
+        self.collect_optimizer_state()
         self._registry.leave()
         self.close()
 
@@ -231,9 +246,8 @@ class HogwildWorker(Exchange):
             self._handles.clear()
             for tensor, private in zip(self._parameters, self._private_data, strict=True):
                 tensor.data = private
-            for index in range(len(self._parameters)):
+            for state in self._slot_states():
                 # The user's optimiser goes on without the transport, so it must not point into shared memory.
-                state = self._optimizer_state.state_of(index)
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,8 +256,7 @@ class HogwildWorker(Exchange):
 
         def copy(number: int) -> None:
             self._optimizer_state.refresh()
-            for index, slot in enumerate(self.replica.slots):
-                state = self._optimizer_state.state_of(index)
+            for slot, state in zip(self.replica.slots, self._slot_states(), strict=True):
                 states[slot.name] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
         self._registry.barrier(copy)
@@ -260,8 +273,7 @@ class HogwildWorker(Exchange):
                 view.copy_(value)
             for view, value in zip(self._shared_statistics, statistics, strict=True):
                 view.copy_(value)
-            for index, slot in enumerate(self.replica.slots):
-                slot_state = self._optimizer_state.state_of(index)
+            for slot, slot_state in zip(self.replica.slots, self._slot_states(), strict=True):
                 slot_state.clear()
                 slot_state.update(state["optimizer"].get(slot.name, {}))
             self._optimizer_state.reset()

@@ -42,7 +42,7 @@ class PushBuffers:
         self._num_options = num_options
         self._depth = depth
         self._numbers: list[np.ndarray] = []
-        """By bucket, [worker, entry]: weight, norm, whether void, options, base version of each shard, flag of each slot."""
+        """By bucket, [worker, entry]: `_FIXED` numbers, options, base versions of shards, a flag for each slot."""
         self._gradients: list[list[Tensor]] = []
         """By bucket and worker, [entry]: the flat gradient."""
         for bucket in replica.buckets if depth else ():

@@ -133,7 +133,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._wait_for_all()
 
     def finish(self) -> None:
-        self.consensus()
+        self.collect_optimizer_state()  # Its barrier is that of `consensus`.
         # The barrier has made this worker a member again: others that still train must not wait for it.
         self._membership.withdraw()
         self._context.registry.leave()
@@ -141,6 +141,14 @@ class SharedMemoryWorker(ParameterServerWorker):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimiser's state, by parameter."""
+        return {"optimizer": self._copy_states()}
+
+    def collect_optimizer_state(self) -> None:
+        if self._user_state is not None:
+            self._user_state.fill(self._copy_states())
+
+    def _copy_states(self) -> dict[str, Any]:
+        """Return a copy of the optimiser's state, by parameter, in a barrier of all workers."""
         segment_states: list[Any] = []
 
         # Runs within the barrier, where no worker steps: state and values belong to one version.
@@ -153,7 +161,7 @@ class SharedMemoryWorker(ParameterServerWorker):
 
         self._wait_for_all()
         self._membership.barrier(copy)
-        return {"optimizer": merge_segment_states(segment_states, {slot.name: slot for slot in self.replica.slots})}
+        return merge_segment_states(segment_states, {slot.name: slot for slot in self.replica.slots})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""

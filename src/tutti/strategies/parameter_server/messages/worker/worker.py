@@ -98,6 +98,8 @@ class MessageWorker(ParameterServerWorker):
 
     def finish(self) -> None:
         self.consensus()  # Every worker is here: no server has an update left to apply.
+        if self._user_state is not None:
+            self._user_state.fill(self._fetch_states())
         self._requests.disconnect()
         self.close()
 
@@ -159,16 +161,25 @@ class MessageWorker(ParameterServerWorker):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the servers' optimisers, by parameter."""
         self.consensus()
+        states = self._fetch_states()
+        self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
+        return {"optimizer": states}
+
+    def collect_optimizer_state(self) -> None:
+        if self._user_state is not None:
+            self._user_state.fill(self._fetch_states())
+            self._pull_all(RequestKind.BARRIER)  # As in `state_dict`.
+
+    def _fetch_states(self) -> dict[str, Any]:
+        """Return the state of the servers' optimisers, by parameter. After a barrier, when no server steps."""
         fetched: list[Any] = []
         servers = self._requests.servers
         for work in [self._channel.spawn(self._requests.fetch_state(server, fetched)) for server in servers]:
-            work.wait()
+            self._requests.wait(work)
         segments = [
             (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
         ]
-        states = merge_segment_states(segments, {slot.name: slot for slot in self.replica.slots})
-        self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
-        return {"optimizer": states}
+        return merge_segment_states(segments, {slot.name: slot for slot in self.replica.slots})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make servers start again from the model as it is here, and from this state of the optimiser.
