@@ -65,5 +65,7 @@ def test_every_option_has_a_help_text_that_is_a_sentence() -> None:
             text = getattr(parameter, "help", None) or ""
             assert text[:1].isupper(), f"{' '.join(words)} {parameter.name}: {text!r}"
             assert text.rstrip().endswith("."), f"{' '.join(words)} {parameter.name}: {text!r}"
+            if getattr(parameter, "is_flag", False):  # typer would show <bool>, as if a value had to follow.
+                assert parameter.metavar == "", f"{' '.join(words)} {parameter.name} shows a value"
 
     walk(typer.main.get_command(app), ("tutti",))

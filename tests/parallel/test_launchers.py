@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+import warm
 from tutti.bench import under_mpi
 from tutti.launch.environment import read_environment
 from tutti.launch.interpreter import main_of
@@ -79,7 +80,7 @@ def test_mpirun(digest: str) -> None:
     command = [str(beside) if beside.exists() else "mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2"]
     if os.geteuid() == 0:
         command.insert(1, "--allow-run-as-root")
-    assert trained(run(*command, sys.executable, SCRIPT)) == digest
+    assert trained(run(*command, *warm.python(), SCRIPT)) == digest
 
 
 def slurm_variables() -> dict[str, str]:
@@ -104,7 +105,7 @@ def test_srun(digest: str) -> None:
     variables = slurm_variables()
     ranks = [
         subprocess.Popen(
-            [sys.executable, SCRIPT],
+            [*warm.python(), SCRIPT],
             env={**ENVIRONMENT, **variables, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

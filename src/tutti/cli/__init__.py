@@ -38,7 +38,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Train PyTorch models on many processes and machines, over any network."""

@@ -32,7 +32,9 @@ class Finding(NamedTuple):
 
 
 def doctor(
-    network: Annotated[bool, typer.Option("--network", help="Measure the links between workers instead.")] = False,
+    network: Annotated[
+        bool, typer.Option("--network", metavar="", help="Measure the links between workers instead.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option("--workers", "-n", min=2, help="With --network: number of processes on this machine. Default: 2."),
@@ -69,17 +71,17 @@ def _measure(workers: int, spec: str | None) -> list[dict[str, Any]]:
         with console.status(f"measuring links, {where}"):
             measured = launch(measure_links_here, **launch_arguments(workers, lab))[0]
     table = Table(title=f"Links between ranks, {where}")
-    for heading in ("ranks", "latency", "rate", "residual"):
+    for heading in ("ranks", "latency", "rate", "deviation"):
         table.add_column(heading, justify="right")
     for (one, two), fit in measured.fits.items():
         numbers = (format_time(fit.link.latency_s), format_rate(fit.link.bits_per_s), f"{fit.residual:.0%}")
         table.add_row(f"{one} – {two}", *numbers)
     console.print(table)
     console.print(
-        "residual: how far single messages are from latency + bytes/rate; above 50% repeat on a quiet machine",
+        "deviation: how far single messages are from latency + bytes/rate; above 50 % repeat on a quiet machine",
         highlight=False,
     )
-    console.print(f"cost formulas use the slowest link: {measured.link}")
+    console.print(f"cost formulas use the link that is slowest for 1 MiB: {measured.link}")
     return [{"ranks": list(pair), **fit.as_dict()} for pair, fit in measured.fits.items()]
 
 

@@ -90,7 +90,9 @@ def parse_recipe_options(texts: list[str] | None) -> dict[str, Any]:
     try:
         return {key: json.loads(value) for key, _, value in pairs}
     except json.JSONDecodeError:
-        raise ConfigError(f"--option takes NAME=NUMBER, got {', '.join(texts or [])}.") from None
+        raise ConfigError(
+            f"--option takes NAME=VALUE, got {', '.join(texts or [])}. VALUE is JSON: 800, 0.5, true or '\"text\"'."
+        ) from None
 
 
 def refuse_given(context: typer.Context, names: Collection[str], reason: str) -> None:

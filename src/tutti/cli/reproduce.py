@@ -35,11 +35,14 @@ def reproduce(
     reproduction: Annotated[
         str | None, typer.Argument(metavar="NAME", help="Name of the reproduction; without it, all are listed.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Run a small form that takes a minute or two.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", metavar="", help="Run a small form that takes a minute or two.")
+    ] = False,
     report_only: Annotated[
         bool,
         typer.Option(
             "--report-only",
+            metavar="",
             help="Rewrite report and figures from stored results: those of runs/<--name>, or the committed ones.",
         ),
     ] = False,

@@ -47,7 +47,8 @@ def train(
     lr_scale: LrScale = 1.0,
     name: RunName = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Also train with one worker, in float64, and compare the parameters.")
+        bool,
+        typer.Option("--check", metavar="", help="Also train with one worker, in float64, and compare the parameters."),
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -63,7 +64,6 @@ def train(
 
     warm_up()  # Before the next imports, which take as long as those of the fork server beside them.
     from tutti.cli.training_run import check_target, prepare, summarise
-    from tutti.plan.reason import has_codec
     from tutti.recipes.training import TrainingConfig
     from tutti.strategies import parse
 
@@ -78,7 +78,7 @@ def train(
         double=check,
     )
     made, config = prepare(requested, workers)
-    if check and has_codec(parse(strategy)):
+    if check and parse(strategy).codec is not None:
         raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
     check_writable(json_file)
     folder = new_folder(name, f"{made.name}-{workers}x")

@@ -174,10 +174,10 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
     mistakes = []
     if getattr(model, JOB_ATTRIBUTE, None) is not None:
         mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
-    if any(isinstance(module, Branches) for module in model.modules()) and not isinstance(strategy, AllReduce):
+    if any(isinstance(module, Branches) for module in model.modules()) and not strategy.averages_gradients:
         mistakes.append(
             f"a model with Branches needs the gradients of all ranks in every step, which {strategy} does not give it: "
-            "use tutti.AllReduce(...)."
+            "use tutti.AllReduce(...) or tutti.Poseidon()."
         )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:

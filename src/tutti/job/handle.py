@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import ConfigError, NonFiniteLoss
-from tutti.events import EXCHANGE, PULL, EventLog
-from tutti.job.metrics import Metrics
+from tutti.job.not_copied import NotCopied
+from tutti.job.progress import JobProgress
 from tutti.job.state import exchange_state, job_state
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
@@ -21,7 +21,7 @@ JOB_ATTRIBUTE = "_tutti_job"
 """The attribute of a distributed model that holds its job."""
 
 
-class Job:
+class Job(JobProgress, NotCopied):
     """The handle on a distributed model that `tutti.distribute` returns.
 
     Use it as a context manager, or call `finish` at the end. Methods marked "Collective" must be called by every rank.
@@ -122,36 +122,6 @@ class Job:
             self._replica.away = False
             self._exchange.join()
 
-    @property
-    def metrics(self) -> Metrics:
-        """Counters of this rank so far."""
-        totals = self._exchange.events.totals
-        total = totals[EXCHANGE]
-        return Metrics(
-            steps=self._replica.steps,
-            exchanges=total.count,
-            bytes_sent=total.num_bytes,
-            seconds=self._exchange.transport.now() - self._started_s,
-            waiting_s=total.seconds + totals[PULL].seconds,
-            strategy=self._exchange.metrics(),
-        )
-
-    @property
-    def steps(self) -> int:
-        """Steps of the optimiser that this rank has taken."""
-        return self._replica.steps
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank is the first that still trains: the one to report, save or evaluate."""
-        first = self._model_on_mesh is None or self._model_on_mesh.is_replica_leader
-        return self._was_leader if self._finished else first and self._exchange.is_leader
-
-    @property
-    def events(self) -> EventLog:
-        """The newest events of the exchange on this rank, and their totals."""
-        return self._exchange.events
-
     def state_dict(self) -> dict[str, Any]:
         """Return what must be saved in addition to the states of model and optimiser to continue exactly.
 
@@ -196,12 +166,6 @@ class Job:
             self._model_on_mesh.abandon()
             restore_world(self.world, self._previous_world)
         delattr(self._model, JOB_ATTRIBUTE)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # A copy of a distributed model (for an average of weights, for example) is not distributed.
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # A pickle of the model has None in place of the job.
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ from tutti.cost.scaled_profile import slowed
 from tutti.errors import ConfigError, NoLink
 from tutti.plan.candidates import candidates
 from tutti.plan.prediction import Prediction, Simulator, price
-from tutti.plan.reason import describe_plan, fastest_all_reduces, has_codec
+from tutti.plan.reason import describe_plan, fastest_means
 from tutti.plan.scaling import Profiles, Scaling, predict_scaling, priced, worker_profile
 from tutti.strategies import AllReduce
 
@@ -43,7 +43,7 @@ class Plan:
     distribute: bool
     """Whether the chosen strategy trains more samples per second than one worker alone."""
     compress: bool | None
-    """Whether a codec is worthwhile, in the chosen strategy or in all-reduce; None if lossy ones were not allowed."""
+    """Whether a codec pays, in the chosen strategy or in a mean of gradients; None if lossy ones were not allowed."""
     scaling: Scaling
     """Predicted throughput by number of workers, and where adding workers stops paying."""
     reason: str
@@ -178,7 +178,7 @@ def _simulate_fastest(
 
 
 def _compress(predictions: Sequence[Prediction]) -> bool:
-    """Whether a codec makes all-reduce `GAIN` times as fast, or is part of the chosen strategy, the first."""
-    compressed, plain = fastest_all_reduces(predictions)
+    """Whether a codec makes the mean of gradients `GAIN` times as fast, or is in the chosen strategy, the first."""
+    compressed, plain = fastest_means(predictions)
     gains = compressed is not None and (plain is None or compressed.step_s * GAIN <= plain.step_s)
-    return has_codec(predictions[0].strategy) or gains
+    return predictions[0].strategy.codec is not None or gains

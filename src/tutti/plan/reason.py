@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from tutti.cluster import format_time
 from tutti.plan.prediction import Prediction
-from tutti.strategies import AllReduce, Strategy
 
 if TYPE_CHECKING:
     from tutti.plan.choose import Plan
@@ -16,17 +15,12 @@ def describe_plan(plan: "Plan") -> str:
     return " ".join([_strategy(plan), *_exactness(plan), *_codecs(plan)])
 
 
-def has_codec(strategy: Strategy) -> bool:
-    """Whether the strategy compresses what it sends."""
-    return strategy.codec is not None
-
-
-def fastest_all_reduces(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
-    """Return the fastest all-reduce with a codec, and the fastest without, if there are any."""
-    # Only all-reduce is compared with and without a codec: other families differ in more than their compression.
-    sums = [prediction for prediction in predictions if isinstance(prediction.strategy, AllReduce)]
-    compressed = [prediction for prediction in sums if has_codec(prediction.strategy)]
-    plain = [prediction for prediction in sums if not has_codec(prediction.strategy)]
+def fastest_means(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
+    """Return the fastest strategy that averages gradients with a codec, and the fastest without, if there are any."""
+    # Only these are compared with and without a codec: other families differ in more than their compression.
+    means = [prediction for prediction in predictions if prediction.strategy.averages_gradients]
+    compressed = [prediction for prediction in means if prediction.strategy.codec is not None]
+    plain = [prediction for prediction in means if prediction.strategy.codec is None]
     return _fastest(compressed) if compressed else None, _fastest(plain) if plain else None
 
 
@@ -69,7 +63,7 @@ def _codecs(plan: "Plan") -> list[str]:
     """Say that compression is not worthwhile, where that was a question."""
     if plan.compress is not False:  # None: codecs were not considered.
         return []
-    compressed, plain = fastest_all_reduces(plan.predictions)
+    compressed, plain = fastest_means(plan.predictions)
     if compressed is None or plain is None:
         return []
     share = compressed.step_s / plain.step_s

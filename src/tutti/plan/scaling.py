@@ -192,8 +192,8 @@ def _all_pay(most: int) -> str:
     if most == 1:
         return "More than one worker was not predicted: the cluster has no room for two."
     return (
-        f"Every doubling pays up to {most} workers, the most that were predicted: it gains at least "
-        f"{LEAST_GAIN - 1:.0%} samples per second, and at least {LEAST_EFFICIENCY:.0%} of a step is computation."
+        f"Every doubling pays up to {most} workers; more were not predicted. Each gains at least {LEAST_GAIN - 1:.0%} "
+        f"samples per second and leaves at least {LEAST_EFFICIENCY:.0%} of a step for computing."
     )
 
 

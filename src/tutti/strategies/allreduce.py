@@ -129,6 +129,10 @@ class AllReduce(Strategy):
     def exact(self) -> bool:
         return self.codec is None and self.skip_converged is None
 
+    @property
+    def averages_gradients(self) -> bool:
+        return True
+
     def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
         return communication_cost(self, profile, placement)
 

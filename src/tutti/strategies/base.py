@@ -94,6 +94,13 @@ class Exchange:
         """
         return {}
 
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost | None:
+        """Return what this exchange adds to a step, if it knows more than `Strategy.cost`; None if it does not.
+
+        An exchange knows more where it decided something from its first steps and keeps to it.
+        """
+        return None
+
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the first of the ranks that are left."""
@@ -146,6 +153,11 @@ class Strategy(ABC):
     @abstractmethod
     def exact(self) -> bool:
         """Whether N workers compute what one worker would with all their samples, up to rounding of sums."""
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether `p.grad` after backward is the mean of all ranks' gradients of this step, exact or compressed."""
+        return False
 
     def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
         """Return what this strategy adds to a worker's step, for the planner.

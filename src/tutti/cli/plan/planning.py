@@ -136,12 +136,12 @@ def _show(made: Plan, console: Console) -> None:
 
 
 def _table(made: Plan) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)  # Long names of strategies need the width.
     table.caption = (
         "~ changes the result; * simulated; exposed: communication not hidden by computation; busy: share of the step "
         "spent computing; sent: bytes per worker; memory: approximate\n"
-        "first: the recommended strategy; the others by step time. Of lossy ones within 5% of the fastest, the one "
-        "nearest to exact is recommended"
+        "The recommended strategy comes first after one worker, then the others by step time. Of lossy strategies "
+        "within 5% of the fastest, the one nearest to exact is recommended."
     )
     table.add_column("")
     for heading in ("step", "exposed", "busy", "samples/s", "sent", "memory"):

@@ -80,8 +80,9 @@ def run(
 ) -> None:
     """Train a recipe on a simulated cluster, with real gradients in virtual time, in one process.
 
-    The model learns what it would learn on the cluster. The time is computed from the cluster's links and speeds, so
-    the same command always gives the same numbers. The run is recorded under runs/, with figures.
+    The model learns what it would learn on the cluster. The time is computed from the cluster's links and speeds.
+
+    The same command always gives the same numbers. The run is recorded under runs/, with figures.
 
     Example: tutti simulate digits --workers 64 --cluster ethernet-1g --slow 3=2.0
     """

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from tutti.cluster import Cluster, format_time
@@ -15,10 +14,8 @@ from tutti.plan.network import cluster_with, measure_network
 from tutti.plan.prediction import Prediction, price
 from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
-from tutti.strategies import Exchange, Poseidon, Strategy, parse
+from tutti.strategies import Exchange, Strategy, parse
 from tutti.strategies.poseidon import LayerShape
-from tutti.strategies.poseidon.cost import communication_cost
-from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.speed import product_speed
 from tutti.transports import Transport
 
@@ -68,7 +65,7 @@ class JobPlanner:
         cluster = cluster_with(measure_network(self._transport, quickly=True), "measured")
         profile = profile_from_summary(self._replica, slowest, self._flops(slowest))
         workers = self._transport.size
-        present = self._predict_present(strategy, exchange, profile, cluster)
+        present = price(strategy, profile, workers, cluster, exchange=exchange)
         groups = self._candidates(profile, cluster, refused)
         best = choose(*(priced(group, profile, workers, cluster) for group in groups))
         # Measurements differ a little between ranks: rank 0 decides for all.
@@ -82,15 +79,6 @@ class JobPlanner:
         # `_judge` compares the new strategy with this measured step, and not with a prediction.
         measured = _scaled(present, factor) if text and factor else None
         return Choice(chosen, bool(text), measured, _describe(chosen, cluster, profile.seconds))
-
-    def _predict_present(
-        self, strategy: Strategy, exchange: Exchange, profile: Profile, cluster: Cluster
-    ) -> Prediction:
-        """Predict the strategy in use. Poseidon keeps the methods it chose in its first step, by the batch of then."""
-        cost = None
-        if isinstance(exchange, PoseidonExchange) and isinstance(strategy, Poseidon):
-            cost = partial(communication_cost, strategy, methods=exchange.methods)
-        return price(strategy, profile, self._transport.size, cluster, cost=cost)
 
     def _flops(self, seen: dict[str, Any]) -> float:
         """Return rank 0's floating-point operations per second, on all ranks."""

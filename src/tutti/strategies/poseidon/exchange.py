@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 
 from tutti.cluster import Link
 from tutti.collectives import broadcast_json, measure_collectives
+from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.strategies.allreduce import AllReduceExchange
 from tutti.strategies.base import Exchange
+from tutti.strategies.poseidon.cost import communication_cost
 from tutti.strategies.poseidon.rule import Decision, LayerShape, Method, decide
 from tutti.strategies.poseidon.speed import product_speed
 from tutti.strategies.poseidon.sums import FactorSums
@@ -91,6 +93,10 @@ class PoseidonExchange(Exchange):
             self._decide(self._watched)
             self._watched = None
         self.events.record(Event(EXCHANGE, start_s, self.transport.now(), self.bytes_sent - self._sent_before))
+
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        # The methods were chosen in the first step, by the batch of then: the strategy would choose by today's.
+        return communication_cost(self._strategy, profile, placement, self.methods)
 
     def _finish_factors(self) -> None:
         """Complete gradients of factored layers. Those with more than their factors are sent in full from now on."""

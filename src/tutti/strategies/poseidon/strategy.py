@@ -83,6 +83,10 @@ class Poseidon(Strategy):
     def exact(self) -> bool:
         return self.servers is None or self.servers.exact
 
+    @property
+    def averages_gradients(self) -> bool:
+        return self.servers is None
+
     def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
         if self.servers is not None:
             return self.servers.cost(profile, placement)

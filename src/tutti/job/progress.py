@@ -1,0 +1,48 @@
+"""`JobProgress`: the part of a job that reports how far it is. Nothing here communicates."""
+
+from tutti.events import EXCHANGE, PULL, EventLog
+from tutti.job.metrics import Metrics
+from tutti.parallel.model_on_mesh import ModelOnMesh
+from tutti.replica import HookedReplica
+from tutti.strategies import Exchange
+
+
+class JobProgress:
+    """What this rank has done so far. `Job` sets the fields."""
+
+    _model_on_mesh: ModelOnMesh | None
+    _replica: HookedReplica
+    _exchange: Exchange
+    _started_s: float
+    _finished: bool
+    _was_leader: bool
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters of this rank so far."""
+        totals = self._exchange.events.totals
+        total = totals[EXCHANGE]
+        return Metrics(
+            steps=self._replica.steps,
+            exchanges=total.count,
+            bytes_sent=total.num_bytes,
+            seconds=self._exchange.transport.now() - self._started_s,
+            waiting_s=total.seconds + totals[PULL].seconds,
+            strategy=self._exchange.metrics(),
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimiser that this rank has taken."""
+        return self._replica.steps
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the first that still trains: the one to report, save or evaluate."""
+        first = self._model_on_mesh is None or self._model_on_mesh.is_replica_leader
+        return self._was_leader if self._finished else first and self._exchange.is_leader
+
+    @property
+    def events(self) -> EventLog:
+        """The newest events of the exchange on this rank, and their totals."""
+        return self._exchange.events
