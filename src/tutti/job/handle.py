@@ -95,9 +95,7 @@ class Job(JobProgress, NotCopied):
         `optimizer=False` saves that transfer. Afterwards the rank's own parameters are restored.
         """
         _refuse_in_consensus(self._replica, "a second job.consensus()")
-        self._exchange.consensus()
-        if optimizer:
-            self._exchange.collect_optimizer_state()
+        self._exchange.consensus(optimizer)
         self._replica.in_consensus = True
         try:
             with nullcontext() if self._model_on_mesh is None else self._model_on_mesh.full_model(optimizer):

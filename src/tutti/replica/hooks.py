@@ -185,9 +185,13 @@ class HookedReplica(Replica):
             raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
         self.step_is_void = self.loss_scaling is not None and self.loss_scaling.unscale()
         self.listener.before_step()
+        if self.step_is_void:
+            self.hide_gradients()
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
+        if self.step_is_void:
+            self.show_gradients()
         self.listener.after_step()
 
 

@@ -208,17 +208,21 @@ class HogwildWorker(Exchange):
             changes = torch._foreach_sub(self._statistics, self._last_statistics)
             torch._foreach_add_(self._shared_statistics, changes)
 
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         start_s = self.transport.now()
-        # No worker steps while all are in the barrier, so all of them copy the same values.
-        self._registry.barrier(lambda number: self._read())
-        self.events.record(Event(PULL, start_s, self.transport.now()))
 
-    def collect_optimizer_state(self) -> None:
-        # A copy: workers that leave the consensus before this one change the shared state again.
-        for slot_state, copied in zip(self._slot_states(), self.state_dict()["optimizer"].values(), strict=True):
-            self._shared_states.append(dict(slot_state))
-            slot_state.update(copied)
+        # No worker steps while all are in the barrier, so all of them copy the same values.
+        def copy(number: int) -> None:
+            self._read()
+            if optimizer:
+                self._optimizer_state.refresh()
+                # Copies: workers that leave the consensus before this one change the shared state again.
+                for state in self._slot_states():
+                    self._shared_states.append(dict(state))
+                    state.update(_cloned(state))
+
+        self._registry.barrier(copy)
+        self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def restore_local(self) -> None:
         for slot_state, shared in zip(self._slot_states(), self._shared_states, strict=False):
@@ -233,8 +237,7 @@ class HogwildWorker(Exchange):
         self._base_version = self._flags.value(self._version_counter)
 
     def finish(self) -> None:
-        self.consensus()
-        self.collect_optimizer_state()
+        self.consensus(optimizer=True)
         self._registry.leave()
         self.close()
 
@@ -248,7 +251,7 @@ class HogwildWorker(Exchange):
                 tensor.data = private
             for state in self._slot_states():
                 # The user's optimiser goes on without the transport, so it must not point into shared memory.
-                state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
+                state.update(_cloned(state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the optimiser's state, by parameter."""
@@ -257,7 +260,7 @@ class HogwildWorker(Exchange):
         def copy(number: int) -> None:
             self._optimizer_state.refresh()
             for slot, state in zip(self.replica.slots, self._slot_states(), strict=True):
-                states[slot.name] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+                states[slot.name] = _cloned(state)
 
         self._registry.barrier(copy)
         return {"optimizer": states}
@@ -283,3 +286,7 @@ class HogwildWorker(Exchange):
             self._read()
 
         self._registry.barrier(load_and_read)
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

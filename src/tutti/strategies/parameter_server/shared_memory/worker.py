@@ -120,9 +120,12 @@ class SharedMemoryWorker(ParameterServerWorker):
     def _request_stop(self) -> None:
         self._context.registry.request_stop()
 
-    def consensus(self) -> None:
-        self._wait_for_all()
-        self._membership.barrier()
+    def consensus(self, optimizer: bool = False) -> None:
+        if optimizer and self._user_state is not None:
+            self._user_state.fill(self._copy_states())  # In the barrier of the consensus.
+        else:
+            self._wait_for_all()
+            self._membership.barrier()
 
     def leave(self) -> None:
         self._wait_for_all()
@@ -133,7 +136,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._wait_for_all()
 
     def finish(self) -> None:
-        self.collect_optimizer_state()  # Its barrier is that of `consensus`.
+        self.consensus(optimizer=True)
         # The barrier has made this worker a member again: others that still train must not wait for it.
         self._membership.withdraw()
         self._context.registry.leave()
@@ -142,10 +145,6 @@ class SharedMemoryWorker(ParameterServerWorker):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimiser's state, by parameter."""
         return {"optimizer": self._copy_states()}
-
-    def collect_optimizer_state(self) -> None:
-        if self._user_state is not None:
-            self._user_state.fill(self._copy_states())
 
     def _copy_states(self) -> dict[str, Any]:
         """Return a copy of the optimiser's state, by parameter, in a barrier of all workers."""

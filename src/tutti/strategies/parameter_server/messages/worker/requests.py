@@ -1,5 +1,6 @@
 """Requests of a worker to its servers, also to the one on its own rank, which needs no message."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from tutti.errors import DeadlineExceeded, RankLost
+from tutti.replica.buckets import Slot
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.state_transfer import receive_state, send_state
@@ -18,6 +20,8 @@ from tutti.strategies.parameter_server.messages.wire import (
     RequestKind,
     reply_tags,
 )
+from tutti.strategies.parameter_server.shard_optimizer import merge_segment_states
+from tutti.strategies.parameter_server.shards import ShardSegment
 from tutti.transports import Transport, Work
 from tutti.transports.base import Operation, Signal
 
@@ -68,7 +72,17 @@ class RequestSender:
         for work in [self._transport.spawn(self.send(server, kind)) for server in self.servers]:
             work.wait()
 
-    def fetch_state(self, server: int, segments: list[Any]) -> Operation:
+    def fetch_states(self, slots: Iterable[Slot]) -> dict[str, Any]:
+        """Return the state of all servers' optimisers, by parameter. After a barrier, when no server steps."""
+        fetched: list[Any] = []
+        for work in [self._transport.spawn(self._fetch_state(server, fetched)) for server in self.servers]:
+            self.wait(work)
+        segments = [
+            (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
+        ]
+        return merge_segment_states(segments, {slot.name: slot for slot in slots})
+
+    def _fetch_state(self, server: int, segments: list[Any]) -> Operation:
         """Append the optimiser's state of a server's segments to `segments`."""
         if server == self._rank:
             assert self.local_server is not None
