@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         SoftSync,
         StalenessAware,
     )
-    from tutti.world import World, world
+    from tutti.world import World, print, world
 
     __version__: str
 
@@ -73,6 +73,7 @@ __all__ = [
     "lab",
     "launch",
     "measure_link",
+    "print",
     "profile",
     "shard",
     "simulate",
@@ -96,7 +97,7 @@ _MODULES = {
     "tutti.simulation.runs.simulate": "Simulation simulate",
     "tutti.strategies": "BSP SSP AllReduce Async Averaging BlockMomentum DiLoCo "
     "Gossip Graph ParameterServer PeerUpdates Poseidon SoftSync StalenessAware",
-    "tutti.world": "World world",
+    "tutti.world": "World print world",
 }
 """Public names by the module they come from."""
 

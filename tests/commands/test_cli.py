@@ -269,10 +269,9 @@ def test_train_check(call: Call, tmp_path: Path) -> None:
     assert summary["check"]["alone_accuracy"] == pytest.approx(summary["accuracy"])
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_train_is_stopped(sign: signal.Signals, tmp_path: Path) -> None:
+def test_train_is_stopped(tmp_path: Path) -> None:
     """In the middle of training; the fixture looks for what is left."""
-    stop_in_the_middle(["train", "digits"], sign, tmp_path)
+    stop_in_the_middle(["train", "digits"], signal.SIGINT, tmp_path)
     record = tmp_path / "runs" / "long" / "metrics.jsonl"
     assert all(json.loads(line) for line in record.read_text().splitlines()), "whole lines"
 

@@ -228,7 +228,7 @@ def test_what_is_hardly_there_does_no_harm(codec: Codec) -> None:
 @every_with_feedback
 def test_a_few_values_among_zeros_get_through(codec: Codec) -> None:
     """Gradients of embeddings have fewer non-zero values than a sparse codec would send."""
-    for numel in (1000, 100_000):
+    for numel in (1000, 20_000):
         tensor = torch.zeros(numel)
         tensor[[3, numel // 2, numel - 1]] = torch.tensor([1.0, -2.0, 0.5])
         state, arrived = codec.start(numel), torch.zeros(numel)

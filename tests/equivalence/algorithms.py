@@ -62,9 +62,9 @@ def check_all(world: World, half: int | None = None) -> bool:
 def check_sums(world: World) -> None:
     """Sum whole numbers, which are exact in any order, by every algorithm and with messages of every length."""
     for numel in (*LENGTHS, LONGEST) if world.size % 2 else LENGTHS:
-        expected = torch.stack([_whole_numbers(numel, rank) for rank in range(world.size)]).sum(0)
+        expected = _total(numel, world.size)
         for name, algorithm in ALGORITHMS.items():
-            tensor = _whole_numbers(numel, world.rank)
+            tensor = _whole_numbers(numel, world.rank).clone()
             algorithm(tensor, world.transport)
             assert torch.equal(tensor, expected), f"{name} of {numel} elements on {world.size} ranks"
 
@@ -78,6 +78,12 @@ def check_training(world: World, scenario: Scenario, names: Sequence[str]) -> No
         assert prints == prints[:1] * world.size, f"{name}: ranks differ, {prints}"
 
 
+@cache
+def _total(numel: int, size: int) -> Tensor:
+    return torch.stack([_whole_numbers(numel, rank) for rank in range(size)]).sum(0)
+
+
+@cache  # To make them takes longer than to add them up.
 def _whole_numbers(numel: int, rank: int) -> Tensor:
     return ((torch.arange(numel) * 7 + 3 * rank) % 14).float()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from tutti.errors import ConfigError
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 
@@ -23,7 +24,7 @@ MEGABITS = 100
 def test_training_over_mpi() -> None:
     """With torch.distributed on Tutti first, then with Tutti itself."""
     ended = subprocess.run(
-        mpirun(3, [sys.executable, str(SCRIPTS / "torch_over_mpi.py")]),
+        mpirun(3, [*warm.python(), str(SCRIPTS / "torch_over_mpi.py")]),
         env={**os.environ, "TUTTI_TRANSPORT": "mpi", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -251,7 +251,9 @@ def test_optimiser_state_that_cannot_travel(transport: str) -> None:
             optimizer.state[model.weight]["history"] = {1, 2}
         distribute(model, optimizer, world=world)
 
-    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "holds a set", "cannot be sent")
+    expect_on_all(
+        run_threads(work, size=2, transport=transport), ConfigError, "the optimiser's state", "a set cannot be sent"
+    )
 
 
 @both

@@ -170,7 +170,7 @@ def test_an_averaging_round_keeps_the_push_sum_mean() -> None:
 @everywhere
 @pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
 def test_pair_averaging_keeps_the_sum(transport: str, graph: str) -> None:
-    found = run_ok(still, Gossip(graph, "async"), 30, size=5, transport=transport)
+    found = run_ok(still, Gossip(graph, "async"), 12, size=5, transport=transport)
     same([agreed for _, agreed in found])
     close(found[0][1], flat(net()) + 2.0)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tutti
-from support import run_ok, run_threads
+from support import pairwise, run_ok, run_threads
 from tutti.cluster import Cluster, Compute, Link
 from tutti.errors import ConfigError, NonFiniteLoss, PacketError
 from tutti.job import Job, distribute
@@ -208,9 +208,7 @@ def test_every_model_learns_the_same(model_name: str, transport: str) -> None:
     check(Poseidon("broadcast"), model_name, "plainly", transport)
 
 
-@pytest.mark.parametrize("rule", ["broadcast", "owners"])
-@pytest.mark.parametrize("model_name", ["perceptron", "recurrent"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pairwise(loop=list(LOOPS), model_name=["perceptron", "recurrent"], rule=["broadcast", "owners"])
 def test_every_loop_learns_the_same(loop: str, model_name: str, rule: str) -> None:
     check(Poseidon(rule), model_name, loop, "sockets")  # type: ignore[arg-type]
 

@@ -23,7 +23,7 @@ PUBLIC = {
     "Auto", "Averaging", "BlockMomentum", "DiLoCo",
     "AllReduce", "Job", "Link", "TuttiError", "World", "distribute", "init", "lab", "launch", "measure_link", "shard",
     "sync_batchnorm", "world", "Gossip", "Graph", "PeerUpdates", "Poseidon", "Profile", "profile", "Branches",
-    "Mesh", "Pipeline", "tensor_plan",
+    "Mesh", "Pipeline", "tensor_plan", "print",
 }  # fmt: skip
 
 

@@ -109,6 +109,7 @@ def _start(
     exchange = strategy.attach(replica, channel)
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
     setattr(model, JOB_ATTRIBUTE, job)
+    world.sample_counts.distributed.add(model)
     for module in model.modules():
         if isinstance(module, Branches):  # Its backward refuses to run undistributed: gradients would be partial.
             module.distributed = True

@@ -33,6 +33,7 @@ from tutti.replica.loss_scaling import LossScaling
 from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.replica import EventScope, Listener, Replica
 from tutti.replica.samples import Contribution, SampleCounts
+from tutti.replica.step_checks import StepChecks
 
 
 class HookedReplica(Replica):
@@ -59,6 +60,7 @@ class HookedReplica(Replica):
         self._handles: list[Any] = []
         self._backward = BackwardPass(self)
         self._catcher: Catcher | None = None
+        self._step_checks: StepChecks | None = None
 
     @property
     def listener(self) -> Listener:
@@ -72,6 +74,11 @@ class HookedReplica(Replica):
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         if to == "steps":
             return
+        self._listen_to_model(to)
+        # After the hooks above are there: only later ones are the user's.
+        self._step_checks = StepChecks(self.model, self.optimizer, self.slots, self._sample_counts.distributed)
+
+    def _listen_to_model(self, to: EventScope) -> None:
         self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
         # `shard` then knows that a rank which runs out of data must still take part in the last step.
         if to == "gradients":
@@ -184,11 +191,33 @@ class HookedReplica(Replica):
             where = "job.consensus(), whose model is not this rank's own" if self.in_consensus else "job.away()"
             raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
         self.step_is_void = self.loss_scaling is not None and self.loss_scaling.unscale()
+        if self._step_checks is not None:
+            self._step_checks.check(gradients=self._scope == "gradients")
+        if self._has_unexchanged_gradients():
+            if not self.syncing:
+                raise ConfigError(
+                    "optimizer.step() inside job.no_sync(), where gradients stay on this rank: ranks would take "
+                    "different steps. End the context before the last backward pass of a step."
+                )
+            self.exchange_gathered()
         self.listener.before_step()
         if self.step_is_void:
             self.hide_gradients()
 
+    def _has_unexchanged_gradients(self) -> bool:
+        """Whether this step would use gradients that no backward pass has exchanged.
+
+        They come from `torch.autograd.grad`, from the user's own formula, or from backward passes of which the last
+        was inside `no_sync`.
+        """
+        if self._scope != "gradients" or self._backward.exchanged:
+            return False
+        return any(
+            slot.tensor.grad is not None and (slot.touched or slot.tensor.grad is not slot.view) for slot in self.slots
+        )
+
     def _after_step(self, *_: Any) -> None:
+        self._backward.exchanged = False
         self.steps += 1
         if self.step_is_void:
             self.show_gradients()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.collectives import all_gather_json, broadcast_all, broadcast_json, recursive_doubling, run
+from tutti.collectives.packing import pack, unpack
 from tutti.errors import ConfigError, ReplicaMismatch
 from tutti.transports import Transport
 
@@ -64,7 +65,9 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
         try:
             packed = pack(optimizer.state_dict(), tensors)
         except ConfigError as error:
-            mistake = str(error)  # Raised below, on every rank: the others wait for the broadcast.
+            mistake = (
+                f"the optimiser's state: {error}"  # Raised below, on every rank: the others wait for the broadcast.
+            )
     kinds = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
     packed, kinds, mistake = broadcast_json([packed, kinds, mistake], transport)
     if mistake:
@@ -109,34 +112,3 @@ def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int
 def _describe(entry: list[Any]) -> str:
     name, shape, dtype, device, kind = entry
     return f"'{name}' {tuple(shape)} {dtype} on {device}, {kind}"
-
-
-def pack(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a state dict as JSON values; its tensors are appended to `tensors` and replaced by their index there."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1}
-    if isinstance(value, dict):
-        return {"items": [[pack(k, tensors), pack(v, tensors)] for k, v in value.items()]}
-    if isinstance(value, list | tuple):
-        return {type(value).__name__: [pack(item, tensors) for item in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ConfigError(
-        f"the optimiser's state holds a {type(value).__name__}, which cannot be sent to other ranks; tensors, "
-        "numbers, strings and containers of them can."
-    )
-
-
-def unpack(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the state dict that `pack` made JSON values of."""
-    if not isinstance(value, dict):
-        return value
-    # `pack` makes dicts of exactly one item; the user's dicts are under "items", since JSON keys must be texts.
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "items":
-        return {unpack(k, tensors): unpack(v, tensors) for k, v in content}
-    items = [unpack(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items
