@@ -177,7 +177,7 @@ def _evaluate_epoch(
     `train` measures it, once the job has finished.
     """
     if job.strategy.synchronous:
-        with job.consensus():
+        with job.consensus(optimizer=False):
             accuracy = evaluation.accuracy(job.world)
         reports.evaluation(loss, accuracy)
         return accuracy

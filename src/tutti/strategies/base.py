@@ -61,15 +61,17 @@ class Exchange:
         """The optimiser has stepped."""
         return None
 
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         """Set the model's parameters and buffers to the values all ranks agree on. Collective.
+
+        With `optimizer`, also give the user's optimiser the state that belongs to them, where that is kept elsewhere.
 
         The default is right where parameters never differ between ranks: buffers become rank 0's.
         """
         share_buffers(self.replica.model, self.transport)
 
     def restore_local(self) -> None:
-        """Put back this rank's own parameters, which `consensus` replaced; none by default."""
+        """Put back this rank's own parameters and state, which `consensus` replaced; none by default."""
         return None
 
     def finish(self) -> None:

@@ -220,7 +220,7 @@ class BlockExchange(Exchange):
         share_buffers(self.replica.model, self.transport)
 
     @torch.no_grad()
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         start_s = self._channel.now()
         self._synchronise(Intent.CONSENSUS)
         self._local_parameters = [[tensor.clone() for tensor in block.tensors] for block in self._parameters]
