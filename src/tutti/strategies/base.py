@@ -10,6 +10,7 @@ in every step; `consensus` and `restore_local` around evaluation and saving; `fi
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch.optim import Optimizer
@@ -102,6 +103,11 @@ class Exchange:
     def is_leader(self) -> bool:
         """Whether this rank is the first of the ranks that are left."""
         return self.transport.rank == 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a call in which this rank waits for others between steps, while they may still wait for this rank."""
+        yield
 
     @property
     def tolerates_loss(self) -> bool:

@@ -1,6 +1,7 @@
 """Exchange of a rank among peers: training events, consensus, leave and finish, around any decentralised algorithm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isnan
 from typing import Any
 
@@ -151,6 +152,15 @@ class PeerExchange(Exchange):
     def _finish(self) -> Operation:
         yield from self.algorithm.before_round()
         yield from self.context.rounds.finish(self.algorithm.clock)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        if self.context.group.is_over:
+            yield
+            return
+        self.algorithm.pause()
+        yield
+        self.algorithm.resume()
 
     def leave(self) -> None:
         self.context.is_away = True

@@ -36,6 +36,7 @@ from tutti.strategies.parameter_server.forward_waits import ForwardWaits
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.push_timing import PushTiming
 from tutti.strategies.parameter_server.shard_optimizer import reject_closure
+from tutti.strategies.parameter_server.user_changes import UserChanges
 from tutti.strategies.parameter_server.user_optimizer import UserOptimizerState
 from tutti.transports import Transport
 
@@ -67,6 +68,8 @@ class ParameterServerWorker(Exchange):
         self._user_state: UserOptimizerState | None = None
         """The user's optimiser, which has no state while servers step; None in a dry run."""
         self._forward_waits: ForwardWaits | None = None
+        self._user_changes: UserChanges | None = None
+        """Refuses changes by hand of what servers hold; None in a dry run."""
 
     def _start_listening(self) -> None:
         """Attach to the events of training: the last thing that a subclass does to construct itself."""
@@ -75,6 +78,9 @@ class ParameterServerWorker(Exchange):
             # Servers have copied the optimiser's state by now.
             self._user_state = UserOptimizerState(self.replica.optimizer, self.replica.slots)
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
+            self._user_changes = UserChanges(
+                self.replica.model, self.replica.optimizer, self.replica.slots, self.transport.world_rank
+            )
         self.replica.listen(self, to="gradients")
 
     @abstractmethod
@@ -170,6 +176,13 @@ class ParameterServerWorker(Exchange):
         # Of no duration: time spent waiting is recorded as PULL, where the wait happens.
         self.events.record(Event(EXCHANGE, now, now, bytes_sent - self._bytes_sent_before))
         self._bytes_sent_before = bytes_sent
+        if self._user_changes is not None:
+            self._user_changes.record()
+
+    def _expect_new_parameters(self) -> None:
+        """Note that parameters are about to be loaded outside of a step, which is no change by the user."""
+        if self._user_changes is not None:
+            self._user_changes.forget()
 
     def restore_local(self) -> None:
         if self._user_state is not None:
@@ -183,6 +196,8 @@ class ParameterServerWorker(Exchange):
             self._user_state.close()
         if self._forward_waits is not None:
             self._forward_waits.close()
+        if self._user_changes is not None:
+            self._user_changes.close()
 
     def _push_waiting(self) -> None:
         """Push the buckets that were kept, with the norm of the whole gradient if each update is clipped by that."""

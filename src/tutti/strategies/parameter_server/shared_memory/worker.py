@@ -121,6 +121,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._context.registry.request_stop()
 
     def consensus(self, optimizer: bool = False) -> None:
+        self._expect_new_parameters()
         if optimizer and self._user_state is not None:
             self._user_state.fill(self._copy_states())  # In the barrier of the consensus.
         else:
@@ -132,6 +133,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._membership.leave()
 
     def join(self) -> None:
+        self._expect_new_parameters()
         self._membership.join()
         self._wait_for_all()
 
@@ -164,6 +166,7 @@ class SharedMemoryWorker(ParameterServerWorker):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        self._expect_new_parameters()
         # First of all: the waits below overwrite the model with the old shared values.
         images = [bucket.image() for bucket in self.replica.buckets]
 

@@ -76,6 +76,7 @@ class MessageWorker(ParameterServerWorker):
     # Joining and leaving
 
     def consensus(self, optimizer: bool = False) -> None:
+        self._expect_new_parameters()
         self._wait_for_pending()
         self._pull_all(RequestKind.BARRIER)
         if optimizer and self._user_state is not None:
@@ -94,6 +95,7 @@ class MessageWorker(ParameterServerWorker):
 
     def join(self) -> None:
         """Take part again, from the servers' present versions."""
+        self._expect_new_parameters()
         if not self._strategy.clips_means:
             self._pull_all(RequestKind.JOIN)
 
