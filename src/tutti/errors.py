@@ -17,6 +17,7 @@
     ├── PacketError            bytes that cannot be decoded as a packet for such a tensor
     ├── WeightRefused          a rank gave NaN as its weight, which stops every rank
     ├── NonFiniteLoss          the loss became NaN or infinite
+    ├── TargetMissed           a training run that ended below its recipe's target accuracy
     ├── StoreLost              raised by the launcher: the process that serves the run's key-value store has ended
     └── WorkerFailed           raised by the launcher: the first worker that failed
 
@@ -108,7 +109,7 @@ class PacketError(TuttiError):
 
 
 class WeightRefused(TuttiError):
-    """Some ranks gave NaN as their weight, which stops every rank."""
+    """Some ranks, numbered as in the whole world, gave NaN as their weight, which stops every rank."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)
@@ -119,12 +120,17 @@ class NonFiniteLoss(TuttiError):
     """The loss became NaN or infinite."""
 
     def __init__(self, rank: int, ranks: list[int], step: int) -> None:
+        """Make the error for `rank` to raise, because of `ranks`: all are ranks of the whole world."""
         self.elsewhere = rank not in ranks
         whose = " and ".join(f"rank {other}" for other in ranks)
         super().__init__(
             f"rank {rank}: the loss on {whose} is NaN or infinite at step {step}. Lower the learning rate, clip "
             "gradients, or look at that rank's batch."
         )
+
+
+class TargetMissed(TuttiError):
+    """A training run ended below its recipe's target accuracy. Commands then exit with status 3."""
 
 
 class StoreLost(TuttiError):

@@ -20,6 +20,8 @@ from tutti.errors import ConfigError, NotPriced
 from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.replica.state import share_buffers
+from tutti.strategies.compatibility import COMMON, WORKS, Support
+from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.transports import Transport
 
 
@@ -59,15 +61,17 @@ class Exchange:
         """The optimiser has stepped."""
         return None
 
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         """Set the model's parameters and buffers to the values all ranks agree on. Collective.
+
+        With `optimizer`, also give the user's optimiser the state that belongs to them, where that is kept elsewhere.
 
         The default is right where parameters never differ between ranks: buffers become rank 0's.
         """
         share_buffers(self.replica.model, self.transport)
 
     def restore_local(self) -> None:
-        """Put back this rank's own parameters, which `consensus` replaced; none by default."""
+        """Put back this rank's own parameters and state, which `consensus` replaced; none by default."""
         return None
 
     def finish(self) -> None:
@@ -107,7 +111,7 @@ class Exchange:
     def leave(self) -> None:
         """Take no part until `join`, while the other ranks continue."""
         raise ConfigError(
-            f"rank {self.transport.rank}: under this strategy every rank takes part in every step. Parameter "
+            f"rank {self.transport.world_rank}: under this strategy every rank takes part in every step. Parameter "
             "servers, peers' updates and gossip let a worker go away for a while."
         )
 
@@ -173,6 +177,14 @@ class Strategy(ABC):
         """
         yield self
 
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        """Return how the learning rate of one worker with the whole batch must change for `num_workers` workers.
+
+        `lr="auto"` applies it, and `tutti train` warns by it. The default suits strategies that take the steps of one
+        worker, exactly or nearly.
+        """
+        return SAME_RATE
+
     @property
     def synchronous(self) -> bool:
         """Whether all ranks take the same steps together, so that other collective calls fit between steps."""
@@ -209,6 +221,10 @@ class Strategy(ABC):
         except ConfigError as error:
             return [str(error)]
         return []
+
+    def support(self, technique: str) -> Support:
+        """Return how a technique of `tutti.strategies.compatibility.TECHNIQUES` works under this strategy."""
+        return COMMON.get(technique, WORKS)
 
     def can_resume_from(self, text: str) -> bool:
         """Whether a job with this strategy can load the state of one whose strategy printed as `text`."""

@@ -127,7 +127,7 @@ class PeerExchange(Exchange):
         if context.rounds.last_round > last_round and not context.group.is_over:
             algorithm.round_finished(context.rounds.result)
 
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         # A round only regroups if any rank needs that: then there is no mean yet, and the next round makes it.
         while (result := self.run_round(RoundPurpose.AVERAGE)).purpose != RoundPurpose.AVERAGE:
             pass

@@ -24,6 +24,7 @@ from tutti.strategies.parameter_server.messages.group import join_group
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.worker import MessageWorker
 from tutti.strategies.parameter_server.shard_optimizer import unsupported_reason
+from tutti.strategies.rates import LearningRateRule
 from tutti.transports import SharesAll, Transport
 from tutti.transports.base import Operation
 
@@ -142,6 +143,9 @@ class ParameterServer(Strategy):
         yield ParameterServer(BSP(), servers=1)
         for rule in (SSP(3), Async()):
             yield from (ParameterServer(rule, codec=codec) for codec in (None, ErrorFeedback(OneBit())))
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        return self.consistency.learning_rate(num_workers)
 
     @property
     def synchronous(self) -> bool:
