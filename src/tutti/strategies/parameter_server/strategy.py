@@ -127,9 +127,6 @@ class ParameterServer(Strategy):
         reason = unsupported_reason(optimizer)
         return ([] if reason is None else [reason]) + super().mistakes(optimizer, size)
 
-    def can_resume_from(self, text: str) -> bool:
-        return text.startswith("ps:")  # A checkpoint holds whole parameters, however they were sharded.
-
     @property
     def exact(self) -> bool:
         return self.codec is None and self.consistency == BSP()
