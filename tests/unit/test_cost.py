@@ -97,7 +97,7 @@ def test_so_it_is_of_a_model_that_is_all_latency(algorithm: str, workers: int) -
         ("bmuf:every=4+onebit", 0.02),
         ("gossip", 0.02),
         ("gossip:graph=ring", 0.22),  # Neighbours of many ranks send at the same moment, and to the same.
-        ("gossip:pairs=async", 0.02),
+        ("gossip:pairs=async", 0.22),  # Random requests: several ranks may ask the same one.
         ("peers", 0.05),
         ("peers+threshold", 0.02),
         ("ps:bsp", 0.1),
