@@ -28,8 +28,35 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
 
 def on_page_markdown(markdown: str, page: "Page", **_: object) -> str:
-    """Let links of reports, which are right in a checkout, lead to the pages of the site."""
+    """Fill in the table of compatibility; let links of reports, which are right in a checkout, lead to the site."""
+    if page.file.src_uri == "compatibility.md":
+        return markdown.replace("<!-- table -->", compatibility_table())
     return markdown.replace("](../../docs/", "](../../") if page.file.src_uri.startswith("reproductions/") else markdown
+
+
+def compatibility_table() -> str:
+    """Every technique of training under one strategy of every family, as Markdown, and notes on what adapts."""
+    from tutti.strategies import parse
+    from tutti.strategies.compatibility import FAMILIES, TECHNIQUES
+
+    strategies = [parse(text) for text in FAMILIES.values()]
+    rows = ["| technique | " + " | ".join(FAMILIES) + " |", "| --- " * (len(FAMILIES) + 1) + "|"]
+    notes: list[str] = []
+    for name, technique in TECHNIQUES.items():
+        cells = []
+        for strategy in strategies:
+            support = strategy.support(name)
+            if support.text and support.text not in notes:
+                notes.append(support.text)
+            number = f" ({notes.index(support.text) + 1})" if support.text else ""
+            cells.append(support.outcome + number)
+        rows.append(f"| {technique.title} | " + " | ".join(cells) + " |")
+    listed = "\n".join(f"{number}. {_sentence(note)}" for number, note in enumerate(notes, 1))
+    return "\n".join(rows) + "\n\n" + listed
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def command_page() -> str:

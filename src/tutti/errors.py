@@ -9,6 +9,7 @@
     │   ├── NotPriced          a strategy without a cost formula
     │   ├── PluginError        a package that offers something by an entry point, and offers it wrongly
     │   └── DataError          a dataset that is missing, truncated or not the one named
+    ├── UnsupportedVersion     (also an ImportError) a version of torch with which Tutti does not work
     ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank waited for it
     ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) no answer in time, and no rank known to be gone
     ├── Deadlock               every simulated rank waits for another
@@ -70,6 +71,18 @@ class NotPriced(ConfigError):
     """A strategy without a cost formula, which the planner cannot compare with others."""
 
 
+class UnsupportedVersion(TuttiError, ImportError):
+    """A package is installed in a version with which Tutti does not work."""
+
+    def __init__(self, package: str, found: str, supported: tuple[str, str]) -> None:
+        oldest, newest = supported
+        major, minor = newest.split(".")
+        super().__init__(
+            f"{package} {found} is installed, and Tutti supports {package} {oldest} to {newest}. Install one of these: "
+            f"pip install '{package}>={oldest},<{major}.{int(minor) + 1}'"
+        )
+
+
 class RankLost(TuttiError, RuntimeError):
     """A peer died, failed or left while this rank waited for it."""
 
@@ -96,7 +109,7 @@ class PacketError(TuttiError):
 
 
 class WeightRefused(TuttiError):
-    """Some ranks gave NaN as their weight, which stops every rank."""
+    """Some ranks, numbered as in the whole world, gave NaN as their weight, which stops every rank."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)
@@ -107,6 +120,7 @@ class NonFiniteLoss(TuttiError):
     """The loss became NaN or infinite."""
 
     def __init__(self, rank: int, ranks: list[int], step: int) -> None:
+        """Make the error for `rank` to raise, because of `ranks`: all are ranks of the whole world."""
         self.elsewhere = rank not in ranks
         whose = " and ".join(f"rank {other}" for other in ranks)
         super().__init__(

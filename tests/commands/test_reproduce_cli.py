@@ -62,7 +62,7 @@ def test_an_installed_package_finds_a_checkout_around_the_working_directory(
     (other / "pyproject.toml").write_text('[project]\nname = "other"\n')
     monkeypatch.chdir(other)
     assert call("reproduce").status == 2, "another project's folder of that name is not ours"
-    (other / "pyproject.toml").write_text('[project]\nname = "tutti"\n')
+    (other / "pyproject.toml").write_text('[project]\nname = "tutti-train"\n')
     (other / "below").mkdir()
     monkeypatch.chdir(other / "below")
     assert find_checkout() == other

@@ -365,6 +365,19 @@ def test_huge_values_stay_finite(codec: Codec) -> None:
         assert out.isfinite().all()
 
 
+@every_with_feedback
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-40])
+def test_tiny_values_are_decoded_or_kept(codec: Codec, magnitude: float) -> None:
+    """Groups whose largest value is so small that one cannot divide by it still add up."""
+    tensor = gradient((40, 512)) * magnitude
+    decoded, state = torch.zeros_like(tensor), codec.start(tensor.numel())
+    for _ in range(3):
+        out, state = said(codec, tensor, state)
+        decoded += out
+    missing = decoded + state["residual"].view_as(tensor) - 3 * tensor
+    assert float(missing.abs().max()) < 1e-5 * magnitude
+
+
 def test_fp16_stops_at_its_largest() -> None:
     tensor = torch.tensor([3e38, -3e38, 65504.0, 65519.0, 65520.0, 1e5, 1.0, 0.0])
     out, _ = said(Cast("fp16"), tensor)

@@ -18,7 +18,7 @@ from tutti.transports.mpi.algorithms import ALLREDUCE_ALGORITHMS, Rules, fixed_c
 
 FOLDER = Path(__file__).parent
 
-needs_mpi = pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
+needs_mpi = pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti-train[mpi]'")
 
 
 def run(command: list[str], workers: int = 4) -> subprocess.CompletedProcess[str]:
@@ -89,7 +89,7 @@ def test_what_init_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mpi_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tutti\[mpi\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'tutti-train\[mpi\]'"):
         tutti.init(transport="mpi")
 
 

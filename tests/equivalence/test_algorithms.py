@@ -32,7 +32,7 @@ def test_every_algorithm(transport: str, size: int) -> None:
     assert run_ok(check_all, half, size=size, transport=transport) == [True] * size
 
 
-@pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
+@pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti-train[mpi]'")
 def test_every_algorithm_and_scenario_over_mpi() -> None:
     tests = Path(__file__).parent.parent
     path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])

@@ -75,7 +75,7 @@ def test_torchrun(digest: str) -> None:
 
 def test_mpirun(digest: str) -> None:
     if not under_mpi.available():
-        pytest.skip("needs mpi4py and mpirun: pip install 'tutti[mpi]'")
+        pytest.skip("needs mpi4py and mpirun: pip install 'tutti-train[mpi]'")
     beside = Path(sys.executable).parent / "mpirun"
     command = [str(beside) if beside.exists() else "mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2"]
     if os.geteuid() == 0:

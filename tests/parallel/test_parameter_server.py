@@ -213,7 +213,8 @@ def test_accumulation(transport: str, servers: Any) -> None:
 def test_a_second_backward_is_refused_after_the_first_was_pushed(transport: str) -> None:
     def train(world: World, overlap: bool) -> list[Tensor]:
         model, optimizer, job = start(world, ParameterServer(overlap=overlap), momentum)
-        for part in whole_batch(0).tensor_split(world.size)[world.rank].tensor_split(2):
+        go(job, model, optimizer, range(1))  # The first step pushes in `step`, which allows for a second backward.
+        for part in whole_batch(1).tensor_split(world.size)[world.rank].tensor_split(2):
             (loss_of(model, part) / 2).backward()
         optimizer.step()
         job.finish()
@@ -223,7 +224,7 @@ def test_a_second_backward_is_refused_after_the_first_was_pushed(transport: str)
         assert isinstance(each, ConfigError)
         assert "no_sync()" in str(each)
         assert "overlap=False" in str(each)
-    close(run_ok(train, False, size=2, transport=transport)[0], alone(momentum, 1))
+    close(run_ok(train, False, size=2, transport=transport)[0], alone(momentum, 2))
 
 
 @everywhere

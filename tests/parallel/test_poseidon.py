@@ -507,8 +507,11 @@ def served(world: World, strategy: Strategy, model_name: str, loop: str) -> tupl
     model = seeded(make)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with distribute(model, optimizer, strategy, world=world) as job:
+        sent_by_step: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: sent_by_step.append(job.metrics.bytes_sent))
         LOOPS[loop](job, model, optimizer, world, shape)
-        sent = job.metrics.bytes_sent
+        # Without the first step, which waits for changes of gradients, and pushes them in full.
+        sent = sent_by_step[-1] - sent_by_step[0]
     assert not any("forward" in module.__dict__ for module in model.modules())
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, sent
 

@@ -12,9 +12,9 @@ import tutti
 PACKAGE = Path(tutti.__file__).parent
 
 LAYERS = [
-    "errors", "plugins", "simulation.sizes", "cluster", "measurement", "events", "transports", "codecs", "collectives",
-    "replica", "simulation", "backend", "cost", "strategies", "parallel", "plan", "world", "data", "job", "launch",
-    "recipes", "simulation.runs", "report", "bench", "cli", "__main__",
+    "errors", "plugins", "versions", "simulation.sizes", "cluster", "measurement", "events", "transports", "codecs",
+    "collectives", "replica", "simulation", "backend", "cost", "strategies", "parallel", "plan", "world", "data", "job",
+    "launch", "recipes", "simulation.runs", "report", "bench", "cli", "__main__",
 ]  # fmt: skip
 """Lower first: a module imports only from its own layer and those before it. The longest name that fits counts."""
 

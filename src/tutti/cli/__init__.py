@@ -19,6 +19,7 @@ from rich.console import Console
 import tutti
 from tutti.cli import bench, doctor, lab, plan, profile, reproduce, run, simulate, train
 from tutti.errors import TargetMissed, TuttiError, WorkerFailed
+from tutti.versions import check_torch
 
 app = typer.Typer(
     name="tutti",
@@ -37,6 +38,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -45,6 +47,8 @@ def _options(
     ] = False,
 ) -> None:
     """Train PyTorch models on many processes and machines, over any network."""
+    if context.invoked_subcommand != "doctor":  # It reports the versions, whatever they are.
+        check_torch()
 
 
 app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run.run)

@@ -86,7 +86,7 @@ def _is_checkout(folder: Path) -> bool:
         project = tomllib.loads((folder / "pyproject.toml").read_text())
     except (OSError, ValueError):
         return False
-    return project.get("project", {}).get("name") == "tutti"
+    return project.get("project", {}).get("name") == "tutti-train"
 
 
 @contextmanager

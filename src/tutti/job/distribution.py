@@ -17,6 +17,7 @@ from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
 from tutti.strategies import AllReduce, Strategy, as_strategy
+from tutti.strategies.compatibility import refusals
 from tutti.transports import for_devices
 from tutti.world import World, current_world, set_world
 from tutti.world import world as initialised_world
@@ -56,7 +57,7 @@ def distribute(
     world = world or initialised_world()
     # Mistakes are collected, not raised: every rank has to reach `check_alike`, which raises them on all ranks alike.
     strategy, mistakes = _chosen(strategy, world)
-    mistakes += _mistakes(model, optimizer, strategy)
+    mistakes += _mistakes(model, optimizer, strategy) + refusals(strategy.support, model, optimizer)
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
         mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)

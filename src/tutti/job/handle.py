@@ -68,7 +68,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         # An error here alone would leave the others waiting, so it travels with this step's exchange.
         if not loss.is_meta and not torch.isfinite(loss.detach()).all():
             if self._exchange.transport.size == 1:
-                raise NonFiniteLoss(0, [0], self._replica.steps)
+                rank = self._exchange.transport.world_rank
+                raise NonFiniteLoss(rank, [rank], self._replica.steps)
             self._replica.contribution.add(float("nan"))  # A weight of NaN asks every rank to stop.
 
     def pipeline(self, loss: Loss) -> PipelineStep:
@@ -94,12 +95,12 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         """Hold the parameters and buffers that all ranks agree on in the model, to evaluate or save. Collective.
 
         `copies` are other modules that each rank keeps by itself, such as an average of the weights over steps: inside
-        the context they hold their mean over ranks (`average`). On a mesh the model is whole inside the context, and so
-        is the optimiser's state, unless `optimizer` is False (to evaluate, for example); copies are not. Afterwards the
-        rank's own values are restored.
+        the context they hold their mean over ranks (`average`). On a mesh the model is whole inside the context; copies
+        are not. The optimiser's state is there as well, where parameter servers have it or a mesh has split it; to
+        evaluate, `optimizer=False` saves that transfer. Afterwards the rank's own values are restored.
         """
         _refuse_in_consensus(self._replica, "a second job.consensus()")
-        self._exchange.consensus()
+        self._exchange.consensus(optimizer)
         self._replica.in_consensus = True
         local: list[tuple[Tensor, Tensor]] = []
         try:

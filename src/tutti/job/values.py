@@ -72,7 +72,8 @@ class CollectiveValues:
         return local
 
     def _call(self, name: str, value: Any, combine: Any) -> Any:
-        return self.world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
+        with self._exchange.waiting():
+            return self.world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
 
 
 def _mistake(value: Any, op: str, at: str = "") -> str:

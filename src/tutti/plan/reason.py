@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tutti.cluster import format_time
+from tutti.plan.candidates import LEAST_EXCHANGES, least_steps
 from tutti.plan.prediction import Prediction
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 def describe_plan(plan: "Plan") -> str:
     """Return what to do and why: a sentence for each question that a plan answers."""
-    return " ".join([_strategy(plan), *_exactness(plan), *_codecs(plan)])
+    return " ".join([_strategy(plan), *_exactness(plan), *_run_length(plan), *_codecs(plan)])
 
 
 def fastest_means(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
@@ -57,6 +58,18 @@ def _exactness(plan: "Plan") -> list[str]:
         ]
     share = fastest_lossy.step_s / fastest_exact.step_s
     return [f"It is exact; {fastest_lossy.strategy}, the fastest lossy strategy, would take {share:.0%} of its time."]
+
+
+def _run_length(plan: "Plan") -> list[str]:
+    """Say for which runs a strategy with local steps is right, or that the run is too short for some."""
+    if plan.num_steps is None:
+        needed = least_steps(plan.best.strategy)
+        every = plan.best.strategy.steps_per_exchange
+        return [f"It exchanges every {every} steps: use it in runs of {needed} steps or more."] if needed > 1 else []
+    if plan.compress is None:  # Only exact strategies were considered, and those exchange in every step.
+        return []
+    longest = max(1, plan.num_steps // LEAST_EXCHANGES)
+    return [f"The run has {plan.num_steps} steps: blocks of more than {longest} local steps were not considered."]
 
 
 def _codecs(plan: "Plan") -> list[str]:

@@ -72,6 +72,9 @@ class TrainingResult:
     samples: int
     """Samples that all ranks trained on."""
     seconds: float
+    """Seconds from the start of the job to its end, with its start, its evaluations and whatever is exchanged there."""
+    step_s: float
+    """Mean seconds of a step of this rank: forward, backward, exchange and optimiser, without the rest of `seconds`."""
     bytes_sent: int
     """Bytes that this rank sent."""
     waiting_share: float
@@ -103,7 +106,9 @@ def train(config: TrainingConfig) -> TrainingResult:
         )
         batches = shard(DataLoader(splits.train, batch_sampler=sampler, collate_fn=collate), world=job.world)
         reports = ProgressReports(job, epochs, len(sampler) // sampler.num_parts, num_samples)
+        steps_s = 0.0
         for epoch in range(1, epochs + 1):
+            start_s = world.transport.now()
             for x, y in batches:
                 loss = training_recipe.loss(model(_in_precision(x, config.double)), y)
                 job.watch(loss)  # Before backward, whose exchange stops all ranks if the loss is not finite.
@@ -113,6 +118,7 @@ def train(config: TrainingConfig) -> TrainingResult:
                 if warmup is not None:
                     warmup.step()
                 reports.step(loss)
+            steps_s += world.transport.now() - start_s
             accuracy = _evaluate_epoch(evaluation, job, reports, loss, last=epoch == epochs)
             # Equal on all ranks under a synchronous strategy, so all of them leave here. NaN never is large enough.
             if config.until is not None and accuracy >= config.until:
@@ -131,6 +137,7 @@ def train(config: TrainingConfig) -> TrainingResult:
         lr=float(optimizer.param_groups[0]["lr"]),
         samples=epoch * num_samples,
         seconds=metrics.seconds,
+        step_s=steps_s / metrics.steps,
         bytes_sent=metrics.bytes_sent,
         waiting_share=metrics.waiting_share,
         strategy_metrics=metrics.strategy,
@@ -170,7 +177,7 @@ def _evaluate_epoch(
     `train` measures it, once the job has finished.
     """
     if job.strategy.synchronous:
-        with job.consensus():
+        with job.consensus(optimizer=False):
             accuracy = evaluation.accuracy(job.world)
         reports.evaluation(loss, accuracy)
         return accuracy

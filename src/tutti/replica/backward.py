@@ -160,6 +160,8 @@ class BackwardPass:
             # `backward_done` has chosen factors for some parameters: their slots leave the buckets.
             replica.arrange([slot.name for slot in replica.slots])
         self.arrivals = None
+        if replica.marks is not None:
+            replica.marks.record(replica.buckets)
 
     @torch.no_grad()
     def factors_caught(self, layer: FactoredLayer, pair: Pair) -> None:

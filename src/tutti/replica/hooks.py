@@ -18,6 +18,7 @@ consensus, and may not be trained.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isnan
 from typing import Any
 from weakref import ref
 
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from tutti.errors import ConfigError
 from tutti.replica.backward import BackwardPass
 from tutti.replica.factors import Catcher, FactoredLayer
+from tutti.replica.loss_scaling import LossScaling
 from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.replica import EventScope, Listener, Replica
 from tutti.replica.samples import Contribution, SampleCounts
@@ -81,12 +83,15 @@ class HookedReplica(Replica):
         # `shard` then knows that a rank which runs out of data must still take part in the last step.
         if to == "gradients":
             self._sample_counts.models.add(self.model)
+        else:
+            self.loss_scaling = LossScaling(self.optimizer)  # The rank steps with its own gradients.
         for slot in self.slots:
             hook = self._backward.gradient_hook(slot) if to == "gradients" else self._counting_hook()
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
 
     def take_samples(self) -> float:
-        return self.contribution.take()
+        weight = self.contribution.take()
+        return 0.0 if self.step_is_void and not isnan(weight) else weight
 
     def detach(self) -> None:
         """Remove all hooks, and give parameters gradients of their own. Idempotent."""
@@ -95,6 +100,9 @@ class HookedReplica(Replica):
         self._handles.clear()
         if self._catcher is not None:
             self._catcher.detach()
+        if self.loss_scaling is not None:
+            self.loss_scaling.detach()
+        self.loss_scaling = self.marks = None
         self._catcher, self.exchanged_as_factors, self.left_out = None, frozenset(), frozenset()
         self._sample_counts.models.discard(self.model)
         for slot in self.slots:
@@ -182,6 +190,7 @@ class HookedReplica(Replica):
         if self.in_consensus or self.away:
             where = "job.consensus(), whose model is not this rank's own" if self.in_consensus else "job.away()"
             raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
+        self.step_is_void = self.loss_scaling is not None and self.loss_scaling.unscale()
         if self._step_checks is not None:
             self._step_checks.check(gradients=self._scope == "gradients")
         if self._has_unexchanged_gradients():
@@ -192,6 +201,8 @@ class HookedReplica(Replica):
                 )
             self.exchange_gathered()
         self.listener.before_step()
+        if self.step_is_void:
+            self.hide_gradients()
 
     def _has_unexchanged_gradients(self) -> bool:
         """Whether this step would use gradients that no backward pass has exchanged.
@@ -208,6 +219,8 @@ class HookedReplica(Replica):
     def _after_step(self, *_: Any) -> None:
         self._backward.exchanged = False
         self.steps += 1
+        if self.step_is_void:
+            self.show_gradients()
         self.listener.after_step()
 
 

@@ -29,17 +29,20 @@ def check_alike(
     if _alike(local, transport) and not mistakes:
         return
     by_rank = all_gather_json(local, transport)
-    all_mistakes = [f"rank {rank}: {mistake}" for rank, other in enumerate(by_rank) for mistake in other["mistakes"]]
+    named = list(zip(transport.world_ranks, by_rank, strict=True))
+    all_mistakes = [f"rank {rank}: {mistake}" for rank, other in named for mistake in other["mistakes"]]
     if all_mistakes:
         shared = all(other["mistakes"] == by_rank[0]["mistakes"] for other in by_rank)
         raise ConfigError("\n".join(by_rank[0]["mistakes"] if shared else all_mistakes))
-    for rank, other in enumerate(by_rank):
+    first = transport.world_ranks[0]
+    for rank, other in named:
         if other["layout"] != by_rank[0]["layout"]:
-            raise ReplicaMismatch(_first_difference(by_rank[0]["layout"], other["layout"], rank))
+            raise ReplicaMismatch(_first_difference(by_rank[0]["layout"], other["layout"], first, rank))
         for what, ours in by_rank[0]["choices"].items():
             if other["choices"][what] != ours:
                 raise ReplicaMismatch(
-                    f"the {what} differs between ranks: rank 0 has {ours}, rank {rank} has {other['choices'][what]}."
+                    f"the {what} differs between ranks: rank {first} has {ours}, rank {rank} has "
+                    f"{other['choices'][what]}."
                 )
 
 
@@ -96,15 +99,15 @@ def _layout(model: nn.Module) -> list[list[Any]]:
     ]
 
 
-def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int) -> str:
+def _first_difference(expected: list[list[Any]], got: list[list[Any]], first: int, rank: int) -> str:
     # A model that just has more entries is dealt with after the loop.
     for other, ours in zip(got, expected, strict=False):
         if other != ours:
             return (
-                f"the models differ between ranks, first at '{ours[0]}': rank 0 has {_describe(ours)}, "
+                f"the models differ between ranks, first at '{ours[0]}': rank {first} has {_describe(ours)}, "
                 f"rank {rank} has {_describe(other)}. Build the same model on every rank."
             )
-    longer, extra = (0, expected) if len(expected) > len(got) else (rank, got)
+    longer, extra = (first, expected) if len(expected) > len(got) else (rank, got)
     name = extra[min(len(expected), len(got))][0]
     return f"the models differ between ranks: only rank {longer} has '{name}'. Build the same model on every rank."
 

@@ -4,7 +4,7 @@ Each finds a change that the user made after `distribute`, which would otherwise
 checks read Python objects only, no tensors, and those that look at every parameter run ever more rarely.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -31,7 +31,7 @@ class StepChecks:
         self._distributed = distributed
         self._num_parameters = _num_parameters(optimizer)
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._hooks = [(slot, _num_hooks(slot)) for slot in slots]
+        self._hooks = [(slot, len(_hooks(slot))) for slot in slots]
         self._num_checks = 0
 
     def check(self, *, gradients: bool) -> None:
@@ -56,7 +56,7 @@ class StepChecks:
             return
         if gradients:
             for slot, number in self._hooks:
-                if _num_hooks(slot) > number:
+                if any(not _is_own(hook) for hook in _hooks(slot)[number:]):
                     raise ConfigError(
                         f"a hook was registered on the gradient of '{slot.name}' after tutti.distribute "
                         "(register_post_accumulate_grad_hook). It runs when the gradient is on its way to other ranks "
@@ -87,5 +87,10 @@ def _num_parameters(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _num_hooks(slot: Slot) -> int:
-    return len(slot.tensor._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]
+def _hooks(slot: Slot) -> list[Callable[..., None]]:
+    return list((slot.tensor._post_accumulate_grad_hooks or {}).values())
+
+
+def _is_own(hook: Callable[..., None]) -> bool:
+    """Whether a hook is Tutti's: the planner times gradients by hooks of its own, which change nothing."""
+    return (getattr(hook, "__module__", None) or "").startswith("tutti.")

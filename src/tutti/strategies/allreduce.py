@@ -38,6 +38,7 @@ from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.strategies.allreduce_cost import communication_cost
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import ConvergenceMonitor
 from tutti.strategies.means import CollectiveMean, Mean, NativeSumMean, TransportMean
@@ -145,6 +146,17 @@ class AllReduce(Strategy):
         for bucket_bytes in sizes if profile.gradient_bytes > AllReduce.bucket_bytes else sizes[:1]:
             yield from (AllReduce(algorithm, bucket_bytes) for algorithm in algorithms)
         yield from (AllReduce(codec=codec) for codec in (*_CANDIDATE_CODECS, *_plugin_codecs()))
+
+    def support(self, technique: str) -> Support:
+        if technique == "sparse gradients":
+            return SPARSE_GRADIENTS
+        if technique == "LBFGS" and not self.exact:
+            return Support(
+                "refuses",
+                f"LBFGS compares the gradients of several passes, which '{self}' changes by more than they differ. Use "
+                "an exact strategy such as ring, or SGD, Adam or another that takes gradients as they are.",
+            )
+        return super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
@@ -265,7 +277,7 @@ class AllReduceExchange(Exchange):
 
     def stopped(self, refusal: WeightRefused) -> NonFiniteLoss:
         """Return the error that says on which ranks, and in which step, the loss was not finite."""
-        return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
+        return NonFiniteLoss(self.transport.world_rank, refusal.ranks, self.replica.steps)
 
 
 def _plugin_codecs() -> list[Codec]:

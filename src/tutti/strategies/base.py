@@ -10,6 +10,7 @@ in every step; `consensus` and `restore_local` around evaluation and saving; `fi
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from tutti.errors import ConfigError, NotPriced
 from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.replica.state import share_buffers
+from tutti.strategies.compatibility import COMMON, WORKS, Support
 from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.transports import Transport
 
@@ -60,15 +62,17 @@ class Exchange:
         """The optimiser has stepped."""
         return None
 
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         """Set the model's parameters and buffers to the values all ranks agree on. Collective.
+
+        With `optimizer`, also give the user's optimiser the state that belongs to them, where that is kept elsewhere.
 
         The default is right where parameters never differ between ranks: buffers become rank 0's.
         """
         share_buffers(self.replica.model, self.transport)
 
     def restore_local(self) -> None:
-        """Put back this rank's own parameters, which `consensus` replaced; none by default."""
+        """Put back this rank's own parameters and state, which `consensus` replaced; none by default."""
         return None
 
     def finish(self) -> None:
@@ -100,6 +104,11 @@ class Exchange:
         """Whether this rank is the first of the ranks that are left."""
         return self.transport.rank == 0
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a call in which this rank waits for others between steps, while they may still wait for this rank."""
+        yield
+
     @property
     def tolerates_loss(self) -> bool:
         """Whether the other ranks continue when this one is lost."""
@@ -108,7 +117,7 @@ class Exchange:
     def leave(self) -> None:
         """Take no part until `join`, while the other ranks continue."""
         raise ConfigError(
-            f"rank {self.transport.rank}: under this strategy every rank takes part in every step. Parameter "
+            f"rank {self.transport.world_rank}: under this strategy every rank takes part in every step. Parameter "
             "servers, peers' updates and gossip let a worker go away for a while."
         )
 
@@ -218,6 +227,10 @@ class Strategy(ABC):
         except ConfigError as error:
             return [str(error)]
         return []
+
+    def support(self, technique: str) -> Support:
+        """Return how a technique of `tutti.strategies.compatibility.TECHNIQUES` works under this strategy."""
+        return COMMON.get(technique, WORKS)
 
     def can_resume_from(self, text: str) -> bool:
         """Whether a job with this strategy can load the state of one whose strategy printed as `text`."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +19,9 @@ from tutti.cli.plan.request import MEASURED, PlanRequest
 from tutti.cli.strategy_cell import StrategyCell
 from tutti.cluster import Cluster, Link, format_size, format_time
 from tutti.cost.placement import restricted_to
+from tutti.errors import DataError
 from tutti.launch import init, launch
-from tutti.plan import Plan, Prediction, Profile, plan
+from tutti.plan import Plan, Prediction, Profile, RunSize, plan
 from tutti.plan.mesh import ModelParts, plan_meshes
 from tutti.plan.network import measure_network
 from tutti.plan.profile import profile as profile_model
@@ -84,7 +86,8 @@ def _make_plan(request: PlanRequest, console: Console) -> _Planned:
         status.update(f"measuring a step of {request.model}")
         measure = partial(profile_step, request.model, request.options, request.batch, request.input_shape)
         profiles = _profiles_sharing_cores(measure) if request.cluster == MEASURED else measure()
-        profile = worker_profile(profiles, request.workers, request.global_batch)
+        run_size = RunSize(global_batch=request.global_batch, num_samples=_run_samples(request))
+        profile = worker_profile(profiles, request.workers, run_size)
         status.update("predicting step times")
         simulated = partial(_simulate, profile, request.workers, cluster, status.update)
         made = plan(
@@ -92,11 +95,21 @@ def _make_plan(request: PlanRequest, console: Console) -> _Planned:
             request.workers,
             cluster,
             allow_lossy=request.allow_lossy,
-            global_batch=request.global_batch,
+            run=run_size,
             simulator=simulated if request.workers <= _MOST_SIMULATED_RANKS else None,
         )
     doubts += [] if profile.spread is None else [profile.spread.doubt]
     return _Planned(made, profile, cluster, tuple(filter(None, doubts)))
+
+
+def _run_samples(request: PlanRequest) -> int | None:
+    """Return the samples of the whole run; None if not known: only a recipe has data, which may not be here."""
+    if ":" in request.model:
+        return None
+    made = recipe(request.model, **request.options)
+    with suppress(DataError):
+        return (request.epochs or made.epochs) * len(made.data(request.data).train)
+    return None
 
 
 def measure_here() -> dict[str, Any]:

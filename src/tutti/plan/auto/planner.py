@@ -8,7 +8,7 @@ from tutti.cluster import Cluster, format_time
 from tutti.collectives import broadcast_json
 from tutti.cost import Profile
 from tutti.plan.auto.step_recorder import profile_from_summary
-from tutti.plan.candidates import candidates
+from tutti.plan.candidates import candidates, least_steps
 from tutti.plan.choose import choose
 from tutti.plan.network import cluster_with, measure_network
 from tutti.plan.prediction import Prediction, price
@@ -120,7 +120,10 @@ def _describe(prediction: Prediction, cluster: Cluster, alone_s: float) -> str:
     # In one step all workers train `workers` batches, for which one worker would take as many steps.
     pays = prediction.step_s < prediction.workers * alone_s
     doubt = "" if pays else "; one worker alone would be as fast: do not distribute this"
+    # The length of a running job is not known here, so the user has to judge.
+    needed = least_steps(prediction.strategy)
+    length = f"; for runs of {needed} steps or more" if needed > 1 else ""
     return (
         f"{prediction.strategy} on {link}: {format_time(prediction.step_s)} a step predicted, of which "
-        f"{format_time(prediction.exposed_s)} communication{doubt}"
+        f"{format_time(prediction.exposed_s)} communication{length}{doubt}"
     )

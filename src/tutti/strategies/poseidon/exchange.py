@@ -161,8 +161,8 @@ class PoseidonExchange(Exchange):
     def after_step(self) -> None:
         return None
 
-    def consensus(self) -> None:
-        self._buckets.consensus()
+    def consensus(self, optimizer: bool = False) -> None:
+        self._buckets.consensus(optimizer)
 
     def restore_local(self) -> None:
         return None

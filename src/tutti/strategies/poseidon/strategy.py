@@ -12,6 +12,7 @@ from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.allreduce import AllReduce
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
 from tutti.strategies.parameter_server import Consistency, ParameterServer
 from tutti.strategies.parameter_server import read as read_servers
 from tutti.strategies.poseidon.cost import communication_cost
@@ -110,6 +111,11 @@ class Poseidon(Strategy):
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
         return super().mistakes(optimizer, size) if self.servers is None else self.servers.mistakes(optimizer, size)
+
+    def support(self, technique: str) -> Support:
+        if self.servers is not None:
+            return self.servers.support(technique)
+        return SPARSE_GRADIENTS if technique == "sparse gradients" else super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.servers is not None:

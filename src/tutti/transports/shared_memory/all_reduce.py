@@ -218,7 +218,8 @@ class SharedMemoryReductions:
         rows = self._counters.entry_values(index)
         # All ask for the same thing, so NaN came from a weight. Its float64 bits lie in an int64 slot.
         if (rows[:, :3] == rows[0, :3]).all():
-            return WeightRefused(np.flatnonzero(np.isnan(rows[:, 3].copy().view(np.float64))).tolist())
+            bad = np.flatnonzero(np.isnan(rows[:, 3].copy().view(np.float64))).tolist()
+            return WeightRefused(self._membership.world_ranks[rank] for rank in bad)
         asked = [
             f"rank {peer.rank}: {numel} × {_DTYPES[kind // 2]} at {position >> 48}:{position & (1 << 48) - 1}"
             for peer, (numel, kind, position, _) in zip(self._membership.peers, rows.tolist(), strict=True)
