@@ -9,7 +9,7 @@ in every step; `consensus` and `restore_local` around evaluation and saving; `fi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -32,6 +32,10 @@ class Exchange:
     An exchange reads the time from its transport and waits only through its transport, so that the same code runs in
     virtual time. The base class does nothing in a step: a strategy overrides the events it needs.
     """
+
+    cost: Callable[[Profile, Placement], CommunicationCost] | None = None
+    """Replaces `Strategy.cost` in a running job, for an exchange that decided something in its first steps and keeps to
+    it; None if the strategy's own formula holds."""
 
     def __init__(self, replica: Replica, transport: Transport) -> None:
         self.replica = replica
@@ -91,13 +95,6 @@ class Exchange:
         pickled, written as JSON and printed by `tutti train`.
         """
         return {}
-
-    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost | None:
-        """Return what this exchange adds to a step, if it knows more than `Strategy.cost`; None if it does not.
-
-        An exchange knows more where it decided something from its first steps and keeps to it.
-        """
-        return None
 
     @property
     def is_leader(self) -> bool:
