@@ -159,9 +159,9 @@ class PeerExchange(Exchange):
         if self.context.group.is_over or self._is_closed:  # There is no training left to go on.
             yield
             return
-        self.algorithm.pause()
+        self.algorithm.set_waiting(True)
         yield
-        self.algorithm.resume()
+        self.algorithm.set_waiting(False)
 
     def leave(self) -> None:
         self.context.is_away = True
