@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError
+from tutti.job.checks import ModelChecks
 from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
 from tutti.parallel import Mesh
 from tutti.parallel.branch import Branches
@@ -58,6 +59,8 @@ def distribute(
     # Mistakes are collected, not raised: every rank has to reach `check_alike`, which raises them on all ranks alike.
     strategy, mistakes = _chosen(strategy, world)
     mistakes += _mistakes(model, optimizer, strategy) + refusals(strategy.support, model, optimizer)
+    if world.size > 1 and world.transport.cluster is None and any(p.is_meta for p in model.parameters()):
+        mistakes.append("the model is on the meta device, without values: build it on a real one, or simulate it.")
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
         mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
@@ -109,6 +112,8 @@ def _start(
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
+    if trains.size > 1 and model_on_mesh is None and not any(p.is_meta for p in model.parameters()):
+        job.checks = ModelChecks(replica, trains.rank)
     setattr(model, JOB_ATTRIBUTE, job)
     world.sample_counts.distributed.add(model)
     for module in model.modules():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.job.checks import ModelChecks
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
 from tutti.job.state import job_state, load_job_state
@@ -46,6 +47,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._was_leader = False
+        self.checks: ModelChecks | None = None
+        """Refuses what would leave ranks with different models; None on a mesh, for one rank and in dry runs."""
         self._previous_world = previous_world
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
         _ = world.calls  # Opened by all ranks here, where they are together.
@@ -163,6 +166,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         """Detach the model and close the job's transport. Not collective: it also ends a job that failed."""
         self._finished = True
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
+        if self.checks is not None:
+            self.checks.close()
         self._exchange.close()
         self._replica.detach()
         if self._replica.compute_clock is not None:
