@@ -164,8 +164,10 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._membership.barrier(copy)
         return merge_segment_states(segment_states, {slot.name: slot for slot in self.replica.slots})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        if "optimizer" not in state:
+            return set(state)
         self._expect_new_parameters()
         # First of all: the waits below overwrite the model with the old shared values.
         images = [bucket.image() for bucket in self.replica.buckets]
@@ -175,3 +177,4 @@ class SharedMemoryWorker(ParameterServerWorker):
 
         self._wait_for_all()
         self._membership.barrier(lambda number: self._context.registry.run_on_leader(number, load))
+        return set(state) - {"optimizer"}

@@ -168,11 +168,13 @@ class MessageWorker(ParameterServerWorker):
         self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
         return {"optimizer": states}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Make servers start again from the model as it is here, and from this state of the optimiser.
 
         Each rank that serves loads its own server; dedicated servers are loaded by the leader.
         """
+        if "optimizer" not in state:
+            return set(state)
         images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
         self.consensus()
         works = [
@@ -186,6 +188,7 @@ class MessageWorker(ParameterServerWorker):
             shard.clock = 0  # Servers start again from version 0.
         # The rank that loads a server enters the barrier afterwards: so all have loaded when it completes.
         self._pull_all(RequestKind.BARRIER)
+        return set(state) - {"optimizer"}
 
     def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
         """Send a server the values of its shards, cut from `images` by bucket, and the state."""
