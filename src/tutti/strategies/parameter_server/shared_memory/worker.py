@@ -129,6 +129,7 @@ class SharedMemoryWorker(ParameterServerWorker):
             self._membership.barrier()
 
     def leave(self) -> None:
+        self._expect_new_parameters()
         self._wait_for_all()
         self._membership.leave()
 
