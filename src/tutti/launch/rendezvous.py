@@ -37,6 +37,7 @@ from tutti.cluster import Duration, parse_duration
 from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch import mpi
+from tutti.launch.default_group import make_default_group
 from tutti.launch.environment import RankEnvironment, read_environment
 from tutti.launch.supervisor_pipe import HOST, SupervisorPipe
 from tutti.simulation import guard
@@ -59,7 +60,7 @@ TRANSPORTS = ("auto", "sockets", "shared_memory", "mpi")
 """Names of transports; "mpi:ring" also selects the all-reduce algorithm of Open MPI."""
 
 
-def init(*, timeout: Duration | None = None, transport: str | None = None) -> World:
+def init(*, timeout: Duration | None = None, transport: str | None = None, torch_distributed: bool = False) -> World:
     """Join the world of this run, as torchrun, mpirun, srun or `tutti run` describe it; a world of one otherwise.
 
     Collective: waits until every rank has called it. Called again, it returns the same world.
@@ -69,9 +70,18 @@ def init(*, timeout: Duration | None = None, transport: str | None = None) -> Wo
             timedelta; $TUTTI_TIMEOUT, or 5 minutes, by default.
         transport: "auto" takes shared memory when all ranks are on one host; "mpi" sends everything over MPI, and
             "mpi:ring", say, has Open MPI use its ring; $TUTTI_TRANSPORT by default.
+        torch_distributed: also make torch's default process group, of backend "tutti", so that code which calls
+            `torch.distributed` works; unless there is one already. It is destroyed with the world. Collective.
     """
-    if (world := current_world()) is not None:
-        return world
+    if (world := current_world()) is None:
+        world = _join(timeout, transport)
+    if torch_distributed:
+        make_default_group(world)
+    return world
+
+
+def _join(timeout: Duration | None, transport: str | None) -> World:
+    """Meet the other ranks, and make the world of this thread."""
     guard.refuse("tutti.init after the world was closed")
     limit = _timeout_from_environment() if timeout is None else parse_duration(timeout)
     kind = transport or os.environ.get("TUTTI_TRANSPORT", "auto")
