@@ -139,9 +139,9 @@ def _from_torch(
 
 
 def _from_torch_action(action: Any) -> Action:
-    # Depending on its version, torch names the computation by an enum or by a text.
-    kind: Any = str(
-        action.computation_type.value if hasattr(action.computation_type, "value") else action.computation_type
-    )
+    # Depending on its version, torch's enum of computations has letters as values, or prints as them.
+    kind: Any = getattr(action.computation_type, "value", None)
+    if not isinstance(kind, str):
+        kind = str(action.computation_type)
     assert kind in ("F", "B", "I", "W"), kind
     return Action(kind, action.stage_index, action.microbatch_index)
