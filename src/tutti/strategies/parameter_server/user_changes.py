@@ -36,7 +36,8 @@ class UserChanges:
         self._values: list[Tensor] = []
         self._num_checks = 0
         self._handles = [
-            model.register_forward_pre_hook(_ForwardPreHook(self)),
+            # Before the hook that loads parameters, where the model is itself a layer.
+            model.register_forward_pre_hook(_ForwardPreHook(self), prepend=True),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
         self.record()
