@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
 from support import run_ok, run_threads
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, RankLost
 from tutti.job import distribute
 from tutti.strategies import as_strategy
 from tutti.world import World
@@ -164,10 +164,14 @@ def test_changed_gradients_are_logged_once(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
 def test_a_change_after_the_push_is_an_error(transport: str, strategy: str) -> None:
     """Nothing changed gradients in the first step, so later ones are pushed during backward."""
-    for error in run_threads(train_changed, strategy, clip_norm, 2, size=2, transport=transport):
-        assert isinstance(error, ConfigError)
-        assert "overlap=False" in str(error)
-        assert "clip=" in str(error)
+    errors = run_threads(train_changed, strategy, clip_norm, 2, size=2, transport=transport)
+    # Over messages the rank that raises first takes its server with it, which the other may notice first.
+    refusals = [error for error in errors if isinstance(error, ConfigError)]
+    assert refusals
+    assert all(isinstance(error, ConfigError | RankLost) for error in errors)
+    for refusal in refusals:
+        assert "overlap=False" in str(refusal)
+        assert "clip=" in str(refusal)
 
 
 def test_accumulation_from_the_first_step_needs_no_flag() -> None:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
 
 _IN_THE_STEP = (
-    "If gradients are changed in the first step, they are pushed to the servers in `optimizer.step()` from then on, and "
-    "not during backward. A change that begins later is refused, unless `overlap=0`"
+    "If gradients are changed in the first step, they are pushed to the servers in `optimizer.step()` from then on, "
+    "and not during backward. A change that begins later is refused, unless `overlap=0`"
 )
 
 SUPPORT: Mapping[str, Support] = {
