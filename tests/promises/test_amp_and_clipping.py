@@ -165,13 +165,13 @@ def test_changed_gradients_are_logged_once(caplog: pytest.LogCaptureFixture) -> 
 def test_a_change_after_the_push_is_an_error(transport: str, strategy: str) -> None:
     """Nothing changed gradients in the first step, so later ones are pushed during backward."""
     errors = run_threads(train_changed, strategy, clip_norm, 2, size=2, transport=transport)
-    # Over messages the rank that raises first takes its server with it, which the other may notice first.
-    refusals = [error for error in errors if isinstance(error, ConfigError)]
-    assert refusals
+    refused = [error for error in errors if isinstance(error, ConfigError)]
+    # The rank that is refused first takes its colocated server along, for which the other may be waiting.
+    assert refused
     assert all(isinstance(error, ConfigError | RankLost) for error in errors)
-    for refusal in refusals:
-        assert "overlap=False" in str(refusal)
-        assert "clip=" in str(refusal)
+    for error in refused:
+        assert "overlap=False" in str(error)
+        assert "clip=" in str(error)
 
 
 def test_accumulation_from_the_first_step_needs_no_flag() -> None:

@@ -129,6 +129,7 @@ class SharedMemoryWorker(ParameterServerWorker):
             self._membership.barrier()
 
     def leave(self) -> None:
+        self._expect_new_parameters()
         self._wait_for_all()
         self._membership.leave()
 
@@ -160,6 +161,7 @@ class SharedMemoryWorker(ParameterServerWorker):
                     state.refresh()
                     segment_states.extend(optimizer.copy_states())
 
+        self._expect_new_parameters()
         self._wait_for_all()
         self._membership.barrier(copy)
         return merge_segment_states(segment_states, {slot.name: slot for slot in self.replica.slots})

@@ -89,6 +89,7 @@ class MessageWorker(ParameterServerWorker):
         Where means are clipped, all servers step together, and could not agree on when this worker is back. Then
         nothing is sent, and the others wait for it.
         """
+        self._expect_new_parameters()
         self._wait_for_pending()
         if not self._strategy.clips_means:
             self._requests.send_to_all(RequestKind.LEAVE)
