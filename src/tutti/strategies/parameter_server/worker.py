@@ -63,7 +63,7 @@ class ParameterServerWorker(Exchange):
         self._staleness: Counter[int] = Counter()
         self._bytes_sent_before = 0
         """Bytes sent until the end of the last step."""
-        self._timing = PushTiming(replica, self._rank, strategy.overlap)
+        self._timing = PushTiming(replica, transport.world_rank, strategy.overlap)
         self._handles: list[Any] = []
         self._user_state: UserOptimizerState | None = None
         """The user's optimiser, which has no state while servers step; None in a dry run."""
