@@ -5,7 +5,7 @@ number of the process that made it and that process's start time. So whether the
 also after its number was used again, and a killed owner leaves nothing but namespaces that show that they are orphans.
 
 Only the owner removes its namespaces while it lives. Orphans are removed by the next process that starts a lab, or by
-`tutti lab clean`. Starting is serialised over the machine by a lock on one file: between the check that a name is free
+`tutti lab clear`. Starting is serialised over the machine by a lock on one file: between the check that a name is free
 and the first namespace with that name no other lab can start. The kernel frees the lock if its holder is killed.
 """
 
