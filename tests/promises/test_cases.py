@@ -48,6 +48,9 @@ REFUSED: dict[str, tuple[frozenset[str], str]] = {
 """Cases that are refused: by which families, and the remedy that the error names."""
 
 ADAPTED = {
+    ("lbfgs", "local steps"),  # Its estimate of the curvature mixes with what other ranks change.
+    ("lbfgs", "gossip"),
+    ("lbfgs", "peers"),
     ("clip_grad_norm", "servers"),  # Each worker clips its own gradient.
     ("clip_grad_value", "servers"),
     ("grad_scaler_and_clipping", "servers"),

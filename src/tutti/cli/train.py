@@ -68,7 +68,6 @@ def train(
     warm_up()  # Before the next imports, which take as long as those of the fork server beside them.
     from tutti.cli.training_run import check_target, prepare, summarise, warn_of_rate
     from tutti.recipes.training import TrainingConfig
-    from tutti.strategies import parse
 
     requested = TrainingConfig(
         recipe=recipe,
@@ -81,10 +80,8 @@ def train(
         double=check,
     )
     made, config = prepare(requested, workers)
-    # Staleness and local steps are not refused: they are compared too, and the difference is what the user asked to
-    # see.
-    if check and parse(strategy).codec is not None:
-        raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
+    if check:
+        _refuse_lossy(strategy)
     check_writable(json_file)
     # Made after all checks: a refused run leaves no folder.
     folder = new_folder(name, f"{made.name}-{workers}x")
@@ -101,6 +98,14 @@ def train(
     # The verdict comes last, as an error with its own exit status: by then everything is written.
     console.print(f"recorded in {folder}")
     check_target(summary, made, partial(given_again, context))
+
+
+def _refuse_lossy(strategy: str) -> None:
+    """Raise for a compressed strategy. Staleness and local steps may be compared: the user asked for the difference."""
+    from tutti.strategies import parse
+
+    if parse(strategy).codec is not None:
+        raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
 
 
 def _run(config: "TrainingConfig", workers: int, record: Path, console: Console) -> "TrainingResult":

@@ -8,6 +8,7 @@ that were distributed. Both only read Python objects and addresses, and wait for
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -29,16 +30,14 @@ class ModelChecks:
         self._layout = LayoutCheck(replica, rank)
         self._optimizers = OptimizerCheck(replica, rank)
         self._replica = replica
-        thread, checks_ref = threading.get_ident(), ref(self)
+        self._thread = threading.get_ident()
+        self._handles = [replica.model.register_forward_pre_hook(_CheckedForward(self))]
+        _change_active(lambda active: (*active, self))
 
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            if (checks := checks_ref()) is not None and threading.get_ident() == thread:
-                checks._optimizers.before_step(optimizer)
-
-        self._handles = [
-            register_optimizer_step_pre_hook(before_step),
-            replica.model.register_forward_pre_hook(_CheckedForward(self)),
-        ]
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at an optimiser that is about to step in this thread."""
+        if threading.get_ident() == self._thread:
+            self._optimizers.before_step(optimizer)
 
     def before_forward(self) -> None:
         """Look at the parameters before a forward pass for training."""
@@ -51,6 +50,7 @@ class ModelChecks:
             handle.remove()
         self._handles.clear()
         self._optimizers.close()
+        _change_active(lambda active: tuple(checks for checks in active if checks is not self))
 
 
 class _CheckedForward(OwnedHook):
@@ -62,3 +62,23 @@ class _CheckedForward(OwnedHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (checks := self._checks()) is not None:
             checks.before_forward()
+
+
+_active: tuple[ModelChecks, ...] = ()
+"""The checks of all jobs in this process. Replaced, never changed: another thread may be reading it."""
+_active_lock = threading.Lock()
+
+
+def _change_active(change: Callable[[tuple[ModelChecks, ...]], tuple[ModelChecks, ...]]) -> None:
+    global _active  # noqa: PLW0603  (torch's hooks of all optimisers are one list for the process, too)
+    with _active_lock:
+        _active = change(_active)
+
+
+def _before_any_step(optimizer: Optimizer, *_: Any) -> None:
+    for checks in _active:
+        checks.before_step(optimizer)
+
+
+# Once, for good: torch goes through its list of hooks without a lock, so none may come or go while others step.
+register_optimizer_step_pre_hook(_before_any_step)
