@@ -83,7 +83,6 @@ def train(
     if check:
         _refuse_lossy(strategy)
     check_writable(json_file)
-    # Made after all checks: a refused run leaves no folder.
     folder = new_folder(name, f"{made.name}-{workers}x")
     console = Console()
     warn_of_rate(config, workers)
@@ -95,7 +94,6 @@ def train(
             summary["check"] = _compare_with_one_worker(config, workers, result, console)
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     write_json(json_file, summary)
-    # The verdict comes last, as an error with its own exit status: by then everything is written.
     console.print(f"recorded in {folder}")
     check_target(summary, made, partial(given_again, context))
 

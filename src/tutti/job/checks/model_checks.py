@@ -32,7 +32,7 @@ class ModelChecks:
         self._replica = replica
         self._thread = threading.get_ident()
         self._handles = [replica.model.register_forward_pre_hook(_CheckedForward(self))]
-        _change_active(lambda active: (*active, self))
+        _change_active(lambda active: (*active, ref(self)))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Look at an optimiser that is about to step in this thread."""
@@ -50,7 +50,7 @@ class ModelChecks:
             handle.remove()
         self._handles.clear()
         self._optimizers.close()
-        _change_active(lambda active: tuple(checks for checks in active if checks is not self))
+        _change_active(lambda active: tuple(each for each in active if each() not in (None, self)))
 
 
 class _CheckedForward(OwnedHook):
@@ -64,20 +64,21 @@ class _CheckedForward(OwnedHook):
             checks.before_forward()
 
 
-_active: tuple[ModelChecks, ...] = ()
+_active: tuple[ref[ModelChecks], ...] = ()
 """The checks of all jobs in this process. Replaced, never changed: another thread may be reading it."""
 _active_lock = threading.Lock()
 
 
-def _change_active(change: Callable[[tuple[ModelChecks, ...]], tuple[ModelChecks, ...]]) -> None:
+def _change_active(change: Callable[[tuple[ref[ModelChecks], ...]], tuple[ref[ModelChecks], ...]]) -> None:
     global _active  # noqa: PLW0603  (torch's hooks of all optimisers are one list for the process, too)
     with _active_lock:
         _active = change(_active)
 
 
 def _before_any_step(optimizer: Optimizer, *_: Any) -> None:
-    for checks in _active:
-        checks.before_step(optimizer)
+    for each in _active:
+        if (checks := each()) is not None:
+            checks.before_step(optimizer)
 
 
 # Once, for good: torch goes through its list of hooks without a lock, so none may come or go while others step.
