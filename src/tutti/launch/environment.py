@@ -62,7 +62,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
                     "did not start this process."
                 )
     for other in found[1:]:
-        # Open MPI without mpi4py knows ranks but no meeting point, which another launcher's variables may give.
+        # Open MPI without mpi4py knows ranks but no rendezvous address, which another launcher's variables may give.
         if first.port is None and other.port is not None:
             first = replace(first, address=other.address, port=other.port)
     if first.size > 1 and first.port is None:

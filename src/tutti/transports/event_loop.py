@@ -88,7 +88,7 @@ class _SpawnedOperation(DrivableWork):
         self._has_deadline = deadline
         self._progressed_at = time.monotonic()
         self._waits_for: Work | None = None
-        # Set last, by whoever ends the operation: `_error` is written before it, so a waiting thread sees both.
+        # Set last, by the thread that ends the operation: `_error` is written before it, so a waiting thread sees both.
         self._ended = threading.Event()
         self._error: Exception | None = None
 
