@@ -102,6 +102,7 @@ class StagedModel:
         try:
             yield
         finally:
+            # Also drops what was changed in tensors of other ranks: only the owner's tensors count.
             self._free_remote()
 
     def close(self) -> None:
@@ -215,6 +216,7 @@ def _cut(costs: list[LayerCost], settings: Pipeline, num_live: list[int], num_ra
         return ranges
     seconds = [cost.seconds for cost in costs]
     if not any(seconds):  # In virtual time, layers without matrix products take none.
+        # One more than the bytes, so that layers without parameters weigh something too.
         seconds = [1.0 + cost.parameter_bytes for cost in costs]
     if limit_bytes is None:
         best = balanced_cut(seconds, num_stages)
@@ -267,6 +269,8 @@ def _on_devices(
 ) -> dict[str, Any]:
     """Move the optimiser state of another rank's parameter to the devices on which this rank keeps such state."""
     return {
+        # Where this rank has no such state itself: state of the parameter's shape, such as momentum, goes to the
+        # parameter's device, and the rest, such as a step count, stays where it was.
         key: value.to(devices.get(key, parameter.device if value.shape == shape else value.device))
         if isinstance(value, Tensor)
         else value

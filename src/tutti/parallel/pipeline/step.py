@@ -102,6 +102,7 @@ class PipelineStep:
                 for upcoming in actions[index : index + 2]:
                     self._request_input(upcoming)
                 self._perform(action, batches, losses)
+        # A sum, not a mean: each loss was divided by the number of microbatches already.
         loss = self._links.end_step(torch.stack(losses).sum().double() if losses else None)
         # The model's own forward was not called, so the samples of the batch are counted here.
         self._replica.contribution.forward((inputs,), {})

@@ -81,6 +81,7 @@ def simulate_schedule(
                 # a deadlock.
                 if not all(dependency in done for dependency in dependencies):
                     break
+                # Only another stage's output has to travel; what the same stage made is on this rank.
                 ready = [
                     done[dependency] + (message_s if dependency.stage != action.stage else 0.0)
                     for dependency in dependencies

@@ -34,6 +34,8 @@ def traced_layers(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]
     """
     args = example if isinstance(example, tuple) else (example,)
     graph = _export(model, args).graph
+    # 1. Number all values in the order in which they are computed. Parameters and buffers (`get_attr` nodes) are left
+    # out: the layer that uses one holds it, so they are never sent.
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     (output,) = graph.find_nodes(op="output")
@@ -41,7 +43,9 @@ def traced_layers(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]
     _refuse_values(model, results)
     position = {node: index for index, node in enumerate([*inputs, *nodes])}
     position[output] = len(position)
+    # 2. Find the last reader of each value; -1 if nothing reads it.
     last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in position}
+    # 3. Cut.
     # Operators of one module stay together: a module is the smallest part that users know, and cutting inside it would
     # send more values.
     groups = [list(group) for _, group in groupby(nodes, _module_of)]

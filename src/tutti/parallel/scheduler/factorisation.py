@@ -63,11 +63,13 @@ class Factorisation(BlockProblem):
         left = self._identity.repeat(len(mine), 1, 1).index_add_(0, owners, products)
         right = torch.zeros(len(mine), self.width, dtype=results.dtype)
         right.index_add_(0, owners, others * self._known[entries, None])
+        # λ > 0 makes every system positive definite, also that of a block without entries.
         results[mine] = torch.linalg.solve(left, right)
         return results
 
     def pull(self, blocks: Tensor, results: Tensor) -> Tensor:
         changes = (results - self.factors[blocks]).abs().amax(1)
+        # The sum over ranks is the row itself: one rank computed it and the others left zeros.
         self.factors[blocks] = results
         return changes
 
@@ -95,6 +97,7 @@ class Factorisation(BlockProblem):
         return depends
 
     def loads(self, blocks: Tensor) -> Tensor:
+        # The products h hᵀ of all entries, and about r³ for the solution.
         return 2.0 * self.width**2 * self._counts[blocks] + self.width**3
 
     def _entries_of(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +105,7 @@ class Factorisation(BlockProblem):
         counts = self._counts[blocks]
         owners = torch.repeat_interleave(torch.arange(len(blocks)), counts)
         before = torch.cumsum(counts, 0) - counts
+        # An entry lies at the start of its block in the sorted order, plus its place within the block.
         return torch.arange(len(owners)) + (self._starts[blocks] - before)[owners], owners
 
 

@@ -74,6 +74,7 @@ class ShardedModel:
             for key, parameter in module.named_parameters(recurse=False):
                 # Of a parameter that several modules share, the first one decides.
                 self._specs.setdefault(parameter, shard_specs(module, self._styles[name])[key])
+                # Kept, because DTensor must be told the full shape: an uneven shard does not reveal it.
                 self._full_shapes[parameter] = parameter.shape, parameter.stride()
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._dtensor_parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -100,6 +101,7 @@ class ShardedModel:
     def full_model(self, optimizer: bool) -> Iterator[None]:
         """Within it every rank has the full model and computes alone; with optimiser state if asked. Collective."""
         state = self._optimizer.state
+        # Copies of the state's dictionaries: `_replace_tensors` puts full tensors into the optimiser's own.
         local = [
             (parameter, parameter.data, parameter.grad, dict(state[parameter]) if parameter in state else None)
             for parameter in self._sharded_parameters
@@ -219,6 +221,7 @@ class ShardedModel:
     def _gather(self, local: Tensor, parameter: nn.Parameter) -> Tensor:
         """Return the full tensor, from one broadcast per rank: shards may differ in size. Collective."""
         spec, size = self._specs[parameter], self._group.size()
+        # Only its shape is needed to compute the shapes of the shards, so it takes no memory.
         full = torch.empty(self._full_shapes[parameter][0], device="meta")
         shards = [local.new_empty(spec.shard(full, rank, size).shape) for rank in range(size)]
         shards[self._group.rank()] = local.contiguous()

@@ -147,6 +147,7 @@ class Exponential(Topology):
 
     @property
     def period(self) -> int:  # type: ignore[override]
+        # The ceiling of log2 N, in integers.
         return max(1, (self.size - 1).bit_length())
 
     def mixing(self, clock: int) -> np.ndarray:
@@ -166,6 +167,7 @@ class Matchings(Topology):
 
     size: int
     seed: int = 0
+    # They do not repeat. The spectral gap is taken over this many of them.
     period = _NUM_DRAWS
 
     def mixing(self, clock: int) -> np.ndarray:

@@ -94,6 +94,7 @@ class PeerGroup:
 
     def wait(self, operation: Operation, num_steps: int = 0) -> None:
         """Run a generator and wait for it, from the training thread; then `check`."""
+        # The deadline counts from the last progress: every message that wakes the generator moves it on.
         self.transport.spawn(operation).wait()
         self.check(num_steps)
 

@@ -171,6 +171,8 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
 
     def is_ready(self) -> bool:
         """Whether all updates that the others had sent when they entered the round are applied."""
+        # A peer reports its clock as it enters, behind its last update on the same connection; updates that come
+        # later, or along other paths, are waited for.
         return all(self._inbox.num_applied(peer) >= self._group.clocks[peer] for peer in self._group.others)
 
     def round_finished(self, result: RoundResult) -> None:
@@ -187,6 +189,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
             yield from ()
 
         self._context.wait(apply_at_once())
+        # Here, in the training thread, which alone may change the model.
         self._model.write_model(self._context.base)
 
     def leave(self) -> None:

@@ -48,6 +48,7 @@ class PeerMessageKind(IntEnum):
     """This is the sender's last message."""
 
 
+# Little-endian, 48 bytes: kind, number, origin, clock and bytes as int64, then the weight as float64.
 _LAYOUT = Struct("<qqqqqd")
 
 

@@ -56,6 +56,7 @@ class TorchGroupWork(Work):
             raise self._error
         if self._work is None:
             return
+        # Taken out first: a second `wait` must not touch it again, also after a failure.
         work, self._work = self._work, None
         try:
             work.wait(self._membership.timeout)
@@ -186,6 +187,7 @@ class TorchProcessGroups:
         """Whether every rank's tensors are on a GPU that no other rank uses. Asked once, by all ranks together."""
         if self.one_gpu_per_rank is None:
             # The uuid, not the index: under CUDA_VISIBLE_DEVICES different GPUs may all have the index 0.
+            # Published also where NCCL is missing: the peers wait for a key of every rank.
             gpu_id = torch.cuda.get_device_properties(tensor.device).uuid if dist.is_nccl_available() else "none"
             self._store.set(f"gpu/{self._membership.rank}", str(gpu_id))
             keys = [f"{self._name}/gpu/{rank}" for rank in range(self._membership.size)]

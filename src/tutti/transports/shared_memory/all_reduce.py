@@ -114,6 +114,7 @@ class SharedMemoryReductions:
         self._membership, self._counters, self._flags = membership, counters, counters.flags
         self._liveness, self._segments = liveness, segments
         self._rank, self._size = membership.rank, membership.size
+        # Filled anew by every reduction; kept, so that a reduction allocates nothing.
         self._weights = np.ones(self._size)
         self._plans: dict[tuple[int, int, torch.dtype], _ReductionPlan] = {}
         self._staging = segments.empty(_STAGING_BYTES, torch.uint8)

@@ -298,6 +298,7 @@ class SocketConnections:
         incoming.held = False
         matches = message.tag == tag
         incoming.unread = self._matcher.bind(message, receive) if matches else self._matcher.keep(message)
+        # Only registers the socket: its data is read by the next `step`, not in the middle of posting a receive.
         self._watch(incoming)
         return matches
 

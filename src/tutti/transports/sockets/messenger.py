@@ -53,6 +53,7 @@ class Messenger(ProgressEngine):
         """Called when a wait is over, and every `WATCH_SECONDS` of a long wait in which data moved."""
         self.matcher = ReceiveMatcher(membership)
         prefix = f"{name}/messages"
+        # Peers find this rank's address under the same prefix (`Connector`).
         store = PrefixStore(prefix, membership.store)
         self.connections = SocketConnections(membership, address, store, self.matcher, self.guard)
         self.connector = Connector(self.health, self.connections, prefix)

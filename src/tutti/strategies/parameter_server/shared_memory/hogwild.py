@@ -95,6 +95,7 @@ class HogwildWorker(Exchange):
         self._shared_states: list[dict[str, Any]] = []
         """State of the optimiser in shared memory, while the optimiser has a copy of it."""
         self._has_lock = False
+        # A step writes all parameters and reads them back.
         self._bytes_per_step = 2 * sum(view.nbytes for view in self._shared_parameters)
         self._handles = [replica.optimizer.register_step_pre_hook(reject_closure)]
         replica.listen(self, to="samples")

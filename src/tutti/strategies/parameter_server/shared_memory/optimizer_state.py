@@ -45,6 +45,7 @@ _DIRECTORY_BYTES = 1
 _HEADER_BYTES = 64
 _ALIGNMENT_BYTES = 64
 """Tensors begin on cache lines: aligned for every dtype, and no two of them share a line."""
+# Numbers that are no tensors, of all parameters of one shard: mostly one step count for each.
 _MAX_NUMBERS = 4096
 _FLOAT64_PER_ELEMENT = 8
 """Room for so many float64 of state for each element. Pages that are not used take no memory."""
@@ -87,6 +88,8 @@ class SharedOptimizerState:
     @staticmethod
     def required_bytes(numel: int, num_parameters: int) -> int:
         """Return the size of the memory for parameters of `numel` elements in all."""
+        # At most a cache line for each tensor of state, with as many tensors per parameter as there are float64 per
+        # element.
         padding = _ALIGNMENT_BYTES * _FLOAT64_PER_ELEMENT * (num_parameters + 1)
         directories = 2 * _max_directory_bytes(num_parameters)
         return _HEADER_BYTES + directories + 8 * _MAX_NUMBERS + 8 * _FLOAT64_PER_ELEMENT * numel + padding

@@ -96,6 +96,7 @@ class WorkerRegistry:
     @property
     def alive(self) -> list[int]:
         """Ranks of the workers that have not left and are not lost."""
+        # A plain read: a status that changes now is seen by the next check.
         return np.flatnonzero(self._counters[self._indices.status] == _ALIVE).tolist()
 
     @property
@@ -150,6 +151,7 @@ class WorkerRegistry:
         self.wait(remaining)
 
     def _missing(self, counters: np.ndarray, number: int) -> Awaited | None:
+        """Return the counters of the living workers if one of them is below `number`, else None."""
         # Statuses are read anew in every check, so the wait also ends when the last missing worker is lost.
         alive = counters[self._counters[self._indices.status] == _ALIVE]
         return None if self.flags.reached(alive, number) else (alive, number)

@@ -66,6 +66,7 @@ class Server:
         context = ServerContext(config, transport, self._membership, other_servers, self.events, self._spawn)
         self._replies = ReplySender(context)
         consistency = config.consistency
+        # With a quorum of 1 every update is a version by itself, and there is nothing to agree on.
         ordering = UpdateOrdering(context) if consistency.bound is None and consistency.quorum > 1 else None
         self._shards: dict[int, ServerShard] = {}
         for shard in shards:

@@ -77,6 +77,7 @@ class RequestSender:
         fetched: list[Any] = []
         for work in [self._transport.spawn(self._fetch_state(server, fetched)) for server in self.servers]:
             self.wait(work)
+        # States are merged by name and range: the segment's slot and place in its shard are not known here, nor used.
         segments = [
             (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
         ]

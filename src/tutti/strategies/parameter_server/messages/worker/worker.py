@@ -176,6 +176,7 @@ class MessageWorker(ParameterServerWorker):
         """
         if "optimizer" not in state:
             return set(state)
+        # Before the consensus, which loads the servers' old values into the model.
         images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
         self.consensus()
         works = [
