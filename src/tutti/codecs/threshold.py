@@ -135,6 +135,7 @@ def _packet(indices: Tensor, picked: Tensor, finite: Tensor, tau: float, values:
     packet, payload = new_packet(
         Header(_KIND, len(symbols), values.numel(), order), fixed + encoded.numel(), values.device
     )
+    # In the order that `tutti.codecs.packet` gives for kind 4.
     payload[:4].view(torch.float32).fill_(tau)
     payload[4:8].view(torch.int32).fill_(len(special))
     payload[_FIXED : _FIXED + 4 * len(special)].view(torch.int32).copy_(special_indices)

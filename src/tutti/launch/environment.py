@@ -194,6 +194,7 @@ def _rendezvous_through_mpi() -> tuple[str | None, int | None]:
     here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
     one_host = here.size == everyone.size
     here.Free()
+    # Address and port as text, padded with zeros: all ranks must know the length of a broadcast.
     message = np.zeros(256, dtype=np.uint8)
     if everyone.rank == 0:
         # The kernel chooses a free port. It is closed again, and could be taken before rank 0 listens on it: rare, and

@@ -51,6 +51,7 @@ from tutti.world import World, current_world, set_world
 _world_numbers = count()
 """Numbers of the worlds that this process opens one after the other."""
 
+# From linux/sockios.h: asks for the address of an interface.
 _SIOCGIFADDR = 0x8915
 
 _ELSEWHERE = "192.0.2.1"
@@ -90,6 +91,7 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
         mpi.prepare(kind)  # Before `read_environment`, which may start MPI.
     elif kind not in TRANSPORTS:
         raise ConfigError(f"transport '{kind}' is not one of {', '.join(TRANSPORTS)}.")
+    # 1. Who this process is, by the variables of its launcher.
     environment = read_environment()
     if mpi.is_mpi(kind):
         mpi.check(environment, kind)
@@ -98,6 +100,7 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
     else:
         # All ranks open worlds in the same order, so the n-th world has the same keys on all of them.
         store = PrefixStore(f"tutti/{environment.attempt}/{next(_world_numbers)}", _open_store(environment, limit))
+        # 2. Who the others are.
         membership = wait_for_ranks(environment, store, limit)
         if mpi.is_mpi(kind):
             joined: Transport = mpi.connect(membership)
@@ -162,6 +165,7 @@ def wait_for_ranks(environment: RankEnvironment, store: Store, timeout: timedelt
 
 
 def _missing_ranks(environment: RankEnvironment, missing: list[int], timeout: timedelta) -> DeadlineExceeded:
+    """Return the error that names the ranks that have not come."""
     size = environment.size
     return DeadlineExceeded(
         f"rank {environment.rank}: after {timeout.total_seconds():g} s {size - len(missing)} of {size} ranks are "

@@ -136,7 +136,9 @@ def common_environment(variables: Mapping[str, str], num_workers: int = 1) -> di
         "OMP_NUM_THREADS": str(threads),
         # After the default above: the user's own OMP_NUM_THREADS counts.
         **os.environ,
+        # Lines appear as they are printed: into a pipe, Python would otherwise write whole buffers.
         "PYTHONUNBUFFERED": "1",
+        # Workers, and torch itself, learn by this that the launcher serves the store and rank 0 must not.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **variables,
     }

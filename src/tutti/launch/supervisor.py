@@ -104,6 +104,7 @@ class Supervisor:
     def run(self) -> list[Any]:
         """Start all, wait for all, and return their results by rank."""
         try:
+            # The store first: its port is among the variables of every worker.
             self._serve_store()
             for rank in range(self._placement.num_workers):
                 self._workers.append(self._start(rank))
@@ -170,6 +171,7 @@ class Supervisor:
         """Pass on output until all workers have ended, or the grace after the first failure is over."""
         deadline = None
         while any(worker.ended_at is None for worker in self._workers):
+            # Output is read in every round, also while workers end: a full pipe would block them.
             self._read(_POLL_S)
             failed_before = self._first_failed is not None
             self._note_ends()

@@ -105,9 +105,11 @@ class ModelOnMesh:
         # Before the cut into stages: the plan looks at pairs of layers and at names in the whole model.
         plan = tensor_plan(model, mesh.tensor, mesh.split)
         styles = {module: plan.style_of(name) for name, module in model.named_modules()}
+        # Stages first: shards belong to the layers of a stage.
         if mesh.pipe > 1:
             pipe_transport = self._axis_transports["pipe"]
             self._staged = StagedModel(model, optimizer, mesh.pipeline, pipe_transport, transport, example)
+        # Keyed by the stage's number, which names parameters alike on the ranks along `data` and `tensor`.
         stages = {str(number): stage for number, stage in self._local_stages.items()}
         self.local_module = model if self._staged is None else nn.ModuleDict(stages)
         """The part of the model that this rank holds, on which strategies work."""

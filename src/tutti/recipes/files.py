@@ -102,6 +102,7 @@ def _read_idx(path: Path, num_dims: int, stamp: tuple[int, int]) -> Tensor:
             f"{path} is not the idx file wanted: it starts with 0x{raw[:4].hex()}, "
             f"and bytes in {num_dims} dimensions start with 0x{magic.hex()}. Are two files swapped?"
         )
+    # Sizes are big-endian, 4 bytes each.
     shape = [int.from_bytes(raw[i : i + 4], "big") for i in range(4, header, 4)]
     wanted, got = int(np.prod(shape, dtype=np.int64)), len(raw) - header
     if got != wanted:

@@ -56,6 +56,7 @@ def pipeline(
     if batch % microbatches:
         raise ConfigError(f"--batch {batch} does not divide into {microbatches} microbatches.")
     if plot is not None:
+        # Refuses a missing matplotlib now, and not after minutes of measuring.
         pyplot()
         plot.mkdir(parents=True, exist_ok=True)
     console = Console()

@@ -36,6 +36,7 @@ from tutti.strategies import Strategy
 _MOST_ROWS = 20
 _MOST_SIMULATED_RANKS = 32
 """Strategies without a cost formula are simulated up to this many ranks; more send too many messages to wait for."""
+# Two have a link between them, and all ranks of one machine share the same memory.
 _MEASURED_RANKS = 2
 
 
@@ -80,10 +81,12 @@ def run(request: PlanRequest) -> dict[str, Any]:
 
 def _make_plan(request: PlanRequest, console: Console) -> _Planned:
     with console.status("measuring links") as status:
+        # 1. The cluster: measured here, or read.
         cluster, doubts = _measure_cluster() if request.cluster == MEASURED else (Cluster.load(request.cluster), [])
         cluster = restricted_to(cluster, request.workers)
         # Before a step is measured, which takes seconds.
         cluster.place(request.workers)  # Refuses more ranks than the hosts have room for.
+        # 2. A step of one worker, without communication.
         status.update(f"measuring a step of {request.model}")
         measure = partial(profile_step, request.model, request.options, request.batch, request.input_shape)
         # On this machine workers share cores and slow each other down; hosts of a cluster have their own.
@@ -93,6 +96,7 @@ def _make_plan(request: PlanRequest, console: Console) -> _Planned:
         # The simulator is asked only where formulas do not hold, and only about the fastest few.
         status.update("predicting step times")
         simulated = partial(_simulate, profile, request.workers, cluster, status.update)
+        # 3. All strategies, by formula or simulated.
         made = plan(
             profiles,
             request.workers,

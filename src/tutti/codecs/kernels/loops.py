@@ -156,9 +156,11 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
             if feedback and np.isfinite(scale):
                 for i in range(size):
                     residual_part[i] = wanted[i] - (np.float32(codes32[i]) - middle) * down
+            # Padding of the last byte, so that equal values give equal packets.
             for i in range(size, (size + per_byte - 1) // per_byte * per_byte):
                 codes32[i] = 0
             target = payload[offsets[group] : offsets[group + 1]]
+            # The first code goes into the lowest bits.
             for i in range(len(target)):
                 if bits == 8:
                     target[i] = codes32[i]

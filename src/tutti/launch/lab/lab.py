@@ -196,14 +196,17 @@ def _checked(
         mistakes.append(str(error).rstrip("."))
     if mistakes or hosts is None or ranks is None:
         raise ConfigError(f"invalid lab: {'; '.join(mistakes)}. Write it {FORM}.")
+    # One rate for all hosts is repeated; one for each is taken as it is.
     return LabSpec(rates=tuple(numbers * (hosts // len(numbers))), latency_s=latency_s, ranks_per_host=ranks)
 
 
 def _whole(value: str | int, what: str, most: int | None, mistakes: list[str]) -> int | None:
+    """Return a whole number from 1 to `most`, or None after a note in `mistakes`."""
     try:
         number = int(value)
     except ValueError:
         number = 0
+    # 1.5 is no number of hosts, though `int` would take it.
     if not isinstance(value, str) and number != value:
         number = 0
     if number < 1 or (most is not None and number > most):

@@ -69,8 +69,10 @@ class StagedModel:
         num_stages = transport.size * settings.num_stages_per_rank
         actions = actions_by_rank(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
         microbatch = split_batch(example, num_microbatches)[0]
+        # 1. Layers, and what each costs: the same on all ranks of the world.
         layers = _find_layers(model, microbatch, world_transport)
         costs = _shared_costs(layers, microbatch, world_transport)
+        # 2. The cut: layers to stages, such that the slowest stage is as fast as possible.
         # How many activations a stage keeps depends on the schedule and on its place in it, so memory is known per
         # stage.
         num_live = [max_live_microbatches(actions[stage % transport.size], stage) for stage in range(num_stages)]
@@ -78,6 +80,7 @@ class StagedModel:
         stage_costs = [_sum(costs[start:stop]) for start, stop in ranges]
         self.plan = PipelinePlan(actions, stage_costs, num_microbatches, num_rows(example))
         """The stages, and the actions of each rank."""
+        # 3. This rank's stages.
         self.local_stages = {
             index: StageModule(layers[start:stop])
             for index, (start, stop) in enumerate(ranges)
@@ -86,6 +89,7 @@ class StagedModel:
         """The stages of this rank, by number."""
         self.cut = [stop - start for start, stop in ranges]
         """Number of layers of each stage."""
+        # 4. Free what other ranks hold.
         users = _users(model, layers, ranges, transport.size)
         self._owners = {tensor: min(ranks) for tensor, ranks in users.items()}
         """The rank that sends each parameter and buffer to the others; several stages may share a buffer."""

@@ -76,6 +76,7 @@ def train_steps(name: str, strategy: str, steps: int) -> tuple[float, str]:
 
 def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[float, str]:
     training_recipe = recipe(name)
+    # All ranks start from the same parameters, and the digest is the same in every run.
     torch.manual_seed(0)
     model = training_recipe.model()
     optimizer = training_recipe.optimizer(model)

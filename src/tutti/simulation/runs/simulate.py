@@ -153,6 +153,7 @@ def _simulate(
     engine = Engine(
         None if on_progress is None else lambda now: on_progress(now, sum(rank.num_messages for rank in ranks))
     )
+    # Ranks first, then what joins them: channels refer to both.
     for number, host in enumerate(hosts):
         ranks.append(Rank(engine, number, host, cluster, timeout))
     network = Network(cluster, hosts)

@@ -73,6 +73,7 @@ class HogwildWorker(Exchange):
             progress=lambda: self._flags.value(self._version_counter),
             on_loss=self._release_lock_of,
         )
+        # Parameters and statistics, each in shared memory and in this worker's own.
         self._parameters = [slot.tensor for slot in replica.slots]
         self._shared_parameters = self._map_shared(transport, replica.slots)
         self._private_data = [tensor.data for tensor in self._parameters]
@@ -81,6 +82,7 @@ class HogwildWorker(Exchange):
         self._shared_statistics = self._map_shared(transport, replica.statistics)
         self._last_statistics = [tensor.data.clone() for tensor in self._statistics]
         """Running statistics as this worker read them last."""
+        # The optimiser's state, which all workers step in place.
         numel = sum(slot.tensor.numel() for slot in replica.slots)
         parameters = self._parameters
         state_bytes = SharedOptimizerState.required_bytes(numel, len(parameters))
