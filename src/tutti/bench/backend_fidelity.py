@@ -68,6 +68,7 @@ def compare(model: str, lab: Lab, steps: int) -> FSDPFidelity:
 
 
 def _simulated(model: str, wrapper: str, steps: int, workers: int, cluster: Cluster) -> tuple[float, str]:
+    """Return the slowest rank's seconds per step in virtual time, and the digest of the parameters."""
     results = simulate(train_steps, model, wrapper, steps, workers=workers, cluster=cluster).results
     return max(seconds for seconds, _ in results), results[0][1]
 
@@ -82,6 +83,7 @@ def _in_lab(model: str, steps: int) -> dict[str, Any]:
     }
 
     def trained(wrapper: str, backend: str) -> tuple[float, str]:
+        # Groups are made one after the other in one store, so each has keys of its own.
         where = {
             "store": dist.PrefixStore(f"{wrapper}/{backend}", store),
             "rank": lab_world.rank,

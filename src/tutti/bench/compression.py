@@ -116,6 +116,7 @@ def measure(model: str, exact: str, codecs: list[str], ddp_hooks: bool, rounds: 
 
 
 def _hooked(benchmark: BenchmarkModel, state: Any, hook: Callable[..., Any], **options: Any) -> Callable[[], None]:
+    """Return a step under DDP with one of torch's communication hooks."""
     model = DistributedDataParallel(copy.deepcopy(benchmark.model), gradient_as_bucket_view=True, **options)
     model.register_comm_hook(state, hook)
     return make_step(model, benchmark)[0]

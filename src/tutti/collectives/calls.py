@@ -74,6 +74,7 @@ class CollectiveCalls:
         plain = transport.inner if isinstance(transport, SharesMemory) else transport
         self._channel = plain.channel("calls")
         self._transport = transport
+        # All ranks together are the transport itself. Others are opened when a call finds that ranks are lost.
         self._groups: dict[tuple[int, ...], Transport] = {tuple(range(transport.size)): transport}
         self._rank = transport.rank
         self._alive = set(range(transport.size))
@@ -258,6 +259,7 @@ def _name(error: TuttiError) -> str:
     return next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
 
 
+# Kind, number of the call and length of the data, as int64.
 _HEADER_BYTES = 3 * 8
 
 

@@ -66,9 +66,11 @@ def distribute(
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:
         mistakes += mesh_mistakes(model, optimizer, mesh, strategy, world.size, example)
+    # Collective: ranks compare models, optimisers and strategies, and all of them raise if one has a mistake.
     check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
     # Before a mesh splits the model: until then all ranks have the same tensors.
     take_from_rank_0(model, optimizer, world.transport)
+    # From here on `world` is that of the ranks that have the same part of the model.
     previous_world, model_on_mesh = world, None
     if mesh is not None:
         model_on_mesh = ModelOnMesh(model, optimizer, mesh, world.transport, example)
@@ -97,11 +99,14 @@ def _start(
     replica = HookedReplica(
         model if model_on_mesh is None else model_on_mesh.local_module, optimizer, world.sample_counts
     )
+    # The device decides: tensors on a GPU cannot lie in shared memory.
     transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
+    # Dedicated servers are the last ranks, so that workers have the ranks 0 to N - 1.
     if world.rank >= world.size - strategy.num_dedicated_servers:
         strategy.serve(replica, channel)  # Returns when all workers have finished.
         channel.close()
+        # The script has nothing to do here: it ends as if it had come to its end, which launchers take for success.
         raise SystemExit(0)
     trains = _without_servers(world, strategy.num_dedicated_servers)
     # On a mesh `ModelOnMesh` counts operators instead: ranks compute different parts of the model.
@@ -112,8 +117,10 @@ def _start(
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
+    # A single worker has nobody to differ from, and meta tensors have no addresses to compare.
     if trains.size > 1 and model_on_mesh is None and not any(p.is_meta for p in model.parameters()):
         job.checks = ModelChecks(replica, trains.rank)
+    # A second `distribute` finds it there, and refuses.
     setattr(model, JOB_ATTRIBUTE, job)
     world.sample_counts.distributed.add(model)
     for module in model.modules():

@@ -70,6 +70,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
         # An error here alone would leave the others waiting, so it travels with this step's exchange.
         if not loss.is_meta and not torch.isfinite(loss.detach()).all():
+            # Alone there is no exchange that could carry it.
             if self._exchange.transport.size == 1:
                 rank = self._exchange.transport.world_rank
                 raise NonFiniteLoss(rank, [rank], self._replica.steps)
@@ -190,6 +191,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
 
 
 def _refuse_in_consensus(replica: HookedReplica, what: str) -> None:
+    """Raise `ConfigError` for a call that cannot be made while the model holds what all ranks agree on."""
     if replica.in_consensus:
         raise ConfigError(f"{what} inside job.consensus(): end that first.")
 

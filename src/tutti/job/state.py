@@ -80,10 +80,12 @@ def load_job_state(
 
 
 def _shapes(replica: Replica) -> dict[str, list[int]]:
+    """Return the shape of every trained parameter, in the order of names."""
     return {slot.name: list(slot.tensor.shape) for slot in sorted(replica.slots, key=lambda slot: slot.name)}
 
 
 def _refuse_another_model(saved: dict[str, list[int]], present: dict[str, list[int]]) -> None:
+    """Raise `ConfigError` if parameters differ in name or shape, with the first difference."""
     for name in sorted(saved.keys() | present.keys()):
         if saved.get(name) != present.get(name):
             then, now = (

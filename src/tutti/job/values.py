@@ -37,6 +37,7 @@ class CollectiveValues:
         """
         mistake = "" if op in get_args(ReduceOp) else f"op must be one of {', '.join(get_args(ReduceOp))}, got {op!r}."
         mistake = mistake or _mistake(value, op)
+        # A mistake is sent in place of the value: raised here alone, it would leave the other ranks waiting.
         sent = ConfigError(mistake) if mistake else {"op": op, "value": _plain(value)}
         answer = self._call("job.reduce", sent, _reduced)
         return _like(value, answer)
@@ -72,6 +73,7 @@ class CollectiveValues:
         return local
 
     def _call(self, name: str, value: Any, combine: Any) -> Any:
+        # Ranks that still train must not wait for this one's part in a step while it waits here.
         with self._exchange.waiting():
             return self.world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
 
@@ -134,12 +136,14 @@ def _difference(ours: Any, theirs: Any, at: str = "") -> tuple[str, str] | None:
 
 
 def _kind(value: Any) -> str:
+    """Describe the kind of a value: ranks must agree on it, and not on the value."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return "a dict" if isinstance(value, dict) else "a number"
 
 
 def _combine(values: list[Any], op: str) -> Any:
+    """Return the reduction of values of one kind; dicts key by key."""
     first = values[0]
     if isinstance(first, dict):
         return {key: _combine([value[key] for value in values], op) for key in first}

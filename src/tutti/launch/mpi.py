@@ -98,6 +98,7 @@ def connect(membership: Membership) -> "MpiTransport":
 
 def _abort_on_failure(transport: "MpiTransport") -> None:
     """Abort all ranks when this one's script fails: MPI's own exit waits for them, and they may wait for this one."""
+    # The hook of before still prints the error, and then all ranks are ended.
     before = sys.excepthook
 
     def failed(*error: Any) -> None:

@@ -72,6 +72,7 @@ class Branches(nn.Module):
         self.group = transport.rank // self.size
         """Number of this rank's replica."""
         members = range(self.group * self.size, (self.group + 1) * self.size)
+        # On a channel of their own, branches cannot take messages of the job for theirs.
         self._transport = transport.channel("branches", members)
         self._group_rank = transport.rank - members[0]
         self._check_batch = SameBatchCheck(self._transport, _REMEDY)

@@ -87,6 +87,7 @@ class ModelOnMesh:
         self.data_transport = self._axis_transports["data"]
         """Between the ranks that hold the same part of the model."""
         self._device = next(model.parameters()).device
+        # Left in reverse order: the device mesh goes before the process group that it refers to.
         self._resources = ExitStack()
         self._staged: StagedModel | None = None
         self._links: StageLinks | None = None

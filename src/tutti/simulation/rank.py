@@ -69,6 +69,7 @@ class Rank:
     def start(self, function: Callable[[], Any]) -> None:
         """Start the thread, and schedule its first turn and its death."""
         self.thread.start(function)
+        # All ranks begin at virtual time 0. They are started in the order of their numbers, and so run in it.
         self.engine.schedule(0.0, self.resume)
         if self.dies_s < float("inf"):
             self.engine.schedule(self.dies_s, self._die)

@@ -73,6 +73,7 @@ class _HostSum:
             _sum_in_place(operands)
         # Two barriers; every byte is read once and written once.
         spent_s = 2 * self._channel.network.cluster.within.seconds(operands[0].tensor.nbytes)
+        # All end together: until the last rank has joined, none may touch its tensor.
         finish_s = max(operand.posted_s for operand in operands) + spent_s
         for operand in operands:
             operand.rank.travel.add(finish_s - spent_s, finish_s)

@@ -92,6 +92,7 @@ class ComputeSpeed:
             length_s = self._draw(self._pauses.length_s)
             # The part of a pause that passed while this rank waited for others costs nothing.
             stop_s += max(0.0, min(length_s, self._next_pause_s + length_s - clock_s))
+            # Counted from the end of this pause, whether or not it cost the rank anything.
             self._next_pause_s += length_s + self._draw(self._pauses.every_s)
         return stop_s
 

@@ -68,6 +68,7 @@ class SimulatedTransport(Transport):
         self.world_ranks = self._numbers
         self.hosts = tuple(registry.network.hosts[number].name for number in self._numbers)
         self.cluster = registry.network.cluster
+        # By rank and channel, so that no two of them draw the same random times.
         self.seed = f"{self.cluster.seed} {me.number} {name}"
         self.bytes_sent = 0
         self._sequence, self._concurrent = OperationSequence(), ConcurrentOperations()

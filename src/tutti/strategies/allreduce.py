@@ -143,6 +143,7 @@ class AllReduce(Strategy):
         if placement.num_hosts > 1:
             algorithms = [*_CANDIDATES, *(name for name in ALGORITHMS if name not in ALGORITHMS.built_in)]
         sizes = (AllReduce.bucket_bytes, _LARGE_BUCKET_BYTES)
+        # A model that fits into one bucket of the default size gets the same bucket from a larger one.
         for bucket_bytes in sizes if profile.gradient_bytes > AllReduce.bucket_bytes else sizes[:1]:
             yield from (AllReduce(algorithm, bucket_bytes) for algorithm in algorithms)
         yield from (AllReduce(codec=codec) for codec in (*_CANDIDATE_CODECS, *_plugin_codecs()))

@@ -137,6 +137,7 @@ def _broadcast_state(
 
 def _element_keys(codec: Codec) -> list[str]:
     """Return the names of the codec's state per element."""
+    # Without elements, and without memory: only the names are wanted.
     state = codec.start(0, 0, torch.device("meta"))
     return [key for key, value in state.items() if isinstance(value, Tensor)]
 

@@ -103,6 +103,7 @@ def _measure(names: list[str], lab: str, rounds: int, status: Status) -> "Iterat
 
     for name in names:
         status.update(f"measuring {name} in lab {lab}")
+        # A new lab for each model, without connections or queues of the one before.
         with open_lab(lab) as hosts:
             assert hosts is not None
             comparison = benchmark.in_lab(name, hosts, rounds)

@@ -156,6 +156,7 @@ def _table(results: list[dict[str, Any]], title: str) -> Table:
     )
     for heading in ("", "ms", "%", "×", "sent", "stale"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
+    # Those of the first run are the reference of all rows: other runs have other ranks.
     solo_s, first_s = results[0]["seconds"]["solo"], results[0]["seconds"][first]
     table.add_row("no exchange", f"{solo_s * 1e3:.2f}", "100%")
     for result in results:

@@ -57,6 +57,7 @@ class AutoExchange(Exchange):
         self.inner.close()
         # The next exchange counts from zero.
         self._bytes_sent_before += self.inner.bytes_sent
+        # Before the channel is closed: gradients may lie in its shared memory, and are copied out of it here.
         self.replica.detach()
         self._channel.close()
         self.strategy = strategy

@@ -151,6 +151,7 @@ class _RecorderHook(OwnedHook):
 
 def summarise(steps: list[RecordedStep], step_s: float) -> dict[str, Any]:
     """Return medians over steps as JSON types; `step_s` is what a step takes besides forward and backward."""
+    # A dict as an ordered set: gradients in the order in which they first came.
     names = {name: None for step in steps for name in step.ready_s}
     return {
         "forward_s": statistics.median(step.forward_s for step in steps),

@@ -79,6 +79,7 @@ class BlockExchange(Exchange):
         self._schedule = make_schedule(strategy.every, strategy.share, strategy.overlap)
         averages_state = strategy.optimizer_state == "average"
         self._optimizer_mean = OptimizerStateMean(replica, self._exact_mean) if averages_state else None
+        # On a channel of its own: a status must not wait behind the sums of a pending exchange.
         self._status_exchange = StatusExchange(transport)
         self._pending: Work | None = None
         self._local_parameters: list[list[Tensor]] = []  # Kept while `consensus` shows the mean.
@@ -186,6 +187,7 @@ class BlockExchange(Exchange):
             for parameters in self._parameters:
                 parameters.apply_mean(keep_local_change)
             self._update_optimizer_state()
+            # By times that all ranks have received, so that blocks stay equally long on all of them.
             self._schedule.update(status)
             self._num_blocks += 1
         # All ranks are in collective calls, but in different ones: none of these could ever complete.

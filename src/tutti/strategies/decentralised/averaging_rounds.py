@@ -98,6 +98,7 @@ class AveragingRounds:
             contribution: returns this rank's values; called once, when all are ready.
         """
         group, number = self._group, self.last_round + 1
+        # From here on this rank sends no keep-alives: it waits itself, and has nothing to report.
         self.in_round = True
         group.send_to_all(PeerMessageHeader(PeerMessageKind.ROUND_ENTERED, number, purpose, clock))
         # A result before all have entered means that the others took this rank for lost: `_learn_result` makes it

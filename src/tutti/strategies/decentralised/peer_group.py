@@ -78,6 +78,7 @@ class PeerGroup:
         """Receive messages of all peers from now on, and hand them to `listener`."""
         self._listener = listener
         for peer in sorted(self.others):
+            # Nobody waits for it: it runs until the peer is gone, and reports by `lose` or `fail`.
             self.transport.spawn(self._receive_messages(peer))
 
     @property

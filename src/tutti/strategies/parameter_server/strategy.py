@@ -161,6 +161,7 @@ class ParameterServer(Strategy):
             from tutti.strategies.parameter_server.shared_memory.hogwild import HogwildWorker
             from tutti.strategies.parameter_server.shared_memory.worker import SharedMemoryWorker
 
+            # Without locks every worker steps the shared parameters with its own optimiser, and nothing is pushed.
             return (SharedMemoryWorker if self.consistency.locks else HogwildWorker)(replica, transport, self)  # type: ignore[arg-type]
         return MessageWorker(replica, transport, self)
 

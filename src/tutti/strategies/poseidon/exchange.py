@@ -150,6 +150,7 @@ class PoseidonExchange(Exchange):
         if self.replica.compute_clock is not None:
             return self.replica.compute_clock.speed
         if self._strategy.rule != "priced" or self.transport.rank != 0:
+            # No other rule uses it, and other ranks get rank 0's.
             return 1e11
         return product_speed(shapes, self.replica.slots[0].tensor.device, self.transport)
 

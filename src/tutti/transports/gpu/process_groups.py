@@ -178,6 +178,7 @@ class TorchProcessGroups:
         if self.nccl is None:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._membership.timeout
+            # NCCL's identifier goes through the store: its keys must not meet those of Gloo.
             store = dist.PrefixStore("nccl", self._store)
             torch.cuda.set_device(tensor.device)
             self.nccl = dist.ProcessGroupNCCL(store, self._membership.rank, self._membership.size, options)

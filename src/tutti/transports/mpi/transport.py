@@ -241,6 +241,7 @@ class MpiTransport(Transport):
     def _select(self, name: str, membership: Membership, ranks: Sequence[int]) -> Any:
         """Make a communicator of some ranks. Collective among those."""
         self._meet(name, membership)
+        # `Create_group` is collective among the members alone. `Split` would need every rank of the communicator.
         group = self._comm.Get_group().Incl(list(ranks))
         # The tag keeps groups apart that are made at the same time. MPI guarantees tags up to 32,767.
         return self._comm.Create_group(group, crc32(name.encode()) % 32_768)

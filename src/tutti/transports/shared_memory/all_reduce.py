@@ -55,6 +55,7 @@ class _ReductionPlan:
 
     def __init__(self, segment: Segment, address: int, tensor: Tensor, rank: int, size: int) -> None:
         offset = address - segment.start
+        # All ranks have the tensor at the same offset of their own memory: `empty` is collective.
         self.addresses = segment.bases + offset
         # Segment number above, offset below: no segment is longer than 2^48 bytes.
         self.position = (segment.number << 48) + offset  # The same number on all ranks, if they reduce the same tensor.

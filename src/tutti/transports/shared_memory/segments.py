@@ -97,6 +97,7 @@ class SharedSegments:
 def map_all(membership: Membership, name: str, num_bytes: int) -> list[SharedMapping]:
     """Create `num_bytes` of memory on every rank and map that of all ranks here, by rank. Collective."""
     ranks = range(membership.size)
+    # Closed on exec, which is the default: a program that a rank starts must not keep this memory.
     file = os.memfd_create("tutti")
     try:
         os.ftruncate(file, num_bytes)

@@ -118,6 +118,7 @@ class SocketConnections:
         self.progressed_at = [0.0] * (membership.size + 1)
         """Time of the last read or write, by peer. The last entry, which `ANY` indexes, is that of any read."""
         self._size, self._matcher, self._guard = membership.size, matcher, guard
+        # Known only to those who can read the store. Whoever connects without it is dropped after its hello.
         self._token = secrets.token_bytes(16)
         self._selector = selectors.DefaultSelector()
         # A byte sent through this pair ends a `select` that another thread waits in.

@@ -46,6 +46,7 @@ class Messenger(ProgressEngine):
 
     def __init__(self, membership: Membership, address: str, name: str) -> None:
         """Listen on `address`; `name` identifies the channel in the store."""
+        # Re-entrant, because `_check_awaited_peers` steps the connections under it, and a step takes it again.
         self.guard = threading.RLock()
         self.membership = membership
         self.health = ChannelHealth(membership, name)

@@ -169,6 +169,7 @@ class WorkerRegistry:
         # -1 is no progress that can be: the first check starts the deadline anew.
         deadline, last_progress = time.monotonic() + timeout_s, -1
         while (awaited := remaining()) is not None:
+            # In short waits, so that a lost worker or a stop is noticed after one of them.
             if self.flags.wait(*awaited, _CHECK_SECONDS):
                 continue
             self.check_workers(steps)

@@ -99,6 +99,7 @@ class Server:
         """Begin to serve the workers of other ranks."""
         if not self._shards:
             return
+        # Before the first request: orders and norms of other servers may come at once.
         self._versions.start()
         for worker in self._config.workers:
             if worker != self._transport.rank:  # The worker of this rank calls `handle_request` itself.

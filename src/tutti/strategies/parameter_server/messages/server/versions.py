@@ -65,6 +65,7 @@ class VersionMaker:
         if wanted_version != NO_PULL:
             shard.waiting_pulls[worker] = wanted_version
         self.settle([shard], worker)
+        # A push shows that training goes on, which workers at the barrier cannot see by themselves.
         self._replies.keep_alive(self.shards[first_shard])
 
     def settle_all(self) -> None:

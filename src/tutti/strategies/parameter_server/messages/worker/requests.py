@@ -69,6 +69,7 @@ class RequestSender:
 
     def send_to_all(self, kind: RequestKind) -> None:
         """Send a request without payload to all servers, and wait until it is sent."""
+        # To all at once: a server that is slow to take it must not hold up the others.
         for work in [self._transport.spawn(self.send(server, kind)) for server in self.servers]:
             work.wait()
 

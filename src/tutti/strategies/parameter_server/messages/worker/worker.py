@@ -30,6 +30,7 @@ class MessageWorker(ParameterServerWorker):
         super().__init__(replica, transport, strategy)
         group = join_group(replica, transport, strategy)
         self._channel, self._config = group.transport, group.config
+        # Before this worker pushes anything: those of other ranks may push here at once.
         self._server = group.start_server(replica) if self._rank in self._config.servers else None
         self._shards = [
             make_worker_shard(shard, replica, self._config, self._rank, self._server) for shard in group.shards
