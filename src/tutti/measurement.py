@@ -53,6 +53,7 @@ class CpuUse:
     def from_line(cls, line: str, own_s: float, ticks_per_s: int) -> "CpuUse":
         """Read the first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal in ticks."""
         ticks = [int(word) / ticks_per_s for word in line.split()[1:9]]
+        # Idle, and waiting for disks, during which a core is free as well.
         idle_s = sum(ticks[3:5])
         return cls(sum(ticks) - idle_s, idle_s, own_s)
 
@@ -124,6 +125,7 @@ def steadiest(measure: Callable[[], list[T]], seconds: Callable[[T], float]) -> 
         after = CpuUse.now()
         others = before.others(after) if before is not None and after is not None else 0.0
         attempts.append((results, Spread.of([seconds(result) for result in results], others)))
+    # A steady attempt before a faster one: the median of one that is not steady says little.
     return min(attempts, key=lambda attempt: (not attempt[1].steady, attempt[1].median_s))
 
 

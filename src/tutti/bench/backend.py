@@ -50,6 +50,7 @@ def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
             jobs += [(wrapper, model, partial(_stepper, benchmark_model, wrapper)) for wrapper in WRAPPERS]
         for size in benchmark.sizes:
             jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
+        # One job after the other, with both backends interleaved in each.
         for name, subject, make in jobs:
             supervisor.progress(doing=f"{name} {subject}")
             candidates: Candidates = {backend: make(groups[backend]) for backend in BACKENDS}

@@ -36,6 +36,7 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     rows = []
     for number, num_bytes in enumerate(sizes):
         reporter.progress(done=number, total=len(sizes))
+        # Zeros: other values would overflow, being summed in place again and again.
         candidates = _candidates(torch.zeros(num_bytes // 4), transport, choice)
         seconds = InterleavedTimer(rounds, _ROUND_S, _MOST_REPEATS, _SIZE_S).medians(candidates, transport)
         best = choice.best(num_bytes).name

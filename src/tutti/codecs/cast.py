@@ -60,6 +60,7 @@ class Cast(Codec):
     ) -> None:
         scaled = groups_or_rows(out, groups) if self.to == "fp8" else None
         count = len(scaled) if scaled is not None else 0
+        # All of it is checked before the first element of `out` is written.
         header, payload = read(packet, _KIND, out.numel())
         expect("number format", header.parameter, _NAMES.index(self.to))
         expect("scale groups", header.count, count)

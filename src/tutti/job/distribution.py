@@ -196,6 +196,7 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         mistakes.append("the model has no trainable parameter: nothing to distribute.")
+    # By identity, because `==` on tensors compares values.
     in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in trained.items() if id(p) not in in_optimizer]:
         mistakes.append(

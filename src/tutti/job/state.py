@@ -66,12 +66,15 @@ def load_job_state(
         )
     if state["parameters"] and model_on_mesh is None:
         _refuse_another_model(state["parameters"], _shapes(replica))
+    # After this nothing is refused any more: a state of another model has changed nothing.
     parts = _parts(state["exchange"], model_on_mesh)
     replica.steps = state["steps"]
     dropped = exchange.load_state_dict(parts) if parts else set()
+    # It was saved by parameter servers. Here the user's own optimiser steps, and takes it over.
     if "optimizer" in dropped:
         _load_optimizer(parts["optimizer"], replica)
     if exchange.transport.rank == 0:
+        # "chosen" is the choice of `Auto`, which a strategy that was named does without.
         for name in sorted(dropped - {"optimizer", "chosen"}):
             meaning = _DROPPED.get(name, f"its '{name}' is dropped")
             _log.warning(

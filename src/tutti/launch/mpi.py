@@ -52,6 +52,7 @@ def prepare(kind: str) -> None:
             f"transport '{kind}' needs {_COMPONENTS}=^han, or Open MPI's component han may reduce instead, but it is "
             f"'{os.environ[_COMPONENTS]}'. Unset it, or use transport 'mpi'."
         )
+    # Importing it has started MPI, which has read its settings for good.
     if "mpi4py.MPI" in sys.modules:
         options = " ".join(f"--mca {name.removeprefix('OMPI_MCA_')} {value}" for name, value in settings.items())
         raise ConfigError(

@@ -99,6 +99,7 @@ class Supervisor:
         self._store_end: str | None = None
         """How that process ended, if it did before any worker failed."""
         self._common_environment = common_environment(environment, placement.num_workers)
+        # A fork server that has to be started imports from here on, while the store is set up.
         self._starter = WorkerStarter(program, placement, self._common_environment)
 
     def run(self) -> list[Any]:

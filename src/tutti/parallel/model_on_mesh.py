@@ -247,6 +247,7 @@ def mesh_mistakes(
 ) -> list[str]:
     """Return what is wrong with splitting `model` over `mesh`, as far as can be seen without doing it."""
     mistakes = [*mesh.mistakes(num_ranks), *_optimizer_mistakes(optimizer, mesh)]
+    # What needs the whole model on every rank.
     if mesh.tensor * mesh.pipe > 1 and any(isinstance(module, Branches) for module in model.modules()):
         mistakes.append("Branches need the whole model on every rank: use them without tensor and pipe.")
     if strategy.needs_whole_model and mesh.tensor * mesh.pipe > 1:
@@ -298,6 +299,7 @@ def _diverging_copies_mistakes(model: nn.Module, plan: TensorPlan, strategy: Str
     codec = getattr(strategy, "codec", None)
     if strategy.synchronous and (codec is None or isinstance(codec, Cast)):
         return []
+    # Smaller parameters are sent exactly, so that their copies stay alike. Without synchronous steps none do.
     exact_below = getattr(strategy, "exact_below", 0) if strategy.synchronous else 0
     compressed = [
         layer.name

@@ -117,6 +117,7 @@ def _draw(result: dict[str, Any], folder: Path) -> None:
             "modelled step": timeline_from(row["clock_spans"], result),
         }
         plot_timelines(panels, f"{name}, {result['microbatches']} microbatches", folder / f"{name}.png")
+    # A pair that shows what pipelining gains, if both were timed.
     pipelined = next((name for name in ("gpipe", "1f1b") if name in by_name), None)
     if "sequential" in by_name and pipelined is not None:
         pair = {f"with pipeline ({pipelined})": pipelined, "without pipeline": "sequential"}

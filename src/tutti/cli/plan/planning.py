@@ -68,8 +68,10 @@ def run(request: PlanRequest) -> dict[str, Any]:
     _show(planned.plan, console)
     for doubt in planned.doubts:
         console.print(f"[yellow]{doubt}[/]", highlight=False)
+    # For `--json`: how far the measurements can be trusted.
     measured = {"spread": None if spread is None else asdict(spread), "doubts": planned.doubts}
     written = {"subject": request.model, "cluster": planned.cluster.to_toml(), **measured, **planned.plan.as_dict()}
+    # Further answers, each where it was asked for.
     if request.per_layer:
         written["layers"] = _show_layers(request, planned, console)
     if request.meshes:

@@ -179,6 +179,7 @@ def _checked(
     """Build a `LabSpec` from unchecked values; raise one `ConfigError` with every mistake."""
     hosts = _whole(counts[0], "hosts", MAX_HOSTS, mistakes)
     ranks = _whole(counts[1], "ranks per host", None, mistakes)
+    # Everything is looked at before anything is raised, so that the user sees all mistakes at once.
     numbers, latency_s = [], 0.0
     for rate in rates:
         try:

@@ -100,6 +100,8 @@ class _TracedLayer(nn.Module):
         """
         module = model.get_submodule(path)
         inside = set(group)
+        # What the operators take from outside, and what others take from them. Parameters do not count: the layer
+        # holds them.
         inputs = {
             source
             for node in group
@@ -107,6 +109,7 @@ class _TracedLayer(nn.Module):
             if source not in inside and source.op != "get_attr"
         }
         outputs = [node for node in group if any(user not in inside for user in node.users)]
+        # A module with one tensor in and one out can be called as it is.
         leaf = not list(module.children()) and len(inputs) == len(outputs) == 1
         if leaf and type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.RNNBase):
             key = path.replace(".", "/")

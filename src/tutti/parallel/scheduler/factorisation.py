@@ -44,10 +44,12 @@ class Factorisation(BlockProblem):
         self._known = self._values.repeat(2)[order]
         self._counts = torch.bincount(entry_blocks.view(-1), minlength=self.num_blocks)
         self._starts = torch.cumsum(self._counts, 0) - self._counts
+        # Products w·h of such rows have the variance 1/r, whatever the rank.
         generator = torch.Generator().manual_seed(seed)
         self.factors = torch.randn(self.num_blocks, rank, generator=generator, dtype=self._values.dtype) / rank**0.5
         """The rows of W, then those of H; the same on every rank."""
         broadcast_all([self.factors], transport)
+        # The errors are divided between ranks, though every rank has all factors.
         local = parts(len(rows), transport.size)[transport.rank]
         self._local_entries = entry_blocks[:, local], self._values[local]
         """The entries whose errors this rank adds to the objective."""

@@ -84,6 +84,7 @@ def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[fl
     with distribute(model, optimizer, parse(strategy), world=world) as job:
         rank, size = job.world.rank, job.world.size
         batch_size = batch_size_of(name, size)
+        # Rank r has the r-th part of one global batch: N ranks train on what one would.
         x, y = (
             part[rank * batch_size : (rank + 1) * batch_size] for part in training_recipe.example(batch_size * size)
         )

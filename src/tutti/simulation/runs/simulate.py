@@ -128,6 +128,7 @@ def simulate(
     limit = DEFAULT_TIMEOUT if timeout is None else parse_duration(timeout)
     guard.refuse("tutti.simulate")
     _return_memory()
+    # Before the lock is taken: what the cluster refuses must leave nothing behind.
     hosts = cluster.place(workers)
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError(

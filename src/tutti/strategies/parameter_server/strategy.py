@@ -194,6 +194,7 @@ _CONSISTENCIES = (
 def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
     """Return the strategy that options at the command line describe."""
     rest = dict(options)
+    # 1. The consistency: names that stand alone, then those that have a number.
     named: list[Consistency] = []
     for name in ("bsp", "async"):
         if name in rest:
@@ -214,6 +215,7 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
                 "ps: aware takes nothing at the command line; in Python, StalenessAware takes a function."
             )
         consistency = StalenessAware(consistency)
+    # 2. All other options, each with a value.
     kinds: dict[str, Callable[[str], Any]] = {
         "servers": int,
         "overlap": _switch,

@@ -141,6 +141,7 @@ def read(options: dict[str, str], codec: Codec | None) -> Poseidon:
         raise ConfigError(
             "poseidon is exact and takes no codec. Write the codec alone, such as onebit, for an all-reduce with it."
         )
+    # Options that are not Poseidon's own choose a consistency, and so parameter servers.
     arguments: dict[str, object] = {}
     server_options = {key: text for key, text in options.items() if key not in ("rule", "overlap", "bucket_bytes")}
     if server_options:

@@ -69,6 +69,7 @@ class SharedOptimizerState:
         """
         self._num_parameters = num_parameters
         self.state_of = state_of
+        # The parts in the order that the module's text gives.
         directory_bytes = _max_directory_bytes(num_parameters)
         numbers_start = _HEADER_BYTES + 2 * directory_bytes
         numbers_stop = numbers_start + 8 * _MAX_NUMBERS
@@ -148,6 +149,7 @@ class SharedOptimizerState:
     def _allocate(self, key: str, value: Any) -> dict[str, Any]:
         """Return a new directory entry for a value."""
         if isinstance(value, Tensor):
+            # One after the other, and never freed: state keeps its size from step to step.
             start = -(-self._tensor_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             self._tensor_bytes = start + value.nbytes
             if self._tensor_bytes > self._tensors.numel():
@@ -158,6 +160,7 @@ class SharedOptimizerState:
             dtype = str(value.dtype).removeprefix("torch.")
             return {"start": start, "shape": list(value.shape), "stride": list(value.stride()), "dtype": dtype}
         if isinstance(value, bool | int | float):
+            # The next free place: numbers are removed by `reset` alone.
             number = sum("number" in entry for entry in self._entries.values())
             if number == _MAX_NUMBERS:
                 raise ConfigError(
