@@ -162,6 +162,8 @@ class TuttiGroup(dist.ProcessGroup):
             (flat,), (result,) = flats.inputs(full), flats.outputs(output)
             operation = self._collectives.reduce_scatter(result, flat, op)
             operations.append(self._reduced(operation, result, op, output))
+        # One after the other, as one operation: the caller gets a single work for all of them, as torch's coalescing
+        # expects.
         return self._submit_collective(flats, _in_sequence(operations), opts)
 
     def _reduced(self, operation: Operation, result: Tensor, op: ReduceOperator, tensor: Tensor) -> Operation:
@@ -279,6 +281,7 @@ class TuttiGroup(dist.ProcessGroup):
         def steps() -> Operation:
             receiving: Work = self._messages.irecv(flat, src, tag)
             yield receiving
+            # Known only now if any source was allowed; `dist.recv` returns it to the user.
             work.source = receiving.source if src == ANY else src
 
         return self._submit_message(flats, steps(), work)

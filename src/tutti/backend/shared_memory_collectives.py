@@ -190,6 +190,8 @@ class SharedMemoryCollectives(Collectives):
 
     def _reduce_buffers(self, output: Tensor, offset: int, operator: ReduceOperator, ranges: list[BlockRange]) -> None:
         """Reduce all ranks' buffers into `output`, which begins at element `offset` of them, in Gloo's order."""
+        # A mean is summed here as well; the caller divides the sum. Other operators, and dtypes without a kernel, go
+        # through torch below, an operation per rank.
         kernel = KERNELS.get(output.dtype) if operator.name in ("SUM", "AVG") else None
         if kernel is not None:
             self._sum_buffers(kernel, output, offset, ranges)
@@ -197,6 +199,7 @@ class SharedMemoryCollectives(Collectives):
         buffers = self._rounds.buffers(output.dtype)
         for block, start, stop in ranges:
             first, *others = self._orders[block].tolist()
+            # A copy: the buffer is read by the other ranks until all of them have finished the round.
             result = buffers[first][start:stop].clone()
             for rank in others:
                 operator.apply(buffers[rank][start:stop], result, result)

@@ -124,6 +124,7 @@ def _ping_pong(size: int, group: Any) -> Callable[[], None]:
     """Send a message from rank 0 to rank 1 and back; other ranks do nothing."""
     tensor, rank = torch.zeros(size // 4), dist.get_rank(group)
 
+    # One rank sends first and the other receives first; if both sent first, blocking sends could wait for each other.
     def call() -> None:
         if rank == 0:
             dist.send(tensor, 1, group=group)

@@ -111,6 +111,7 @@ class _Trial:
     def row(self, copy_s: float) -> dict[str, Any]:
         """Return the medians of all rounds, for a table and for JSON."""
         seconds = {name: statistics.median(samples) for name, samples in self.samples.items()}
+        # Not the sum of the two medians: they may come from different rounds.
         seconds["both"] = statistics.median(map(sum, zip(*self.samples.values(), strict=True)))
         num_bytes = 4 * self.values.numel()
         return {

@@ -215,6 +215,7 @@ def _is_plain(loader: DataLoader[Any], kind: type) -> bool:
 
 def _rebuilt(loader: DataLoader[Any], **batching: Any) -> DataLoader[Any]:
     """Return a copy of the loader with other batches."""
+    # Everything of the user's loader but its sampler and batch size, which `batching` replaces.
     return DataLoader(
         loader.dataset,
         **batching,

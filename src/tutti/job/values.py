@@ -82,6 +82,7 @@ def _mistake(value: Any, op: str, at: str = "") -> str:
     """Return what is wrong with a value that is to be reduced; nothing if it can be."""
     where = f"'{at}' is" if at else "got"
     if isinstance(value, dict):
+        # The path through nested dicts, such as 'train.loss', so that the message names the very item.
         found = [_mistake(item, op, f"{at}.{key}" if at else str(key)) for key, item in value.items()]
         return next((mistake for mistake in found if mistake), "")
     if isinstance(value, Tensor):

@@ -156,6 +156,7 @@ def _checked(
         port = _number(environment, "MASTER_PORT")
         if not 0 < port < 65_536:
             raise EnvironmentConflict(f"MASTER_PORT must be from 1 to 65535, got {port}.")
+    # Address and port come as a pair: an address without a port is not used. A single rank meets no one.
     elif fallback is not None and size > 1:
         address, port = fallback()
     return RankEnvironment(launcher, rank, size, local_rank, address or LOOPBACK, port)

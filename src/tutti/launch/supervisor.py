@@ -301,6 +301,7 @@ class Supervisor:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
 
     def _close(self) -> None:
+        # Before the pipes are closed: workers' last lines, which often hold the error, may still lie in them.
         self._drain()
         for worker in self._workers:
             for file, output in worker.outputs.items():

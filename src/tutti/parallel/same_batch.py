@@ -31,6 +31,7 @@ class SameBatchCheck:
         if self._compared:
             return
         fingerprints = [_fingerprint(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        # All ranks compare the same list, so that all of them raise, and none is left waiting in the forward pass.
         by_rank = all_gather_json([self._transport.world_rank, *fingerprints], self._transport)
         first_rank, *first_fingerprints = by_rank[0]
         for rank, *fingerprints in by_rank:

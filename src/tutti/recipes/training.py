@@ -159,6 +159,7 @@ def _set_rate(
     rule = combined_rule(
         strategy,
         optimizer,
+        # Dedicated servers take no batch, so they do not count as workers; a single rank runs without servers.
         num_workers=world.size - (strategy.num_dedicated_servers if world.size > 1 else 0),
         batch_size=batch_size,
         reference=training_recipe.batch_size,

@@ -117,6 +117,8 @@ def _draw_loss(axis: Any, xs: list[float], losses: list[float]) -> None:
     if smooth:
         axis.plot(xs, mean, color="#0072b2", linewidth=2, label="running mean")
         axis.legend(frameon=False)
+    # By the mean, so that one step with a huge loss does not press the curve flat. `or 1.0` for losses that are all
+    # 0.
     axis.set_ylim(0, 1.15 * mean.max() or 1.0)
     axis.set_ylabel("training loss" if smooth else "training loss per step")
 

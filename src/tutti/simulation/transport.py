@@ -104,6 +104,7 @@ class SimulatedTransport(Transport):
         if self._closed or (src != ANY and (not 0 <= src < self.size or src == self.rank)):
             raise self._refusal(src)
         channel = self._channel
+        # A receive from anyone looks at all senders' mailboxes, in order of arrival; the other looks at one.
         if src == ANY:
             mailbox: Mailbox | AnySourceMailbox = channel.any_source_mailbox(self.rank, tag)
         else:

@@ -267,12 +267,15 @@ class AllReduceExchange(Exchange):
             used = {"converged"}
             self._converged.load_state_dict(state["converged"])
             if state["converged"]["order"] is not None:
+                # The order first: `leave_out` cuts buckets anew in whatever order holds by then.
                 self.replica.arrange(state["converged"]["order"])
             self.replica.leave_out(self._converged.left_out)
         elif isinstance(self._mean, CompressedMean) and "residuals" in state:
             used = {"residuals"}
             self._mean.load_state_dict(state["residuals"])
         elif self.transport.size == 1:
+            # A single rank exchanges nothing, but its checkpoint may be resumed on several: the state is passed on
+            # unchanged.
             self._unused_state = {name: state[name] for name in state.keys() & self._parts}
             used = set(self._unused_state)
         return set(state) - used

@@ -54,11 +54,14 @@ class CodecMemory:
             saved = dict(self.common)
             for start, slot in compressed_slots(bucket):
                 for key, flat in bucket_sum.per_element.items():
+                    # A parameter that the saved state does not know keeps what its sum started with.
                     if (values := self.elements.get(key, {}).get(slot.name)) is not None:
                         flat[start : start + slot.tensor.numel()] = values
                 for key, factor in self.factors.items():
                     name, _, parameter = key.partition("@")
                     if parameter == slot.name:
+                        # The inverse of `collect`: back to the position of the parameter in its present bucket. A
+                        # copy, since the tensors of `collect` still belong to the sums that they came from.
                         saved[f"{name}@{start}"] = factor.clone()
             bucket_sum.load(saved)
 

@@ -89,6 +89,7 @@ class LabSpec:
         given = {key.strip(): value.strip() for key, _, value in pairs}
         mistakes = [f"unknown '{key}' (known: {', '.join(_KEYS)})" for key in given if key not in _KEYS]
         keys = [key.strip() for key, _, _ in pairs]
+        # Looked up in the list, because a dict keeps only the last of two.
         mistakes += [f"'{key}' is given twice" for key in given if keys.count(key) > 1]
         rate = given.get("rate", "1gbit").split("/")
         counts = (given.get("hosts", "2"), given.get("ranks", "1"))

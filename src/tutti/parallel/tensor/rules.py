@@ -73,6 +73,7 @@ def _other_refusal(module: nn.Module, style: ParallelStyle, num_ranks: int) -> s
         return "max_norm, padding_idx and sparse gradients need the whole table"
     if isinstance(module, CONVOLUTIONS) and module.groups != 1:
         return f"it has {module.groups} groups"
+    # One matrix of queries, keys and values, one below the other: each of the three is cut among the ranks by itself.
     if isinstance(module, nn.Linear) and style == "heads" and module.out_features % (3 * num_ranks):
         return f"its {module.out_features} outputs are not queries, keys and values of {num_ranks} equal parts"
     return None

@@ -250,6 +250,7 @@ def _innermost_module(model: nn.Module, traceback: TracebackType | None) -> str:
     """Return the innermost module of `model` in a traceback."""
     names = {module: name for name, module in model.named_modules()}
     innermost: nn.Module | None = None
+    # Outermost frame first, so the last match is the innermost module.
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
         innermost = owner if isinstance(owner, nn.Module) and owner in names else innermost

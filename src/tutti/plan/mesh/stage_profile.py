@@ -135,6 +135,7 @@ class _StageRunner:
         """
         ready: dict[str, tuple[float, int]] = {}
 
+        # A function of its own, because a lambda in the loop below would see the loop's last name only.
         def arrived(name: str) -> Callable[[Tensor], None]:
             return lambda _: ready.update({name: (self._now() - start_s, len(self._trace) - num_forward)})
 

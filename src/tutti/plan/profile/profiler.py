@@ -78,11 +78,14 @@ def _passes(
     timer = LayerTimer(training_pass, layers, clock)
 
     def measure() -> tuple[tuple[float, float], PassTrace]:
+        # Both passes start without gradients, because adding to existing ones takes longer than storing the first.
         drop_gradients(training_pass.model)
         undisturbed = forward_and_backward(training_pass, clock)
         drop_gradients(training_pass.model)
         return undisturbed, timer.measure()
 
+    # Steady by the undisturbed times (`result[0]`): passes with hooks are slower, and only their proportions are
+    # used.
     measured, spread = steadiest(lambda: repeated(measure, repeats), lambda result: sum(result[0]))
     forward_s, backward_s = (median(seconds[part] for seconds, _ in measured) for part in range(2))
     return forward_s, backward_s, median_trace([trace for _, trace in measured]).shares(len(layers)), spread

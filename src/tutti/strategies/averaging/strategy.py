@@ -154,6 +154,8 @@ class BlockMomentum(LocalSteps):
 
     def learning_rate(self, num_workers: int) -> LearningRateRule:
         outer = self.outer(num_workers)
+        # The sum of the geometric series lr × (1 + m + m² + …): how far one mean change moves the parameters in the
+        # end.
         distance = outer.lr / (1 - outer.momentum)
         if distance <= 1:
             return SAME_RATE

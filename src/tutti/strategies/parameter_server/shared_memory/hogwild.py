@@ -123,6 +123,7 @@ class HogwildWorker(Exchange):
             sizes = [-(-slot.tensor.numel() // line) * line for slot in group]
             for slot, part in zip(group, transport.shared_tensor(sum(sizes), dtype).split(sizes), strict=True):
                 views[slot] = like(part[: slot.tensor.numel()], slot.tensor)
+                # Other ranks may still see zeros here. They go on only after the constructor's last collective.
                 if self._rank == 0:
                     views[slot].copy_(slot.tensor.detach())
         return [views[slot] for slot in slots]
@@ -260,6 +261,7 @@ class HogwildWorker(Exchange):
         """Return a copy of the optimiser's state, by parameter."""
         states: dict[str, Any] = {}
 
+        # Run within the barrier, where no rank steps: otherwise tensors of one parameter could come from two steps.
         def copy(number: int) -> None:
             self._optimizer_state.refresh()
             for slot, state in zip(self.replica.slots, self._slot_states(), strict=True):

@@ -128,6 +128,7 @@ class VersionMaker:
             self._clipping.restart()
         for shard in self.shards.values():
             shard.ledger.restart()
+            # Minus one, so that the first look at waiting pulls counts version 0 as new.
             shard.answered_version, shard.version = -1, 0
             shard.discard_snapshot()
             if shard.optimizer is not None:
