@@ -65,6 +65,7 @@ class CpuUse:
         """
         used_s, own_s = later.used_s - self.used_s, later.own_s - self.own_s if own_s is None else own_s
         total_s = used_s + later.idle_s - self.idle_s
+        # At least 0: clock ticks are coarse, and the two counters are not read at the same instant.
         return max(0.0, used_s - own_s) / total_s if total_s > 0 else 0.0
 
 
@@ -138,6 +139,7 @@ def largest_rate() -> float:
         start_s = time.perf_counter()
         target[:] = source
         fastest_s = min(fastest_s, time.perf_counter() - start_s)
+    # 8 bits per byte. The least time that counts is 100 ns, in case the clock does not see the copy at all.
     return _CORES * 8 * _COPY_BYTES / max(fastest_s, 1e-7)
 
 

@@ -106,6 +106,7 @@ def train_steps(
     dist.init_process_group(backend, **(where or {}))
     rank, size = dist.get_rank(), dist.get_world_size()
     made = recipe(model)
+    # The same parameters and samples in the lab and in virtual time, so that the digests can be compared.
     torch.manual_seed(0)
     wrapped = WRAPPERS[wrapper](made.model(), dist.group.WORLD)
     optimizer = made.optimizer(wrapped)
@@ -118,6 +119,7 @@ def train_steps(
         optimizer.step()
         optimizer.zero_grad()
         times.append(world().transport.now())
+    # Collective under FSDP2, so all ranks do it, and before the group is destroyed.
     parameters = b"".join(_full_tensor(p).detach().numpy().tobytes() for p in wrapped.parameters())
     digest = hashlib.sha256(parameters).hexdigest()
     dist.destroy_process_group()

@@ -91,6 +91,7 @@ def measure(model: str, exact: str, codecs: list[str], ddp_hooks: bool, rounds: 
                 "ddp powersgd": _power_sgd(benchmark),
             }
         jobs: dict[str, Job] = {}
+        # `native` is always timed, but only once if it is also the exact strategy that was asked for.
         for text in [*dict.fromkeys(("native", exact)), *codecs]:
             candidates[text], jobs[text] = tutti_step(benchmark, world, text)
         for candidate in candidates.values():

@@ -199,6 +199,8 @@ class CollectiveCalls:
                 if kind == _Kind.HERE:
                     call.root_is_here = True
                     continue
+                # Ranks other than the root keep it too: if the root is lost, the next one may have to give it to a
+                # rank that missed it.
                 self._last_answer = _message(kind, number, data)
                 content = from_bytes(data)
                 if kind == _Kind.ANSWER:

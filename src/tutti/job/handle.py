@@ -103,6 +103,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         are not. The optimiser's state is there as well, where parameter servers have it or a mesh has split it; to
         evaluate, `optimizer=False` saves that transfer. Afterwards the rank's own values are restored.
         """
+        # A second one would take the consensus for this rank's own values, and restore those at its end.
         _refuse_in_consensus(self._replica, "a second job.consensus()")
         self._exchange.consensus(optimizer)
         self._replica.in_consensus = True

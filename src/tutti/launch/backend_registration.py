@@ -57,6 +57,7 @@ class _Finder:  # Not of importlib.abc, whose import takes longer than the rest 
 
 def _register(table: ModuleType) -> None:
     """Add the backend to torch's table. Groups that it makes are closed before Python ends."""
+    # Weak, because this set lives as long as the process: groups that the user destroys are to be freed.
     groups: WeakSet[TuttiGroup] = WeakSet()
 
     def create(options: Any, _: Any) -> "TuttiGroup":

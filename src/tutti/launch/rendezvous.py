@@ -229,6 +229,7 @@ def _listener(address: str, port: int) -> int:
         raise EnvironmentConflict(
             f"rank 0: cannot listen on port {port} ({error.strerror}). Choose another MASTER_PORT."
         ) from error
+    # All ranks of a large world connect at about the same time. The kernel may allow fewer (net.core.somaxconn).
     listener.listen(4096)
     return listener.detach()
 

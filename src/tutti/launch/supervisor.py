@@ -141,6 +141,7 @@ class Supervisor:
 
     def _start(self, rank: int) -> _Worker:
         """Start a worker with two output pipes and a supervisor pipe, and watch all three."""
+        # Standard output, standard error, and messages to the supervisor.
         pipes = [os.pipe() for _ in range(3)]
         (out, _), (err, _), (pipe, _) = pipes
         try:
@@ -322,6 +323,8 @@ class Supervisor:
         first = self._failure()
         if first is None:
             return
+        # Ranks that failed only because of the first one get a line each; the error to raise is that of the first
+        # alone.
         for worker in self._workers:
             reported = worker is first or worker in self._lost
             if not reported and worker.knocked_on and worker.inbox.failure is not None:

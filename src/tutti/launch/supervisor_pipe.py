@@ -80,6 +80,7 @@ class SupervisorPipe:
 
     def progress(self, **values: Any) -> None:
         """Report values, which must be valid JSON, to the function that watches the run."""
+        # A simulated rank is a thread of this process, whose pipe would report for the wrong rank.
         if (reporter := _reporter.get()) is not None:
             reporter(values)
             return

@@ -316,6 +316,8 @@ def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, code
         algorithm = "native"
     if algorithm == "cheapest":
         return CollectiveMean(transport, measure_collectives(transport).best)
+    # The transport's own mean, then the backend's own sum, then the algorithms of `tutti.collectives`: the first that
+    # there is.
     if algorithm == "native" and isinstance(transport, Averages):
         return TransportMean(transport)
     kind = "cpu" if replica.device_types <= {"cpu", "meta"} else "cuda"

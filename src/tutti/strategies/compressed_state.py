@@ -37,6 +37,7 @@ class CodecMemory:
         for bucket, bucket_sum in sums.items():
             slots = dict(compressed_slots(bucket))
             for key, flat in bucket_sum.per_element.items():
+                # Views, so collecting costs no memory; the caller copies them before the sums go on.
                 by_parameter = memory.elements.setdefault(key, {})
                 by_parameter |= {slot.name: flat[start : start + slot.tensor.numel()] for start, slot in slots.items()}
             for key, value in bucket_sum.save().items():

@@ -130,6 +130,7 @@ class Lab:
         if (lacking := missing()) is not None:
             raise ConfigError(lacking)
         self.spec = spec
+        # Process and counter: two labs of one process, or of two, never have the same name.
         self.name = name if name is not None else f"lab{os.getpid()}.{next(_counter)}"
         if not re.fullmatch(NAME, self.name):
             raise ConfigError(f"a lab's name is up to 64 letters, digits, '.', '_' and '-'; got '{self.name}'.")

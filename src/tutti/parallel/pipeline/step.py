@@ -137,6 +137,8 @@ class PipelineStep:
         elif action.kind == "W":
             runner.backward_weights(microbatch)
         else:
+            # Both return the gradient of the stage's input, which the stage before waits for. "W", above, has no
+            # output.
             backward = runner.backward if action.kind == "B" else runner.backward_inputs
             output = backward(microbatch, None if self._is_last(action.stage) else values)
         self._spans.append(ActionSpan(self._rank, action.kind, action.stage, microbatch, start_s, transport.now()))

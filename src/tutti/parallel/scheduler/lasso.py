@@ -89,6 +89,7 @@ class Lasso(BlockProblem):
         drifts = np.concatenate(
             [similarity * change for (_, similarity), change in zip(found, changes[indices].tolist(), strict=True)]
         )
+        # A block may be correlated with several that changed: its drifts add up.
         distinct, inverse = np.unique(neighbours, return_inverse=True)
         drift = np.bincount(inverse, drifts, minlength=len(distinct))
         # Drift uses up the slack first; only what exceeds it can move a coefficient away from 0.

@@ -72,6 +72,8 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> Undo:
     """Let a module without split layers compute on plain tensors, the same on every rank."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Gathered first where it is sharded: the module knows nothing of shards, and would take one for the whole
+        # tensor.
         return tree_map_only(DTensor, lambda x: _redistributed(x, Replicate()).to_local(), (args, kwargs))
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:

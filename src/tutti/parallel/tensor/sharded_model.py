@@ -132,6 +132,7 @@ class ShardedModel:
         for name, module in self._model.named_modules():
             if name in self._split_layers:
                 self._undo.append(parallelise(module, self._styles[name], self._mesh))
+            # Outer modules come first, so the hooks of a replicated one serve everything inside of it.
             if any(_is_within(name, outer) for outer in replicated):
                 continue
             if any(_is_within(layer, name) for layer in self._split_layers):
@@ -142,6 +143,7 @@ class ShardedModel:
                 replicated.append(name)
                 self._undo.append(replicate(module, self._mesh))
         self._forward = self._model.forward
+        # On the instance, which hides the method of the class until the attribute is deleted.
         self._model.forward = self._sharded_forward
         self._undo.append(lambda: delattr(self._model, "forward"))
 

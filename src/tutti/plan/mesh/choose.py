@@ -71,6 +71,7 @@ def plan_meshes(
         except ConfigError as error:  # One mesh that the model or the batch does not allow; others may be possible.
             refused[describe_mesh(mesh)] = str(error)
     if not predictions:
+        # The first refusal is that of replicas alone, the mesh that asks least of the model.
         raise ConfigError(f"no mesh of {workers} workers is possible: {next(iter(refused.values()))}")
     ordered = sorted(predictions, key=lambda prediction: _order(prediction, memory_bytes))
     # Replicas leave the model as it is and allow every strategy: a split must be faster by `GAIN`.

@@ -107,6 +107,7 @@ class _StageRunner:
 
     def measure(self) -> _Passes:
         """Run both passes once, and time them."""
+        # Every repetition then does the same work: a first gradient is stored, and later ones would be added to it.
         self.drop_gradients()
         self._trace.clear()
         start_s = self._now()

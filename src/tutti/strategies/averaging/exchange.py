@@ -300,6 +300,8 @@ class BlockExchange(Exchange):
         # With more ranks than were saved, some start with the same optimiser state.
         saved = ranks[self._channel.rank % len(ranks)]
         self._begin_block()
+        # The same ranks go on in the middle of their block. Others begin a new block, from what all saved ranks
+        # together had.
         if len(ranks) == self._channel.size:
             local_parameters = saved["own"]
             self._num_steps, self._weight = saved["steps"], saved["weight"]
@@ -310,6 +312,8 @@ class BlockExchange(Exchange):
             parts = (block["start"], block["velocity"], local_parameters)
             parameters.load(*([part[name] for name in names if name in part] for part in parts))
         self._num_blocks = block["num_blocks"]
+        # With `every="auto"` the length of a block was found by measuring. It holds only if the option is still the
+        # same.
         if block["every"] == str(self._strategy.every):
             self._schedule.num_steps = block["steps"]
         self.replica.optimizer.load_state_dict(saved["optimizer"])

@@ -68,6 +68,8 @@ class SharedMemoryRounds:
         self._transport, self._names = transport, names
         self.rank, self.size, self.buffer_bytes = transport.rank, transport.size, buffer_bytes
         memories = transport.per_rank_tensors(2 * buffer_bytes, torch.uint8)
+        # Two halves, used in turn: a rank may write the next round's input while slower ones still read that of this
+        # round.
         self._halves = [[memory[half * buffer_bytes :][:buffer_bytes] for memory in memories] for half in range(2)]
         self._typed: dict[tuple[int, torch.dtype], Buffers] = {}
         self.addresses = [np.array([buffer.data_ptr() for buffer in half]) for half in self._halves]

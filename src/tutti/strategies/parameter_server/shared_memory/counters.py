@@ -19,6 +19,7 @@ class CounterLayout:
 
     def allocate(self, *shape: int) -> np.ndarray:
         """Return the indices of new counters, as an array of that shape."""
+        # Ranks exchange no indices: they agree because all of them allocate the same shapes in the same order.
         numel = int(np.prod(shape))
         self.num_counters += numel
         return np.arange(self.num_counters - numel, self.num_counters, dtype=np.int64).reshape(shape)

@@ -288,6 +288,8 @@ class HogwildWorker(Exchange):
                 slot_state.update(state["optimizer"].get(slot.name, {}))
             self._optimizer_state.reset()
 
+        # The leader writes, all read: `run_on_leader` returns on every rank only after the leader has published its
+        # end.
         def load_and_read(number: int) -> None:
             self._registry.run_on_leader(number, load)
             self._read()

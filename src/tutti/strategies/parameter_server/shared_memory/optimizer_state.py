@@ -199,12 +199,14 @@ class SharedOptimizerState:
     def _read_directory(self) -> None:
         """Take the published directory over, and point this rank's optimiser at the shared tensors."""
         directory = self._load_directory()
+        # A reset since this rank last looked: its private state is older than what is shared, so none of it counts.
         if self._num_resets != directory["num_resets"]:
             self._num_resets = directory["num_resets"]
             for index in range(self._num_parameters):
                 self.state_of(index).clear()
         self._tensor_bytes = directory["tensor_bytes"]
         self._entries = {(index, key): entry for index, key, entry in directory["entries"]}
+        # Entries may have moved; views are made anew when they are asked for.
         self._views.clear()
         self._has_numbers = any("number" in entry for entry in self._entries.values())
         # From here on this rank's optimiser steps the shared tensors in place.
