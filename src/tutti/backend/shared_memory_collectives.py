@@ -107,6 +107,7 @@ class SharedMemoryCollectives(Collectives):
     def _reduce_part(
         self, name: str, output: Tensor, parts: list[Tensor], operator: ReduceOperator, ranges: list[BlockRange]
     ) -> Operation:
+        """Reduce each rank's part by itself, piece by piece through the buffers; `output` is this rank's part."""
         # A buffer holds a piece of every rank's part: elements from r × `width` on are for rank r.
         rounds, width = self._rounds, self._rounds.buffer_bytes // output.itemsize // self._size
         for start, piece in self._pieces(output, width):

@@ -166,6 +166,7 @@ class ShardedLoader:
         return _rebuilt(loader, sampler=sampler, batch_size=batches.batch_size, drop_last=batches.drop_last)
 
     def _divide(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return this rank's share of the batches of an epoch."""
         if getattr(self._source.batch_sampler, "drop_last", False):
             # All batches stay of one size: none is joined or split.
             batches = batches[: len(batches) // self._world.size * self._world.size]

@@ -92,6 +92,7 @@ def _torchrun(environment: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> RankEnvironment | None:
+    """Read the variables of Open MPI's mpirun."""
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, size = _number(environment, "OMPI_COMM_WORLD_RANK"), _number(environment, "OMPI_COMM_WORLD_SIZE")
@@ -100,6 +101,7 @@ def _open_mpi(environment: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _mpich(environment: Mapping[str, str]) -> RankEnvironment | None:
+    """Read the variables of the PMI, which MPICH, Intel MPI and others set."""
     if "PMI_RANK" not in environment or "PMI_SIZE" not in environment:
         return None
     rank, size = _number(environment, "PMI_RANK"), _number(environment, "PMI_SIZE")
@@ -108,6 +110,7 @@ def _mpich(environment: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> RankEnvironment | None:
+    """Read the variables of a Slurm step, as srun sets them for every task."""
     # A batch script has SLURM_PROCID too; only what srun started has a numbered step.
     if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID", "").isdigit():
         return None

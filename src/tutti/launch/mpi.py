@@ -117,6 +117,7 @@ def _abort_on_failure(transport: "MpiTransport") -> None:
 
 
 def _abort() -> None:
+    """End all processes of the MPI job. Output that is still buffered would be lost with this one."""
     from mpi4py import MPI
 
     sys.stdout.flush()

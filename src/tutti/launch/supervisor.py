@@ -302,6 +302,7 @@ class Supervisor:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
 
     def _close(self) -> None:
+        """Read what workers have still written, and close their pipes and the store. No worker runs any more."""
         # Before the pipes are closed: workers' last lines, which often hold the error, may still lie in them.
         self._drain()
         for worker in self._workers:

@@ -91,6 +91,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @cached(maxsize=8)
 def _read_idx(path: Path, num_dims: int, stamp: tuple[int, int]) -> Tensor:
+    """Read a gzipped idx file: a magic number with the dtype and the dimensions, the sizes, then the bytes."""
     try:
         with gzip.open(path) as file:
             raw = bytearray(file.read())  # Writable, as torch.frombuffer requires.
@@ -144,6 +145,7 @@ def _widened(array: Tensor) -> Tensor:
 
 
 def _fault(name: str, shape: Shape, array: np.ndarray | None) -> str | None:
+    """Return what is wrong with an array of an npz file; None if it is as wanted."""
     if array is None:
         return f"no array '{name}'"
     if array.dtype != np.uint8:

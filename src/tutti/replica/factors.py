@@ -239,6 +239,7 @@ class _Forward:
         return self._usual(self._module, input)
 
     def _can_catch(self, input: Tensor) -> bool:
+        """Whether this call can hand over factors in place of its gradient, and whether they would be smaller."""
         weight = self._layer.slot.tensor
         trained = self._module.weight is weight and weight.requires_grad and torch.is_grad_enabled()
         # Hooks of the user's that see the whole gradient. Tutti's own are post-accumulate hooks, which are not in here.

@@ -80,6 +80,7 @@ def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: 
 
 
 def _lines(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
+    """Draw speed and efficiency against the number of workers, a line per strategy."""
     ideal = [_ideal(results) * number for number in workers]
     speed.plot(workers, ideal, ":", color="#888888", label="linear scaling")
     for position, (name, unsorted) in enumerate(results.items()):
@@ -105,6 +106,7 @@ def _width(position: int, count: int) -> float:
 
 
 def _bars(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
+    """Draw speed and efficiency of one number of workers, a bar per strategy."""
     speed.axhline(_ideal(results) * workers[0], linestyle=":", color="#888888", label="linear scaling")
     for position, (name, (row, *_)) in enumerate(results.items()):
         colour, _ = _STYLES[position % len(_STYLES)]

@@ -68,6 +68,7 @@ class _HostSum:
                 operand.fail(self._channel.loss_error(operand.rank, lost))
 
     def _compute(self, operands: list[_Operand]) -> None:
+        """Sum what all ranks brought, and complete the work of each of them at the same virtual time."""
         error = _mismatch(operands)
         if error is None and not operands[0].tensor.is_meta:
             _sum_in_place(operands)
@@ -159,6 +160,7 @@ class SimulatedSharedMemory(TransportWrapper):
         return self._join_sum(tensor, float(self.rank == 0), averaged=False)
 
     def _join_sum(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
+        """Bring this rank's tensor to the next sum of its host; the last rank to join computes it."""
         me, channel = self.inner.member()
         self._reduced_bytes += tensor.nbytes
         data = tensor.detach()

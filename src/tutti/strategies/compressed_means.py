@@ -80,6 +80,7 @@ class CompressedMean:
         return self._steps(bucket, weights)
 
     def _steps(self, bucket: Bucket, weights: Tensor) -> Operation:
+        """Average a bucket over ranks: exactly within hosts, compressed between them."""
         flat, size = bucket.flat, self._transport.size
         # Before anything is summed, because the weights of ranks on one host may differ.
         weigh(flat, weights, self._transport)

@@ -82,6 +82,7 @@ def run(request: PlanRequest) -> dict[str, Any]:
 
 
 def _make_plan(request: PlanRequest, console: Console) -> _Planned:
+    """Measure or read the cluster, measure a step of one worker, and predict every strategy."""
     with console.status("measuring links") as status:
         # 1. The cluster: measured here, or read.
         cluster, doubts = _measure_cluster() if request.cluster == MEASURED else (Cluster.load(request.cluster), [])
@@ -219,6 +220,7 @@ def _show_layers(request: PlanRequest, planned: _Planned, console: Console) -> l
 
 
 def _show_meshes(request: PlanRequest, planned: _Planned, console: Console) -> dict[str, Any]:
+    """Predict all meshes of the workers, and print them; return them as JSON types."""
     loaded = load_model(request.model, request.options, request.batch, request.input_shape)
     args = TrainingPass.from_batch(loaded.model, loaded.batch, loaded.loss).args
     parts = ModelParts(loaded.model, args if len(args) > 1 else args[0])
@@ -237,6 +239,7 @@ def _show_meshes(request: PlanRequest, planned: _Planned, console: Console) -> d
 
 
 def _show_target_accuracy(request: PlanRequest, planned: _Planned, console: Console) -> list[dict[str, Any]]:
+    """Train the plan's choice and some others in virtual time, and print when each reaches the target."""
     target = request.target_accuracy
     assert target is not None
     config = TrainingConfig(

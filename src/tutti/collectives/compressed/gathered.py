@@ -71,6 +71,7 @@ class GatheredSum(CompressedSum):
         return join(packet, exact)
 
     def _add_up(self, messages: list[Tensor], values: Tensor, exact: Tensor) -> None:
+        """Overwrite `values` and `exact` with the means of what all ranks sent, added in the order of ranks."""
         if values.is_meta:
             return
         pieces = [split(message, exact) for message in messages]

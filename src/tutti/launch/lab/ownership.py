@@ -118,6 +118,7 @@ def _owner(namespace: str) -> Claim | None:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
+    """Hold the machine's lock on starting labs while the context lasts. Raises `DeadlineExceeded`."""
     deadline = time.monotonic() + _LOCK_S
     with _LOCK.open("w") as file:
         while True:

@@ -176,6 +176,7 @@ class ShardedModel:
 
     @contextmanager
     def _parameters_as_dtensors(self) -> Iterator[None]:
+        """Within it, the split modules hold DTensors in place of their parameters."""
         dtensors: dict[nn.Parameter, Tensor] = {}
         try:
             for module, key, parameter in self._dtensor_parameters:

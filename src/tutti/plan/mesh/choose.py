@@ -108,6 +108,7 @@ def _order(prediction: MeshPrediction, memory_bytes: int | None) -> tuple[bool, 
 
 
 def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
+    """Return the recommendation in words: whether to train, whether to split, and what the alternative costs."""
     best = ordered[0]  # If this one does not fit, none does, and it is the one that needs least memory.
     if memory_bytes is not None and not fits(best, memory_bytes):
         return (

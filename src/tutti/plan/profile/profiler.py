@@ -92,6 +92,7 @@ def _passes(
 
 
 def _layers(layers: list[Layer], shares: TimeShares, forward_s: float, backward_s: float) -> Iterator[LayerProfile]:
+    """Yield each layer with its share of the seconds that passes without hooks have taken."""
     for layer, forward, backward in zip(layers, shares.forward, shares.backward, strict=True):
         # Its last gradient counts; one that was not seen to arrive is ready at the end of backward.
         ready = [shares.ready.get(name, 1.0) for name in layer.gradients]

@@ -131,6 +131,7 @@ class TorchProcessGroups:
             raise self._membership.explain_error(error) from error
 
     def _connect_gloo(self) -> Any:
+        """Return the Gloo group, made when it is first asked for. Raises `RankLost` if a rank is gone."""
         if self.gloo is None:
             self._agree_to_connect()
             connecting = _ConnectThread(self._make_gloo, f"rank {self._membership.world_rank} connects")

@@ -206,6 +206,7 @@ class SharedMemoryReductions:
             self._sum_slice(self._pending.popleft())
 
     def _sum_slice(self, work: _SharedMemoryReduction) -> None:
+        """Sum this rank's slice of all ranks' tensors, and write the result to all of them."""
         # All ranks read the same entries, so all of them refuse, or none does.
         # Safe to read: every rank's `ready` counter was seen, and its entry was written before that.
         divisor = self._flags.read_weights(self._counters.entries(work.index), self._weights)
