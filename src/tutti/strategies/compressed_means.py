@@ -102,6 +102,8 @@ class CompressedMean:
         values = wide = bucket.values
         if not values.is_meta:
             self._mark_unsent(bucket)
+            # The same tensor where it is float32 already, so that the sum is made in place; else a copy, written back
+            # below.
             wide = values.to(torch.float32)
         yield from self._sums[bucket].steps(wide, bucket.exact, across)
         if wide is not values:
@@ -153,6 +155,7 @@ class CompressedMean:
         if state["order"] is not None:
             self._replica.arrange(state["order"])
         self._follow_buckets()
+        # Residuals are plain numbers that any codec can go on from. The rest means something to its own codec only.
         if state["codec"] != print_codec(self._codec):
             state = {**state, "common": {}, "factors": {}}
         CodecMemory.from_gathered(state, self._transport, two_levels=self._within is not None).distribute(self._sums)

@@ -70,6 +70,7 @@ def simulate_schedule(
     num_stages = 1 + max(action.stage for actions in actions_by_rank for action in actions)
     done: dict[Action, float] = {}
     spans: list[ActionSpan] = []
+    # Of each rank: the end of its last action in seconds, and the index of its next one.
     clocks, next_of = [0.0] * len(actions_by_rank), [0] * len(actions_by_rank)
     while any(number < len(actions) for number, actions in zip(next_of, actions_by_rank, strict=True)):
         progressed = False

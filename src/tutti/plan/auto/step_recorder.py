@@ -113,6 +113,7 @@ class StepRecorder:
             self._arrived[name] = self._passes[-1][1], self._clock.now()
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
+        # Weak: the parameter holds the hook, and the recorder should not live as long as the model.
         weak_self = ref(self)
 
         def arrived(_: Tensor) -> None:
