@@ -16,6 +16,7 @@
     ├── PacketError            bytes that cannot be decoded as a packet for such a tensor
     ├── WeightRefused          a rank gave NaN as its weight, which stops every rank
     ├── NonFiniteLoss          the loss became NaN or infinite
+    ├── NonFiniteValues        a parameter or a gradient became NaN or infinite
     ├── StoreLost              raised by the launcher: the process that serves the run's key-value store has ended
     └── WorkerFailed           raised by the launcher: the first worker that failed
 
@@ -111,6 +112,18 @@ class NonFiniteLoss(TuttiError):
         super().__init__(
             f"rank {rank}: the loss on {whose} is NaN or infinite at step {step}. Lower the learning rate, clip "
             "gradients, or look at that rank's batch."
+        )
+
+
+class NonFiniteValues(TuttiError):
+    """A parameter or a gradient became NaN or infinite."""
+
+    def __init__(self, rank: int, ranks: list[int], what: str, step: int) -> None:
+        self.elsewhere = bool(ranks) and rank not in ranks
+        whose = " and ".join(f"rank {other}" for other in ranks) or "some rank"
+        super().__init__(
+            f"rank {rank}: {what} is NaN or infinite at step {step}, first on {whose}. Lower the learning rate, clip "
+            "gradients, or look at that rank's batches; job.watch(loss) stops before such a step."
         )
 
 

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError
+from tutti.job.checks import TrainingChecks
 from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
 from tutti.parallel import Mesh
 from tutti.parallel.branch import Branches
@@ -57,6 +58,8 @@ def distribute(
     # Mistakes are collected, not raised: every rank has to reach `check_alike`, which raises them on all ranks alike.
     strategy, mistakes = _chosen(strategy, world)
     mistakes += _mistakes(model, optimizer, strategy)
+    if world.size > 1 and world.transport.cluster is None and any(p.is_meta for p in model.parameters()):
+        mistakes.append("the model is on the meta device, without values: build it on a real one, or simulate it.")
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
         mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
@@ -93,6 +96,7 @@ def _start(
     replica = HookedReplica(
         model if model_on_mesh is None else model_on_mesh.local_module, optimizer, world.sample_counts
     )
+    world.usage.num_jobs += 1
     transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
     if world.rank >= world.size - strategy.num_dedicated_servers:
@@ -107,6 +111,10 @@ def _start(
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
+    if trains.size > 1 and not any(p.is_meta for p in model.parameters()):
+        replica.checks = TrainingChecks(replica, exchange, strategy, trains)
+        if any(isinstance(module, Branches) for module in model.modules()):
+            replica.checks.allow_same_batches()  # The ranks of a group of branches are one worker.
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
     setattr(model, JOB_ATTRIBUTE, job)
     for module in model.modules():

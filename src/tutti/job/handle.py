@@ -7,7 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from tutti.errors import ConfigError, NonFiniteLoss
+from tutti.errors import ConfigError, NonFiniteLoss, RankLost
+from tutti.job.checks import LossKind, expect
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
 from tutti.job.state import exchange_state, job_state
@@ -60,6 +61,15 @@ class Job(JobProgress, NotCopied):
         if not 0 <= num_samples < float("inf"):
             raise ConfigError(f"job.contributed needs a finite number of 0 or more, got {num_samples}.")
         self._replica.contribution.add(num_samples)
+
+    def expect(self, *, loss: LossKind | None = None, same_batches: bool = False) -> None:
+        """State what checks would otherwise question, before the first step. Collective.
+
+        Args:
+            loss: whether the loss is a "mean" or a "sum" over samples. Gradients of sums are added up over ranks.
+            same_batches: True if ranks are given the same batches on purpose.
+        """
+        expect(self._replica, self.strategy, self.world, loss, same_batches)
 
     def watch(self, loss: Tensor) -> None:
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
@@ -144,7 +154,12 @@ class Job(JobProgress, NotCopied):
             self._was_leader = self.is_leader  # Asked while peers are still known.
             self._finished = True
             try:
-                self._exchange.finish()
+                try:
+                    self._exchange.finish()
+                except RankLost as error:
+                    raise self._replica.explained(error) from None
+                if self._replica.checks is not None:
+                    self._replica.checks.finished()
                 if self._model_on_mesh is not None:
                     self._model_on_mesh.close()
                 self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
@@ -157,6 +172,8 @@ class Job(JobProgress, NotCopied):
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
         self._exchange.close()
         self._replica.detach()
+        if self._replica.checks is not None:
+            self._replica.checks.close()
         if self._replica.compute_clock is not None:
             self._replica.compute_clock.detach()
         self._exchange.transport.close()

@@ -111,6 +111,8 @@ class BackwardPass:
         replica = self._replica
         if replica.away:
             raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
+        if replica.checks is not None:
+            replica.checks.pass_started()
         self.running = True
         self._check_still_frozen()
         if in_backward:

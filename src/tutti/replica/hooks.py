@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, RankLost
 from tutti.replica.backward import BackwardPass
 from tutti.replica.factors import Catcher, FactoredLayer
 from tutti.replica.owned_hooks import OwnedHook
-from tutti.replica.replica import EventScope, Listener, Replica
+from tutti.replica.replica import Checks, EventScope, Listener, Replica
 from tutti.replica.samples import Contribution, SampleCounts
 
 
@@ -52,11 +52,20 @@ class HookedReplica(Replica):
         """Whether the model holds the consensus parameters of all ranks, and not those that this rank trains."""
         self.on_caught: Callable[[str], None] | None = None
         """Called with a parameter's name when its factors are caught; autograd calls no hook of that parameter then."""
+        self.checks: Checks | None = None
+        """Checks of what the user does, called in every step; None on a single rank."""
+        self.on_forward: Callable[[Any, Any], None] | None = None
+        """Called with the inputs of each forward pass that trains, but not in compiled graphs."""
         self._listener: Listener | None = None
         self._scope: EventScope = "steps"
         self._handles: list[Any] = []
         self._backward = BackwardPass(self)
         self._catcher: Catcher | None = None
+
+    @property
+    def reports_passes(self) -> bool:
+        """Whether backward passes are reported, and not only steps."""
+        return self._scope == "gradients"
 
     @property
     def listener(self) -> Listener:
@@ -77,6 +86,21 @@ class HookedReplica(Replica):
         for slot in self.slots:
             hook = self._backward.gradient_hook(slot) if to == "gradients" else self._counting_hook()
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
+
+    def sum_gradients(self, num_ranks: int) -> None:
+        """Make the mean over ranks a sum, for a loss that is a sum over samples: each rank sends a multiple."""
+
+        def scale(gradient: Tensor) -> Tensor:
+            return gradient * self._gradient_factor()
+
+        # Before autograd accumulates them: what `p.grad` holds from earlier passes is exchanged already.
+        self._handles += [slot.tensor.register_hook(scale) for slot in self.slots]
+        self._num_summed = num_ranks
+        self.contribution.equal_weights = True
+
+    def _gradient_factor(self) -> float:
+        """Return what this rank's gradients are multiplied by: 0 for samples that do not count."""
+        return 0.0 if self.contribution.is_empty else float(self._num_summed)
 
     def take_samples(self) -> float:
         return self.contribution.take()
@@ -169,17 +193,31 @@ class HookedReplica(Replica):
                 "the last backward pass failed half-way on this rank, so its exchanges no longer match those of the "
                 "others. An exception in backward cannot be skipped in a distributed run: mend its cause and restart."
             )
+        if not torch.compiler.is_compiling() and self.on_forward is not None:
+            self.on_forward(args, kwargs)
         self.contribution.forward(args, kwargs)
 
     def _before_step(self, *_: Any) -> None:
         if self.in_consensus or self.away:
             where = "job.consensus(), whose model is not this rank's own" if self.in_consensus else "job.away()"
             raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
-        self.listener.before_step()
+        if self.checks is not None:
+            self.checks.before_step()
+        try:
+            self.listener.before_step()
+        except RankLost as error:
+            raise self.explained(error) from None
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
-        self.listener.after_step()
+        try:
+            self.listener.after_step()
+        except RankLost as error:
+            raise self.explained(error) from None
+
+    def explained(self, error: RankLost) -> Exception:
+        """Return the mistake for which a peer has ended, if the checks know it; else the error itself."""
+        return error if self.checks is None else self.checks.cause_of(error)
 
 
 class _ForwardHook(OwnedHook):

@@ -129,6 +129,10 @@ class AllReduce(Strategy):
     def exact(self) -> bool:
         return self.codec is None and self.skip_converged is None
 
+    @property
+    def averages_gradients(self) -> bool:
+        return True
+
     def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
         return communication_cost(self, profile, placement)
 
@@ -160,6 +164,8 @@ class AllReduce(Strategy):
 
 class AllReduceExchange(Exchange):
     """Starts a bucket's all-reduce when the bucket is full, and waits for all of them at the end of backward."""
+
+    equal_after_steps = True
 
     def __init__(self, replica: Replica, transport: Transport, strategy: AllReduce) -> None:
         super().__init__(replica, transport)

@@ -30,6 +30,9 @@ class Exchange:
     virtual time. The base class does nothing in a step: a strategy overrides the events it needs.
     """
 
+    equal_after_steps: bool = False
+    """Whether all ranks hold the same parameters after every step, and take the same backward passes together."""
+
     def __init__(self, replica: Replica, transport: Transport) -> None:
         self.replica = replica
         self.transport = transport
@@ -170,6 +173,11 @@ class Strategy(ABC):
     def needs_all_ranks(self) -> bool:
         """Whether every step waits for all ranks, so that no rank can be absent (`job.away()`) without a pause."""
         return self.synchronous
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether every step is one with the mean of all ranks' gradients, as of one machine with all samples."""
+        return False
 
     @property
     def steps_per_exchange(self) -> int | None:

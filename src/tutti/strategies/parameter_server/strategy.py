@@ -144,6 +144,10 @@ class ParameterServer(Strategy):
             yield from (ParameterServer(rule, codec=codec) for codec in (None, ErrorFeedback(OneBit())))
 
     @property
+    def averages_gradients(self) -> bool:
+        return self.consistency.bound is not None
+
+    @property
     def synchronous(self) -> bool:
         return False  # A worker may be lost between steps, and the others go on.
 

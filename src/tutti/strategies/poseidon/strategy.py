@@ -89,6 +89,10 @@ class Poseidon(Strategy):
         return communication_cost(self, profile, placement)
 
     @property
+    def averages_gradients(self) -> bool:
+        return True
+
+    @property
     def synchronous(self) -> bool:
         return self.servers is None
 
