@@ -15,6 +15,7 @@
     ├── WorkerDropped          a parameter server has excluded this worker, which sent an invalid update
     ├── PacketError            bytes that cannot be decoded as a packet for such a tensor
     ├── WeightRefused          a rank gave NaN as its weight, which stops every rank
+    ├── DifferentCalls         ranks are in different collective calls of a job, or some are in none
     ├── NonFiniteLoss          the loss became NaN or infinite
     ├── NonFiniteValues        a parameter or a gradient became NaN or infinite
     ├── StoreLost              raised by the launcher: the process that serves the run's key-value store has ended
@@ -101,6 +102,15 @@ class WeightRefused(TuttiError):
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)
         super().__init__(f"weight NaN from rank {', '.join(map(str, self.ranks))}")
+
+
+class DifferentCalls(TuttiError):
+    """Ranks are in different collective calls of a job, or some are in none."""
+
+    def __init__(self, weights: Iterable[float]) -> None:
+        self.weights = list(weights)
+        """What each rank gave as its weight: that of a backward pass, or the negative number of a call."""
+        super().__init__(f"ranks are in different calls, by weights {self.weights}")
 
 
 class NonFiniteLoss(TuttiError):

@@ -306,10 +306,8 @@ def _changed(world: World, strategy: str, change: Callable[[nn.Sequential], None
             x = x[:, :3]
         optimizer.zero_grad()
         x = x.to(model[0].weight.dtype)
-        if change is _part_cast:  # Its parts fit each other by a conversion between them.
-            output = model[2](model[0](x).tanh().float())
-        else:
-            output = model(x)
+        # A part that was cast fits the others by a conversion between them.
+        output = model[2](model[0](x).tanh().float()) if change is _part_cast else model(x)
         F.cross_entropy(output, y).backward()
         optimizer.step()
 
@@ -396,6 +394,36 @@ def _scaled(world: World, strategy: str, fused: bool) -> list[float]:
 def test_infinite_gradients_that_a_scaler_skips_are_no_error(fused: bool) -> None:
     scales = run_ok(_scaled, ALLREDUCE, fused, size=2, transport="shared_memory")
     assert scales[0][0] < 2.0**127  # A step was skipped.
+
+
+# Collective calls
+
+
+def _consensus_on_one_rank(world: World, strategy: str, norm: bool, at_the_end: bool) -> None:
+    model = _net(norm=norm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tutti.distribute(model, optimizer, strategy, world=world) as job:
+        for step in range(4):
+            _step(model, optimizer, _batch(world.rank, step))
+            if step == (3 if at_the_end else 1) and world.rank == 0:
+                with job.consensus():
+                    model(_batch(0, 0)[0])
+
+
+@pytest.mark.parametrize("strategy", ["native", "ring", "onebit", "poseidon"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
+def test_consensus_on_one_rank_alone(strategy: str, norm: bool, transport: str) -> None:
+    for rank, message in enumerate(_errors(_consensus_on_one_rank, strategy, norm, False, transport=transport)):
+        where = "rank 0 is in job.consensus() after step 2, rank 1 began the backward pass of step 3"
+        assert message == f"rank {rank}: {where}: every rank must enter job.consensus(), after the same step."
+
+
+@pytest.mark.parametrize("strategy", EVERY_FAMILY)
+def test_consensus_on_one_rank_while_the_other_finishes(strategy: str) -> None:
+    for message in _errors(_consensus_on_one_rank, strategy, False, True):
+        assert "consensus()" in message
+        assert "finish()" in message
 
 
 # Without a false alarm

@@ -159,6 +159,8 @@ class BackwardPass:
             # `backward_done` has chosen factors for some parameters: their slots leave the buckets.
             replica.arrange([slot.name for slot in replica.slots])
         self.arrivals = None
+        if replica.checks is not None:
+            replica.checks.pass_finished()
 
     @torch.no_grad()
     def factors_caught(self, layer: FactoredLayer, pair: Pair) -> None:

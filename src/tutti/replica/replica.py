@@ -56,6 +56,10 @@ class Checks(Protocol):
         """A backward pass that is exchanged has begun."""
         ...
 
+    def pass_finished(self) -> None:
+        """That backward pass is over on all ranks."""
+        ...
+
     def before_step(self) -> None:
         """The optimiser is about to step."""
         ...

@@ -49,12 +49,13 @@ class BatchRecord:
         return int.from_bytes(digest, "big") + 1
 
 
-def refuse_same_batches(digests: list[int], rank: int) -> None:
+def refuse_same_batches(digests: dict[int, int], rank: int) -> None:
     """Raise `ConfigError` if two ranks had the same first two batches; `digests` has that of each rank, or 0."""
-    for other, digest in enumerate(digests):
-        if digest and (first := digests.index(digest)) != other:
+    first: dict[int, int] = {}
+    for other, digest in digests.items():
+        if digest and first.setdefault(digest, other) != other:
             raise ConfigError(
-                f"rank {rank}: ranks {first} and {other} were given the same first two batches, in the same order, so "
-                "they train on the same samples. Divide the data with tutti.shard(loader), or call "
+                f"rank {rank}: ranks {first[digest]} and {other} were given the same first two batches, in the same "
+                "order, so they train on the same samples. Divide the data with tutti.shard(loader), or call "
                 "job.expect(same_batches=True) if it is meant so."
             )

@@ -3,11 +3,14 @@
 import torch
 
 from tutti.collectives import all_gather_json, recursive_doubling, run
-from tutti.errors import ReplicaMismatch
-from tutti.transports import Transport
+from tutti.errors import RankLost, ReplicaMismatch
+from tutti.transports import Transport, Work
 
-RESERVED_TAG = 2**20
-"""Tags of messages of checks begin here: the world's own collectives use small ones."""
+RESERVED_TAG = 2**14
+"""Tags of messages of checks begin here: collectives use small ones, and MPI guarantees tags up to 32,767."""
+
+_LAST_TAG = RESERVED_TAG - 1
+"""Tag of the comparison at the end."""
 
 
 def share(numbers: list[int], transport: Transport) -> list[list[int]]:
@@ -15,23 +18,50 @@ def share(numbers: list[int], transport: Transport) -> list[list[int]]:
     rows = torch.zeros(transport.size, len(numbers), dtype=torch.int64, device="cpu")
     rows[transport.rank] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     run(recursive_doubling.steps(rows, transport))
-    return [[int(number) for number in row] for row in rows.tolist()]
+    return rows.tolist()
 
 
-def difference(names: list[str], local: list[int], transport: Transport, when: str) -> ReplicaMismatch:
-    """Return the error that names the first tensor that differs, and the ranks. Collective."""
-    by_rank = all_gather_json(local, transport)
-    first = next(i for i in range(len(names)) if any(row[i] != by_rank[0][i] for row in by_rank))
-    values = [row[first] for row in by_rank]
-    # Named are the fewer ones: where one rank of many differs, that is the one to look at.
+def share_among_living(numbers: list[int], transport: Transport) -> dict[int, list[int]]:
+    """Return the numbers of every rank that is not lost, by rank. Collective among them.
+
+    Every rank sends directly to all others, so that no rank waits for one that waits for a lost one.
+    """
+    local = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    rows = {peer: torch.empty_like(local) for peer in range(transport.size) if peer != transport.rank}
+    sends = [transport.isend(local, peer, _LAST_TAG) for peer in rows]
+    receives = {peer: transport.irecv(row, peer, _LAST_TAG) for peer, row in rows.items()}
+    living = {peer: rows[peer].tolist() for peer, work in receives.items() if _completes(work)}
+    for work in sends:
+        _completes(work)
+    return dict(sorted({**living, transport.rank: numbers}.items()))
+
+
+def _completes(work: Work) -> bool:
+    """Wait for a message; False if the peer is lost."""
+    try:
+        work.wait()
+    except RankLost:
+        return False
+    return True
+
+
+def difference(names: list[str], prints: dict[int, list[int]], rank: int, when: str) -> ReplicaMismatch:
+    """Return the error that names the first tensor that differs, and the ranks; `prints` are those of each rank."""
+    columns = list(zip(*prints.values(), strict=True))
+    differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
     groups: dict[int, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    texts = ", ".join(" and ".join(f"rank {rank}" for rank in ranks) for ranks in sorted(groups.values(), key=len))
-    differing = sum(any(row[i] != by_rank[0][i] for row in by_rank) for i in range(len(names)))
+    for other, row in prints.items():
+        groups.setdefault(row[differing[0]], []).append(other)
+    # The fewer come first: where one rank of many differs, that is the one to look at.
+    texts = ", ".join(" and ".join(f"rank {other}" for other in ranks) for ranks in sorted(groups.values(), key=len))
     return ReplicaMismatch(
-        f"rank {transport.world_rank}: the models differ between ranks {when}, first in '{names[first]}' "
-        f"({differing} of {len(names)} tensors): different values on {texts}. Something changed the model on some "
-        "ranks only, load_state_dict for example. Do that before tutti.distribute, which copies rank 0's values to all "
-        "ranks, or on every rank alike."
+        f"rank {rank}: the models differ between ranks {when}, first in '{names[differing[0]]}' ({len(differing)} of "
+        f"{len(names)} tensors): different values on {texts}. Something changed the model on some ranks only, "
+        "load_state_dict for example. Do that before tutti.distribute, which copies rank 0's values to all ranks, or "
+        "on every rank alike."
     )
+
+
+def gathered(local: list[int], transport: Transport) -> dict[int, list[int]]:
+    """Return the fingerprints of every rank. Collective."""
+    return dict(enumerate(all_gather_json(local, transport)))

@@ -59,9 +59,9 @@ class FiniteCheck:
             self._element = grad.detach().flatten()[:1].numpy() if readable and grad.is_contiguous() else None
         return self._element is None or isfinite(self._element.item(0))
 
-    def parameter_error(self, names: list[str], by_rank: list[int]) -> NonFiniteValues | None:
+    def parameter_error(self, names: list[str], by_rank: dict[int, int]) -> NonFiniteValues | None:
         """Return the error for parameters that are not finite: `by_rank` has the number of the first, from 1, or 0."""
-        ranks = [rank for rank, number in enumerate(by_rank) if number]
+        ranks = [rank for rank, number in by_rank.items() if number]
         if not ranks:
             return None
         return NonFiniteValues(self._rank, ranks, f"parameter '{names[by_rank[ranks[0]] - 1]}'", self._replica.steps)

@@ -15,7 +15,7 @@ class Notices:
 
     def __init__(self, transport: Transport, number: int) -> None:
         """Receive from now on; `number` is that of the job, so that another job's messages are not mistaken."""
-        self._transport, self._tag = transport, RESERVED_TAG + number
+        self._transport, self._tag = transport, RESERVED_TAG + number % RESERVED_TAG
         self._numbers = torch.zeros(transport.size, 1, dtype=torch.int64, device="cpu")
         self._peers = [rank for rank in range(transport.size) if rank != transport.rank]
         self._receives: list[Work] = []

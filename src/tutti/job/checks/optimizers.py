@@ -63,9 +63,9 @@ class OptimizerCheck:
             "one, and step no other."
         )
 
-    def check_stepped(self, num_passes: int) -> None:
-        """Raise if backward passes were exchanged and the given optimiser never stepped."""
-        if num_passes and not self._replica.steps:
+    def check_used(self, num_passes: int) -> None:
+        """Raise if there were backward passes, so many, in which the given optimiser never stepped."""
+        if num_passes:
             raise ConfigError(
                 f"rank {self._rank}: {num_passes} backward passes, and the optimiser that tutti.distribute was given "
                 f"({type(self._replica.optimizer).__name__}) never stepped, so the model was not trained. Pass the "

@@ -5,9 +5,9 @@ How it works
 Checks of one rank alone (`LayoutCheck`, `OptimizerCheck`, one element of a gradient) run in every step.
 
 Comparisons between ranks run where all ranks pass through the same point. Under strategies that keep all replicas
-equal after every step (`Exchange.equal_after_steps`) that is the start of an exchanged backward pass, which is
-collective anyway: of the second, third, fifth, ninth and so on, and then of every `_INTERVAL`-th. All ranks then share
-a few numbers, and take the same branch. Under other strategies, ranks may be at any step, or lost. There they compare
+equal after every step (`Exchange.equal_after_steps`) that is the end of an exchanged backward pass, which all ranks
+have taken part in: of the second, third, fifth, ninth and so on, and then of every `_INTERVAL`-th. All ranks then
+share a few numbers, and take the same branch. Under other strategies, ranks may be at any step, or lost. There they compare
 at the end, when `finish` has left the same model on every rank; a rank that was lost ends the comparison, and is no
 error by itself. The digest of batches is sent there without waiting, after the second batch, and looked at when it has
 come.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tutti.errors import ConfigError, RankLost
 from tutti.job.checks.batches import NUM_BATCHES, BatchRecord, refuse_same_batches
-from tutti.job.checks.comparison import difference, share
+from tutti.job.checks.comparison import difference, gathered, share, share_among_living
 from tutti.job.checks.fingerprints import combined, fingerprints, first_non_finite
 from tutti.job.checks.finite import FiniteCheck
 from tutti.job.checks.layout import LayoutCheck
@@ -88,11 +88,16 @@ class TrainingChecks:
                 self._warn_of_sum()
         self._count()
 
+    def pass_finished(self) -> None:
+        """An exchanged backward pass is over: all ranks have taken part in it."""
+        self._compare_if_due()
+
     def before_step(self) -> None:
         """The given optimiser is about to step."""
         if not self._replica.reports_passes:
             self._layout()
             self._count()
+            self._compare_if_due()
         if not self._finite.gradient():
             self._stop_for_gradient()
 
@@ -111,6 +116,8 @@ class TrainingChecks:
         self._num_passes += 1
         if self._num_passes <= NUM_BATCHES:
             self._first_passes()
+
+    def _compare_if_due(self) -> None:
         if self._num_passes == self._due:
             self._due += min(self._due - 1, _INTERVAL)
             self._compare()
@@ -131,7 +138,7 @@ class TrainingChecks:
         if self._together:
             digest = self._batches.digest if self._batches is not None and self._num_passes == NUM_BATCHES else 0
             prints = fingerprints(tensors)
-            self._judge(names, prints, non_finite, digest, f"at backward pass {self._num_passes}")
+            self._judge(names, prints, non_finite, digest)
             return
         if non_finite is not None:
             self._finite.stop_all(f"parameter '{names[non_finite]}'")
@@ -155,31 +162,39 @@ class TrainingChecks:
         digests = self._notices.complete(self._batches.digest) if wait else self._notices.received()
         if digests is not None:
             self._notices = None
-            refuse_same_batches(digests, self._rank)
+            refuse_same_batches(dict(enumerate(digests)), self._rank)
 
     def finished(self) -> None:
         """Compare the replicas that `finish` has left. Collective."""
-        if not self._exchange.equal_after_steps:
-            self._optimizers.check_stepped(self._num_passes)
+        # Where gradients are exchanged in backward, the user may step without an optimiser.
+        unused = self._num_passes if not self._exchange.equal_after_steps and not self._replica.steps else 0
         if self._silent:
+            self._optimizers.check_used(unused)
             return
-        try:
-            self._check_notices(wait=True)
-            names, tensors = self._parameters(buffers=True)
-            self._judge(names, fingerprints(tensors), first_non_finite(tensors), 0, "after job.finish()")
-        except RankLost:
-            if not self._exchange.tolerates_loss:
-                raise
+        names, tensors = self._parameters(buffers=True)
+        prints, non_finite = fingerprints(tensors), first_non_finite(tensors)
+        digest = 0 if self._batches is None else self._batches.digest
+        local = [digest, 0 if non_finite is None else non_finite + 1, unused, *prints]
+        rows = share_among_living(local, self._world.transport)
+        if len(rows) < self._world.size and not self._exchange.tolerates_loss:
+            raise RankLost(f"rank {self._rank}: a rank was lost before all had come to the end of job.finish().")
+        refuse_same_batches({rank: row[0] for rank, row in rows.items()}, self._rank)
+        self._optimizers.check_used(max(row[2] for row in rows.values()))
+        if (error := self._finite.parameter_error(names, {rank: row[1] for rank, row in rows.items()})) is not None:
+            raise error
+        if any(row[3:] != prints for row in rows.values()):
+            raise difference(names, {rank: row[3:] for rank, row in rows.items()}, self._rank, "after job.finish()")
 
-    def _judge(self, names: list[str], prints: list[int], non_finite: int | None, digest: int, when: str) -> None:
+    def _judge(self, names: list[str], prints: list[int], non_finite: int | None, digest: int) -> None:
         """Share this rank's numbers, and raise the same error on every rank if they are not as they should be."""
         number = 0 if non_finite is None else non_finite + 1
         rows = share([combined(prints), number, digest], self._world.transport)
-        refuse_same_batches([row[2] for row in rows], self._rank)
-        if (error := self._finite.parameter_error(names, [row[1] for row in rows])) is not None:
+        refuse_same_batches({rank: row[2] for rank, row in enumerate(rows)}, self._rank)
+        if (error := self._finite.parameter_error(names, {rank: row[1] for rank, row in enumerate(rows)})) is not None:
             raise error
         if any(row[0] != rows[0][0] for row in rows):
-            raise difference(names, prints, self._world.transport, when)
+            by_rank = gathered(prints, self._world.transport)
+            raise difference(names, by_rank, self._rank, f"at backward pass {self._num_passes}")
 
     def _stop_for_gradient(self) -> None:
         """The optimiser is about to use a gradient that is not finite: end training on every rank."""

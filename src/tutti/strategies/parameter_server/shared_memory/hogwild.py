@@ -36,7 +36,12 @@ from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor, reject_closure
 from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
 from tutti.strategies.parameter_server.shared_memory.optimizer_state import SharedOptimizerState
-from tutti.strategies.parameter_server.shared_memory.worker_registry import RegistryCounters, WorkerRegistry
+from tutti.strategies.parameter_server.shared_memory.worker_registry import (
+    CONSENSUS,
+    FINISH,
+    RegistryCounters,
+    WorkerRegistry,
+)
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
@@ -199,9 +204,13 @@ class HogwildWorker(Exchange):
             torch._foreach_add_(self._shared_statistics, changes)
 
     def consensus(self) -> None:
+        self._synchronise(CONSENSUS)
+
+    def _synchronise(self, call: str) -> None:
+        """Wait for all living workers, which must be in the same call, and read what all of them have made."""
         start_s = self.transport.now()
         # No worker steps while all are in the barrier, so all of them copy the same values.
-        self._registry.barrier(lambda number: self._read())
+        self._registry.barrier(lambda number: self._read(), call)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def restore_local(self) -> None:
@@ -215,7 +224,7 @@ class HogwildWorker(Exchange):
         self._base_version = self._flags.value(self._version_counter)
 
     def finish(self) -> None:
-        self.consensus()
+        self._synchronise(FINISH)
         self._registry.leave()
         self.close()
 

@@ -24,7 +24,12 @@ from tutti.strategies.parameter_server.shared_memory.pushing import GradientPush
 from tutti.strategies.parameter_server.shared_memory.reading import ParameterReader
 from tutti.strategies.parameter_server.shared_memory.shard_versions import ShardVersions
 from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper, Stepper
-from tutti.strategies.parameter_server.shared_memory.worker_registry import RegistryCounters, WorkerRegistry
+from tutti.strategies.parameter_server.shared_memory.worker_registry import (
+    CONSENSUS,
+    FINISH,
+    RegistryCounters,
+    WorkerRegistry,
+)
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
 
 if TYPE_CHECKING:
@@ -121,8 +126,12 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._context.registry.request_stop()
 
     def consensus(self) -> None:
+        self._synchronise(CONSENSUS)
+
+    def _synchronise(self, call: str) -> None:
+        """Wait for all living workers, which must be in the same call, and read what all updates have made."""
         self._wait_for_all()
-        self._membership.barrier()
+        self._membership.barrier(call=call)
 
     def leave(self) -> None:
         self._wait_for_all()
@@ -133,7 +142,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._wait_for_all()
 
     def finish(self) -> None:
-        self.consensus()
+        self._synchronise(FINISH)
         # The barrier has made this worker a member again: others that still train must not wait for it.
         self._membership.withdraw()
         self._context.registry.leave()

@@ -1,0 +1,24 @@
+"""Collective calls of a job, numbered, and the error for ranks that are in different ones."""
+
+from collections.abc import Sequence
+
+from tutti.collectives.mean import FIRST_CALL
+from tutti.errors import ConfigError
+
+CONSENSUS, FINISH = 0, 1
+
+_NAMES = ("job.consensus()", "job.finish()")
+
+
+def different_calls_error(weights: Sequence[float], rank: int, steps: int) -> ConfigError:
+    """Return the error that says where each rank is: in a call, or in a backward pass, which has another weight."""
+    calls = {_NAMES[int(FIRST_CALL - weight)] for weight in weights if weight <= FIRST_CALL}
+    where = [
+        f"rank {other} is in {_NAMES[int(FIRST_CALL - weight)]} after step {steps}"
+        if weight <= FIRST_CALL
+        else f"rank {other} began the backward pass of step {steps + 1}"
+        for other, weight in enumerate(weights)
+    ]
+    return ConfigError(
+        f"rank {rank}: {', '.join(where)}: every rank must enter {' and '.join(sorted(calls))}, after the same step."
+    )
