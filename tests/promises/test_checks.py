@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import tutti
 from support import run_ok, run_threads
-from tutti.errors import NonFiniteLoss, NonFiniteValues, ReplicaMismatch, TuttiError
+from tutti.collectives import mean, ring
+from tutti.errors import NonFiniteLoss, NonFiniteValues, ReplicaMismatch, TuttiError, WorkerFailed
 from tutti.world import World
 
 ALLREDUCE, SERVERS, GOSSIP, PEERS, BLOCKS = "native", "ps:bsp", "gossip", "peers", "bmuf:every=2"
@@ -448,3 +449,34 @@ def _trained(world: World, strategy: str) -> None:
 @pytest.mark.parametrize("transport", ["sockets", "shared_memory", "simulated"])
 def test_no_alarm_in_ordinary_training(strategy: str, transport: str) -> None:
     run_ok(_trained, strategy, size=3, transport=transport)
+
+
+# A run without `distribute`, in processes: what counts is how they end.
+
+
+def _undistributed(communicates: bool) -> None:
+    world = tutti.init()
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        F.cross_entropy(model(_batch(world.rank, step)[0]), _batch(world.rank, step)[1]).backward()
+        if communicates:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                mean(parameter.grad, world.transport, ring)
+        optimizer.step()
+
+
+def test_distribute_was_forgotten(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerFailed):
+        tutti.launch(_undistributed, False, workers=2)
+    output = capfd.readouterr().err
+    warning = "rank 0: an optimiser has stepped in a world of 2 ranks, and no model is distributed"
+    assert warning in output
+    assert f"ConfigError: {warning}" in output
+    assert "Call tutti.distribute(model, optimizer) before it." in output
+
+
+def test_a_script_that_averages_by_itself_is_not_judged(capfd: pytest.CaptureFixture[str]) -> None:
+    tutti.launch(_undistributed, True, workers=2)
+    assert "no model is distributed" not in capfd.readouterr().err

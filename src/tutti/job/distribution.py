@@ -112,9 +112,9 @@ def _start(
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
     if trains.size > 1 and not any(p.is_meta for p in model.parameters()):
-        replica.checks = TrainingChecks(replica, exchange, strategy, trains)
+        checks = TrainingChecks(replica, exchange, strategy, trains)
         if any(isinstance(module, Branches) for module in model.modules()):
-            replica.checks.allow_same_batches()  # The ranks of a group of branches are one worker.
+            checks.allow_same_batches()  # The ranks of a group of branches are one worker.
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
     setattr(model, JOB_ATTRIBUTE, job)
     for module in model.modules():

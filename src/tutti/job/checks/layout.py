@@ -29,6 +29,11 @@ class LayoutCheck:
         self._layouts = [(slot.name, *_layout(slot.tensor)) for slot in replica.slots]
         self._modules = {id(module) for module in replica.model.modules()}
         self._changed = False
+        self._handles: list[Any] = []
+        self._addresses = self._addresses_now()
+
+    def open(self) -> None:
+        """Start to look at what is added to modules of the model."""
         check_ref = ref(self)
 
         def member_added(module: nn.Module, *_: Any) -> None:
@@ -39,7 +44,6 @@ class LayoutCheck:
             register_module_parameter_registration_hook(member_added),
             register_module_module_registration_hook(member_added),
         ]
-        self._addresses = self._addresses_now()
 
     def close(self) -> None:
         """Remove all hooks."""

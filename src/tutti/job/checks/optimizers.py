@@ -23,7 +23,10 @@ class OptimizerCheck:
         self._unrelated: WeakSet[Optimizer] = WeakSet()
         """Optimisers that were found to hold none of them."""
         self._handles: list[Any] = []
-        own, check_ref = ref(replica.optimizer), ref(self)
+
+    def open(self) -> None:
+        """Start to look at the steps of all optimisers of the process."""
+        own, check_ref = ref(self._replica.optimizer), ref(self)
 
         def before_any_step(optimizer: Optimizer, *_: Any) -> None:
             # Called for every optimiser of the process: the given one must cost next to nothing.

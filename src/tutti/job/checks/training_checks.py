@@ -7,10 +7,9 @@ Checks of one rank alone (`LayoutCheck`, `OptimizerCheck`, one element of a grad
 Comparisons between ranks run where all ranks pass through the same point. Under strategies that keep all replicas
 equal after every step (`Exchange.equal_after_steps`) that is the end of an exchanged backward pass, which all ranks
 have taken part in: of the second, third, fifth, ninth and so on, and then of every `_INTERVAL`-th. All ranks then
-share a few numbers, and take the same branch. Under other strategies, ranks may be at any step, or lost. There they compare
-at the end, when `finish` has left the same model on every rank; a rank that was lost ends the comparison, and is no
-error by itself. The digest of batches is sent there without waiting, after the second batch, and looked at when it has
-come.
+share a few numbers, and take the same branch. Under other strategies, ranks may be at any step, or lost. There they
+compare at the end, when `finish` has left the same model on every rank that is left. The digest of batches is sent
+there without waiting, after the second batch, and looked at when it has come.
 
 In virtual time nothing is sent: a simulated run takes as long as it would without checks.
 """
@@ -57,10 +56,16 @@ class TrainingChecks:
         self._optimizers = OptimizerCheck(replica, self._rank)
         self._finite = FiniteCheck(replica, self._rank)
         self._batches: BatchRecord | None = BatchRecord(world.sample_counts)
-        replica.on_forward = self._forward
         self._notices: Notices | None = None
         if not self._silent and not exchange.equal_after_steps:
             self._notices = Notices(world.transport, world.usage.num_jobs)
+        self.open()
+
+    def open(self) -> None:
+        """Attach to the replica, its optimiser and its modules."""
+        self._layout.open()
+        self._optimizers.open()
+        self._replica.checks, self._replica.on_forward = self, self._forward
 
     def allow_any_loss(self) -> None:
         """Do not look at the loss: the user says what it is."""
@@ -102,10 +107,10 @@ class TrainingChecks:
             self._stop_for_gradient()
 
     def close(self) -> None:
-        """Remove all hooks. Not collective."""
+        """Remove all hooks. Not collective. `open` may follow."""
         self._layout.close()
         self._optimizers.close()
-        self._replica.on_forward = None
+        self._replica.checks = self._replica.on_forward = None
 
     @property
     def _together(self) -> bool:
@@ -127,7 +132,7 @@ class TrainingChecks:
             self._batches.add()
             if self._notices is not None and self._num_passes == NUM_BATCHES:
                 self._notices.send(self._batches.digest)
-        if self._num_passes == NUM_BATCHES and self._exchange.equal_after_steps:
+        if self._num_passes >= NUM_BATCHES and self._exchange.equal_after_steps:
             self._replica.on_forward = None  # Nothing more to see there, in every step.
 
     @torch.no_grad()
