@@ -22,10 +22,19 @@ UNEQUAL = (SERVERS, GOSSIP, PEERS, BLOCKS)
 """Strategies under which ranks hold the same parameters at the end only."""
 
 
+def _make_net(seed: int, norm: bool) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        middle = [nn.BatchNorm1d(5)] if norm else []
+        return nn.Sequential(nn.Linear(4, 5), *middle, nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+# Made once: ranks are threads, and share one random generator.
+_NETS = {(seed, norm): _make_net(seed, norm) for seed, norm in ((0, False), (0, True), (5, False))}
+
+
 def _net(seed: int = 0, norm: bool = False) -> nn.Sequential:
-    torch.manual_seed(seed)
-    middle = [nn.BatchNorm1d(5)] if norm else []
-    return nn.Sequential(nn.Linear(4, 5), *middle, nn.Tanh(), nn.Linear(5, 3)).double()
+    return copy.deepcopy(_NETS[seed, norm])
 
 
 def _batch(rank: int, step: int) -> tuple[Tensor, Tensor]:

@@ -30,13 +30,13 @@ def share_among_living(numbers: list[int], transport: Transport) -> dict[int, li
     rows = {peer: torch.empty_like(local) for peer in range(transport.size) if peer != transport.rank}
     sends = [transport.isend(local, peer, _LAST_TAG) for peer in rows]
     receives = {peer: transport.irecv(row, peer, _LAST_TAG) for peer, row in rows.items()}
-    living = {peer: rows[peer].tolist() for peer, work in receives.items() if _completes(work)}
+    living = {peer: rows[peer].tolist() for peer, work in receives.items() if completes(work)}
     for work in sends:
-        _completes(work)
+        completes(work)
     return dict(sorted({**living, transport.rank: numbers}.items()))
 
 
-def _completes(work: Work) -> bool:
+def completes(work: Work) -> bool:
     """Wait for a message; False if the peer is lost."""
     try:
         work.wait()

@@ -156,8 +156,6 @@ class TrainingChecks:
                 self._check_notices(wait=True)
         except ConfigError as mistake:
             return mistake
-        except RankLost:
-            pass  # The peer went before it had sent its notice: for another reason.
         return error
 
     def _check_notices(self, wait: bool) -> None:
@@ -167,7 +165,7 @@ class TrainingChecks:
         digests = self._notices.complete(self._batches.digest) if wait else self._notices.received()
         if digests is not None:
             self._notices = None
-            refuse_same_batches(dict(enumerate(digests)), self._rank)
+            refuse_same_batches(digests, self._rank)
 
     def finished(self) -> None:
         """Compare the replicas that `finish` has left. Collective."""
@@ -176,6 +174,7 @@ class TrainingChecks:
         if self._silent:
             self._optimizers.check_used(unused)
             return
+        self._check_notices(wait=True)  # A rank that has ended for the same batches is not among the living.
         names, tensors = self._parameters(buffers=True)
         prints, non_finite = fingerprints(tensors), first_non_finite(tensors)
         digest = 0 if self._batches is None else self._batches.digest
@@ -220,7 +219,10 @@ class TrainingChecks:
             )
 
     def _parameters(self, buffers: bool = False) -> tuple[list[str], list[Tensor]]:
+        """Return names and values of all parameters; with `buffers`, also of those that `finish` makes equal."""
         named: list[tuple[str, Tensor]] = list(self._replica.model.named_parameters())
-        if buffers:
+        if buffers and self._exchange.equal_after_steps:
             named += self._replica.model.named_buffers()
+        elif buffers:
+            named += [(slot.name, slot.tensor) for slot in self._replica.statistics]
         return [name for name, _ in named], [tensor for _, tensor in named]
