@@ -56,16 +56,13 @@ class HookedReplica(Replica):
         """Checks of what the user does, called in every step; None on a single rank."""
         self.on_forward: Callable[[Any, Any], None] | None = None
         """Called with the inputs of each forward pass that trains, but not in compiled graphs."""
+        self.reports_passes = False
+        """Whether backward passes are reported, and not only steps."""
         self._listener: Listener | None = None
         self._scope: EventScope = "steps"
         self._handles: list[Any] = []
         self._backward = BackwardPass(self)
         self._catcher: Catcher | None = None
-
-    @property
-    def reports_passes(self) -> bool:
-        """Whether backward passes are reported, and not only steps."""
-        return self._scope == "gradients"
 
     @property
     def listener(self) -> Listener:
@@ -74,7 +71,7 @@ class HookedReplica(Replica):
         return self._listener
 
     def listen(self, listener: Listener, to: EventScope) -> None:
-        self._listener, self._scope = listener, to
+        self._listener, self._scope, self.reports_passes = listener, to, to == "gradients"
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         if to == "steps":

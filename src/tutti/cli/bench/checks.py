@@ -19,17 +19,17 @@ def checks(
     rounds: NumRounds = 51,
     json_file: JsonFile = None,
 ) -> None:
-    """Time training steps with and without the checks that run while training, in turn."""
+    """Time training steps with and without the checks that run while training, in turn, and the checks alone."""
     from tutti.bench.checks import measure
 
     check_writable(json_file)
     check_model_names([model])
     rows = run_with_progress(f"training steps of {workers} workers", measure, model, rounds, workers=workers)
     table = Table(title="Median milliseconds per step; ratio: median over rounds, with checks to without")
-    for heading in ("model", "workers", "without", "with", "ratio"):
+    for heading in ("model", "workers", "without", "with", "ratio", "checks alone, µs"):
         table.add_column(heading)
     for row in rows:
         times = [format_ms(row["seconds"][name]) for name in ("without", "with")]
-        table.add_row(row["model"], str(row["workers"]), *times, f"{row['ratio']:.4f}")
+        table.add_row(row["model"], str(row["workers"]), *times, f"{row['ratio']:.4f}", f"{1e6 * row['checks_s']:.1f}")
     Console().print(table)
     write_json(json_file, rows)

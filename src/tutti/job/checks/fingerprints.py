@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 _WIDTH = 1024
-"""Elements in a row of the matrix that a tensor is seen as: positions count by column and by row."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Words in a row of the matrix that a tensor is seen as: positions count by column and by row."""
 
 
 @torch.no_grad()
@@ -21,16 +19,17 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _parts(tensor: Tensor) -> Tensor:
-    """Return sums of the tensor's bits as integers: plain, and weighted by column and by row. They may wrap around."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    flat = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    """Return sums of the tensor's bits as integers, weighted by column and by row. They may wrap around."""
+    flat = tensor.contiguous().view(-1)
+    num_words = flat.nbytes // 8
+    aligned = flat.data_ptr() % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
+    octets = (flat if aligned else flat.clone()).view(torch.uint8)
+    # Words of 8 bytes are summed several times as quickly as smaller ones, which torch converts first.
+    flat, odd = octets[: num_words * 8].view(torch.int64), octets[num_words * 8 :]
     num_rows = flat.numel() // _WIDTH
     body, rest = flat[: num_rows * _WIDTH].view(num_rows, _WIDTH), flat[num_rows * _WIDTH :]
     columns, rows = body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64)
-    return torch.stack(
-        [columns.sum(), _weighted(columns), _weighted(rows), rest.sum(dtype=torch.int64), _weighted(rest)]
-    )
+    return torch.stack([_weighted(columns), _weighted(rows), _weighted(rest), _weighted(odd)])
 
 
 def _weighted(values: Tensor) -> Tensor:

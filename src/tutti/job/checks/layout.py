@@ -15,6 +15,9 @@ from tutti.replica import HookedReplica
 _REMEDY = "Change the model before tutti.distribute, or call job.finish(), change it, and call tutti.distribute again."
 
 
+_address = Tensor.data_ptr
+
+
 class LayoutCheck:
     """Notices a model that was moved, cast or given other parameters after `distribute`.
 
@@ -24,7 +27,6 @@ class LayoutCheck:
 
     def __init__(self, replica: HookedReplica, rank: int) -> None:
         self._model, self._rank = replica.model, rank
-        # The Python methods are bound once: this is called in every step.
         self._tensors = [slot.tensor for slot in replica.slots]
         self._layouts = [(slot.name, *_layout(slot.tensor)) for slot in replica.slots]
         self._modules = {id(module) for module in replica.model.modules()}
@@ -53,12 +55,12 @@ class LayoutCheck:
 
     def __call__(self) -> None:
         """Raise `ConfigError` if a trained parameter is not what it was."""
-        if self._changed or self._addresses_now() != self._addresses:
+        if self._changed or list(map(_address, self._tensors)) != self._addresses:
             self._check()
             self._changed, self._addresses = False, self._addresses_now()
 
     def _addresses_now(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors]
+        return list(map(_address, self._tensors))
 
     def _check(self) -> None:
         now = {id(parameter) for parameter in self._model.parameters()}

@@ -16,6 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
+SUM_LOSS = (
+    "the loss is a sum over samples, and gradients are averaged over %d ranks: each step is 1/%d of that on one "
+    'machine. Call job.expect(loss="sum") to add gradients up, or job.expect(loss="mean") if it is meant so.'
+)
+"""The warning; twice the number of ranks is filled in."""
+
 _REDUCTION_OF_SUM = 2
 """`at::Reduction::Sum`, as loss functions of torch save it."""
 

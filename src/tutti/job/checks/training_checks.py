@@ -27,7 +27,7 @@ from tutti.job.checks.comparison import difference, gathered, share, share_among
 from tutti.job.checks.fingerprints import combined, fingerprints, first_non_finite
 from tutti.job.checks.finite import FiniteCheck
 from tutti.job.checks.layout import LayoutCheck
-from tutti.job.checks.loss_kind import is_sum_loss
+from tutti.job.checks.loss_kind import SUM_LOSS, is_sum_loss
 from tutti.job.checks.notices import Notices
 from tutti.job.checks.optimizers import OptimizerCheck
 from tutti.replica import HookedReplica
@@ -36,7 +36,7 @@ from tutti.world import World
 
 _log = logging.getLogger("tutti")
 
-_INTERVAL = 512
+_INTERVAL = 2048
 """Backward passes between two comparisons, after the first ones."""
 
 
@@ -89,8 +89,8 @@ class TrainingChecks:
         self._finite.first_gradient()
         if self._watches_loss:
             self._watches_loss = False
-            if is_sum_loss(self._thread):
-                self._warn_of_sum()
+            if self._rank == 0 and is_sum_loss(self._thread):
+                _log.warning(SUM_LOSS, self._world.size, self._world.size)
         self._count()
 
     def pass_finished(self) -> None:
@@ -207,16 +207,6 @@ class TrainingChecks:
             raise self._finite.gradient_error([row[0] for row in rows])
         if self._replica.contribution.last_weight != 0:
             self._finite.stop_all(self._finite.which())
-
-    def _warn_of_sum(self) -> None:
-        if self._rank == 0:
-            _log.warning(
-                "the loss is a sum over samples, and gradients are averaged over %d ranks: each step is 1/%d of that "
-                'on one machine. Call job.expect(loss="sum") to add gradients up, or job.expect(loss="mean") if it is '
-                "meant so.",
-                self._world.size,
-                self._world.size,
-            )
 
     def _parameters(self, buffers: bool = False) -> tuple[list[str], list[Tensor]]:
         """Return names and values of all parameters; with `buffers`, also of those that `finish` makes equal."""
