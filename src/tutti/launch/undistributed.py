@@ -29,9 +29,9 @@ class UndistributedCheck:
         self._handle: Any = register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._is_distributed():
-            self._communicates = True
-            self._handle.remove()  # From here on nothing is looked at.
+        # The hook stays: torch iterates over the hooks while it calls them.
+        self._communicates = self._communicates or self._is_distributed()
+        if self._communicates:
             return
         self._num_steps += 1
         if self._num_steps == 1 and self._world.rank == 0:

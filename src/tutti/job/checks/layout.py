@@ -1,13 +1,8 @@
 """`LayoutCheck`: trained parameters stay the tensors, of the dtype, shape and device, that were distributed."""
 
 from typing import Any
-from weakref import ref
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from tutti.errors import ConfigError
 from tutti.replica import HookedReplica
@@ -31,27 +26,11 @@ class LayoutCheck:
         self._layouts = [(slot.name, *_layout(slot.tensor)) for slot in replica.slots]
         self._modules = {id(module) for module in replica.model.modules()}
         self._changed = False
-        self._handles: list[Any] = []
         self._addresses = self._addresses_now()
 
-    def open(self) -> None:
-        """Start to look at what is added to modules of the model."""
-        check_ref = ref(self)
-
-        def member_added(module: nn.Module, *_: Any) -> None:
-            if (check := check_ref()) is not None and id(module) in check._modules:
-                check._changed = True
-
-        self._handles = [
-            register_module_parameter_registration_hook(member_added),
-            register_module_module_registration_hook(member_added),
-        ]
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def member_added(self, module: nn.Module) -> None:
+        """Look at all parameters in the next step, if the module is one of the model."""
+        self._changed = self._changed or id(module) in self._modules
 
     def __call__(self) -> None:
         """Raise `ConfigError` if a trained parameter is not what it was."""

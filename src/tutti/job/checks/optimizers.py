@@ -1,10 +1,9 @@
 """`OptimizerCheck`: only the optimiser that `distribute` was given may change the trained parameters."""
 
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tutti.errors import ConfigError
 from tutti.replica import HookedReplica
@@ -22,47 +21,44 @@ class OptimizerCheck:
         self._trained = {id(slot.tensor): slot.name for slot in replica.slots}
         self._unrelated: WeakSet[Optimizer] = WeakSet()
         """Optimisers that were found to hold none of them."""
+        self._steps_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """Other optimisers that hold some, and the steps of the given one when each of them began to step."""
         self._handles: list[Any] = []
 
-    def open(self) -> None:
-        """Start to look at the steps of all optimisers of the process."""
-        own, check_ref = ref(self._replica.optimizer), ref(self)
-
-        def before_any_step(optimizer: Optimizer, *_: Any) -> None:
-            # Called for every optimiser of the process: the given one must cost next to nothing.
-            if optimizer is not own() and (check := check_ref()) is not None:
-                check._foreign_step(optimizer)
-
-        self._handles.append(register_optimizer_step_pre_hook(before_any_step))
-
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove the hooks of other optimisers."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._steps_before.clear()
 
-    def _foreign_step(self, optimizer: Optimizer) -> None:
-        if optimizer in self._unrelated:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at an optimiser that is about to step. The given one must cost next to nothing."""
+        if optimizer is self._replica.optimizer or optimizer in self._unrelated:
             return
-        held = [
-            self._trained[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._trained
-        ]
+        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._trained]
         if not held:
             self._unrelated.add(optimizer)
             return
-        steps_before = self._replica.steps
+        if optimizer not in self._steps_before:
+            name, check_ref = self._trained[id(held[0])], ref(self)
 
-        def after_step(*_: Any) -> None:
-            handle.remove()
-            if self._replica.steps == steps_before:
-                raise self._error(optimizer, held)
+            def after_step(other: Optimizer, *_: Any) -> None:
+                if (check := check_ref()) is not None:
+                    check._after_step(other, name)
 
-        handle = optimizer.register_step_post_hook(after_step)
+            # Not removed after the step: torch iterates over the hooks while it calls them.
+            self._handles.append(optimizer.register_step_post_hook(after_step))
+        self._steps_before[optimizer] = self._replica.steps
 
-    def _error(self, optimizer: Optimizer, held: list[str]) -> ConfigError:
+    def _after_step(self, optimizer: Optimizer, name: str) -> None:
+        if self._steps_before.get(optimizer) == self._replica.steps:
+            raise self._error(optimizer, name)
+
+    def _error(self, optimizer: Optimizer, name: str) -> ConfigError:
         return ConfigError(
             f"rank {self._rank}: an optimiser that tutti.distribute was not given ({type(optimizer).__name__}) stepped "
-            f"and holds '{held[0]}' of the distributed model. Create the optimiser before tutti.distribute, pass that "
+            f"and holds '{name}' of the distributed model. Create the optimiser before tutti.distribute, pass that "
             "one, and step no other."
         )
 

@@ -19,9 +19,11 @@ import threading
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tutti.errors import ConfigError, RankLost
+from tutti.job.checks import process_hooks
 from tutti.job.checks.batches import NUM_BATCHES, BatchRecord, refuse_same_batches
 from tutti.job.checks.comparison import difference, gathered, share, share_among_living
 from tutti.job.checks.fingerprints import combined, fingerprints, first_non_finite
@@ -63,9 +65,16 @@ class TrainingChecks:
 
     def open(self) -> None:
         """Attach to the replica, its optimiser and its modules."""
-        self._layout.open()
-        self._optimizers.open()
+        process_hooks.add(self)
         self._replica.checks, self._replica.on_forward = self, self._forward
+
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """An optimiser of this process is about to step."""
+        self._optimizers.before_step(optimizer)
+
+    def member_added(self, module: nn.Module) -> None:
+        """A parameter or a module was added to a module of this process."""
+        self._layout.member_added(module)
 
     def allow_any_loss(self) -> None:
         """Do not look at the loss: the user says what it is."""
@@ -108,7 +117,7 @@ class TrainingChecks:
 
     def close(self) -> None:
         """Remove all hooks. Not collective. `open` may follow."""
-        self._layout.close()
+        process_hooks.remove(self)
         self._optimizers.close()
         self._replica.checks = self._replica.on_forward = None
 

@@ -30,7 +30,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tutti.errors import ConfigError, RankLost
+from tutti.errors import RankLost
 from tutti.strategies.decentralised.flat_model import align
 from tutti.strategies.decentralised.peer_group import PeerGroup
 from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
@@ -43,11 +43,6 @@ class RoundPurpose(IntEnum):
     REGROUP = 0
     AVERAGE = 1
     FINISH = 2
-    LAST_AVERAGE = 3
-    """To average once more before it finishes."""
-
-
-_FINISHING = (RoundPurpose.FINISH, RoundPurpose.LAST_AVERAGE)
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,6 @@ class AveragingRounds:
         self.in_round = True
         group.send_to_all(PeerMessageHeader(PeerMessageKind.ROUND_ENTERED, number, purpose, clock))
         yield from group.wait_until(lambda: self.last_round >= number or (self.all_entered(number) and is_ready()))
-        self._refuse_different_calls(number, purpose, clock)
         # All ranks come to the same answer: each has every peer's entry, and so every purpose.
         regroup = purpose == RoundPurpose.REGROUP or self.regroup_requested
         value = None if regroup else contribution()
@@ -126,18 +120,6 @@ class AveragingRounds:
             # The leader is fixed here: a change of it while this waits must end the wait.
             yield from group.wait_until(partial(self._can_proceed, number, group.leader))
         self.in_round = False
-
-    def _refuse_different_calls(self, number: int, purpose: RoundPurpose, clock: int) -> None:
-        """Raise if some ranks average in `job.consensus()` while others are in `job.finish()`."""
-        entries = {peer: self._entries[peer] for peer in self._group.others if self.has_entered(peer, number)}
-        calls = {peer: (entry.origin, entry.clock) for peer, entry in entries.items() if entry.number == number}
-        calls[self._rank] = (purpose, clock)
-        in_consensus = [peer for peer, (origin, _) in calls.items() if origin == RoundPurpose.AVERAGE]
-        finishing = [peer for peer, (origin, _) in calls.items() if origin in _FINISHING]
-        if in_consensus and finishing:
-            where = [f"rank {peer} is in job.consensus() after step {calls[peer][1]}" for peer in sorted(in_consensus)]
-            where += [f"rank {peer} is in job.finish() after step {calls[peer][1]}" for peer in sorted(finishing)]
-            raise ConfigError(f"rank {self._rank}: {', '.join(where)}: every rank must enter job.consensus().")
 
     def finish(self, clock: int) -> Operation:
         """Leave when all ranks know the last result and want to leave; return if one of them wants another round."""

@@ -128,12 +128,8 @@ class PeerExchange(Exchange):
             algorithm.round_finished(context.rounds.result)
 
     def consensus(self) -> None:
-        self._average(RoundPurpose.AVERAGE)
-
-    def _average(self, purpose: RoundPurpose) -> None:
-        """Set the model to the mean of all ranks, and keep this rank's own values."""
         # A round only regroups if any rank needs that: then there is no mean yet, and the next round makes it.
-        while (result := self.run_round(purpose)).purpose != RoundPurpose.AVERAGE:
+        while (result := self.run_round(RoundPurpose.AVERAGE)).purpose != RoundPurpose.AVERAGE:
             pass
         assert result.value is not None
         self._local_values = self.context.model.to_full(self.context.base)
@@ -147,7 +143,7 @@ class PeerExchange(Exchange):
     def finish(self) -> None:
         # Others may still train and ask for rounds: take part in all of them, so that all ranks end with the same.
         while not self.context.rounds.is_finished:
-            self._average(RoundPurpose.LAST_AVERAGE)
+            self.consensus()
             self._local_values = None
             self.context.wait(self._finish())
         self.close()
