@@ -4,18 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Both ends of the supported range (src/tutti/versions.py) and two between them.
+TORCH_VERSIONS ?= 2.9.1 2.11.0 2.13.0 2.15.0
+
 # Real datasets, where they lie beside the checkout.
 ifneq ($(wildcard ../shared/data),)
 export TUTTI_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: help install demo test test-quick check docs bench clean
+.PHONY: help install demo test test-quick test-matrix check docs bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   train a small model with 2 workers and check it against one (under a minute)"
 	@echo "make test   the whole test suite"
 	@echo "make test-quick   the inner loop of it"
+	@echo "make test-matrix   the quick tests on several versions of torch"
 	@echo "make check  ruff and mypy"
 	@echo "make docs   the documentation site, into site/"
 	@echo "make bench  training steps and all-reduce against DDP, Gloo and Open MPI"
@@ -39,6 +43,10 @@ test: $(STAMP)
 test-quick: $(STAMP)
 	$(BIN)/pytest tests/unit tests/contract/test_packets.py tests/contract/test_transports.py -n 2 --dist worksteal
 
+# PYTHON=python3.13 chooses another Python.
+test-matrix:
+	.ci/matrix $(PYTHON) $(TORCH_VERSIONS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,4 +60,4 @@ bench: $(STAMP)
 	$(BIN)/tutti bench allreduce
 
 clean:
-	rm -rf $(VENV) build dist runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix build dist runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import warm
 from command import Call, Ended
 from tutti.launch import fork_client, supervisor
 from tutti.launch.interpreter import main_of
@@ -67,6 +68,7 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     wait_s, deadline = 0.001, time.monotonic() + _SETTLE_SECONDS
     left = _everything() - before
+    collected = bool(left)
     while left and time.monotonic() < deadline:
         gc.collect()  # What only a cycle keeps is not lost.
         time.sleep(wait_s)
@@ -74,6 +76,8 @@ def nothing_left_behind() -> Iterator[None]:
         left &= _everything()  # What comes and goes meanwhile is another's: other tests may run beside this one.
         left -= {each for each in left if each.startswith("/dev/shm/") and _mapped_by_others(each)}
     assert not left, f"left behind: {sorted(left)}"
+    if collected:
+        gc.freeze()  # Modules that this test was the first to import: the next collection need not look at them.
     if (world := current_world()) is not None:
         world.close()  # The tests after this one should not fail too.
         raise AssertionError("left behind: a world that tutti.init made in this process")
@@ -91,7 +95,8 @@ def _everything() -> set[str]:
 
 def _processes() -> set[str]:
     found = set()
-    kept = {str(pid) for pid in fork_client.server_pids()}  # Reused by all tests, and closed when Python ends.
+    # Reused by all tests, and closed when Python ends.
+    kept = {str(pid) for pid in (*fork_client.server_pids(), *warm.server_pids())}
     for name in os.listdir("/proc"):
         if not name.isdigit() or name in _THERE_BEFORE or name in kept:
             continue
@@ -128,8 +133,10 @@ def _listening() -> set[str]:
 def _shared_memory() -> set[str]:
     # Open MPI's own segments come and go with any mpirun on this machine, not only with a test's.
     names = {f"/dev/shm/{it.name}" for it in Path("/dev/shm").iterdir() if not it.name.startswith("sm_segment.")}
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return names | {f"mapping {line.split()[0]}" for line in maps if "/memfd:tutti" in line}
+    maps = Path("/proc/self/maps").read_bytes()
+    if b"/memfd:tutti" not in maps:
+        return names  # As around most tests: to take hundreds of lines apart takes longer than all else here.
+    return names | {f"mapping {line.split()[0]}" for line in maps.decode().splitlines() if "/memfd:tutti" in line}
 
 
 def _mapped_by_others(file: str) -> bool:

@@ -1,11 +1,13 @@
 """Ranks as threads: the quick way to run several, with explicit groups and nothing global."""
 
+import itertools
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import HashStore
 
@@ -26,6 +28,18 @@ LEVELS = (*TRANSPORTS, "hosts", "simulated", "simulated_hosts")
 """And "hosts": ranks spread over several hosts, two on each as far as they go."""
 
 TIMEOUT = timedelta(seconds=20)
+
+
+def pairwise(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrise a test with few combinations, in which every two values of different dimensions meet."""
+    cases = list(itertools.product(*(range(len(values)) for values in dimensions.values())))
+    pairs_of = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
+    missing, chosen = set().union(*pairs_of.values()), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs_of[case] & missing)))
+        missing -= pairs_of[chosen[-1]]
+    values = [tuple(each[number] for each, number in zip(dimensions.values(), case, strict=True)) for case in chosen]
+    return pytest.mark.parametrize(tuple(dimensions), values, ids=str)
 
 
 def run_threads(

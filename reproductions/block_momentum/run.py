@@ -80,8 +80,8 @@ SLOW_LINK = replace(
 )
 FULL = (TEXT, SIXTEEN, WIDE, SLOW_LINK)
 QUICK = (
-    replace(TEXT, name="digits", recipe="digits", batch=4, block_steps=4, epochs=2, learning_rate=0.1, workers=(4,)),
-    replace(SIXTEEN, name="digits again", recipe="digits", batch=2, block_steps=4, epochs=1, learning_rate=0.1),
+    replace(TEXT, name="digits", recipe="digits", batch=4, block_steps=4, epochs=1, learning_rate=0.1, workers=(4,)),
+    replace(SIXTEEN, name="digits again", recipe="digits", batch=4, block_steps=4, epochs=1, learning_rate=0.1),
     replace(
         SLOW_LINK, name="slow digits", recipe="digits", wide=False, epochs=2, tests_per_epoch=2, batch=8, target=0.5
     ),

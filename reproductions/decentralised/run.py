@@ -46,7 +46,7 @@ HUB = "cape-town"
 """Site with the best links: a single server is there."""
 
 BASELINE = DecentralisedMethod(ALL_REDUCE, "ring")
-EXACT_PEERS = DecentralisedMethod(EXACT, "peers", separate_updates=True)
+EXACT_PEERS = DecentralisedMethod(EXACT, "peers:inbox=8", separate_updates=True)
 SITE_METHODS = (
     BASELINE,
     DecentralisedMethod(SERVERS[0], "ps:async,servers=1", separate_updates=True),
@@ -54,9 +54,9 @@ SITE_METHODS = (
     DecentralisedMethod(SERVERS[2], "ps:async", separate_updates=True),
     EXACT_PEERS,
     DecentralisedMethod(EXACT_SMALL_INBOX, "peers:inbox=2", separate_updates=True),
-    DecentralisedMethod(RESIDUAL, "peers+threshold", separate_updates=True),
-    DecentralisedMethod(NO_RESIDUAL, "peers+threshold:feedback=0", separate_updates=True),
-    DecentralisedMethod("peers, 1-bit with residual", "peers+onebit", separate_updates=True),
+    DecentralisedMethod(RESIDUAL, "peers:inbox=8+threshold", separate_updates=True),
+    DecentralisedMethod(NO_RESIDUAL, "peers:inbox=8+threshold:feedback=0", separate_updates=True),
+    DecentralisedMethod("peers, 1-bit with residual", "peers:inbox=8+onebit", separate_updates=True),
 )
 GOSSIP_METHODS = (
     DecentralisedMethod("gossip, ring", "gossip:graph=ring"),

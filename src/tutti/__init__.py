@@ -38,9 +38,9 @@ if TYPE_CHECKING:
         SoftSync,
         StalenessAware,
     )
-    from tutti.world import World, world
+    from tutti.world import World, print, world
 
-    __version__: str
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "BSP",
@@ -73,6 +73,7 @@ __all__ = [
     "lab",
     "launch",
     "measure_link",
+    "print",
     "profile",
     "shard",
     "simulate",
@@ -96,43 +97,39 @@ _MODULES = {
     "tutti.simulation.runs.simulate": "Simulation simulate",
     "tutti.strategies": "BSP SSP AllReduce Async Averaging BlockMomentum DiLoCo "
     "Gossip Graph ParameterServer PeerUpdates Poseidon SoftSync StalenessAware",
-    "tutti.world": "World world",
+    "tutti.world": "World print world",
 }
 """Public names by the module they come from."""
+
+_WITHOUT_TORCH = {"tutti.cluster", "tutti.errors"}
+"""Those of them that need no torch, so that its version does not matter."""
 
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 _SUBMODULES = {
     "backend", "bench", "cli", "cluster", "codecs", "collectives", "cost", "data", "errors", "events", "job",
-    "parallel", "plan", "plugins", "recipes", "replica", "report", "simulation", "strategies", "transports",
+    "measurement", "parallel", "plan", "plugins", "recipes", "replica", "report", "simulation", "strategies",
+    "transports", "versions",
 }  # fmt: skip
 """Submodules that are attributes of `tutti`: all but those that have the name of a public function."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return _version()
     if name in _SUBMODULES:
         return import_module(f"tutti.{name}")  # The import system sets the attribute.
     if name not in _HOMES:
         raise AttributeError(f"module 'tutti' has no attribute '{name}'")
+    if _HOMES[name] not in _WITHOUT_TORCH:
+        from tutti.versions import check_torch
+
+        check_torch()
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES, "__version__"})
-
-
-def _version() -> str:
-    """Return the version of the installed package, or "unknown" if its source is used without being installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("tutti")
-    except PackageNotFoundError:
-        return "unknown"
+    return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
 class _Package(ModuleType):

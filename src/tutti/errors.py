@@ -9,6 +9,7 @@
     │   ├── NotPriced          a strategy without a cost formula
     │   ├── PluginError        a package that offers something by an entry point, and offers it wrongly
     │   └── DataError          a dataset that is missing, truncated or not the one named
+    ├── UnsupportedVersion     (also an ImportError) a version of torch with which Tutti does not work
     ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank waited for it
     ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) no answer in time, and no rank known to be gone
     ├── Deadlock               every simulated rank waits for another
@@ -18,6 +19,7 @@
     ├── DifferentCalls         ranks are in different collective calls of a job, or some are in none
     ├── NonFiniteLoss          the loss became NaN or infinite
     ├── NonFiniteValues        a parameter or a gradient became NaN or infinite
+    ├── TargetMissed           a training run that ended below its recipe's target accuracy
     ├── StoreLost              raised by the launcher: the process that serves the run's key-value store has ended
     └── WorkerFailed           raised by the launcher: the first worker that failed
 
@@ -71,6 +73,18 @@ class NotPriced(ConfigError):
     """A strategy without a cost formula, which the planner cannot compare with others."""
 
 
+class UnsupportedVersion(TuttiError, ImportError):
+    """A package is installed in a version with which Tutti does not work."""
+
+    def __init__(self, package: str, found: str, supported: tuple[str, str]) -> None:
+        oldest, newest = supported
+        major, minor = newest.split(".")
+        super().__init__(
+            f"{package} {found} is installed, and Tutti supports {package} {oldest} to {newest}. Install one of these: "
+            f"pip install '{package}>={oldest},<{major}.{int(minor) + 1}'"
+        )
+
+
 class RankLost(TuttiError, RuntimeError):
     """A peer died, failed or left while this rank waited for it."""
 
@@ -97,7 +111,7 @@ class PacketError(TuttiError):
 
 
 class WeightRefused(TuttiError):
-    """Some ranks gave NaN as their weight, which stops every rank."""
+    """Some ranks, numbered as in the whole world, gave NaN as their weight, which stops every rank."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)
@@ -117,6 +131,7 @@ class NonFiniteLoss(TuttiError):
     """The loss became NaN or infinite."""
 
     def __init__(self, rank: int, ranks: list[int], step: int) -> None:
+        """Make the error for `rank` to raise, because of `ranks`: all are ranks of the whole world."""
         self.elsewhere = rank not in ranks
         whose = " and ".join(f"rank {other}" for other in ranks)
         super().__init__(
@@ -135,6 +150,10 @@ class NonFiniteValues(TuttiError):
             f"rank {rank}: {what} is NaN or infinite at step {step}, first on {whose}. Lower the learning rate, clip "
             "gradients, or look at that rank's batches; job.watch(loss) stops before such a step."
         )
+
+
+class TargetMissed(TuttiError):
+    """A training run ended below its recipe's target accuracy. Commands then exit with status 3."""
 
 
 class StoreLost(TuttiError):

@@ -1,9 +1,13 @@
 """`World`: this rank, the number of ranks, and the transport between them; and the world of the current thread."""
 
+import builtins
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
+from tutti.collectives.calls import CollectiveCalls
 from tutti.errors import ConfigError
 from tutti.replica import SampleCounts
 from tutti.strategies import Strategy
@@ -43,6 +47,11 @@ class World:
     tolerate_loss: Callable[[bool], None] = field(default=lambda yes: None, repr=False)
     """Informs the launcher whether the others continue training if this rank is lost."""
 
+    @cached_property
+    def calls(self) -> CollectiveCalls:
+        """Calls of all its ranks with small values. Collective when first used: `distribute` does."""
+        return CollectiveCalls(self.transport)
+
     def close(self) -> None:
         """Leave the world: peers that still wait for this rank get an error. `tutti.init` may follow. Idempotent."""
         self.leave()  # Before the transport closes: peers then see that it left, and not that it was lost.
@@ -71,3 +80,13 @@ def set_world(new: World) -> World:
 def current_world() -> World | None:
     """Return the world of this thread; None if there is none."""
     return _current.get()
+
+
+def print(*values: object, **options: Any) -> None:
+    """Print as Python's `print` does, on the first rank of all only; without a world, always.
+
+    Where rank 0 may be lost and the others continue, `if job.is_leader: print(...)` prints on the first that is left.
+    """
+    # Its number among all ranks: on a mesh every row of the world along `data` has a rank 0 of its own.
+    if (current := _current.get()) is None or current.transport.world_rank == 0:
+        builtins.print(*values, **options)

@@ -1,11 +1,13 @@
 """The documentation: its examples run, its links and its navigation are right, its tree is the real one."""
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from test_options import OPTIONS
 
 from command import Call
 from tutti.cluster import Cluster
@@ -76,6 +78,18 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in DOCS.rglob("*.md"):
         assert page.relative_to(DOCS).as_posix() in navigation, f"{page.name} is not in mkdocs.yml"
+
+
+def test_page_of_commands_has_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    page = importlib.import_module("hooks").command_page()
+    for command, options in OPTIONS.items():
+        path = command.removesuffix(" run") if command == "simulate run" else command
+        _, found, section = page.partition(f"## `tutti {path}`\n")
+        assert found, f"`tutti {path}` is not on the page"
+        for option in options.split():
+            if option.startswith("--"):
+                assert f"`{option}`" in section.split("\n## ")[0], f"{option} of `tutti {path}` is not on the page"
 
 
 def test_readme_tree_is_the_real_one() -> None:

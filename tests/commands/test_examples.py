@@ -1,6 +1,7 @@
 """Every script in examples/ runs, is short, and prints what it promises."""
 
 import difflib
+import re
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,22 @@ def test_is_short(script: Path) -> None:
     assert len(script.read_text().splitlines()) <= 60
 
 
-@pytest.mark.parametrize("name", PRINTED)
-def test_runs(name: str) -> None:
-    assert PRINTED[name] in run_python(EXAMPLES, name)
+RUN_ALL = """if True:
+    import runpy, sys
+    for name in sys.argv[1:]:
+        print("---", name, flush=True)
+        runpy.run_path(name, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("names", [list(PRINTED)[:3], list(PRINTED)[3:]], ids=",".join)
+def test_run(names: list[str]) -> None:
+    """Several in one process, which has one fork server: to import torch takes longer than most of them."""
+    printed = re.split("^--- (.*)\n", run_python(EXAMPLES, "-c", RUN_ALL, *names), flags=re.MULTILINE)[1:]
+    by_name = dict(zip(printed[::2], printed[1::2], strict=True))
+    assert list(by_name) == names
+    for name, text in by_name.items():
+        assert PRINTED[name] in text, f"{name}: {text}"
 
 
 def test_every_example_is_run() -> None:

@@ -6,7 +6,7 @@ from tutti.cli import app
 
 OPTIONS = {
     "run": "--lab --spawn --strategy --timeout --workers ARGS SCRIPT",
-    "train": "--check --data --epochs --json --lr-scale --name --option --seed --strategy --workers RECIPE",
+    "train": "--check --data --epochs --json --lr --name --option --seed --strategy --workers RECIPE",
     "profile": "--batch --device --input --json --option MODEL",
     "plan": (
         "--allow --batch --cluster --data --epochs --global-batch --input --json --memory --meshes "
@@ -15,7 +15,7 @@ OPTIONS = {
     "doctor": "--json --lab --network --workers",
     "reproduce": "--data --name --quick --rate --report-only REPRODUCTION",
     "simulate run": (
-        "--calibrate --cluster --data --epochs --jitter --json --lab --lr-scale --name --option --seed "
+        "--calibrate --cluster --data --epochs --jitter --json --lab --lr --name --option --seed "
         "--slow --strategy --workers RECIPE"
     ),
     "simulate scaling": (
@@ -37,6 +37,7 @@ OPTIONS = {
     "bench backend": "--json --lab --models --rounds --simulate --workers",
     "bench pipeline": "--batch --fixed-time --json --microbatches --plot --rounds --schedules --width --workers",
     "bench startup": "--json --rounds --workers",
+    "bench rates": "--data --json --quick --recipes --seeds --strategies --workers",
     "lab run": "--hosts --latency --name --ranks-per-host --rate COMMAND",
     "lab list": "",
     "lab clear": "",
@@ -65,5 +66,7 @@ def test_every_option_has_a_help_text_that_is_a_sentence() -> None:
             text = getattr(parameter, "help", None) or ""
             assert text[:1].isupper(), f"{' '.join(words)} {parameter.name}: {text!r}"
             assert text.rstrip().endswith("."), f"{' '.join(words)} {parameter.name}: {text!r}"
+            if getattr(parameter, "is_flag", False):  # typer would show <bool>, as if a value had to follow.
+                assert parameter.metavar == "", f"{' '.join(words)} {parameter.name} shows a value"
 
     walk(typer.main.get_command(app), ("tutti",))

@@ -45,7 +45,11 @@ def test_lossy_ones_are_allowed(call: Call, tmp_path: Path, profiled: list[int |
     assert ended.status == 0, ended.err
     assert "accuracy is not predicted" in ended.out
     assert "slower ones" in ended.out
+    # 10 epochs of 1,437 samples, in steps of 4 batches.
+    num_steps = 14_370 // (4 * lab_perceptron(0.02).num_samples)
+    assert f"The run has {num_steps} steps: blocks of more than {num_steps // 4}" in " ".join(ended.out.split())
     found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["num_steps"] == num_steps
     assert found["compress"] is True
     assert not found["predictions"][0]["exact"]
 
@@ -82,7 +86,7 @@ def test_what_is_uneven_is_simulated(call: Call, tmp_path: Path, profiled: list[
 
 def test_within_80_columns(call: Call, monkeypatch: pytest.MonkeyPatch, profiled: list[int | None]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    ended = call("plan", "digits", "--workers", "16", "--allow", "lossy")
+    ended = call("plan", "mnist-mlp", "--workers", "16", "--allow", "lossy")
     assert ended.status == 0, ended.err
     assert max(map(len, ended.out.splitlines())) <= 80
     assert "…" not in ended.out

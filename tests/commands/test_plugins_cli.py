@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from plugin_package import CODE, GROUPS, install
 from tutti.launch.interpreter import main_of
 
@@ -18,7 +19,7 @@ def command(tmp_path: Path):  # type: ignore[no-untyped-def]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*main_of("tutti.cli"), *words],
+            [*warm.python(), *main_of("tutti.cli")[1:], *words],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
             capture_output=True,

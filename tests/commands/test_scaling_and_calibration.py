@@ -37,8 +37,8 @@ def test_scaling(call: Call, tmp_path: Path) -> None:
         "images/s",
         "efficiency",
         "sent: bytes per",
-        "ring, 64 MiB buckets",
-        "tree, 4 MiB buckets",
+        "ring:bucket_bytes=67108864",
+        "tree",
     ):
         assert words in ended.out
     assert "334.8us a sample" in ended.out  # The P100's 2,987 images a second.

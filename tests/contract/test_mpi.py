@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tutti
+import warm
 from tutti.errors import ConfigError
 from tutti.launch.interpreter import main_of
 from tutti.launch.mpi import rules_in
@@ -17,7 +18,7 @@ from tutti.transports.mpi.algorithms import ALLREDUCE_ALGORITHMS, Rules, fixed_c
 
 FOLDER = Path(__file__).parent
 
-needs_mpi = pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
+needs_mpi = pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti-train[mpi]'")
 
 
 def run(command: list[str], workers: int = 4) -> subprocess.CompletedProcess[str]:
@@ -40,23 +41,23 @@ def run(command: list[str], workers: int = 4) -> subprocess.CompletedProcess[str
 )
 def test_the_contract_holds(transport: str, checks: list[str], workers: int) -> None:
     """Four ranks get Open MPI's own choices; three are the odd number that some of its algorithms have to make even."""
-    ended = run([*main_of("mpi_suite"), transport, *checks], workers)
+    ended = run([*warm.python(), *main_of("mpi_suite")[1:], transport, *checks], workers)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("0123")[:workers]
 
 
 @needs_mpi
 def test_every_collective_in_worlds_of_up_to_five() -> None:
-    ended = run(main_of("mpi_collectives"), workers=5)
+    ended = run([*warm.python(), *main_of("mpi_collectives")[1:]], workers=5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("01234")
 
 
 @needs_mpi
 def test_a_rank_that_leaves_is_named_and_all_end() -> None:
-    ended = run([*main_of("mpi_suite"), "mpi", "loss"])
+    ended = run([*warm.python(), *main_of("mpi_suite")[1:], "mpi", "loss"], workers=3)
     assert ended.returncode != 0
-    assert sorted(re.findall(r"rank (\d) knows", ended.stdout)) == list("013"), ended.stdout + ended.stderr
+    assert sorted(re.findall(r"rank (\d) knows", ended.stdout)) == list("02"), ended.stdout + ended.stderr
 
 
 @needs_mpi
@@ -68,7 +69,7 @@ def test_a_rank_that_fails_is_named_and_all_end() -> None:
         1 / world.rank
         world.transport.channel("rank 0 does not come")
     """
-    ended = run([sys.executable, "-c", script])
+    ended = run([*warm.python(), "-c", script], workers=2)
     assert ended.returncode != 0
     assert "ZeroDivisionError" in ended.stderr
     assert "MPI_ABORT was invoked on rank 0" in ended.stderr
@@ -88,7 +89,7 @@ def test_what_init_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mpi_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tutti\[mpi\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'tutti-train\[mpi\]'"):
         tutti.init(transport="mpi")
 
 

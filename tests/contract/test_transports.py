@@ -14,7 +14,7 @@ from torch import Tensor
 from support import LEVELS, TRANSPORTS, run_ok, run_threads
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, WeightRefused
 from tutti.transports import ANY, Averages, SharesMemory, Transport
-from tutti.transports.base import Work
+from tutti.transports.base import Operation, Work
 from tutti.transports.shared_memory.transport import SharedMemoryTransport
 from tutti.world import World
 
@@ -318,6 +318,30 @@ def test_a_conversation_that_one_rank_closed(transport: str) -> None:
         return spent
 
     assert max(run_ok(work, size=2, transport=transport)) < 5
+
+
+@pytest.mark.parametrize("transport", ["sockets", "simulated"])
+@pytest.mark.parametrize("how", ["start", "spawn"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_operation_that_closes_its_own_transport_ends_by_itself(transport: str, how: str, fails: bool) -> None:
+    def work(world: World) -> str:
+        channel, peer = world.transport.channel("one"), 1 - world.rank
+
+        def operation() -> Operation:
+            yield from [channel.irecv(torch.empty(1), peer), channel.isend(torch.ones(1), peer)]
+            channel.close()
+            if fails:
+                raise ValueError("its own error")
+
+        started = getattr(channel, how)(operation())
+        if fails:
+            with pytest.raises(ValueError, match="its own error"):
+                started.wait()
+        else:
+            started.wait()
+        return "ended"
+
+    assert run_ok(work, size=2, transport=transport) == ["ended"] * 2
 
 
 def test_missing_ranks_have_the_numbers_of_the_channel() -> None:

@@ -84,6 +84,16 @@ def test_what_is_not_said_is_left(codec: Codec, shape: tuple[int, ...], seed: in
     torch.testing.assert_close(out.view(-1) + residual, before, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_tiny_values_are_decoded_or_kept(codec: Codec, seed: int) -> None:
+    values, residual = inputs((4, 1024), True, False, seed)
+    assert residual is not None
+    values, residual = 1e-36 * values, 1e-36 * residual
+    before = values.view(-1) + residual
+    out, _ = said(codec, values, residual, values)
+    torch.testing.assert_close(out.view(-1) + residual, before, rtol=1e-4, atol=1e-40)
+
+
 @pytest.mark.parametrize("codec", [OneBit(), Quantize(8), Quantize(4), Quantize(2), Cast("fp8")], ids=str)
 def test_odd_runs_leave_their_residual_and_no_other(codec: Codec, seed: int) -> None:
     values, residual = inputs((4, 1024), True, False, seed)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from tutti.errors import ConfigError
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 
@@ -19,11 +20,11 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 MEGABITS = 100
 
 
-@pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti[mpi]'")
+@pytest.mark.skipif(not available(), reason="needs mpi4py and mpirun: pip install 'tutti-train[mpi]'")
 def test_training_over_mpi() -> None:
     """With torch.distributed on Tutti first, then with Tutti itself."""
     ended = subprocess.run(
-        mpirun(3, [sys.executable, str(SCRIPTS / "torch_over_mpi.py")]),
+        mpirun(3, [*warm.python(), str(SCRIPTS / "torch_over_mpi.py")]),
         env={**os.environ, "TUTTI_TRANSPORT": "mpi", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -51,7 +52,7 @@ def shape(namespace: str, device: str) -> None:
 def lab() -> Iterator[tuple[list[str], list[str]]]:
     """Two namespaces and the wire between them, 100 Mbit/s each way: their names and addresses."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare"))) or not available():
-        pytest.skip("needs root, ip, tc and unshare, and tutti[mpi]")
+        pytest.skip("needs root, ip, tc and unshare, and tutti-train[mpi]")
     names = [f"tutti-mpi-{os.getpid()}-{number}" for number in range(2)]
     addresses = ["10.77.9.1", "10.77.9.2"]
     try:

@@ -179,9 +179,17 @@ RULES: dict[str, tuple[Strategy, tuple[float, float, bool]]] = {
 }
 
 
-@pytest.mark.parametrize("transport", LEVELS)
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("overlap", [False, True], ids=["at once", "streamed"])
+# A rule is the same on every transport, and a transport does the same for every rule: all pairs, not all triples.
+BLOCKS = [
+    (name, transport, overlap)
+    for row, name in enumerate(RULES)
+    for column, transport in enumerate(LEVELS)
+    for overlap in (False, True)
+    if name == "nesterov" or (row + column + overlap) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("name", "transport", "overlap"), BLOCKS)
 def test_blocks_do_what_the_formulas_say(name: str, transport: str, overlap: bool) -> None:
     strategy, rule = RULES[name]
     assert isinstance(strategy, Averaging | BlockMomentum)
@@ -199,8 +207,8 @@ def test_blocks_do_what_the_formulas_say(name: str, transport: str, overlap: boo
 @pytest.mark.parametrize("transport", LEVELS)
 @pytest.mark.parametrize("scenario", ["sgd", "uneven batches", "accumulation", "zero_grad keeps zeros"])
 def test_averaging_every_step_is_all_reduce_for_plain_sgd(scenario: str, transport: str) -> None:
-    plain = replace(SCENARIOS[scenario], optimizer="sgd")
-    for size in (1, 2, 3):
+    plain = replace(SCENARIOS[scenario], optimizer="sgd", steps=8)
+    for size in (1, 2, 3) if scenario == "uneven batches" else (3,):
         states = run_ok(train, Averaging(1, bucket_bytes=1000), plain, size=size, transport=transport)
         parameters = [{k: v for k, v in each.items() if not k.endswith(".grad")} for each in states]
         assert_same_bits(parameters)

@@ -323,8 +323,8 @@ TENSOR = torch.ones(4)
             "ReduceOp.SUM does not take torch.int16 tensors in backend 'tutti'; Gloo refuses them too",
         ),
         _bad(
-            lambda group: group.allreduce([TENSOR.int()], _reduce(dist.ReduceOp.AVG)),
-            "ReduceOp.AVG does not take torch.int32 tensors",
+            lambda group: group.allreduce([TENSOR.bool()], _reduce(dist.ReduceOp.AVG)),
+            "ReduceOp.AVG does not take torch.bool tensors",
         ),
         _bad(
             lambda group: group.allreduce([TENSOR], _reduce(dist.ReduceOp.BAND)),

@@ -1,5 +1,6 @@
 """Each mistake gets one clear error, on every rank, and none hangs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from support import TRANSPORTS, run_ok, run_threads
+from tutti.collectives import ring
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost, ReplicaMismatch, UnknownName
 from tutti.job import distribute
 from tutti.strategies import AllReduce, parse
@@ -152,7 +154,7 @@ def test_a_sparse_gradient(transport: str) -> None:
         distribute(model, sgd(model), world=world)
         model(torch.tensor([1])).sum().backward()
 
-    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "'weight' has a sparse gradient")
+    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "the model has sparse gradients")
 
 
 @both
@@ -209,6 +211,62 @@ def test_a_loss_that_is_not_finite(transport: str) -> None:
         assert str(result).startswith(f"rank {rank}: the loss on rank 1 is NaN or infinite at step 2.")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "transport"),
+    [
+        ("native", "shared_memory"),
+        ("native", "simulated_memory"),
+        ("native", "sockets"),
+        ("ring", "simulated"),
+        ("onebit", "simulated"),
+        ("poseidon:rule=broadcast", "simulated"),
+        ("bmuf:every=1", "simulated"),
+        ("ps:ssp=1", "simulated"),
+        ("ps:ssp=1", "shared_memory"),
+        ("ps:async", "shared_memory"),
+        ("gossip", "simulated"),
+        ("gossip:pairs=async", "simulated"),
+        ("peers", "simulated"),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_reported_by_world_rank(strategy: str, transport: str) -> None:
+    """The job is on a channel of ranks 2 and 1, which are ranks 0 and 1 of that channel."""
+
+    def work(world: World) -> None:
+        if world.rank == 0:
+            return
+        pair = world.transport.channel("pair", [2, 1])
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model)
+        job = distribute(model, optimizer, strategy, world=replace(world, rank=pair.rank, size=2, transport=pair))
+        for step in range(5):
+            loss = model(torch.ones(1, 2)).sum() * (float("nan") if (step, world.rank) == (1, 2) else 1.0)
+            job.watch(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        job.finish()  # Without synchronous steps, this rank may learn of the other's loss here.
+
+    _, *results = run_threads(work, size=3, transport=transport)
+    for rank, result in enumerate(results, 1):
+        assert isinstance(result, NonFiniteLoss), result
+        assert str(result).startswith(f"rank {rank}: the loss on rank 2 is NaN or infinite at step ")
+        assert result.elsewhere == (rank == 1)
+
+
+@pytest.mark.parametrize("transport", ["sockets", "simulated"])
+def test_tensors_that_differ_are_reported_by_world_rank(transport: str) -> None:
+    def work(world: World) -> None:
+        if world.rank > 0:
+            ring(torch.zeros(world.rank), world.transport.channel("pair", [2, 1]))
+
+    _, *results = run_threads(work, size=3, transport=transport)
+    for rank, result in enumerate(results, 1):
+        assert isinstance(result, ReplicaMismatch)
+        assert str(result).startswith(f"rank {rank}: ring needs tensors of one length")
+        assert "rank 2 has 2 × torch.float32; rank 1 has 1 × torch.float32" in str(result)
+
+
 def test_a_loss_that_is_not_finite_alone() -> None:
     def work(world: World) -> None:
         model = nn.Linear(2, 2)
@@ -250,7 +308,9 @@ def test_optimiser_state_that_cannot_travel(transport: str) -> None:
             optimizer.state[model.weight]["history"] = {1, 2}
         distribute(model, optimizer, world=world)
 
-    expect_on_all(run_threads(work, size=2, transport=transport), ConfigError, "holds a set", "cannot be sent")
+    expect_on_all(
+        run_threads(work, size=2, transport=transport), ConfigError, "the optimiser's state", "a set cannot be sent"
+    )
 
 
 @both

@@ -170,7 +170,7 @@ def test_an_averaging_round_keeps_the_push_sum_mean() -> None:
 @everywhere
 @pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
 def test_pair_averaging_keeps_the_sum(transport: str, graph: str) -> None:
-    found = run_ok(still, Gossip(graph, "async"), 30, size=5, transport=transport)
+    found = run_ok(still, Gossip(graph, "async"), 12, size=5, transport=transport)
     same([agreed for _, agreed in found])
     close(found[0][1], flat(net()) + 2.0)
 
@@ -330,7 +330,7 @@ def test_losses_at_any_time(text: str) -> None:
 
     calm = Cluster(link=Link("100mbit", "300us"), compute=Compute(sample_s=2e-4), jitter=0.3, seed=1)
     whole_s = tutti.simulate(train, workers=4, cluster=calm).seconds
-    for number in range(25):
+    for number in range(12):
         rng = np.random.default_rng(number)
         dying = rng.choice(4, size=1 + number % 2, replace=False)
         failures = {int(rank): float(rng.uniform(0.15, 1.0)) * whole_s for rank in dying}

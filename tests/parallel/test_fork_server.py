@@ -82,6 +82,10 @@ def examine() -> dict[str, Any]:
     }
 
 
+def parent_and_examine() -> tuple[int, dict[str, Any]]:
+    return os.getppid(), examine()
+
+
 CHANGING = ("TUTTI_SUPERVISOR_PIPE", "TUTTI_PARENT", "TUTTI_START", "MASTER_PORT", "_")
 
 
@@ -108,13 +112,15 @@ def test_a_forked_worker_is_what_a_spawned_one_is(monkeypatch: pytest.MonkeyPatc
     os.sched_setaffinity(0, {min(cores)})
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
     try:
-        (forked,) = tutti.launch(examine, workers=1)
+        ((forks_parent, forked),) = tutti.launch(parent_and_examine, workers=1)
         monkeypatch.setenv(START, "spawn")
-        (spawned,) = tutti.launch(examine, workers=1)
+        ((spawns_parent, spawned),) = tutti.launch(parent_and_examine, workers=1)
     finally:
         os.umask(before)
         os.sched_setaffinity(0, cores)
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
+    assert forks_parent in fork_client.server_pids()
+    assert spawns_parent == os.getpid()
     assert forked == spawned
     assert forked["limits"][1] == (files[0] - 1, files[1])
     assert forked["folder"] == str(tmp_path)
@@ -133,16 +139,15 @@ def count_threads() -> tuple[int, int, int, str]:
 
 def test_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has one thread, whatever its workers are to have: also more than there are cores."""
-    for threads in (len(os.sched_getaffinity(0)), 2 * (os.cpu_count() or 1)):
-        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
-        monkeypatch.setenv(START, "fork")
-        (forked,) = tutti.launch(count_threads, workers=1)
-        for server in fork_client.server_pids():
-            assert len(os.listdir(f"/proc/{server}/task")) == 1
-        monkeypatch.setenv(START, "spawn")
-        (spawned,) = tutti.launch(count_threads, workers=1)
-        assert forked[1:] == spawned[1:]
-        assert forked[0] >= spawned[0], "torch.set_num_threads starts another pool, which then sleeps"
+    monkeypatch.setenv("OMP_NUM_THREADS", str(2 * (os.cpu_count() or 1)))
+    monkeypatch.setenv(START, "fork")
+    (forked,) = tutti.launch(count_threads, workers=1)
+    for server in fork_client.server_pids():
+        assert len(os.listdir(f"/proc/{server}/task")) == 1
+    monkeypatch.setenv(START, "spawn")
+    (spawned,) = tutti.launch(count_threads, workers=1)
+    assert forked[1:] == spawned[1:]
+    assert forked[0] >= spawned[0], "torch.set_num_threads starts another pool, which then sleeps"
 
 
 def draw() -> tuple[float, float, float, bytes, str]:
@@ -276,12 +281,6 @@ def test_a_forked_copy_of_the_caller_has_no_server() -> None:
 # --- where workers are spawned ---
 
 
-def test_spawn_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(START, "spawn")
-    ((_, parent),) = tutti.launch(whereabouts, workers=1)
-    assert parent == os.getpid()
-
-
 def test_unknown_way_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START, "magic")
     with pytest.raises(ConfigError, match="TUTTI_START must be fork or spawn, got 'magic'"):
@@ -336,11 +335,13 @@ def test_a_server_that_cannot_fork_refuses(text: str, reason: str, tmp_path: Pat
         assert channel.describe_server_end().startswith("ended with status")
 
 
-def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_started_ahead_that_then_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed, lest it fork the worker later, and the run is spawned."""
     fork_client.close_all()
     warm_up()
     (server,) = fork_client.server_pids()
+    ((_, parent),) = tutti.launch(whereabouts, workers=1)
+    assert parent == server
     os.kill(server, signal.SIGSTOP)
     monkeypatch.setattr(fork_client, "ANSWER_TIMEOUT_S", 0.5)
     with pytest.warns(RuntimeWarning, match=r"ended with status -9: it did not answer within 0.5 s"):
@@ -355,8 +356,8 @@ def test_a_refused_run_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fork_client.ForkChannel, "start", refuse)
     with pytest.warns(RuntimeWarning, match="workers are spawned, which takes longer, because the fork server has 2"):
-        results = tutti.launch(whereabouts, workers=2)
-    assert [parent for _, parent in results] == [os.getpid()] * 2
+        ((_, parent),) = tutti.launch(whereabouts, workers=1)
+    assert parent == os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -378,14 +379,6 @@ def test_the_text_of_a_script_decides_what_is_imported_before_it(
     script = tmp_path / "script.py"
     script.write_text(text)
     assert modules_for(str(script)) == modules
-
-
-def test_a_server_can_be_started_ahead() -> None:
-    fork_client.close_all()
-    warm_up()
-    (server,) = fork_client.server_pids()
-    ((_, parent),) = tutti.launch(whereabouts, workers=1)
-    assert parent == server
 
 
 # --- a supervisor without torch ---

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, closing, contextmanager, redirect_stdout
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tutti
+import warm
 from support import TRANSPORTS
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost, TuttiError, WorkerFailed
 from tutti.launch.interpreter import main_of
@@ -46,11 +47,20 @@ def all_reduce(world: tutti.World, value: float = 1.0) -> float:
     return tensor.item()
 
 
-@contextmanager
-def started(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def started(*argv: str, **variables: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """A Python process with both outputs in one pipe; it is gone in the end, whatever happens."""
+    return _started([sys.executable, *argv], variables)
+
+
+def started_warm(*argv: str, **variables: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """Likewise, for one to which no signal but SIGKILL is sent: it need not import torch."""
+    return _started([*warm.python(), *argv], variables)
+
+
+@contextmanager
+def _started(argv: list[str], variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, *argv],
+        argv,
         env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -327,7 +337,7 @@ def test_timeout_that_is_no_time(text: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_script_without_a_guard() -> None:
     """Workers import the script to find the function, and come by its own call of `launch`."""
-    with started(str(SCRIPTS / "unguarded.py")) as process:
+    with started_warm(str(SCRIPTS / "unguarded.py")) as process:
         output, _ = process.communicate(timeout=40)
     assert process.returncode == 0, output
     assert output.splitlines()[-1] == "results [0, 10]"
@@ -550,7 +560,7 @@ def variables_of(rank: int, size: int, port: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-MEET = "import gc; gc.disable(); import tutti; gc.freeze(); print('ready'); input(); tutti.init()"
+MEET = "import tutti; print('ready', flush=True); input(); tutti.init()"
 
 
 def let_go(*processes: subprocess.Popen[str]) -> None:
@@ -567,8 +577,8 @@ def let_go(*processes: subprocess.Popen[str]) -> None:
 def test_rank_that_never_comes() -> None:
     port = free_port()
     with (
-        started("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(0, 3, port)) as first,
-        started("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(1, 3, port)) as second,
+        started_warm("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(0, 3, port)) as first,
+        started_warm("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(1, 3, port)) as second,
     ):
         let_go(first, second)
         outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
@@ -583,7 +593,7 @@ def test_rank_that_never_comes() -> None:
 
 def test_rank_0_never_comes() -> None:
     port = free_port()
-    with started("-c", MEET, TUTTI_TIMEOUT="1", **variables_of(1, 2, port)) as process:
+    with started_warm("-c", MEET, TUTTI_TIMEOUT="1", **variables_of(1, 2, port)) as process:
         let_go(process)
         output, _ = process.communicate(timeout=40)
     last = output.splitlines()[-1]
@@ -594,9 +604,9 @@ def test_rank_0_never_comes() -> None:
 def test_two_processes_with_the_same_rank() -> None:
     port = free_port()
     with (
-        started("-c", MEET, **variables_of(0, 3, port)) as first,
-        started("-c", MEET, **variables_of(1, 3, port)) as second,
-        started("-c", MEET, **variables_of(1, 3, port)) as third,
+        started_warm("-c", MEET, **variables_of(0, 3, port)) as first,
+        started_warm("-c", MEET, **variables_of(1, 3, port)) as second,
+        started_warm("-c", MEET, **variables_of(1, 3, port)) as third,
     ):
         let_go(first, second, third)
         # Either may come second; the others wait for a rank that never comes.
@@ -610,7 +620,7 @@ def test_two_processes_as_rank_0() -> None:
     """The second cannot listen where the first does."""
     port = free_port()
     listener = socket.create_server(("127.0.0.1", port))
-    with listener, started("-c", MEET, **variables_of(0, 2, port)) as process:
+    with listener, started_warm("-c", MEET, **variables_of(0, 2, port)) as process:
         let_go(process)
         output, _ = process.communicate(timeout=40)
     assert f"cannot listen on port {port}" in output
@@ -622,8 +632,8 @@ def test_ranks_started_by_hand_meet_on_loopback_only() -> None:
     port = free_port()
     code = f"import sys; sys.path[:0] = {sys.path!r}; from test_launch import meets; meets()"
     with (
-        started("-c", code, **variables_of(0, 2, port)) as first,
-        started("-c", code, **variables_of(1, 2, port)) as second,
+        started_warm("-c", code, **variables_of(0, 2, port)) as first,
+        started_warm("-c", code, **variables_of(1, 2, port)) as second,
     ):
         outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
     for rank, output in enumerate(outputs):
@@ -678,7 +688,7 @@ def pids_printed_by(process: subprocess.Popen[str], count: int) -> list[int]:
 
 @each_transport
 def test_workers_die_with_a_killed_supervisor(transport: str) -> None:
-    with started(str(SCRIPTS / "endless.py"), transport) as supervisor:
+    with started_warm(str(SCRIPTS / "endless.py"), transport) as supervisor:
         pids = pids_printed_by(supervisor, 2)
         supervisor.kill()
         assert wait_until_gone(pids, NOTICE_S) == []

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+import warm
 from tutti.bench import under_mpi
 from tutti.launch.environment import read_environment
 from tutti.launch.interpreter import main_of
@@ -74,12 +75,12 @@ def test_torchrun(digest: str) -> None:
 
 def test_mpirun(digest: str) -> None:
     if not under_mpi.available():
-        pytest.skip("needs mpi4py and mpirun: pip install 'tutti[mpi]'")
+        pytest.skip("needs mpi4py and mpirun: pip install 'tutti-train[mpi]'")
     beside = Path(sys.executable).parent / "mpirun"
     command = [str(beside) if beside.exists() else "mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2"]
     if os.geteuid() == 0:
         command.insert(1, "--allow-run-as-root")
-    assert trained(run(*command, sys.executable, SCRIPT)) == digest
+    assert trained(run(*command, *warm.python(), SCRIPT)) == digest
 
 
 def slurm_variables() -> dict[str, str]:
@@ -104,7 +105,7 @@ def test_srun(digest: str) -> None:
     variables = slurm_variables()
     ranks = [
         subprocess.Popen(
-            [sys.executable, SCRIPT],
+            [*warm.python(), SCRIPT],
             env={**ENVIRONMENT, **variables, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tutti
 from equivalence.scenarios import SCENARIOS, assert_close, batches, part_of, prepare, train_plainly
-from support import run_ok, run_threads
+from support import pairwise, run_ok, run_threads
 from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import Codec, ErrorFeedback, LowRank, OneBit, TopK
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost, WorkerDropped
@@ -213,7 +213,8 @@ def test_accumulation(transport: str, servers: Any) -> None:
 def test_a_second_backward_is_refused_after_the_first_was_pushed(transport: str) -> None:
     def train(world: World, overlap: bool) -> list[Tensor]:
         model, optimizer, job = start(world, ParameterServer(overlap=overlap), momentum)
-        for part in whole_batch(0).tensor_split(world.size)[world.rank].tensor_split(2):
+        go(job, model, optimizer, range(1))  # The first step pushes in `step`, which allows for a second backward.
+        for part in whole_batch(1).tensor_split(world.size)[world.rank].tensor_split(2):
             (loss_of(model, part) / 2).backward()
         optimizer.step()
         job.finish()
@@ -223,7 +224,7 @@ def test_a_second_backward_is_refused_after_the_first_was_pushed(transport: str)
         assert isinstance(each, ConfigError)
         assert "no_sync()" in str(each)
         assert "overlap=False" in str(each)
-    close(run_ok(train, False, size=2, transport=transport)[0], alone(momentum, 1))
+    close(run_ok(train, False, size=2, transport=transport)[0], alone(momentum, 2))
 
 
 @everywhere
@@ -250,9 +251,7 @@ def test_batchnorm_statistics_agree_with_all_reduce(transport: str) -> None:
 # Clipping
 
 
-@everywhere
-@pytest.mark.parametrize("servers", ["colocated", 1, 2])
-@pytest.mark.parametrize("rule", [BSP(), SSP(0)], ids=str)
+@pairwise(transport=BY_MESSAGES, servers=["colocated", 1, 2], rule=[BSP(), SSP(0)])
 def test_servers_clip_as_one_process_does(transport: str, servers: Any, rule: Consistency) -> None:
     strategy = ParameterServer(rule, servers=servers, clip=0.05, bucket_bytes=3000)
     found = run_ok(trained, strategy, momentum, size=size_of(strategy, 3), transport=transport)[:3]
@@ -399,9 +398,7 @@ def test_states_of_other_strategies_are_refused() -> None:
 # Workers that leave or are lost
 
 
-@everywhere
-@pytest.mark.parametrize("servers", ["colocated", 1])
-@pytest.mark.parametrize("rule", [BSP(), SSP(1), SoftSync(2), Async()], ids=str)
+@pairwise(transport=BY_MESSAGES, servers=["colocated", 1], rule=[BSP(), SSP(1), SoftSync(2), Async()])
 def test_workers_may_take_fewer_steps(transport: str, servers: Any, rule: Consistency) -> None:
     def train(world: World, strategy: ParameterServer) -> tuple[int, list[Tensor]]:
         model, optimizer, job = start(world, strategy)
@@ -504,9 +501,7 @@ def lose_worker_1(world: World, strategy: ParameterServer, how: str) -> list[Ten
     return copied(model)
 
 
-@everywhere
-@pytest.mark.parametrize("how", ["raises", "closes", "ends"])
-@pytest.mark.parametrize("rule", [BSP(), SSP(1), Async()], ids=str)
+@pairwise(transport=BY_MESSAGES, how=["raises", "closes", "ends"], rule=[BSP(), SSP(1), Async()])
 def test_others_go_on_when_a_worker_is_lost(
     transport: str, how: str, rule: Consistency, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -634,6 +629,7 @@ def test_corrupted_packets_change_nothing(transport: str, codec: Codec, caplog: 
 
 def train_to_a_nan_loss(world: World, strategy: ParameterServer) -> None:
     model, optimizer, job = start(world, strategy)
+    job.expect(same_batches=True)
     for step in range(200):
         loss = loss_of(model, whole_batch(step))
         if job.world.rank == 1 and step == 2:
@@ -652,9 +648,7 @@ def check_stopped(found: list[Any]) -> None:
         assert str(each).startswith(f"rank {rank}: ")
 
 
-@everywhere
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("rule", [BSP(), SSP(2), SoftSync(1), Async()], ids=str)
+@pairwise(transport=BY_MESSAGES, servers=[1, 2], rule=[BSP(), SSP(2), SoftSync(1), Async()])
 def test_a_non_finite_loss_stops_all_workers(transport: str, servers: Any, rule: Consistency) -> None:
     strategy = ParameterServer(rule, servers=servers)
     check_stopped(run_threads(train_to_a_nan_loss, strategy, size=size_of(strategy, 3), transport=transport)[:3])

@@ -7,7 +7,7 @@ import pytest
 from profiles import lab_perceptron, perceptron
 from tutti.cluster import Cluster, Jitter, Link
 from tutti.errors import ConfigError, NoLink
-from tutti.plan import Prediction, plan
+from tutti.plan import Prediction, RunSize, plan
 from tutti.plan.choose import choose
 from tutti.plan.scaling import sharing_cores
 from tutti.strategies import AllReduce, ParameterServer, Strategy, parse
@@ -65,6 +65,29 @@ def test_on_a_slow_link_it_is() -> None:
     assert found.compress is True
     assert not found.best.exact
     assert "accuracy is not predicted" in found.reason
+
+
+@pytest.mark.parametrize(("num_steps", "longest"), [(399, 16), (400, 100), (63, 1), (0, 1)])
+def test_blocks_of_local_steps_fit_several_times_into_the_run(num_steps: int, longest: int) -> None:
+    profile = lab_perceptron(0.02)
+    run = RunSize(num_samples=num_steps * 4 * profile.num_samples)
+    found = plan(profile, 4, SLOW, allow_lossy=True, run=run)
+    assert found.num_steps == num_steps
+    assert max(each.strategy.steps_per_exchange or 1 for each in found.predictions) == longest
+    assert f"The run has {num_steps} steps: blocks of more than {max(1, num_steps // 4)} local" in found.reason
+    # 16 workers take a quarter of the steps with the same samples.
+    by_workers = {row.workers: parse(row.strategy) for row in found.scaling.rows if row.workers > 1}
+    assert all(4 * (each.steps_per_exchange or 1) <= max(4, 4 * num_steps / n) for n, each in by_workers.items())
+    assert "The run has" not in plan(profile, 4, SLOW, run=run).reason
+
+
+def test_how_long_a_run_must_be_where_that_is_not_known() -> None:
+    found = plan(lab_perceptron(0.02), 4, SLOW, allow_lossy=True)
+    every = found.best.strategy.steps_per_exchange
+    assert every is not None
+    assert every > 1
+    assert found.num_steps is None
+    assert f"It exchanges every {every} steps: use it in runs of {4 * every} steps or more." in found.reason
 
 
 def test_what_is_lossy_is_asked_for() -> None:
@@ -139,7 +162,7 @@ def test_one_worker_alone_is_the_quickest() -> None:
 
 
 def test_samples_that_do_not_exist_are_not_counted() -> None:
-    found = plan(lab_perceptron(0.02), 32, FAST, global_batch=48)
+    found = plan(lab_perceptron(0.02), 32, FAST, run=RunSize(global_batch=48))
     assert found.best.num_samples == 2
     assert found.best.samples_per_s == pytest.approx(48 / found.best.step_s)
 
@@ -156,18 +179,18 @@ def test_no_more_workers_than_places() -> None:
 
 def test_a_global_batch_is_divided() -> None:
     profile = lab_perceptron(0.064)
-    found = plan(profile, 4, FAST, global_batch=128)
+    found = plan(profile, 4, FAST, run=RunSize(global_batch=128))
     assert found.best.num_samples == 32
     assert found.best.computing_s == pytest.approx(0.032)
     assert found.alone.num_samples == 128
     assert found.alone.computing_s == pytest.approx(0.128)
     with pytest.raises(ConfigError, match="a global batch of 3 samples leaves some of 4 workers without any"):
-        plan(profile, 4, FAST, global_batch=3)
+        plan(profile, 4, FAST, run=RunSize(global_batch=3))
 
 
 def test_strong_scaling_stops_paying_where_weak_scaling_goes_on() -> None:
     profile, cluster = lab_perceptron(0.5), Cluster(link=Link("2gbit", "50us"))
-    weak, strong = plan(profile, 8, cluster), plan(profile, 8, cluster, global_batch=64)
+    weak, strong = plan(profile, 8, cluster), plan(profile, 8, cluster, run=RunSize(global_batch=64))
     assert weak.stops_paying_at is None
     assert strong.stops_paying_at is not None
 

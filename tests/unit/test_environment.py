@@ -253,7 +253,7 @@ def test_nothing_says_where_rank_0_is(launcher: str, no_mpi: None) -> None:
     rank, size = (variables[name] for name in RANK_AND_SIZE[launcher])
     assert message.startswith(f"rank {rank}: ")
     assert f"started {size} processes" in message
-    assert "Set MASTER_ADDR and MASTER_PORT, or install tutti[mpi]" in message
+    assert "Set MASTER_ADDR and MASTER_PORT, or install tutti-train[mpi]" in message
 
 
 def test_conflicts_are_the_users_mistakes() -> None:

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import tutti
 PACKAGE = Path(tutti.__file__).parent
 
 LAYERS = [
-    "errors", "plugins", "simulation.sizes", "cluster", "events", "transports", "codecs", "collectives", "replica",
-    "simulation", "backend", "cost", "strategies", "parallel", "plan", "world", "data", "job", "launch", "recipes",
-    "simulation.runs", "report", "bench", "cli", "__main__",
+    "errors", "plugins", "versions", "simulation.sizes", "cluster", "measurement", "events", "transports", "codecs",
+    "collectives", "replica", "simulation", "backend", "cost", "strategies", "parallel", "plan", "world", "data", "job",
+    "launch", "recipes", "simulation.runs", "report", "bench", "cli", "__main__",
 ]  # fmt: skip
 """Lower first: a module imports only from its own layer and those before it. The longest name that fits counts."""
 
@@ -22,7 +23,7 @@ PUBLIC = {
     "Auto", "Averaging", "BlockMomentum", "DiLoCo",
     "AllReduce", "Job", "Link", "TuttiError", "World", "distribute", "init", "lab", "launch", "measure_link", "shard",
     "sync_batchnorm", "world", "Gossip", "Graph", "PeerUpdates", "Poseidon", "Profile", "profile", "Branches",
-    "Mesh", "Pipeline", "tensor_plan",
+    "Mesh", "Pipeline", "tensor_plan", "print",
 }  # fmt: skip
 
 
@@ -79,10 +80,16 @@ def test_nothing_is_unpickled_outside_the_launcher() -> None:
     users = {
         file.relative_to(PACKAGE).parts[0]
         for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in _parsed(file)
         if isinstance(node, ast.Import) and any(alias.name == "pickle" for alias in node.names)
     }
     assert users == {"launch"}
+
+
+@cache
+def _parsed(file: Path) -> list[ast.AST]:
+    """Everything in a file, read once for all tests here."""
+    return list(ast.walk(ast.parse(file.read_text())))
 
 
 def _is_module(path: Path) -> bool:
@@ -99,7 +106,7 @@ def _layer(module: str) -> int:
 def _tutti_imports(file: Path) -> set[str]:
     """The modules of Tutti that `file` imports, below `tutti`; what is only imported for types counts too."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in _parsed(file):
         if isinstance(node, ast.ImportFrom) and node.module and (node.module + ".").startswith("tutti."):
             package = node.module.removeprefix("tutti").lstrip(".")
             found.update(_module(package, alias.name) for alias in node.names)
@@ -129,12 +136,7 @@ TORCH_INTERFACES = {"TuttiGroup"}
 
 
 def _nodes(kind: type[ast.AST]) -> list[tuple[Path, Any]]:
-    return [
-        (file, node)
-        for file in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, kind)
-    ]
+    return [(file, node) for file in sorted(PACKAGE.rglob("*.py")) for node in _parsed(file) if isinstance(node, kind)]
 
 
 def test_one_class_name_has_one_meaning() -> None:

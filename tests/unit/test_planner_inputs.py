@@ -6,8 +6,9 @@ import pytest
 
 from profiles import lab_perceptron
 from tutti.bench.plan import HOSTS, STRATEGIES
-from tutti.bench.planner_inputs import NUM_BUCKETS, PlannerInputs, num_buckets, profile_with_overhead, reference_jobs
+from tutti.bench.planner_inputs import NUM_BUCKETS, PlannerInputs, profile_with_overhead, reference_jobs
 from tutti.cluster import Cluster, Link
+from tutti.cost import Placement
 from tutti.plan import Overhead, Profile, price
 from tutti.plan.candidates import candidates
 from tutti.strategies import AllReduce, parse
@@ -73,7 +74,8 @@ def test_reference_jobs_are_all_reduce_in_one_bucket_and_in_several(model: str) 
 
 
 def test_reference_jobs_of_the_perceptron() -> None:
-    buckets = [num_buckets(lab_perceptron(0.02), strategy) for strategy in map(parse, JOBS)]  # type: ignore[arg-type]
+    placement = Placement.from_cluster(HOSTS, Cluster())
+    buckets = [parse(job).cost(lab_perceptron(0.02), placement).num_buckets for job in JOBS]
     assert buckets[0] == 1 < buckets[1]
 
 

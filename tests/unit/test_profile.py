@@ -526,6 +526,7 @@ def test_a_distributed_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_compiled_model() -> None:
     wrapped = nn.Sequential(nn.Linear(4, 4))
     wrapped._orig_mod = wrapped[0]  # As torch.compile does.

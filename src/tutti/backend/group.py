@@ -52,6 +52,8 @@ class TuttiGroup(dist.ProcessGroup):
         self._close: Callable[[], None] | None = close
         self._name = self._description = "undefined"
         self._coalesced: list[BackendWork] | None = None
+        self.made_by_torch = False
+        """Whether `init_process_group` or `new_group` makes this group and keeps it in torch's table."""
 
     # Identity
 
@@ -84,7 +86,14 @@ class TuttiGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # None until `init_process_group` has the group in its table. Since torch 2.15 it attaches a flight recorder to
+        # a new group that has devices, and a recorder needs backends in C++, which this group does not have.
+        being_made = self.made_by_torch and self not in c10d._world.pg_map
+        return [] if being_made else [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> "TuttiGroup":
+        """Return what serves tensors on a device: this group, on all of them. Torch asks for what it supports."""
+        return self
 
     def shutdown(self) -> None:
         """Close the group. Peers that still wait for this rank in it fail. Idempotent."""

@@ -147,7 +147,7 @@ class MessageCollectives(Collectives):
 
     def barrier(self) -> Operation:
         # The value does not matter: no rank has the sum before all ranks have sent.
-        return recursive_doubling(torch.zeros(1, dtype=torch.uint8), self._transport)
+        yield from recursive_doubling(torch.zeros(1, dtype=torch.uint8), self._transport)
 
     def _is_direct(self, flat: Tensor) -> bool:
         """Whether `flat` is small enough for every rank to send it to every other at once."""

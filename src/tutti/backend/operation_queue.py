@@ -151,7 +151,8 @@ class RealTimeQueue(OperationQueue):
         if self._failure is not None:  # Its messages would match those of another collective.
             return self._failure
         try:
-            with torch.no_grad():
+            # Out of the caller's inference mode: another thread may run the next collective, with tensors of this one.
+            with torch.inference_mode(False), torch.no_grad():
                 run_operation(operation)
         except Exception as error:
             return self._fail(error)

@@ -1,4 +1,7 @@
-"""Reduce operators and the dtypes they take: the same as Gloo's, bit for bit."""
+"""Reduce operators and the dtypes they take: the same as Gloo's, bit for bit.
+
+AVG takes integers too, which Gloo refuses: Lightning averages them on every backend that is not called "gloo".
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +12,8 @@ from torch import Tensor
 
 from tutti.errors import ConfigError
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool)
+_INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+_BITS = (*_INTEGERS, torch.bool)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _COMPLEX = (torch.complex64, torch.complex128)
 
@@ -33,7 +37,9 @@ class ReduceOperator:
 
     def finish(self, flat: Tensor, size: int, dtype: torch.dtype) -> None:
         """Turn the reduction of `size` tensors of `dtype` into the result, in place."""
-        if self.averages:
+        if self.averages and dtype in _INTEGERS:
+            flat.div_(size, rounding_mode="trunc")  # As NCCL, and as Lightning, which sums and divides on Gloo.
+        elif self.averages:
             result = torch.view_as_complex(flat.view(-1, 2)) if dtype.is_complex else flat
             result.div_(size)
 
@@ -67,19 +73,19 @@ def _xor(local: Tensor, received: Tensor, out: Tensor) -> None:
     torch.bitwise_xor(local, received, out=out)
 
 
-_NUMBERS = (*_FLOATS, *_INTEGERS)
+_NUMBERS = (*_FLOATS, *_BITS)
 
 REDUCE_OPERATORS = {
     operator.name: operator
     for operator in (
         ReduceOperator("SUM", _add, (*_NUMBERS, *_COMPLEX)),
-        ReduceOperator("AVG", _add, (*_FLOATS, *_COMPLEX), averages=True),
+        ReduceOperator("AVG", _add, (*_FLOATS, *_INTEGERS, *_COMPLEX), averages=True),
         ReduceOperator("PRODUCT", _multiply, _NUMBERS),
         ReduceOperator("MIN", _minimum, _NUMBERS),
         ReduceOperator("MAX", _maximum, _NUMBERS),
-        ReduceOperator("BAND", _and, _INTEGERS),
-        ReduceOperator("BOR", _or, _INTEGERS),
-        ReduceOperator("BXOR", _xor, _INTEGERS),
+        ReduceOperator("BAND", _and, _BITS),
+        ReduceOperator("BOR", _or, _BITS),
+        ReduceOperator("BXOR", _xor, _BITS),
     )
 }
 """The operators by torch's names."""

@@ -51,8 +51,12 @@ class FlatTensors:
                 f"rank {self._world_rank}: backend 'tutti' takes dense tensors, got one of layout {tensor.layout}; "
                 "call to_dense()."
             )
+        if torch.is_inference_mode_enabled():
+            # Other threads may run the operation, and only this one is in inference mode.
+            with torch.inference_mode(False):
+                return self._flat(tensor, read, written)
         # Not `detach`, which shares the version counter: autograd would refuse a saved tensor that was written to.
-        data = tensor.data
+        data = _normal_tensor(tensor) if tensor.is_inference() else tensor.data
         if data.is_complex():
             data = torch.view_as_real(data)
         if data.dtype is torch.bool:
@@ -65,3 +69,9 @@ class FlatTensors:
         if written:
             self._copy_back.append((data, flat))
         return flat
+
+
+def _normal_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor on the memory of an inference tensor, which only threads in inference mode may write to."""
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch.autograd import Variable
 
 from tutti.backend.operation_queue import OperationQueue
@@ -33,7 +34,8 @@ class VirtualTimeQueue(OperationQueue):
         return None
 
     def _follow(self, work: BackendWork, start: Callable[[], Work]) -> None:
-        started = start()
+        with torch.inference_mode(False):  # Other ranks, which are not in it, run parts of the operation.
+            started = start()
         work.poll_with(started.done, partial(_finish, work, started))
         work.on_future = _finish_before_future
 
@@ -41,7 +43,8 @@ class VirtualTimeQueue(OperationQueue):
 def _finish(work: BackendWork, started: Work) -> None:
     failure = None
     try:
-        started.wait()
+        with torch.inference_mode(False):
+            started.wait()
     except Exception as error:
         failure = error
     if (set_future := work.complete(failure)) is not None:

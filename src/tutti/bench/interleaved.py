@@ -1,6 +1,7 @@
 """Interleaved timing: candidates are timed in turn, so that noise affects all of them alike."""
 
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from tutti.collectives import all_gather_json, recursive_doubling, run
+from tutti.measurement import CpuUse, Spread
 from tutti.transports import Transport
 
 Candidates = dict[str, Callable[[], Any]]
@@ -47,6 +49,7 @@ class InterleavedTimer:
         # As many rounds as fit into `total_s`, but at least `fewest` and at most `rounds`.
         rounds = max(min(self.fewest, self.rounds), min(self.rounds, int(self.total_s / per_round_s)))
         samples = []
+        before = CpuUse.now()
         for number in range(rounds):
             show(f"round {number + 1} of {rounds}")
             # Another order in every round, the same on all ranks: a candidate may suffer from the one before it.
@@ -54,7 +57,9 @@ class InterleavedTimer:
             shuffled = {name: candidates[name] for name in order}
             samples.append(_by_name(self._time(shuffled, transport, repeats), shuffled, transport))
         # The slowest rank counts in each round; the median over rounds ignores those that were disturbed.
-        return {name: statistics.median(max(sample[name]) for sample in samples) for name in candidates}
+        slowest = {name: [max(sample[name]) for sample in samples] for name in candidates}
+        _print_doubt(slowest, _others(before, transport), transport)
+        return {name: statistics.median(times) for name, times in slowest.items()}
 
     def _time(self, candidates: Candidates, transport: Transport, repeats: dict[str, int]) -> list[float]:
         """Return this rank's seconds per call of every candidate, in order."""
@@ -72,6 +77,23 @@ class InterleavedTimer:
 
 def _nothing() -> None:
     return None
+
+
+def _others(before: CpuUse | None, transport: Transport) -> float:
+    """Return the share of this machine's CPU that processes other than the ranks used since `before`. Collective."""
+    after = CpuUse.now()
+    if before is None or after is None:  # Alike on all ranks, which run the same system.
+        return 0.0
+    # Ranks on other machines are counted as well, which can only hide others here. Emulated hosts are one machine.
+    return before.others(after, sum(all_gather_json(after.own_s - before.own_s, transport)))
+
+
+def _print_doubt(slowest: dict[str, list[float]], others: float, transport: Transport) -> None:
+    """Print on rank 0 why the times should not be trusted, if so, with the candidate that differs most."""
+    spreads = {name: Spread.of(times, others) for name, times in slowest.items()}
+    worst = max(spreads, key=lambda name: spreads[name].relative)
+    if transport.rank == 0 and transport.cluster is None and spreads[worst].doubt:
+        print(f"{worst}: {spreads[worst]}. {spreads[worst].doubt}", file=sys.stderr)
 
 
 def _by_name(times: list[float], candidates: Candidates, transport: Transport) -> dict[str, list[float]]:

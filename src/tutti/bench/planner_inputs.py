@@ -14,12 +14,12 @@ from tutti.bench.models import BenchmarkModel, make_benchmark_model
 from tutti.bench.training_steps import solo_step
 from tutti.cluster import Cluster, Link
 from tutti.collectives import all_gather_json, recursive_doubling, ring, run
-from tutti.cost import bucket_loads
+from tutti.cost import Placement
 from tutti.cost.scaled_profile import slowed
 from tutti.plan import Overhead, Profile, price
 from tutti.plan.profile import profile as profile_model
 from tutti.simulation.runs.calibrate import measure_network
-from tutti.strategies import AllReduce, parse
+from tutti.strategies import parse
 from tutti.transports import Transport
 from tutti.transports.base import Operation
 
@@ -111,7 +111,8 @@ def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, 
         max(0.0, measured_s - price(strategy, profile, workers, cluster).step_s)
         for strategy, (_, measured_s) in zip(strategies, jobs, strict=True)
     ]
-    few, many = (num_buckets(profile, strategy) for strategy in strategies if isinstance(strategy, AllReduce))
+    placement = Placement.from_cluster(workers, cluster)
+    few, many = (strategy.cost(profile, placement).num_buckets for strategy in strategies)
     # overhead_s = exchange_s + num_buckets * bucket_s, from two measurements. Both coefficients must be 0 or more.
     bucket_s = (overhead_s[1] - overhead_s[0]) / (many - few) if many > few else 0.0
     if bucket_s <= 0:  # Noise is larger than what buckets cost: a constant, the mean of both.
@@ -120,12 +121,6 @@ def _overhead(profile: Profile, workers: int, link: Link, jobs: list[tuple[str, 
         # Least squares through the origin.
         exchange_s, bucket_s = 0.0, (few * overhead_s[0] + many * overhead_s[1]) / (few**2 + many**2)
     return replace(profile.overhead, exchange_s=exchange_s, bucket_s=bucket_s)
-
-
-def num_buckets(profile: Profile, strategy: AllReduce) -> int:
-    """Return the number of buckets per step."""
-    exact_below = strategy.exact_below if strategy.codec is not None else 0  # Without a codec it has no effect.
-    return len(bucket_loads(profile, strategy.bucket_bytes, exact_below))
 
 
 def _busy_link(transport: Transport) -> tuple[Link, float]:

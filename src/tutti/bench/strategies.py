@@ -127,7 +127,7 @@ def _nothing() -> None:
 
 def _settle(job: Job) -> None:
     """Complete the exchanges that are in progress: `consensus` waits for them, and nothing is evaluated in it."""
-    with job.consensus():
+    with job.consensus(optimizer=False):
         return
 
 

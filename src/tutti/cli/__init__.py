@@ -18,7 +18,8 @@ from rich.console import Console
 
 import tutti
 from tutti.cli import bench, doctor, lab, plan, profile, reproduce, run, simulate, train
-from tutti.errors import TuttiError, WorkerFailed
+from tutti.errors import TargetMissed, TuttiError, WorkerFailed
+from tutti.versions import check_torch
 
 app = typer.Typer(
     name="tutti",
@@ -37,11 +38,17 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Train PyTorch models on many processes and machines, over any network."""
+    if context.invoked_subcommand != "doctor":  # It reports the versions, whatever they are.
+        check_torch()
 
 
 app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run.run)
@@ -56,7 +63,10 @@ app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:
-    """Run a command. An error becomes one message and an exit status: 2, or that of the worker that failed."""
+    """Run a command. An error becomes one message and an exit status.
+
+    The status is 2, or that of the worker that failed, or 3 if training worked and missed the target accuracy.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     errors = Console(stderr=True, soft_wrap=True)
@@ -67,7 +77,7 @@ def main() -> None:
         sys.exit(error.status)
     except TuttiError as error:
         errors.print(f"[bold red]error:[/] {_escape(_with_notes(error))}", highlight=False)
-        sys.exit(2)
+        sys.exit(3 if isinstance(error, TargetMissed) else 2)
     except _Stopped as stopped:
         print("; ".join(["stopped", *_notes(stopped)]), file=sys.stderr)
         sys.exit(130)

@@ -11,11 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import tutti
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.lab_option import check_workers_or_lab, describe_hosts, launch_arguments, open_lab
 from tutti.cli.options import JsonFile
 from tutti.cluster import format_rate, format_time
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, UnsupportedVersion
+from tutti.versions import PYTHON, TORCH, check_torch, in_range
 
 if TYPE_CHECKING:
     from tutti.collectives import LinkMeasurement
@@ -32,7 +34,9 @@ class Finding(NamedTuple):
 
 
 def doctor(
-    network: Annotated[bool, typer.Option("--network", help="Measure the links between workers instead.")] = False,
+    network: Annotated[
+        bool, typer.Option("--network", metavar="", help="Measure the links between workers instead.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option("--workers", "-n", min=2, help="With --network: number of processes on this machine. Default: 2."),
@@ -69,17 +73,17 @@ def _measure(workers: int, spec: str | None) -> list[dict[str, Any]]:
         with console.status(f"measuring links, {where}"):
             measured = launch(measure_links_here, **launch_arguments(workers, lab))[0]
     table = Table(title=f"Links between ranks, {where}")
-    for heading in ("ranks", "latency", "rate", "residual"):
+    for heading in ("ranks", "latency", "rate", "deviation"):
         table.add_column(heading, justify="right")
     for (one, two), fit in measured.fits.items():
         numbers = (format_time(fit.link.latency_s), format_rate(fit.link.bits_per_s), f"{fit.residual:.0%}")
         table.add_row(f"{one} – {two}", *numbers)
     console.print(table)
     console.print(
-        "residual: how far single messages are from latency + bytes/rate; above 50% repeat on a quiet machine",
+        "deviation: how far single messages are from latency + bytes/rate; above 50 % repeat on a quiet machine",
         highlight=False,
     )
-    console.print(f"cost formulas use the slowest link: {measured.link}")
+    console.print(f"cost formulas use the link that is slowest for 1 MiB: {measured.link}")
     return [{"ranks": list(pair), **fit.as_dict()} for pair, fit in measured.fits.items()]
 
 
@@ -97,13 +101,33 @@ def examine() -> list[Finding]:
 
 
 def _software() -> list[Finding]:
+    python = platform.python_version()
+    found = [
+        Finding(
+            "tutti",
+            in_range(python, PYTHON),
+            f"{tutti.__version__} on Python {python} (supported: {' to '.join(PYTHON)})",
+        )
+    ]
+    if (stranger := _version("tutti")) is not None:
+        detail = (
+            f"{stranger} is installed, which is not this library ('tutti-train'), and has the same import name: "
+            "pip uninstall tutti, then install this library again from its checkout (pip install .)"
+        )
+        found.append(Finding("distribution 'tutti'", False, detail))
+    return [*found, *_libraries()]
+
+
+def _libraries() -> list[Finding]:
     versions = {name: _version(name) for name in ("torch", "numpy", "numba")}
     missing = [name for name, version in versions.items() if version is None]
     text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return [
-        Finding("tutti", True, f"{_version('tutti') or 'from source'} on Python {platform.python_version()}"),
-        Finding("libraries", not missing, text + (f"; missing: {', '.join(missing)}" if missing else "")),
-    ]
+    found = [Finding("libraries", not missing, text + (f"; missing: {', '.join(missing)}" if missing else ""))]
+    try:
+        check_torch()
+    except UnsupportedVersion as error:
+        return [*found, Finding("torch", False, str(error))]
+    return [*found, Finding("torch", None, f"supported: {' to '.join(TORCH)}")]
 
 
 def _version(name: str) -> str | None:
@@ -130,7 +154,7 @@ def _backends() -> list[Finding]:
         Finding(
             "Open MPI",
             mpi or None,
-            "mpi4py and mpirun found" if mpi else "not installed; pip install 'tutti[mpi]' installs it",
+            "mpi4py and mpirun found" if mpi else "not installed; pip install 'tutti-train[mpi]' installs it",
         ),
         Finding("GPUs", bool(gpus) or None, ", ".join(gpus) or "none"),
     ]

@@ -37,9 +37,11 @@ def run(
 
     Example: tutti lab run --hosts 4 --rate 100mbit -- python script.py
 
-    The command gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so that tutti.init() and
-    torch.distributed.init_process_group() connect the ranks. Every line of output is prefixed by its rank. The exit
-    status is that of the first process that failed.
+    The command gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on.
+
+    So tutti.init() and torch.distributed.init_process_group() connect the ranks.
+
+    Every line of output starts with its rank. The exit status is that of the first process that failed.
     """
     from tutti.launch.lab.lab import lab as make_lab
     from tutti.launch.local import run_command

@@ -4,9 +4,11 @@ Nothing here imports torch, so that `--help` of every command is quick.
 """
 
 import json
+import shlex
 from collections.abc import Collection
+from math import inf, nan
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -47,9 +49,13 @@ RecipeOptions = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the initial parameters and of the shuffling.")]
-LrScale = Annotated[
-    float,
-    typer.Option("--lr-scale", help="Factor on the recipe's learning rate. Stale updates need a lower rate."),
+LearningRateText = Annotated[
+    str | None,
+    typer.Option(
+        "--lr",
+        metavar="RATE|auto",
+        help="Learning rate. `auto` changes the recipe's by the strategy's rule. Default: the recipe's.",
+    ),
 ]
 RunName = Annotated[str | None, typer.Option("--name", help="Name of the run's folder under runs/.")]
 RecipeText = Annotated[
@@ -90,7 +96,36 @@ def parse_recipe_options(texts: list[str] | None) -> dict[str, Any]:
     try:
         return {key: json.loads(value) for key, _, value in pairs}
     except json.JSONDecodeError:
-        raise ConfigError(f"--option takes NAME=NUMBER, got {', '.join(texts or [])}.") from None
+        raise ConfigError(
+            f"--option takes NAME=VALUE, got {', '.join(texts or [])}. VALUE is JSON: 800, 0.5, true or '\"text\"'."
+        ) from None
+
+
+def parse_lr(text: str | None) -> 'float | Literal["auto"] | None':
+    """Parse the `--lr` text: a rate above 0, or "auto"."""
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = nan
+    if not 0 < rate < inf:
+        raise ConfigError(f"--lr takes a number above 0 such as 0.05, or auto; got '{text}'.")
+    return rate
+
+
+def given_again(context: typer.Context, *more: str) -> str:
+    """Return the command line of `context`, without its output files and `--lr`, followed by `more`."""
+    words = context.command_path.split()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is None or source.name != "COMMANDLINE" or parameter.name in ("name", "json_file", "lr"):
+            continue
+        value = context.params[parameter.name or ""]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words += [parameter.opts[0]] if parameter.param_type_name == "option" else []
+            words += [] if each is True else [str(each)]
+    return shlex.join([*words, *more])
 
 
 def refuse_given(context: typer.Context, names: Collection[str], reason: str) -> None:

@@ -82,6 +82,8 @@ def _show(name: str, device: str, result: "Profile", console: Console) -> None:
     )
     console.print(_layer_table(result))
     console.print(_step_table(result))
+    if result.spread is not None and result.spread.doubt:
+        console.print(f"[yellow]{result.spread.doubt}[/]", highlight=False)
 
 
 def _layer_table(result: "Profile") -> Table:
@@ -116,6 +118,7 @@ def _step_table(result: "Profile") -> Table:
         ("forward", format_time(result.forward_s)),
         ("backward", format_time(result.backward_s)),
         ("optimiser", step),
+        ("forward and backward", str(result.spread)),
         ("samples/s", f"{result.num_samples / result.seconds:,.0f}"),
         ("gradients", f"{format_size(result.gradient_bytes)} in {len(result.gradients)} parameters"),
         ("peak memory", format_size(result.peak_bytes)),

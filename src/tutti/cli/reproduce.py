@@ -35,11 +35,14 @@ def reproduce(
     reproduction: Annotated[
         str | None, typer.Argument(metavar="NAME", help="Name of the reproduction; without it, all are listed.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Run a small form that takes a minute or two.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", metavar="", help="Run a small form that takes a minute or two.")
+    ] = False,
     report_only: Annotated[
         bool,
         typer.Option(
             "--report-only",
+            metavar="",
             help="Rewrite report and figures from stored results: those of runs/<--name>, or the committed ones.",
         ),
     ] = False,
@@ -83,7 +86,7 @@ def _is_checkout(folder: Path) -> bool:
         project = tomllib.loads((folder / "pyproject.toml").read_text())
     except (OSError, ValueError):
         return False
-    return project.get("project", {}).get("name") == "tutti"
+    return project.get("project", {}).get("name") == "tutti-train"
 
 
 @contextmanager

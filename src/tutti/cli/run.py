@@ -9,10 +9,14 @@ import typer
 from tutti.cli.lab_option import open_lab
 from tutti.cli.options import LabText
 from tutti.cluster import parse_duration
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, WorkerFailed
+
+_USAGE_ERROR = 2
+"""The exit status with which argparse and click refuse an argument."""
 
 
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="Python script that calls tutti.init() and tutti.distribute().")],
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     workers: Annotated[
@@ -28,7 +32,9 @@ def run(
     lab: LabText = None,
     spawn: Annotated[
         bool,
-        typer.Option("--spawn", help="Start each worker as a new Python process, instead of forking them from one."),
+        typer.Option(
+            "--spawn", metavar="", help="Start each worker as a new Python process, instead of forking them from one."
+        ),
     ] = False,
 ) -> None:
     """Run a script in several processes on this machine, or on the emulated hosts of a lab (see `tutti lab`).
@@ -51,7 +57,13 @@ def run(
     if workers is None and lab is None:
         workers = len(os.sched_getaffinity(0))
     with open_lab(lab) as hosts:
-        run_script([script, *(args or [])], workers, environment, hosts)
+        try:
+            run_script([script, *(args or [])], workers, environment, hosts)
+        except WorkerFailed as error:
+            own = {name for parameter in context.command.params for name in parameter.opts}
+            if error.status == _USAGE_ERROR and (late := own.intersection(args or [])):
+                error.add_note(f"{', '.join(sorted(late))} was passed to the script: give it before {script}.")
+            raise
 
 
 def _checked_strategy(text: str, workers: int | None) -> str:

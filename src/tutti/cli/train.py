@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +16,14 @@ from tutti.cli.options import (
     DataFolder,
     Epochs,
     JsonFile,
-    LrScale,
+    LearningRateText,
     RecipeOptions,
     RecipeText,
     RunName,
     Seed,
     StrategyText,
+    given_again,
+    parse_lr,
     parse_recipe_options,
 )
 from tutti.cli.progress import format_bytes, format_loss, strategy_rows, training_progress
@@ -35,6 +38,7 @@ CHECK_TOLERANCE = 1e-10
 
 
 def train(
+    context: typer.Context,
     recipe: RecipeText,
     workers: Annotated[
         int, typer.Option("--workers", "-n", help="Number of training workers. Dedicated servers are added on top.")
@@ -44,10 +48,11 @@ def train(
     epochs: Epochs = None,
     option: RecipeOptions = None,
     seed: Seed = 0,
-    lr_scale: LrScale = 1.0,
+    lr: LearningRateText = None,
     name: RunName = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Also train with one worker, in float64, and compare the parameters.")
+        bool,
+        typer.Option("--check", metavar="", help="Also train with one worker, in float64, and compare the parameters."),
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -55,15 +60,13 @@ def train(
 
     Example: tutti train digits --workers 2 --strategy ring --check
 
-    To train your own model, name a function that returns a tutti.recipes.Recipe: model, data, optimiser, loss.
-
-    Example: tutti train my_recipes:tiny, with a function tiny() in my_recipes.py
+    To train your own model, name a function that returns a tutti.recipes.Recipe: my_recipes:tiny for tiny() in
+    my_recipes.py. The exit status is 3 if a run of all epochs ends below the recipe's target accuracy.
     """
     from tutti.launch.start import warm_up
 
     warm_up()  # Before the next imports, which take as long as those of the fork server beside them.
-    from tutti.cli.training_run import check_target, prepare, summarise
-    from tutti.plan.reason import has_codec
+    from tutti.cli.training_run import check_target, prepare, summarise, warn_of_rate
     from tutti.recipes.training import TrainingConfig
     from tutti.strategies import parse
 
@@ -74,15 +77,16 @@ def train(
         data=str(data) if data else None,
         epochs=epochs,
         seed=seed,
-        lr_scale=lr_scale,
+        lr=parse_lr(lr),
         double=check,
     )
     made, config = prepare(requested, workers)
-    if check and has_codec(parse(strategy)):
+    if check and parse(strategy).codec is not None:
         raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
     check_writable(json_file)
     folder = new_folder(name, f"{made.name}-{workers}x")
     console = Console()
+    warn_of_rate(config, workers)
     with note_folder_on_error(folder):
         result = _run(config, workers, folder / "metrics.jsonl", console)
         summary = summarise(config, made, workers, result)
@@ -92,7 +96,7 @@ def train(
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     write_json(json_file, summary)
     console.print(f"recorded in {folder}")
-    check_target(summary, made)
+    check_target(summary, made, partial(given_again, context))
 
 
 def _run(config: "TrainingConfig", workers: int, record: Path, console: Console) -> "TrainingResult":
@@ -119,6 +123,7 @@ def _table(summary: dict[str, Any]) -> Table:
     samples_per_s = summary["samples"] / summary["seconds"]
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
+        ("learning rate", f"{summary['lr']:.3g}{' (auto)' if summary['lr_option'] == 'auto' else ''}"),
         ("last loss of one worker", f"{summary['loss']:.4f}"),
         ("steps", f"{summary['steps']:,}"),
         ("time", f"{summary['seconds']:.1f} s"),

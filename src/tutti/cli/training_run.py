@@ -3,15 +3,17 @@
 This module imports torch; commands import it when they run.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from tutti.data import GlobalBatches
-from tutti.errors import ConfigError, TuttiError, UnknownName
+from tutti.errors import ConfigError, TargetMissed, TuttiError, UnknownName
 from tutti.recipes import OWN_RECIPE, Recipe, recipe
 from tutti.recipes.training import TrainingConfig, TrainingResult
 from tutti.strategies import parse
@@ -30,8 +32,6 @@ def prepare(config: TrainingConfig, workers: int) -> tuple[Recipe, TrainingConfi
     strategy = parse(config.strategy)
     if workers > 1:
         strategy.check_size(workers + strategy.num_dedicated_servers)
-    if not 0 < config.lr_scale < float("inf"):
-        raise ConfigError(f"--lr-scale must be a number above 0 such as 0.25, got {config.lr_scale}.")
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     splits = made.data(Path(config.data) if config.data else None)
@@ -49,7 +49,7 @@ def summarise(config: TrainingConfig, made: Recipe, workers: int, result: Traini
     return {
         **{"recipe": config.recipe, "options": config.options, "strategy": config.strategy, "workers": workers},
         **{"seed": config.seed, "epochs": config.epochs or made.epochs, "double": config.double},
-        **{"lr_scale": config.lr_scale, "torch": torch.__version__, **result.as_dict()},
+        **{"lr_option": config.lr, "torch": torch.__version__, **result.as_dict()},
     }
 
 
@@ -61,8 +61,33 @@ def result_with_accuracy(results: list[TrainingResult | None]) -> TrainingResult
     return known[0]
 
 
-def check_target(summary: dict[str, Any], made: Recipe) -> None:
-    """Raise if a run with the recipe's own number of epochs and learning rate did not reach its target accuracy."""
-    own_settings = summary["epochs"] >= made.epochs and summary["lr_scale"] == 1
-    if own_settings and summary["accuracy"] < made.target:
-        raise TuttiError(f"test accuracy {summary['accuracy']:.2%} is below the recipe's target of {made.target:.0%}.")
+def warn_of_rate(config: TrainingConfig, workers: int) -> None:
+    """Print a warning if the recipe's learning rate is used and is known not to fit the strategy."""
+    rule = parse(config.strategy).learning_rate(workers)
+    if config.lr is None and rule.factor != 1:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"[yellow]warning:[/] {rule.reason} This run keeps the recipe's rate; --lr auto changes it.")
+
+
+def check_target(summary: dict[str, Any], made: Recipe, again: Callable[..., str]) -> None:
+    """Raise if a run of the recipe's number of epochs or more missed its target accuracy, and say what to try.
+
+    Args:
+        again: returns the command line of the run, with the given words after it.
+    """
+    if summary["epochs"] < made.epochs or summary["accuracy"] >= made.target:
+        return
+    rule = parse(summary["strategy"]).learning_rate(summary["workers"])
+    option, reason = summary["lr_option"], ""
+    if option == "auto" or (option is None and rule.factor == 1):
+        kept = () if option is None else ("--lr", option)
+        advice = (
+            f"Try half the learning rate: {again('--lr', format(summary['lr'] / 2, '.2g'))}\n"
+            f"or train for longer: {again(*kept, '--epochs', str(2 * summary['epochs']))}"
+        )
+    else:
+        reason = f"{rule.reason} " if rule.reason else ""
+        advice = f"Try: {again(*(() if rule.factor == 1 else ('--lr', 'auto')))}"
+    raise TargetMissed(
+        f"test accuracy {summary['accuracy']:.2%} is below the recipe's target of {made.target:.0%}. {reason}{advice}"
+    )

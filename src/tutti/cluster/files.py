@@ -22,6 +22,9 @@ _NO_LINK = "none"
 """The text in a file for `link=None`: TOML has no null."""
 
 
+_OWN = 'A cluster of your own is a TOML file, such as one with the line link = { rate = "100mbit", latency = "100us" }'
+
+
 def load(text: str | Path) -> Cluster:
     """Return a preset by its name, or the cluster that a TOML file describes."""
     if text in PRESETS:
@@ -32,7 +35,7 @@ def load(text: str | Path) -> Cluster:
         if not Path(text).exists():
             if isinstance(text, Path) or "/" in text or text.endswith(".toml"):
                 raise ConfigError(f"there is no file {text}. Presets: {', '.join(PRESETS)}.")
-            raise UnknownName("preset or file", text, PRESETS)
+            raise UnknownName("preset or file", text, PRESETS, [_OWN])
         return read(Path(text).read_text(encoding="utf-8"), str(text))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{text} cannot be read: {error}.") from error

@@ -42,6 +42,11 @@ class ScaleGroups:
     A row of a weight as torch has it is a *column* in Seide et al. 2014, who write z = Wᵀv.
     """
 
+    starts: np.ndarray
+    """First element of every group."""
+    stops: np.ndarray
+    """Element after the last of every group."""
+
     def __init__(self, starts: np.ndarray, stops: np.ndarray, numel: int) -> None:
         assert not len(starts) or (
             int((stops - starts).max()) <= MAX_GROUP_NUMEL and starts[0] >= 0 and stops[-1] <= numel

@@ -20,14 +20,14 @@ def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
     """
     if transport.size == 1:
         return
-    for group in _groups(tensors):
+    for group in groups(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
         run(on_flat(broadcast)(flat, transport))
         for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
 
 
-def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield groups of tensors of one device and dtype, each of about a chunk, in the same order on every rank."""
     open_groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for tensor in tensors:

@@ -49,7 +49,12 @@ def compare(tensor: Tensor, transport: Transport, what: str) -> None:
     run(recursive_doubling(rows.view(-1), transport))
     if (rows == rows[0]).all():
         return
-    has = [f"rank {rank} has {numel} × {DTYPES[code]}" for rank, (numel, code, _) in enumerate(rows.tolist())]
+    has = [
+        f"rank {rank} has {numel} × {DTYPES[code]}"
+        for rank, (numel, code, _) in zip(transport.world_ranks, rows.tolist(), strict=True)
+    ]
     if (rows[:, 2] != rows[0, 2]).any():
         has.append(f"and not all of them called {what}")
-    raise ReplicaMismatch(f"rank {transport.rank}: {what} needs tensors of one length and dtype: {'; '.join(has)}.")
+    raise ReplicaMismatch(
+        f"rank {transport.world_rank}: {what} needs tensors of one length and dtype: {'; '.join(has)}."
+    )

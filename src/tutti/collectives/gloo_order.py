@@ -61,6 +61,10 @@ class RenumberedTransport(TransportWrapper):
         self.rank, self.size, self.timeout = numbers.index(inner.rank), inner.size, inner.timeout
         self.hosts = tuple(inner.hosts[number] for number in numbers)
 
+    @property
+    def world_ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.inner.world_ranks[number] for number in self._numbers)
+
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         return self.inner.isend(tensor, self._numbers[dst], tag)
 

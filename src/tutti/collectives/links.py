@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tutti.cluster import Link
-from tutti.collectives.messages import all_gather_json
+from tutti.collectives.messages import all_gather_json, broadcast_json
 from tutti.errors import ConfigError
+from tutti.measurement import largest_rate
 from tutti.transports import Transport
 
 _SIZES = (64, 1024, 16 * 1024, 64 * 1024, 256 * 1024, 2**20, 4 * 2**20, 16 * 2**20)
@@ -42,15 +43,19 @@ class LinkFit:
     """For each size of message, its bytes and the median of the seconds it took one way."""
 
     @classmethod
-    def from_points(cls, points: Sequence[tuple[int, float]]) -> "LinkFit":
+    def from_points(cls, points: Sequence[tuple[int, float]], limit: float = 8e15) -> "LinkFit":
         """Fit the latency to the smallest message, and the rate to the slope between the two largest.
 
         This is not one line through all points. On real links messages of middle sizes are faster than such a line,
         because they fit into buffers and bursts, and it is long transfers that the rate should predict.
+
+        Args:
+            points: bytes and seconds of messages, the smallest first.
+            limit: bits per second that the link cannot exceed.
         """
         (small, small_s), (large, large_s) = points[-2:]
-        # Not below a tiny positive slope: noise can make the larger message the faster one.
-        per_byte = max((large_s - small_s) / (large - small), 1e-15)
+        # Not below the limit's slope: noise can make the larger message the faster one.
+        per_byte = max((large_s - small_s) / (large - small), 8 / limit)
         smallest, smallest_s = points[0]
         latency_s = smallest_s - smallest * per_byte
         # A smallest message that fits into a burst would make the latency negative.
@@ -100,13 +105,16 @@ def measure_links(transport: Transport) -> LinkMeasurement:
     if transport.size == 1:
         raise ConfigError("a link is between two ranks, and there is only one.")
     fits: dict[tuple[int, int], LinkFit] = {}
+    # Simulated links may have any rate. Of real ranks, the first one's limit is used by all, which fit the same points.
+    limits = [] if transport.cluster is not None else [broadcast_json(largest_rate(), transport)]
     for pairs in _rounds(transport.hosts):
         local_pair = next((pair for pair in pairs if transport.rank in pair), None)
         points = _ping_pong(transport, *local_pair) if local_pair is not None else []
         # It also keeps a pair from starting its next round while others still measure.
         points_by_rank = all_gather_json(points, transport)
         fits |= {
-            pair: LinkFit.from_points([(size, seconds) for size, seconds in points_by_rank[pair[0]]]) for pair in pairs
+            pair: LinkFit.from_points([(size, seconds) for size, seconds in points_by_rank[pair[0]]], *limits)
+            for pair in pairs
         }
     return LinkMeasurement(dict(sorted(fits.items())))
 

@@ -22,11 +22,12 @@ def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: fl
     compare(tensor, transport, f"mean by {algorithm.name}")  # First, so that all ranks raise together, or none.
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
-            f"rank {transport.rank}: the mean of {tensor.dtype} tensors is not an integer; use a sum, or convert first."
+            f"rank {transport.world_rank}: the mean of {tensor.dtype} tensors is not an integer; use a sum, or convert "
+            "first."
         )
     weights = local_weights(weight, transport)
     run(share_weights(weights, transport))
-    weigh(tensor, weights, transport.rank)
+    weigh(tensor, weights, transport)
     run(algorithm.steps(tensor, transport))
     tensor.detach().div_(transport.size)
 
@@ -43,7 +44,7 @@ def share_weights(weights: Tensor, transport: Transport) -> Operation:
     yield from recursive_doubling(weights, transport)
 
 
-def weigh(tensor: Tensor, weights: Tensor, rank: int) -> None:
+def weigh(tensor: Tensor, weights: Tensor, transport: Transport) -> None:
     """Scale this rank's tensor so that the sum over ranks, divided by their number, is the weighted mean.
 
     Equal weights leave the tensor as it is, so that the result has the bits of a plain mean.
@@ -54,13 +55,16 @@ def weigh(tensor: Tensor, weights: Tensor, rank: int) -> None:
         ConfigError: a weight is negative.
     """
     if bad := torch.isnan(weights).nonzero().flatten().tolist():
-        raise WeightRefused(bad)
+        raise WeightRefused(transport.world_ranks[rank] for rank in bad)
     if (weights <= FIRST_CALL).any():
         raise DifferentCalls(weights.tolist())
     if negative := (weights < 0).nonzero().flatten().tolist():
-        raise ConfigError(f"rank {rank}: weights must be 0 or more, but rank {negative[0]} gave {weights.min():g}.")
+        raise ConfigError(
+            f"rank {transport.world_rank}: weights must be 0 or more, but rank {transport.world_ranks[negative[0]]} "
+            f"gave {weights[negative[0]]:g}."
+        )
     if (weights != weights[0]).any():
-        share = float(weights[rank] * len(weights) / weights.sum())
+        share = float(weights[transport.rank] * len(weights) / weights.sum())
         if share == 0:
             tensor.detach().zero_()  # Not a product: 0 × NaN would still be NaN.
         else:

@@ -64,7 +64,8 @@ def local_part(tensor: Tensor, transport: Transport) -> Tensor:
     """Return the part of a flat tensor that belongs to this rank in `reduce_scatter` and `all_gather`."""
     if tensor.dim() != 1:
         raise ConfigError(
-            f"rank {transport.rank}: local_part needs one dimension, got {tuple(tensor.shape)}; use tensor.view(-1)."
+            f"rank {transport.world_rank}: local_part needs one dimension, got {tuple(tensor.shape)}; use "
+            "tensor.view(-1)."
         )
     return tensor[parts(tensor.numel(), transport.size)[transport.rank]]
 

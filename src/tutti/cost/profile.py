@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tutti.cluster import format_size, format_time
 from tutti.cost.overhead import NO_OVERHEAD, Overhead
 from tutti.cost.work_depth import WorkDepth
+from tutti.measurement import Spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ class Profile:
     """Bytes of it that the optimiser keeps from step to step."""
     overhead: Overhead = NO_OVERHEAD
     """Measured overhead of exchanging, if any."""
+    spread: Spread | None = None
+    """How far repetitions of forward and backward differed; None if the times were not measured."""
 
     @property
     def seconds(self) -> float:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -15,6 +14,7 @@ from torch.utils.data import (
 )
 
 from tutti.collectives import broadcast_json
+from tutti.data.samplers import AllRanksSampler, shuffled, undivided
 from tutti.errors import ConfigError
 from tutti.replica import SampleCounts
 from tutti.replica.samples import num_rows
@@ -32,8 +32,9 @@ def shard(
 
     Args:
         data: a DataLoader, whose batch size, workers, collation and pinning are kept (the batch size is
-            per rank); a map-style dataset, whose samples come one by one, reshuffled every epoch; or any
-            other iterable, whose items go to the ranks in turn. Each must be the same on every rank.
+            per rank, and a DistributedSampler in it is replaced); a map-style dataset, whose samples come
+            one by one, reshuffled every epoch; or any other iterable, whose items go to the ranks in turn.
+            Each must be the same on every rank.
         seed: seed of the shuffle; each epoch has an order of its own.
         world: the ranks to divide between; the world that `tutti.init` made by default.
     """
@@ -71,12 +72,6 @@ def _split(pool: Batch, num_parts: int) -> list[Batch]:
     size, extra = divmod(len(pool), num_parts)
     starts = [part * size + min(part, extra) for part in range(num_parts + 1)]  # The first `extra` parts have one more.
     return [pool[start:stop] for start, stop in pairwise(starts)]
-
-
-def _shuffled(num_samples: int, seed: int, epoch: int) -> Batch:
-    # The multiplier keeps epochs of neighbouring seeds apart: seed 0, epoch 1 is not seed 1, epoch 0.
-    generator = torch.Generator("cpu").manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(num_samples, generator=generator, device="cpu").tolist()
 
 
 def _refuse_empty(num_samples: int) -> None:
@@ -127,10 +122,10 @@ class ShardedLoader:
         _refuse_empty(len(loader))
         self._world = world
         self._seed = seed
-        self._source = loader
+        self._source = self._undivided(loader)
         self._epoch = 0
         self._rank_batches = _RankBatches(self._num_steps())
-        self._loader = _rebuilt(loader, self._rank_batches)
+        self._loader = _rebuilt(loader, batch_sampler=self._rank_batches)
 
     def __iter__(self) -> Iterator[Any]:
         _refuse_servers(self._world)
@@ -145,8 +140,30 @@ class ShardedLoader:
         return len(self._rank_batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, as after loading a checkpoint."""
+        """Set the number of the next epoch, which decides its order, as after loading a checkpoint.
+
+        Epochs count by themselves, so a loop need not call it. A loop written for `DistributedSampler` may: calls of
+        `loader.sampler.set_epoch(epoch)`, and of the sampler that was given, come here.
+        """
         self._epoch = epoch
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of all ranks."""
+        return self._source.dataset
+
+    @property
+    def sampler(self) -> "ShardedLoader":
+        """This loader itself, for loops that call `loader.sampler.set_epoch(epoch)`."""
+        return self
+
+    def _undivided(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return the loader, or one of all ranks' samples if a `DistributedSampler` has divided them already."""
+        if (sampler := undivided(loader, self._seed, self._world)) is None:
+            return loader
+        batches: Any = loader.batch_sampler
+        batches.sampler.set_epoch = self.set_epoch  # A loop written for it still calls it.
+        return _rebuilt(loader, sampler=sampler, batch_size=batches.batch_size, drop_last=batches.drop_last)
 
     def _divide(self, batches: Sequence[Batch]) -> list[Batch]:
         if getattr(self._source.batch_sampler, "drop_last", False):
@@ -164,10 +181,13 @@ class ShardedLoader:
     def _epoch_batches(self) -> Sequence[Batch]:
         """Return the batches of all ranks in this epoch, the same list on every rank."""
         num_samples = len(self._source.dataset)  # type: ignore[arg-type]
+        if isinstance(sampler := self._source.sampler, AllRanksSampler):
+            sampler.epoch = self._epoch
+            return self._batched(list(sampler))
         if _is_plain(self._source, SequentialSampler):
             return self._batched(list(range(num_samples)))
         if _is_plain(self._source, RandomSampler):
-            return self._batched(_shuffled(num_samples, self._seed, self._epoch))
+            return self._batched(shuffled(num_samples, self._seed, self._epoch))
         assert self._source.batch_sampler is not None
         if getattr(self._source.batch_sampler, "same_on_every_rank", False):
             return list(self._source.batch_sampler)
@@ -193,11 +213,11 @@ def _is_plain(loader: DataLoader[Any], kind: type) -> bool:
     return not isinstance(sampler, RandomSampler) or not (sampler.replacement or sampler._num_samples)
 
 
-def _rebuilt(loader: DataLoader[Any], batches: _RankBatches) -> DataLoader[Any]:
-    """Return a copy of the loader over other batches."""
+def _rebuilt(loader: DataLoader[Any], **batching: Any) -> DataLoader[Any]:
+    """Return a copy of the loader with other batches."""
     return DataLoader(
         loader.dataset,
-        batch_sampler=batches,
+        **batching,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -231,7 +251,7 @@ class ShardedDataset:
 
     def __iter__(self) -> Iterator[Any]:
         _refuse_servers(self._world)
-        order = _shuffled(len(self._dataset), self._seed, self._epoch)
+        order = shuffled(len(self._dataset), self._seed, self._epoch)
         self._epoch += 1
         return _in_turn(enumerate(order), self._world, self._dataset.__getitem__)
 

@@ -18,6 +18,7 @@ from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
 from tutti.strategies import AllReduce, Strategy, as_strategy
+from tutti.strategies.compatibility import refusals
 from tutti.transports import for_devices
 from tutti.world import World, current_world, set_world
 from tutti.world import world as initialised_world
@@ -57,7 +58,7 @@ def distribute(
     world = world or initialised_world()
     # Mistakes are collected, not raised: every rank has to reach `check_alike`, which raises them on all ranks alike.
     strategy, mistakes = _chosen(strategy, world)
-    mistakes += _mistakes(model, optimizer, strategy)
+    mistakes += _mistakes(model, optimizer, strategy) + refusals(strategy.support, model, optimizer)
     if world.size > 1 and world.transport.cluster is None and any(p.is_meta for p in model.parameters()):
         mistakes.append("the model is on the meta device, without values: build it on a real one, or simulate it.")
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
@@ -117,6 +118,7 @@ def _start(
             checks.allow_same_batches()  # The ranks of a group of branches are one worker.
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
     setattr(model, JOB_ATTRIBUTE, job)
+    world.sample_counts.distributed.add(model)
     for module in model.modules():
         if isinstance(module, Branches):  # Its backward refuses to run undistributed: gradients would be partial.
             module.distributed = True
@@ -182,10 +184,10 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
     mistakes = []
     if getattr(model, JOB_ATTRIBUTE, None) is not None:
         mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
-    if any(isinstance(module, Branches) for module in model.modules()) and not isinstance(strategy, AllReduce):
+    if any(isinstance(module, Branches) for module in model.modules()) and not strategy.averages_gradients:
         mistakes.append(
             f"a model with Branches needs the gradients of all ranks in every step, which {strategy} does not give it: "
-            "use tutti.AllReduce(...)."
+            "use tutti.AllReduce(...) or tutti.Poseidon()."
         )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:

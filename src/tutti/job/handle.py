@@ -12,6 +12,7 @@ from tutti.job.checks import LossKind, expect
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
 from tutti.job.state import exchange_state, job_state
+from tutti.job.values import CollectiveValues
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.replica import HookedReplica
@@ -22,7 +23,7 @@ JOB_ATTRIBUTE = "_tutti_job"
 """The attribute of a distributed model that holds its job."""
 
 
-class Job(JobProgress, NotCopied):
+class Job(CollectiveValues, JobProgress, NotCopied):
     """The handle on a distributed model that `tutti.distribute` returns.
 
     Use it as a context manager, or call `finish` at the end. Methods marked "Collective" must be called by every rank.
@@ -48,6 +49,7 @@ class Job(JobProgress, NotCopied):
         self._finished = self._was_leader = False
         self._previous_world = previous_world
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
+        _ = world.calls  # Opened by all ranks here, where they are together.
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward keeps gradients to this rank; the next one outside exchanges their sum."""
@@ -76,7 +78,8 @@ class Job(JobProgress, NotCopied):
         # An error here alone would leave the others waiting, so it travels with this step's exchange.
         if not loss.is_meta and not torch.isfinite(loss.detach()).all():
             if self._exchange.transport.size == 1:
-                raise NonFiniteLoss(0, [0], self._replica.steps)
+                rank = self._exchange.transport.world_rank
+                raise NonFiniteLoss(rank, [rank], self._replica.steps)
             self._replica.contribution.add(float("nan"))  # A weight of NaN asks every rank to stop.
 
     def pipeline(self, loss: Loss) -> PipelineStep:
@@ -98,21 +101,28 @@ class Job(JobProgress, NotCopied):
         return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
 
     @contextmanager
-    def consensus(self, *, optimizer: bool = True) -> Iterator[nn.Module]:
+    def consensus(self, *copies: nn.Module, optimizer: bool = True) -> Iterator[nn.Module]:
         """Hold the parameters and buffers that all ranks agree on in the model, to evaluate or save. Collective.
 
-        On a mesh the model is whole inside the context, and so is the optimiser's state, unless `optimizer` is False
-        (to evaluate, for example). Afterwards the rank's own parameters are restored.
+        `copies` are other modules that each rank keeps by itself, such as an average of the weights over steps: inside
+        the context they hold their mean over ranks (`average`). On a mesh the model is whole inside the context; copies
+        are not. The optimiser's state is there as well, where parameter servers have it or a mesh has split it; to
+        evaluate, `optimizer=False` saves that transfer. Afterwards the rank's own values are restored.
         """
         _refuse_in_consensus(self._replica, "a second job.consensus()")
-        self._exchange.consensus()
+        self._exchange.consensus(optimizer)
         self._replica.in_consensus = True
+        local: list[tuple[Tensor, Tensor]] = []
         try:
+            for copy in copies:
+                local += self._average(copy)
             with nullcontext() if self._model_on_mesh is None else self._model_on_mesh.full_model(optimizer):
                 yield self._model
         finally:
             # Also after an error inside: the rank must not train on from the consensus by accident.
             self._replica.in_consensus = False
+            for tensor, values in local:
+                tensor.copy_(values)
             self._exchange.restore_local()
 
     @contextmanager
@@ -180,6 +190,7 @@ class Job(JobProgress, NotCopied):
         if self._model_on_mesh is not None:
             self._model_on_mesh.abandon()
             restore_world(self.world, self._previous_world)
+        self.world.sample_counts.distributed.discard(self._model)
         delattr(self._model, JOB_ATTRIBUTE)
 
     def __enter__(self) -> Self:

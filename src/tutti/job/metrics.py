@@ -6,10 +6,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Metrics:
-    """Counters of a job on this rank, since it was started."""
+    """Counters of a job on this rank, since `distribute`."""
 
     steps: int
-    """Steps of the optimiser that this rank has taken."""
+    """Steps of the optimiser that this rank has taken, including those before a state that was loaded."""
     exchanges: int
     """Exchanges with other ranks, as the strategy counts them."""
     bytes_sent: int

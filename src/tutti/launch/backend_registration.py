@@ -58,10 +58,14 @@ def _register(table: ModuleType) -> None:
     groups: WeakSet[TuttiGroup] = WeakSet()
 
     def create(options: Any, _: Any) -> "TuttiGroup":
+        from tutti.versions import check_torch
+
+        check_torch()  # Before modules are imported that may need what this torch does not have.
         from tutti.backend import group_over
         from tutti.launch.torch_groups import open_group
 
         group = group_over(open_group(options))
+        group.made_by_torch = True
         groups.add(group)
         return group
 

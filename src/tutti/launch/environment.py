@@ -65,7 +65,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
     if first.size > 1 and first.port is None:
         raise EnvironmentConflict(
             f"rank {first.rank}: {first.launcher} started {first.size} processes but nothing says where rank 0 is. "
-            "Set MASTER_ADDR and MASTER_PORT, or install tutti[mpi] if this is mpirun."
+            "Set MASTER_ADDR and MASTER_PORT, or install tutti-train[mpi] if this is mpirun."
         )
     return first
 

@@ -37,7 +37,7 @@ def prepare(kind: str) -> None:
     variable contradicts the algorithm.
     """
     if find_spec("mpi4py") is None:
-        raise ConfigError(f"transport '{kind}' needs MPI: pip install 'tutti[mpi]'.")
+        raise ConfigError(f"transport '{kind}' needs MPI: pip install 'tutti-train[mpi]'.")
     algorithm = kind.partition(":")[2]
     if not algorithm:
         return

@@ -88,7 +88,7 @@ def _inside(namespace: str) -> list[str]:
 def _mpirun() -> list[str]:
     found = _find()
     if found is None:
-        raise ConfigError("there is no mpirun: pip install 'tutti[mpi]'.")
+        raise ConfigError("there is no mpirun: pip install 'tutti-train[mpi]'.")
     return [found, "--allow-run-as-root"] if os.geteuid() == 0 else [found]
 
 

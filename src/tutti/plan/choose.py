@@ -13,8 +13,8 @@ from tutti.cost.scaled_profile import slowed
 from tutti.errors import ConfigError, NoLink
 from tutti.plan.candidates import candidates
 from tutti.plan.prediction import Prediction, Simulator, price
-from tutti.plan.reason import describe_plan, fastest_all_reduces, has_codec
-from tutti.plan.scaling import Profiles, Scaling, predict_scaling, priced, worker_profile
+from tutti.plan.reason import describe_plan, fastest_means
+from tutti.plan.scaling import UNKNOWN_SIZE, Profiles, RunSize, Scaling, predict_scaling, priced, worker_profile
 from tutti.strategies import AllReduce
 
 GAIN = 1.1
@@ -43,7 +43,9 @@ class Plan:
     distribute: bool
     """Whether the chosen strategy trains more samples per second than one worker alone."""
     compress: bool | None
-    """Whether a codec is worthwhile, in the chosen strategy or in all-reduce; None if lossy ones were not allowed."""
+    """Whether a codec pays, in the chosen strategy or in a mean of gradients; None if lossy ones were not allowed."""
+    num_steps: int | None
+    """Steps of the whole run, if its length is known: strategies for longer runs were not considered."""
     scaling: Scaling
     """Predicted throughput by number of workers, and where adding workers stops paying."""
     reason: str
@@ -72,6 +74,7 @@ class Plan:
             "workers": self.workers,
             "distribute": self.distribute,
             "compress": self.compress,
+            "num_steps": self.num_steps,
             "stops_paying_at": self.stops_paying_at,
             "most_workers": self.most_workers,
             "scaling": [row._asdict() for row in self.scaling.rows],
@@ -88,7 +91,7 @@ def plan(
     cluster: Cluster,
     *,
     allow_lossy: bool = False,
-    global_batch: int | None = None,
+    run: RunSize = UNKNOWN_SIZE,
     simulator: Simulator | None = None,
 ) -> Plan:
     """Predict every strategy that `workers` workers can use on a cluster, and choose one.
@@ -97,7 +100,8 @@ def plan(
         profile: the step of one worker of speed 1; or a function from the number of workers to it, where workers slow
             each other down because they share cores.
         allow_lossy: also consider strategies that change the result (compression, staleness, local steps).
-        global_batch: samples per step of all workers together; by default each worker has the profile's batch.
+        run: samples per step of all workers together, and of the whole run, where they are known. Strategies whose
+            blocks of local steps do not fit into the run `LEAST_EXCHANGES` times are not considered.
         simulator: asked about the few fastest strategies, where formulas do not hold.
 
     Raises `NoLink` if the cluster's hosts are not joined as any strategy needs.
@@ -106,10 +110,11 @@ def plan(
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     cluster = restricted_to(cluster, workers)
     cluster.place(workers)  # Raises `ConfigError` if the cluster has too few slots.
-    worker = worker_profile(profile, workers, global_batch)
-    offered = candidates(worker, workers, cluster)
+    worker = worker_profile(profile, workers, run)
+    num_steps = run.num_steps(worker, workers)
+    offered = candidates(worker, workers, cluster, num_steps)
     groups = (offered.exact, offered.lossy if allow_lossy else [])
-    predicted = (priced(group, worker, workers, cluster, global_batch) for group in groups)
+    predicted = (priced(group, worker, workers, cluster, run.global_batch) for group in groups)
     exact, lossy = (_simulate_fastest(group, worker, cluster, simulator) for group in predicted)
     if not exact and not lossy:
         raise NoLink(f"hosts of the cluster '{cluster.name}' are not joined as any strategy needs: give them links.")
@@ -117,7 +122,7 @@ def plan(
     # By speed, but for the chosen one: an exact strategy may be preferred to a lossy one that is a little faster.
     others = sorted((other for other in (*exact, *lossy) if other is not chosen), key=_step_s)
     # One worker would train on the fastest rank's host, and with the whole global batch if there is one.
-    single = slowed(worker_profile(profile, 1, global_batch), least_slowness(cluster, workers))
+    single = slowed(worker_profile(profile, 1, run), least_slowness(cluster, workers))
     alone = price(AllReduce(), single, 1, Cluster())
     result = Plan(
         workers=workers,
@@ -125,7 +130,8 @@ def plan(
         predictions=(chosen, *others),
         distribute=chosen.samples_per_s > alone.samples_per_s,
         compress=_compress([chosen, *others]) if allow_lossy else None,
-        scaling=predict_scaling(profile, cluster, allow_lossy, global_batch, chosen, alone),
+        num_steps=num_steps,
+        scaling=predict_scaling(profile, cluster, allow_lossy, run, chosen, alone),
         not_priced=offered.not_priced,
         reason="",
     )
@@ -178,7 +184,7 @@ def _simulate_fastest(
 
 
 def _compress(predictions: Sequence[Prediction]) -> bool:
-    """Whether a codec makes all-reduce `GAIN` times as fast, or is part of the chosen strategy, the first."""
-    compressed, plain = fastest_all_reduces(predictions)
+    """Whether a codec makes the mean of gradients `GAIN` times as fast, or is in the chosen strategy, the first."""
+    compressed, plain = fastest_means(predictions)
     gains = compressed is not None and (plain is None or compressed.step_s * GAIN <= plain.step_s)
-    return has_codec(predictions[0].strategy) or gains
+    return predictions[0].strategy.codec is not None or gains

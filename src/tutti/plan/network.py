@@ -1,12 +1,14 @@
 """`measure_network`: measure the links between a transport's ranks, and describe them as a cluster."""
 
 import statistics
+from math import inf
 from typing import Any
 
 import torch
 
 from tutti.cluster import Cluster, Link
-from tutti.collectives import ALGORITHMS, Collective, all_gather_json, broadcast_json, measure_links
+from tutti.collectives import ALGORITHMS, Collective, broadcast_json, measure_links
+from tutti.measurement import bounded, largest_rate
 from tutti.plan.quick_link import quick_link
 from tutti.transports import AllReduces, HostsTransport, Transport
 
@@ -17,14 +19,15 @@ _TYPICAL = ("ring", "tree", "butterfly", "recursive_doubling")
 """Collectives from which the latency of a message is derived. In a collective ranks wait for each other and may share
 cores, so that a latency is longer there than between two ranks that do nothing else."""
 
-_SMALL, _LARGE = 2**10, 2**20
-"""Sizes in bytes of the sums by which shared memory is measured."""
+_SMALL, _LARGE = 2**10, (2**20, 2**24)
+"""Sizes in bytes of the sums by which shared memory is measured; the second large one if the first shows no rate."""
 
 
 def measure_network(transport: Transport, quickly: bool = False) -> dict[str, Any]:
     """Measure the links between hosts and within a host, as far as there are any. Collective.
 
-    Returns the same on every rank: "links" with "link" and "within" as (bits per second, seconds), "hosts" and "size".
+    Returns the same on every rank: "links" with "link" and "within" as (bits per second, seconds), "hosts", "size", and
+    "doubts" with a sentence for every rate that could not be measured.
 
     Args:
         quickly: take half a second, or a few dozen latencies where they are long (`quick_link`). The rate is then that
@@ -39,10 +42,17 @@ def measure_network(transport: Transport, quickly: bool = False) -> dict[str, An
             links["link"] = _link(transport.across, quickly)
     elif transport.size > 1:
         links["link"] = _link(transport, quickly)
+    doubts = []
+    if transport.cluster is None:  # Simulated links may have any rate.
+        limit = largest_rate()
+        for kind, (measured, latency_s) in links.items():
+            rate, doubt = bounded(measured, limit)
+            links[kind] = rate, latency_s
+            doubts += [doubt] if doubt else []
     # Every host measured its own memory, and only leaders the link. All ranks take the values of rank 0, which leads.
-    if "within" in links:
-        links = all_gather_json(links, transport)[0]
-    return {"links": links, "hosts": len(set(transport.hosts)), "size": transport.size}
+    if "within" in links or transport.cluster is None:
+        links, doubts = broadcast_json([links, doubts], transport)
+    return {"links": links, "hosts": len(set(transport.hosts)), "size": transport.size, "doubts": doubts}
 
 
 def cluster_with(measured: dict[str, Any], name: str, **more: Any) -> Cluster:
@@ -87,16 +97,22 @@ def _memory(transport: Transport, quickly: bool) -> tuple[float, float]:
     """Return the link for which the formula of a sum in shared memory gives the measured times."""
     if not isinstance(transport, AllReduces):
         return _link(transport, quickly)
-    medians = []
-    for num_bytes in (_SMALL, _LARGE):
+
+    def seconds(num_bytes: int) -> float:
         tensor, times = torch.zeros(num_bytes // 4, device="cpu"), []
         for _ in range(_ROUNDS):
             start_s = transport.now()
             transport.all_reduce(tensor).wait()
             times.append(transport.now() - start_s)
-        medians.append(statistics.median(times))
-    # The formula (`tutti.cost.sums`) is 2 (latency + bytes / rate): two barriers, each byte read once and written once.
-    # The floor of 1e-13 s per byte stands for a slope that noise has made zero or negative.
-    small_s, large_s = medians
-    seconds_per_byte = max(1e-13, (large_s - small_s) / 2 / (_LARGE - _SMALL))
-    return 8 / seconds_per_byte, small_s / 2
+        return statistics.median(times)
+
+    small_s = seconds(_SMALL)
+    for large in _LARGE:
+        # The formula (`tutti.cost.sums`) is 2 (latency + bytes / rate): two barriers, and each byte is read once and
+        # written once. Noise can make the difference zero or negative: then there is no rate.
+        growth_s = (seconds(large) - small_s) / 2
+        rate = 8 * (large - _SMALL) / growth_s if growth_s > 0 else inf
+        # Ranks must agree on whether to go on. Simulated memory may have any rate.
+        if transport.cluster is not None or broadcast_json(rate <= largest_rate(), transport):
+            break
+    return rate, small_s / 2

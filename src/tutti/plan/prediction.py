@@ -7,13 +7,10 @@ from typing import Any
 from tutti.cluster import Cluster
 from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.cost.scaled_profile import slowed
-from tutti.strategies import AllReduce, Strategy, as_strategy
+from tutti.strategies import AllReduce, Exchange, Strategy, as_strategy
 
 Simulator = Callable[[Strategy], float]
 """Simulates a strategy and returns the seconds of a step. Encoding takes no time in a simulation."""
-
-CostFunction = Callable[[Profile, Placement], CommunicationCost]
-"""The signature of `Strategy.cost`."""
 
 _ROUNDING = 1e-9
 """Relative difference below which two times count as equal."""
@@ -71,7 +68,7 @@ def price(
     workers: int,
     cluster: Cluster,
     simulator: Simulator | None = None,
-    cost: CostFunction | None = None,
+    exchange: Exchange | None = None,
 ) -> Prediction:
     """Predict a step of `workers` workers, each with the batch of `profile`.
 
@@ -80,7 +77,7 @@ def price(
     is given. Dedicated servers are added to the workers. The profile's overhead is added in both cases.
 
     Args:
-        cost: used in place of `strategy.cost`, for a running exchange that knows more than its strategy.
+        exchange: the strategy at work in a running job; its cost counts where it knows more than the strategy.
 
     Raises `NotPriced` if the strategy has no cost formula.
     """
@@ -92,7 +89,8 @@ def price(
     computing_s = scaled.seconds
     added = CommunicationCost(0.0, 0.0, num_exchanges=0.0)
     if workers > 1:
-        added = (cost or strategy.cost)(scaled, placement)
+        known = None if exchange is None else exchange.cost(scaled, placement)
+        added = strategy.cost(scaled, placement) if known is None else known
     overhead_s = scaled.overhead.seconds(added)
     by_simulation = simulator is not None and not placement.uniform and workers > 1
     # Overhead is negative where `coding_factor` is below 1, but a step is never shorter than its computation.

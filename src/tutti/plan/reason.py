@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tutti.cluster import format_time
+from tutti.plan.candidates import LEAST_EXCHANGES, least_steps
 from tutti.plan.prediction import Prediction
-from tutti.strategies import AllReduce, Strategy
 
 if TYPE_CHECKING:
     from tutti.plan.choose import Plan
@@ -13,20 +13,15 @@ if TYPE_CHECKING:
 
 def describe_plan(plan: "Plan") -> str:
     """Return what to do and why: a sentence for each question that a plan answers."""
-    return " ".join([_strategy(plan), *_exactness(plan), *_codecs(plan)])
+    return " ".join([_strategy(plan), *_exactness(plan), *_run_length(plan), *_codecs(plan)])
 
 
-def has_codec(strategy: Strategy) -> bool:
-    """Whether the strategy compresses what it sends."""
-    return strategy.codec is not None
-
-
-def fastest_all_reduces(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
-    """Return the fastest all-reduce with a codec, and the fastest without, if there are any."""
-    # Only all-reduce is compared with and without a codec: other families differ in more than their compression.
-    sums = [prediction for prediction in predictions if isinstance(prediction.strategy, AllReduce)]
-    compressed = [prediction for prediction in sums if has_codec(prediction.strategy)]
-    plain = [prediction for prediction in sums if not has_codec(prediction.strategy)]
+def fastest_means(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
+    """Return the fastest strategy that averages gradients with a codec, and the fastest without, if there are any."""
+    # Only these are compared with and without a codec: other families differ in more than their compression.
+    means = [prediction for prediction in predictions if prediction.strategy.averages_gradients]
+    compressed = [prediction for prediction in means if prediction.strategy.codec is not None]
+    plain = [prediction for prediction in means if prediction.strategy.codec is None]
     return _fastest(compressed) if compressed else None, _fastest(plain) if plain else None
 
 
@@ -65,11 +60,23 @@ def _exactness(plan: "Plan") -> list[str]:
     return [f"It is exact; {fastest_lossy.strategy}, the fastest lossy strategy, would take {share:.0%} of its time."]
 
 
+def _run_length(plan: "Plan") -> list[str]:
+    """Say for which runs a strategy with local steps is right, or that the run is too short for some."""
+    if plan.num_steps is None:
+        needed = least_steps(plan.best.strategy)
+        every = plan.best.strategy.steps_per_exchange
+        return [f"It exchanges every {every} steps: use it in runs of {needed} steps or more."] if needed > 1 else []
+    if plan.compress is None:  # Only exact strategies were considered, and those exchange in every step.
+        return []
+    longest = max(1, plan.num_steps // LEAST_EXCHANGES)
+    return [f"The run has {plan.num_steps} steps: blocks of more than {longest} local steps were not considered."]
+
+
 def _codecs(plan: "Plan") -> list[str]:
     """Say that compression is not worthwhile, where that was a question."""
     if plan.compress is not False:  # None: codecs were not considered.
         return []
-    compressed, plain = fastest_all_reduces(plan.predictions)
+    compressed, plain = fastest_means(plan.predictions)
     if compressed is None or plain is None:
         return []
     share = compressed.step_s / plain.step_s

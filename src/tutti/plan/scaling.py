@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tutti.cluster import Cluster
@@ -25,6 +25,25 @@ MOST_WORKERS = 1024
 """The largest number of workers that is predicted."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSize:
+    """How many samples a run trains, as far as that is known."""
+
+    global_batch: int | None = None
+    """Samples per step of all workers together; None if each worker has the batch of its profile."""
+    num_samples: int | None = None
+    """Samples of the whole run: epochs times samples of an epoch. None if not known."""
+
+    def num_steps(self, worker: Profile, workers: int) -> int | None:
+        """Return the steps of the whole run; None if its length is not known."""
+        per_step = self.global_batch or workers * worker.num_samples
+        return None if self.num_samples is None else self.num_samples // per_step
+
+
+UNKNOWN_SIZE = RunSize()
+"""A run of which nothing is known."""
+
+
 def share_of(global_batch: int, workers: int) -> int:
     """Return the samples of each worker; of the one that has most, if they cannot be divided evenly."""
     if global_batch < workers:
@@ -35,10 +54,10 @@ def share_of(global_batch: int, workers: int) -> int:
     return -(-global_batch // workers)  # Rounded up: the worker with most samples sets the length of a step.
 
 
-def worker_profile(profile: Profile | Profiles, workers: int, global_batch: int | None) -> Profile:
+def worker_profile(profile: Profile | Profiles, workers: int, run: RunSize) -> Profile:
     """Return the profile of one of `workers` workers, which divide the global batch if there is one."""
     worker = profile if isinstance(profile, Profile) else profile(workers)
-    return worker if global_batch is None else with_batch(worker, share_of(global_batch, workers))
+    return worker if run.global_batch is None else with_batch(worker, share_of(run.global_batch, workers))
 
 
 def sharing_cores(one_thread: Profile, all_threads: Profile, num_cores: int) -> Profiles:
@@ -123,7 +142,7 @@ def predict_scaling(
     profile: Profile | Profiles,
     cluster: Cluster,
     allow_lossy: bool,
-    global_batch: int | None,
+    run: RunSize,
     best: Prediction,
     alone: Prediction,
 ) -> Scaling:
@@ -138,11 +157,11 @@ def predict_scaling(
     """
     rows, before = {1: scaling_row(alone, alone)}, alone
     stops_at, most, reason = None, 1, ""
-    for workers in _doubled(cluster, global_batch):
+    for workers in _doubled(cluster, run.global_batch):
         # The table goes on to the number asked for, also beyond the threshold.
         if stops_at is not None and workers > best.workers:
             break
-        fastest = _fastest(profile, workers, cluster, allow_lossy, global_batch)
+        fastest = _fastest(profile, workers, cluster, allow_lossy, run)
         if fastest is not None:
             rows[workers] = scaling_row(fastest, alone)
         if stops_at is None:  # The first doubling that does not pay counts, even if a later one would.
@@ -158,13 +177,14 @@ def predict_scaling(
 
 
 def _fastest(
-    profile: Profile | Profiles, workers: int, cluster: Cluster, allow_lossy: bool, global_batch: int | None
+    profile: Profile | Profiles, workers: int, cluster: Cluster, allow_lossy: bool, run: RunSize
 ) -> Prediction | None:
     """Return the fastest strategy for a number of workers, by formula; None if no strategy can be used."""
-    worker, hosts = worker_profile(profile, workers, global_batch), restricted_to(cluster, workers)
-    offered = candidates(worker, workers, hosts)
+    worker, hosts = worker_profile(profile, workers, run), restricted_to(cluster, workers)
+    # More workers train more samples per step, so the same run has fewer steps for them.
+    offered = candidates(worker, workers, hosts, run.num_steps(worker, workers))
     strategies = [*offered.exact, *(offered.lossy if allow_lossy else [])]
-    predictions = priced(strategies, worker, workers, hosts, global_batch)
+    predictions = priced(strategies, worker, workers, hosts, run.global_batch)
     return min(predictions, key=lambda prediction: prediction.step_s, default=None)
 
 
@@ -192,8 +212,8 @@ def _all_pay(most: int) -> str:
     if most == 1:
         return "More than one worker was not predicted: the cluster has no room for two."
     return (
-        f"Every doubling pays up to {most} workers, the most that were predicted: it gains at least "
-        f"{LEAST_GAIN - 1:.0%} samples per second, and at least {LEAST_EFFICIENCY:.0%} of a step is computation."
+        f"Every doubling pays up to {most} workers; more were not predicted. Each gains at least {LEAST_GAIN - 1:.0%} "
+        f"samples per second and leaves at least {LEAST_EFFICIENCY:.0%} of a step for computing."
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from tutti.collectives import native
@@ -22,7 +23,9 @@ from tutti.job import Job, distribute
 from tutti.launch import init
 from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
+from tutti.recipes.learning_rate import LearningRate, combined_rule, set_rate
 from tutti.recipes.progress_reports import ProgressReports
+from tutti.strategies import as_strategy
 from tutti.world import World
 
 _TEST_BATCH_SIZE = 256
@@ -47,8 +50,8 @@ class TrainingConfig:
     """Test accuracy at which training stops, at the end of an epoch. Synchronous strategies only."""
     seed: int = 0
     """Seed of the initial parameters and of the shuffling."""
-    lr_scale: float = 1.0
-    """Factor on the recipe's learning rate. Stale updates need a lower rate."""
+    lr: LearningRate = None
+    """Learning rate. Default: the recipe's. "auto" changes it by the rules of the strategy and of the batch size."""
     double: bool = False
     """Whether to train in float64, in which runs on different numbers of workers can be compared closely."""
 
@@ -64,9 +67,14 @@ class TrainingResult:
     target: float
     """Test accuracy that the recipe should reach."""
     steps: int
+    lr: float
+    """Learning rate of the last step."""
     samples: int
     """Samples that all ranks trained on."""
     seconds: float
+    """Seconds from the start of the job to its end, with its start, its evaluations and whatever is exchanged there."""
+    step_s: float
+    """Mean seconds of a step of this rank: forward, backward, exchange and optimiser, without the rest of `seconds`."""
     bytes_sent: int
     """Bytes that this rank sent."""
     waiting_share: float
@@ -86,24 +94,31 @@ def train(config: TrainingConfig) -> TrainingResult:
     world = init()
     training_recipe = recipe(config.recipe, **config.options)
     torch.manual_seed(config.seed)  # Before the model draws its parameters.
-    model, optimizer = _model_and_optimizer(training_recipe, config)
+    model = training_recipe.model().double() if config.double else training_recipe.model()
+    optimizer = training_recipe.optimizer(model)
     splits = training_recipe.data(Path(config.data) if config.data else None)
     num_samples, epochs = len(splits.train), config.epochs or training_recipe.epochs
     evaluation = _Evaluation(training_recipe, model, splits.test, config.double)
+    warmup = _set_rate(optimizer, config, training_recipe, world, epochs * num_samples)
     with distribute(model, optimizer, config.strategy, world=world) as job:
         sampler = GlobalBatches(
             num_samples, config.batch_size or training_recipe.batch_size, job.world.size, config.seed
         )
         batches = shard(DataLoader(splits.train, batch_sampler=sampler, collate_fn=collate), world=job.world)
         reports = ProgressReports(job, epochs, len(sampler) // sampler.num_parts, num_samples)
+        steps_s = 0.0
         for epoch in range(1, epochs + 1):
+            start_s = world.transport.now()
             for x, y in batches:
                 loss = training_recipe.loss(model(_in_precision(x, config.double)), y)
                 job.watch(loss)  # Before backward, whose exchange stops all ranks if the loss is not finite.
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if warmup is not None:
+                    warmup.step()
                 reports.step(loss)
+            steps_s += world.transport.now() - start_s
             accuracy = _evaluate_epoch(evaluation, job, reports, loss, last=epoch == epochs)
             # Equal on all ranks under a synchronous strategy, so all of them leave here. NaN never is large enough.
             if config.until is not None and accuracy >= config.until:
@@ -119,8 +134,10 @@ def train(config: TrainingConfig) -> TrainingResult:
         accuracy=accuracy,
         target=training_recipe.target,
         steps=metrics.steps,
+        lr=float(optimizer.param_groups[0]["lr"]),
         samples=epoch * num_samples,
         seconds=metrics.seconds,
+        step_s=steps_s / metrics.steps,
         bytes_sent=metrics.bytes_sent,
         waiting_share=metrics.waiting_share,
         strategy_metrics=metrics.strategy,
@@ -128,12 +145,21 @@ def train(config: TrainingConfig) -> TrainingResult:
     )
 
 
-def _model_and_optimizer(training_recipe: Recipe, config: TrainingConfig) -> tuple[nn.Module, Optimizer]:
-    model = training_recipe.model().double() if config.double else training_recipe.model()
-    optimizer = training_recipe.optimizer(model)
-    for group in optimizer.param_groups:
-        group["lr"] *= config.lr_scale
-    return model, optimizer
+def _set_rate(
+    optimizer: Optimizer, config: TrainingConfig, training_recipe: Recipe, world: World, num_samples: int
+) -> LRScheduler | None:
+    """Set the learning rate before the job starts, whose servers take it over; `num_samples` of all epochs."""
+    strategy = as_strategy(config.strategy)
+    batch_size = config.batch_size or training_recipe.batch_size
+    rule = combined_rule(
+        strategy,
+        optimizer,
+        num_workers=world.size - (strategy.num_dedicated_servers if world.size > 1 else 0),
+        batch_size=batch_size,
+        reference=training_recipe.batch_size,
+        steps=num_samples // batch_size,
+    )
+    return set_rate(optimizer, config.lr, rule)
 
 
 def _in_precision(inputs: Tensor, double: bool) -> Tensor:
@@ -151,7 +177,7 @@ def _evaluate_epoch(
     `train` measures it, once the job has finished.
     """
     if job.strategy.synchronous:
-        with job.consensus():
+        with job.consensus(optimizer=False):
             accuracy = evaluation.accuracy(job.world)
         reports.evaluation(loss, accuracy)
         return accuracy

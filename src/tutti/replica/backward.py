@@ -38,6 +38,7 @@ from tutti.collectives import broadcast_json
 from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
 from tutti.replica.factors import FactoredLayer, Pair
+from tutti.replica.step_checks import unfrozen
 
 if TYPE_CHECKING:
     from tutti.replica.hooks import HookedReplica
@@ -50,6 +51,8 @@ class BackwardPass:
         self._replica = replica
         self.running = False
         """Whether a pass has begun and is not over."""
+        self.exchanged = False
+        """Whether a pass was exchanged since the last step of the optimiser."""
         self.arrivals: list[Slot] | None = []
         """Slots in the order in which gradients arrived in the first pass; None once buckets have their final order."""
         self._frozen = [(name, p) for name, p in replica.model.named_parameters() if not p.requires_grad]
@@ -159,6 +162,8 @@ class BackwardPass:
             # `backward_done` has chosen factors for some parameters: their slots leave the buckets.
             replica.arrange([slot.name for slot in replica.slots])
         self.arrivals = None
+        if replica.marks is not None:
+            replica.marks.record(replica.buckets)
         if replica.checks is not None:
             replica.checks.pass_finished()
 
@@ -226,7 +231,7 @@ class BackwardPass:
                     slot.tensor.grad = None
         self._kept.clear()
         self._next_bucket = 0
-        self.running = False
+        self.running, self.exchanged = False, True
 
     def _recut(self, arrivals: list[Slot]) -> None:
         """Cut the buckets anew, in the order in which rank 0 saw gradients arrive. Collective."""
@@ -240,10 +245,7 @@ class BackwardPass:
     def _check_still_frozen(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
-                raise ConfigError(
-                    f"parameter '{name}' was frozen when the model was distributed and is trained now, so no other "
-                    "rank gets its gradient. Call job.finish() and tutti.distribute(...) again after unfreezing."
-                )
+                raise unfrozen(name)
 
 
 def _settle_absent(slot: Slot) -> None:

@@ -18,6 +18,7 @@ consensus, and may not be trained.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isnan
 from typing import Any
 from weakref import ref
 
@@ -28,9 +29,11 @@ from torch.optim import Optimizer
 from tutti.errors import ConfigError, RankLost
 from tutti.replica.backward import BackwardPass
 from tutti.replica.factors import Catcher, FactoredLayer
+from tutti.replica.loss_scaling import LossScaling
 from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.replica import Checks, EventScope, Listener, Replica
 from tutti.replica.samples import Contribution, SampleCounts
+from tutti.replica.step_checks import StepChecks
 
 
 class HookedReplica(Replica):
@@ -63,6 +66,7 @@ class HookedReplica(Replica):
         self._handles: list[Any] = []
         self._backward = BackwardPass(self)
         self._catcher: Catcher | None = None
+        self._step_checks: StepChecks | None = None
 
     @property
     def listener(self) -> Listener:
@@ -76,10 +80,17 @@ class HookedReplica(Replica):
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         if to == "steps":
             return
+        self._listen_to_model(to)
+        # After the hooks above are there: only later ones are the user's.
+        self._step_checks = StepChecks(self.model, self.optimizer, self.slots, self._sample_counts.distributed)
+
+    def _listen_to_model(self, to: EventScope) -> None:
         self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
         # `shard` then knows that a rank which runs out of data must still take part in the last step.
         if to == "gradients":
             self._sample_counts.models.add(self.model)
+        else:
+            self.loss_scaling = LossScaling(self.optimizer)  # The rank steps with its own gradients.
         for slot in self.slots:
             hook = self._backward.gradient_hook(slot) if to == "gradients" else self._counting_hook()
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
@@ -100,7 +111,8 @@ class HookedReplica(Replica):
         return 0.0 if self.contribution.is_empty else float(self._num_summed)
 
     def take_samples(self) -> float:
-        return self.contribution.take()
+        weight = self.contribution.take()
+        return 0.0 if self.step_is_void and not isnan(weight) else weight
 
     def detach(self) -> None:
         """Remove all hooks, and give parameters gradients of their own. Idempotent."""
@@ -109,6 +121,9 @@ class HookedReplica(Replica):
         self._handles.clear()
         if self._catcher is not None:
             self._catcher.detach()
+        if self.loss_scaling is not None:
+            self.loss_scaling.detach()
+        self.loss_scaling = self.marks = None
         self._catcher, self.exchanged_as_factors, self.left_out = None, frozenset(), frozenset()
         self._sample_counts.models.discard(self.model)
         for slot in self.slots:
@@ -198,15 +213,43 @@ class HookedReplica(Replica):
         if self.in_consensus or self.away:
             where = "job.consensus(), whose model is not this rank's own" if self.in_consensus else "job.away()"
             raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
-        if self.checks is not None:
+        self.step_is_void = self.loss_scaling is not None and self.loss_scaling.unscale()
+        if self._step_checks is not None:
+            self._step_checks.check(gradients=self._scope == "gradients")
+        if self._has_unexchanged_gradients():
+            if not self.syncing:
+                raise ConfigError(
+                    "optimizer.step() inside job.no_sync(), where gradients stay on this rank: ranks would take "
+                    "different steps. End the context before the last backward pass of a step."
+                )
+            self.exchange_gathered()
+        # After the exchange, and not of a step that a GradScaler skips.
+        if self.checks is not None and not self.step_is_void:
             self.checks.before_step()
         try:
             self.listener.before_step()
         except RankLost as error:
             raise self.explained(error) from None
+        if self.step_is_void:
+            self.hide_gradients()
+
+    def _has_unexchanged_gradients(self) -> bool:
+        """Whether this step would use gradients that no backward pass has exchanged.
+
+        They come from `torch.autograd.grad`, from the user's own formula, or from backward passes of which the last
+        was inside `no_sync`.
+        """
+        if self._scope != "gradients" or self._backward.exchanged:
+            return False
+        return any(
+            slot.tensor.grad is not None and (slot.touched or slot.tensor.grad is not slot.view) for slot in self.slots
+        )
 
     def _after_step(self, *_: Any) -> None:
+        self._backward.exchanged = False
         self.steps += 1
+        if self.step_is_void:
+            self.show_gradients()
         try:
             self.listener.after_step()
         except RankLost as error:

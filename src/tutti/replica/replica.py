@@ -11,6 +11,8 @@ from tutti.errors import ConfigError, RankLost
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut_buckets, kind_of
 from tutti.replica.factors import FactoredLayer
+from tutti.replica.gradient_marks import GradientMarks
+from tutti.replica.loss_scaling import LossScaling
 from tutti.transports import Transport
 
 EventScope = Literal["steps", "samples", "gradients"]
@@ -109,6 +111,12 @@ class Replica(ABC):
         """Steps of the optimiser so far."""
         self.compute_clock: GradientClock | None = None
         """Models the compute time in virtual time; None in real time."""
+        self.loss_scaling: LossScaling | None = None
+        """Handles a `GradScaler`, where `p.grad` is this rank's own gradient. A strategy that needs it sets it."""
+        self.step_is_void = False
+        """Whether the present step of the optimiser must change nothing, because a `GradScaler` has found an inf."""
+        self.marks: GradientMarks | None = None
+        """Notices gradients that are changed after backward. A strategy that needs it sets it."""
         self._memories: dict[Kind, Memory] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
         """Parameters and the gradients that `hide_gradients` took from them."""
@@ -140,7 +148,7 @@ class Replica(ABC):
         """Set all gradients to None for the optimiser's next step, which then changes nothing."""
         if not self.sizes_only:
             trained = [slot.tensor for slot in self.slots]
-            self._hidden = [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
+            self._hidden += [(tensor, tensor.grad) for tensor in trained if tensor.grad is not None]
             for tensor, _ in self._hidden:
                 tensor.grad = None  # torch's optimisers skip such a parameter, with its momentum and weight decay.
 
@@ -152,7 +160,10 @@ class Replica(ABC):
 
     @abstractmethod
     def take_samples(self) -> float:
-        """Return the samples that this rank contributed since the last call; NaN if a loss was not finite."""
+        """Return the samples that this rank contributed since the last call; NaN if a loss was not finite.
+
+        None count in a step that is void.
+        """
 
     def arrange(self, names: Sequence[str]) -> None:
         """Cut buckets anew, with parameters in the order of these names. All ranks must give the same order."""

@@ -20,6 +20,8 @@ class SampleCounts:
         """Samples in the last of them."""
         self.models: WeakSet[nn.Module] = WeakSet()
         """Models that are trained with gradients exchanged."""
+        self.distributed: WeakSet[nn.Module] = WeakSet()
+        """Models that are distributed, under any strategy."""
         self.num_training_ranks: int | None = None
         """Number of ranks that train, where others are dedicated servers; None where all ranks train."""
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.collectives import all_gather_json, broadcast_all, broadcast_json, recursive_doubling, run
+from tutti.collectives.packing import pack, unpack
 from tutti.errors import ConfigError, ReplicaMismatch
 from tutti.transports import Transport
 
@@ -28,17 +29,20 @@ def check_alike(
     if _alike(local, transport) and not mistakes:
         return
     by_rank = all_gather_json(local, transport)
-    all_mistakes = [f"rank {rank}: {mistake}" for rank, other in enumerate(by_rank) for mistake in other["mistakes"]]
+    named = list(zip(transport.world_ranks, by_rank, strict=True))
+    all_mistakes = [f"rank {rank}: {mistake}" for rank, other in named for mistake in other["mistakes"]]
     if all_mistakes:
         shared = all(other["mistakes"] == by_rank[0]["mistakes"] for other in by_rank)
         raise ConfigError("\n".join(by_rank[0]["mistakes"] if shared else all_mistakes))
-    for rank, other in enumerate(by_rank):
+    first = transport.world_ranks[0]
+    for rank, other in named:
         if other["layout"] != by_rank[0]["layout"]:
-            raise ReplicaMismatch(_first_difference(by_rank[0]["layout"], other["layout"], rank))
+            raise ReplicaMismatch(_first_difference(by_rank[0]["layout"], other["layout"], first, rank))
         for what, ours in by_rank[0]["choices"].items():
             if other["choices"][what] != ours:
                 raise ReplicaMismatch(
-                    f"the {what} differs between ranks: rank 0 has {ours}, rank {rank} has {other['choices'][what]}."
+                    f"the {what} differs between ranks: rank {first} has {ours}, rank {rank} has "
+                    f"{other['choices'][what]}."
                 )
 
 
@@ -64,7 +68,9 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
         try:
             packed = pack(optimizer.state_dict(), tensors)
         except ConfigError as error:
-            mistake = str(error)  # Raised below, on every rank: the others wait for the broadcast.
+            mistake = (
+                f"the optimiser's state: {error}"  # Raised below, on every rank: the others wait for the broadcast.
+            )
     kinds = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
     packed, kinds, mistake = broadcast_json([packed, kinds, mistake], transport)
     if mistake:
@@ -93,15 +99,15 @@ def _layout(model: nn.Module) -> list[list[Any]]:
     ]
 
 
-def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int) -> str:
+def _first_difference(expected: list[list[Any]], got: list[list[Any]], first: int, rank: int) -> str:
     # A model that just has more entries is dealt with after the loop.
     for other, ours in zip(got, expected, strict=False):
         if other != ours:
             return (
-                f"the models differ between ranks, first at '{ours[0]}': rank 0 has {_describe(ours)}, "
+                f"the models differ between ranks, first at '{ours[0]}': rank {first} has {_describe(ours)}, "
                 f"rank {rank} has {_describe(other)}. Build the same model on every rank."
             )
-    longer, extra = (0, expected) if len(expected) > len(got) else (rank, got)
+    longer, extra = (first, expected) if len(expected) > len(got) else (rank, got)
     name = extra[min(len(expected), len(got))][0]
     return f"the models differ between ranks: only rank {longer} has '{name}'. Build the same model on every rank."
 
@@ -109,34 +115,3 @@ def _first_difference(expected: list[list[Any]], got: list[list[Any]], rank: int
 def _describe(entry: list[Any]) -> str:
     name, shape, dtype, device, kind = entry
     return f"'{name}' {tuple(shape)} {dtype} on {device}, {kind}"
-
-
-def pack(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a state dict as JSON values; its tensors are appended to `tensors` and replaced by their index there."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1}
-    if isinstance(value, dict):
-        return {"items": [[pack(k, tensors), pack(v, tensors)] for k, v in value.items()]}
-    if isinstance(value, list | tuple):
-        return {type(value).__name__: [pack(item, tensors) for item in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ConfigError(
-        f"the optimiser's state holds a {type(value).__name__}, which cannot be sent to other ranks; tensors, "
-        "numbers, strings and containers of them can."
-    )
-
-
-def unpack(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the state dict that `pack` made JSON values of."""
-    if not isinstance(value, dict):
-        return value
-    # `pack` makes dicts of exactly one item; the user's dicts are under "items", since JSON keys must be texts.
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "items":
-        return {unpack(k, tensors): unpack(v, tensors) for k, v in content}
-    items = [unpack(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items

@@ -1,6 +1,6 @@
 """Figures of collectives, and functions that all figures share. The file's suffix selects PNG or SVG.
 
-Figures need matplotlib (`pip install 'tutti[report]'`), which is imported only when one is drawn.
+Figures need matplotlib (`pip install 'tutti-train[report]'`), which is imported only when one is drawn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,7 +113,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'tutti[report]'.") from error
+        raise ConfigError("plots need matplotlib: pip install 'tutti-train[report]'.") from error
     matplotlib.use("Agg")  # Draws to files, without a display.
     import matplotlib.pyplot as plt
 

@@ -89,7 +89,7 @@ def _mismatch(operands: list[_Operand]) -> Exception | None:
             for operand, (numel, dtype, _) in zip(operands, requests, strict=True)
         )
         return ReplicaMismatch(f"all-reduce of tensors that differ in length or dtype: {shapes}.")
-    if bad := [number for number, operand in enumerate(operands) if math.isnan(operand.weight)]:
+    if bad := [operand.rank.number for operand in operands if math.isnan(operand.weight)]:
         return WeightRefused(bad)
     return None
 

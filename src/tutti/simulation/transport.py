@@ -65,7 +65,7 @@ class SimulatedTransport(Transport):
         """The members' numbers in the world."""
         self._channel = registry.channel(name, self._numbers)
         self.rank, self.size = self._numbers.index(me.number), len(self._numbers)
-        self.world_rank = me.number
+        self.world_ranks = self._numbers
         self.hosts = tuple(registry.network.hosts[number].name for number in self._numbers)
         self.cluster = registry.network.cluster
         self.seed = f"{self.cluster.seed} {me.number} {name}"

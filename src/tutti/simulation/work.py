@@ -17,7 +17,6 @@ Those of `ConcurrentOperations` (`Transport.spawn`) are independent, and fail al
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +142,10 @@ class SimulatedOperation(SimulatedWork):
 
     def abort(self, error: Exception) -> None:
         """End the operation with an error, whatever it waits for."""
-        with suppress(ValueError):  # Raised if this is called from inside the generator itself.
+        try:
             self._operation.close()
+        except ValueError:
+            return  # The generator runs at this moment: it closes its own transport, and its own end counts.
         self.fail(error)
 
     def time_out(self, error: Exception) -> None:
@@ -202,11 +203,12 @@ class OperationSequence:
         return self._queue[0] if self._queue else None
 
     def remove_ended(self, operation: SimulatedOperation, error: Exception | None) -> None:
-        """Remove the first operation, which has ended, and start the next one.
+        """Remove an operation that has ended, the first, and start the next one.
 
         After a failure the others fail too: the peers would take their messages for those of other operations.
         """
-        del self._queue[0]
+        if self.first is operation:  # Else it closed its own transport, and `fail` has emptied the queue.
+            del self._queue[0]
         if error is not None:
             self.fail(error)
         elif self._queue:

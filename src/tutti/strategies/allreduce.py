@@ -39,6 +39,7 @@ from tutti.replica import Bucket, Replica
 from tutti.strategies.allreduce_cost import communication_cost
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.calls import CONSENSUS, FINISH, different_calls_error
+from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import ConvergenceMonitor
 from tutti.strategies.means import CollectiveMean, Mean, NativeSumMean, TransportMean
@@ -146,6 +147,17 @@ class AllReduce(Strategy):
         for bucket_bytes in sizes if profile.gradient_bytes > AllReduce.bucket_bytes else sizes[:1]:
             yield from (AllReduce(algorithm, bucket_bytes) for algorithm in algorithms)
         yield from (AllReduce(codec=codec) for codec in (*_CANDIDATE_CODECS, *_plugin_codecs()))
+
+    def support(self, technique: str) -> Support:
+        if technique == "sparse gradients":
+            return SPARSE_GRADIENTS
+        if technique == "LBFGS" and not self.exact:
+            return Support(
+                "refuses",
+                f"LBFGS compares the gradients of several passes, which '{self}' changes by more than they differ. Use "
+                "an exact strategy such as ring, or SGD, Adam or another that takes gradients as they are.",
+            )
+        return super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.algorithm == "hierarchical" and hosts_are_shared(transport):
@@ -266,9 +278,9 @@ class AllReduceExchange(Exchange):
             except (WeightRefused, DifferentCalls) as refusal:
                 raise self.stopped(refusal) from None
 
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         self._agree(CONSENSUS)
-        super().consensus()
+        super().consensus(optimizer)
 
     def finish(self) -> None:
         if self.transport.cluster is None:  # It would take virtual time.
@@ -286,7 +298,7 @@ class AllReduceExchange(Exchange):
     def stopped(self, refusal: WeightRefused | DifferentCalls) -> NonFiniteLoss | ConfigError:
         """Return the error that says which ranks are in which call, or on which the loss was not finite."""
         if isinstance(refusal, DifferentCalls):
-            return different_calls_error(refusal.weights, self.transport.rank, self.replica.steps)
+            return different_calls_error(refusal.weights, self.transport.world_rank, self.replica.steps)
         return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
 
 

@@ -10,6 +10,7 @@ in every step; `consensus` and `restore_local` around evaluation and saving; `fi
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch.optim import Optimizer
@@ -20,6 +21,8 @@ from tutti.errors import ConfigError, NotPriced
 from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.replica.state import share_buffers
+from tutti.strategies.compatibility import COMMON, WORKS, Support
+from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.transports import Transport
 
 
@@ -62,15 +65,17 @@ class Exchange:
         """The optimiser has stepped."""
         return None
 
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         """Set the model's parameters and buffers to the values all ranks agree on. Collective.
+
+        With `optimizer`, also give the user's optimiser the state that belongs to them, where that is kept elsewhere.
 
         The default is right where parameters never differ between ranks: buffers become rank 0's.
         """
         share_buffers(self.replica.model, self.transport)
 
     def restore_local(self) -> None:
-        """Put back this rank's own parameters, which `consensus` replaced; none by default."""
+        """Put back this rank's own parameters and state, which `consensus` replaced; none by default."""
         return None
 
     def finish(self) -> None:
@@ -90,10 +95,22 @@ class Exchange:
         """
         return {}
 
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost | None:
+        """Return what this exchange adds to a step, if it knows more than `Strategy.cost`; None if it does not.
+
+        An exchange knows more where it decided something from its first steps and keeps to it.
+        """
+        return None
+
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the first of the ranks that are left."""
         return self.transport.rank == 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a call in which this rank waits for others between steps, while they may still wait for this rank."""
+        yield
 
     @property
     def tolerates_loss(self) -> bool:
@@ -103,7 +120,7 @@ class Exchange:
     def leave(self) -> None:
         """Take no part until `join`, while the other ranks continue."""
         raise ConfigError(
-            f"rank {self.transport.rank}: under this strategy every rank takes part in every step. Parameter "
+            f"rank {self.transport.world_rank}: under this strategy every rank takes part in every step. Parameter "
             "servers, peers' updates and gossip let a worker go away for a while."
         )
 
@@ -143,6 +160,11 @@ class Strategy(ABC):
     def exact(self) -> bool:
         """Whether N workers compute what one worker would with all their samples, up to rounding of sums."""
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether `p.grad` after backward is the mean of all ranks' gradients of this step, exact or compressed."""
+        return False
+
     def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
         """Return what this strategy adds to a worker's step, for the planner.
 
@@ -164,6 +186,14 @@ class Strategy(ABC):
         """
         yield self
 
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        """Return how the learning rate of one worker with the whole batch must change for `num_workers` workers.
+
+        `lr="auto"` applies it, and `tutti train` warns by it. The default suits strategies that take the steps of one
+        worker, exactly or nearly.
+        """
+        return SAME_RATE
+
     @property
     def synchronous(self) -> bool:
         """Whether all ranks take the same steps together, so that other collective calls fit between steps."""
@@ -175,9 +205,9 @@ class Strategy(ABC):
         return self.synchronous
 
     @property
-    def averages_gradients(self) -> bool:
-        """Whether every step is one with the mean of all ranks' gradients, as of one machine with all samples."""
-        return False
+    def steps_by_mean_gradient(self) -> bool:
+        """Whether every step uses the mean of all ranks' gradients, wherever the optimiser runs."""
+        return self.averages_gradients
 
     @property
     def steps_per_exchange(self) -> int | None:
@@ -205,6 +235,10 @@ class Strategy(ABC):
         except ConfigError as error:
             return [str(error)]
         return []
+
+    def support(self, technique: str) -> Support:
+        """Return how a technique of `tutti.strategies.compatibility.TECHNIQUES` works under this strategy."""
+        return COMMON.get(technique, WORKS)
 
     def can_resume_from(self, text: str) -> bool:
         """Whether a job with this strategy can load the state of one whose strategy printed as `text`."""

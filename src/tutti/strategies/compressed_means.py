@@ -86,7 +86,7 @@ class CompressedMean:
     def _steps(self, bucket: Bucket, weights: Tensor) -> Operation:
         flat, size = bucket.flat, self._transport.size
         # Before anything is summed, because the weights of ranks on one host may differ.
-        weigh(flat, weights, self._transport.rank)
+        weigh(flat, weights, self._transport)
         if not bucket.values.numel():
             yield from self._exact_sum.steps(flat, self._transport)
             flat.div_(size)

@@ -80,7 +80,7 @@ class NativeSumMean:
 
     def start(self, bucket: Bucket) -> Work:
         # `begin`'s work is done by now, so all weights are filled in.
-        weigh(bucket.flat, self._weights, self._transport.rank)
+        weigh(bucket.flat, self._weights, self._transport)
         return self._all_reduce(bucket.flat)
 
     def flush(self) -> None:
@@ -128,7 +128,7 @@ class CollectiveMean:
 
     def of_flat(self, flat: Tensor, weights: Tensor) -> Operation:
         """Return the same operation for any flat tensor."""
-        weigh(flat, weights, self._transport.rank)
+        weigh(flat, weights, self._transport)
         yield from self._choose(flat.nbytes).steps(flat, self._transport)
         flat.div_(self._transport.size)
 

@@ -103,8 +103,9 @@ class Transport(ABC):
     """This rank's index in this transport."""
     size: int
     """Number of ranks in this transport."""
-    world_rank: int
-    """This rank's index in the whole world, which error messages name. A channel of some ranks has its own `rank`s."""
+    world_ranks: tuple[int, ...]
+    """The index of each rank in the whole world, by rank. Error messages name it: a channel of some ranks has its own
+    `rank`s, which a user never sees."""
     hosts: tuple[str, ...]
     """The host of each rank, by rank. Ranks with equal hosts can share memory."""
     timeout: timedelta
@@ -115,6 +116,11 @@ class Transport(ABC):
     """Seed of the random part of that clock. Each rank and channel has another."""
     bytes_sent: int
     """Bytes of tensor data that this rank has sent, or has made others read, through this transport."""
+
+    @property
+    def world_rank(self) -> int:
+        """This rank's index in the whole world."""
+        return self.world_ranks[self.rank]
 
     @abstractmethod
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
@@ -185,8 +191,8 @@ class TransportWrapper(Transport):
     inner: Transport
 
     @property
-    def world_rank(self) -> int:  # type: ignore[override]
-        return self.inner.world_rank
+    def world_ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.inner.world_ranks
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         return self.inner.isend(tensor, dst, tag)

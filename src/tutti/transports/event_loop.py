@@ -166,7 +166,8 @@ class EventLoop:
     def add_inline(self, operation: Operation) -> DrivableWork:
         """As `add` without a deadline, but the caller runs the first part. The engine must have a real guard."""
         spawned = _SpawnedOperation(operation, self, deadline=False)
-        with self.engine.guard, torch.no_grad():
+        # The caller may be in inference mode, whose tensors the loop's thread could not write to.
+        with self.engine.guard, torch.inference_mode(False), torch.no_grad():
             if not self._closed:
                 spawned.advance(self.engine)
             if not spawned.done():
@@ -213,7 +214,7 @@ class EventLoop:
                 self.engine.wake()  # The loop's thread, which sees the driver and releases the turn.
                 self._turn.acquire()
             try:
-                with torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad():
                     while not (spawned.done() or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
                         self._advance_all(min(left_s, WATCH_SECONDS))
             except Exception as error:

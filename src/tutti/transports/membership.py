@@ -140,6 +140,11 @@ class Membership:
         return len(set(self.hosts)) == 1
 
     @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """The number of each rank in the whole world."""
+        return tuple(peer.rank for peer in self.peers)
+
+    @property
     def world_rank(self) -> int:
         """This rank's number in the whole world."""
         return self.peers[self.rank].rank

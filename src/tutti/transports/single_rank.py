@@ -14,7 +14,7 @@ class SingleRankTransport(Transport):
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, world_rank: int = 0) -> None:
         self.rank, self.size, self.timeout, self.bytes_sent = 0, 1, timeout, 0
-        self.world_rank = world_rank
+        self.world_ranks = (world_rank,)
         self.hosts = ("here",)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:

@@ -15,6 +15,7 @@ from tutti.cli.bench.overhead import overhead
 from tutti.cli.bench.overlap import overlap
 from tutti.cli.bench.pipeline import pipeline
 from tutti.cli.bench.plan import plan
+from tutti.cli.bench.rates import rates
 from tutti.cli.bench.startup import startup
 from tutti.cli.bench.step import step
 from tutti.cli.bench.strategies import strategies
@@ -39,5 +40,6 @@ for _command in (
     backend,
     pipeline,
     startup,
+    rates,
 ):
     app.command(_command.__name__)(_command)

@@ -43,7 +43,8 @@ def compression(
         ),
     ] = None,
     ddp_hooks: Annotated[
-        bool, typer.Option("--ddp-hooks", help="Also time DDP with its fp16 and PowerSGD communication hooks.")
+        bool,
+        typer.Option("--ddp-hooks", metavar="", help="Also time DDP with its fp16 and PowerSGD communication hooks."),
     ] = False,
     rounds: NumRounds = 9,
     json_file: JsonFile = None,
@@ -78,10 +79,9 @@ def _split_codecs(text: str) -> list[str]:
 def _check_codecs(strategy: str, codecs: list[str]) -> None:
     """Refuse a strategy that compresses, and unknown codecs."""
     from tutti.codecs import parse_codec
-    from tutti.plan.reason import has_codec
     from tutti.strategies import parse
 
-    if has_codec(parse(strategy)):
+    if parse(strategy).codec is not None:
         raise ConfigError(
             f"--strategy takes an exact strategy such as ring, got '{strategy}': codecs go into --codecs."
         )

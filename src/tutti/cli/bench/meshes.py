@@ -34,7 +34,7 @@ def meshes(
         str, typer.Option("--workers", "-n", help=f"Comma-separated numbers of workers, up to {_MOST_WORKERS}.")
     ] = _WORKERS,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Compare one model at one rate with 4 workers, instead of all.")
+        bool, typer.Option("--quick", metavar="", help="Compare one model at one rate with 4 workers, instead of all.")
     ] = False,
     lab: LabText = None,
     rounds: NumRounds = 5,
@@ -42,8 +42,9 @@ def meshes(
 ) -> None:
     """Compare the planner's predictions for every mesh with simulated step times, or with measured ones (--lab).
 
-    A step has 64 samples over all ranks. Simulated ranks compute at 10 Gflop/s. --rates and --workers apply to the
-    simulation only, --rounds to the lab only.
+    A step has 64 samples over all ranks. Simulated ranks compute at 10 Gflop/s.
+
+    --rates and --workers apply to the simulation only, --rounds to the lab only.
     """
     check_writable(json_file)
     if lab is not None:

@@ -46,4 +46,4 @@ def note_missing_mpi(console: Console) -> None:
     from tutti.bench import under_mpi
 
     if not under_mpi.available():
-        console.print("Open MPI was not timed. Install it with: pip install 'tutti\\[mpi]'")
+        console.print("Open MPI was not timed. Install it with: pip install 'tutti-train\\[mpi]'")

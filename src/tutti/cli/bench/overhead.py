@@ -24,7 +24,7 @@ def overhead(
     ] = None,
     device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu",
     rounds: NumRounds = 15,
-    compiled: Annotated[bool, typer.Option(help="Also time models under torch.compile.")] = True,
+    compiled: Annotated[bool, typer.Option(metavar="", help="Also time models under torch.compile.")] = True,
     json_file: JsonFile = None,
 ) -> None:
     """Time one rank under Tutti beside the bare training step: the cost for a run that needs no communication."""

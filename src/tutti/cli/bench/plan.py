@@ -40,8 +40,9 @@ def plan(
 ) -> None:
     """Compare the planner with reality: predicted and measured step times on a lab of four hosts.
 
-    Links, codecs, a step of each model and the communication overhead are measured on the same hosts. The last table
-    compares the planner's first choice with the fastest strategy.
+    Links, codecs, a step of each model and the communication overhead are measured on the same hosts.
+
+    The last table compares the planner's first choice with the fastest strategy.
     """
     from tutti.bench import plan as benchmark
     from tutti.bench.planner_accuracy import planner_choices

@@ -68,8 +68,9 @@ def strategies(
 ) -> None:
     """Time training steps under several strategies, beside workers that exchange nothing.
 
-    A strategy with dedicated servers is timed in a run of its own, with additional ranks. A strategy that
-    communicates only every so many steps is timed over that many.
+    A strategy with dedicated servers is timed in a run of its own, with additional ranks.
+
+    A strategy that communicates once in 16 steps is timed over 16 steps.
     """
     from tutti.bench.strategies import StrategyBenchmark
     from tutti.strategies import parse

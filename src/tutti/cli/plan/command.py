@@ -50,8 +50,12 @@ _TargetAccuracy = Annotated[
         help="Also train the recipe in virtual time and report the time to this test accuracy, such as 0.97.",
     ),
 ]
-_PerLayer = Annotated[bool, typer.Option("--per-layer", help="Also show how Poseidon would exchange each layer.")]
-_Meshes = Annotated[bool, typer.Option("--meshes", help="Also compare data, tensor and pipeline parallelism.")]
+_PerLayer = Annotated[
+    bool, typer.Option("--per-layer", metavar="", help="Also show how Poseidon would exchange each layer.")
+]
+_Meshes = Annotated[
+    bool, typer.Option("--meshes", metavar="", help="Also compare data, tensor and pipeline parallelism.")
+]
 _Memory = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Memory of a worker, such as 16GiB. Implies --meshes."),
@@ -78,8 +82,9 @@ def plan(
 ) -> None:
     """Predict the step time of every strategy on a cluster, and recommend one, or not to distribute at all.
 
-    A step is measured on this machine first. The computation is assumed to take as long on the cluster, divided by
-    the speed of its hosts.
+    A step is measured on this machine first.
+
+    The computation is assumed to take as long on the cluster, divided by the speed of its hosts.
 
     Example: tutti plan mnist-mlp --workers 8 --cluster ethernet-1g --allow lossy
     """

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ from tutti.cli.plan.request import MEASURED, PlanRequest
 from tutti.cli.strategy_cell import StrategyCell
 from tutti.cluster import Cluster, Link, format_size, format_time
 from tutti.cost.placement import restricted_to
+from tutti.errors import DataError
 from tutti.launch import init, launch
-from tutti.plan import Plan, Prediction, Profile, plan
+from tutti.plan import Plan, Prediction, Profile, RunSize, plan
 from tutti.plan.mesh import ModelParts, plan_meshes
 from tutti.plan.network import measure_network
 from tutti.plan.profile import profile as profile_model
@@ -45,6 +47,8 @@ class _Planned:
     profile: Profile
     """A step of one worker."""
     cluster: Cluster
+    doubts: tuple[str, ...]
+    """Why measurements should not be trusted, one sentence each; empty if they can be."""
 
 
 def run(request: PlanRequest) -> dict[str, Any]:
@@ -56,8 +60,16 @@ def run(request: PlanRequest) -> dict[str, Any]:
     console.print(
         f"{request.model}, {request.workers} workers, {num_samples} samples per worker, {where}", highlight=False
     )
+    spread = planned.profile.spread
+    assert spread is not None
+    console.print(
+        f"step of one worker: {format_time(planned.profile.seconds)}; forward and backward {spread}", highlight=False
+    )
     _show(planned.plan, console)
-    written = {"subject": request.model, "cluster": planned.cluster.to_toml(), **planned.plan.as_dict()}
+    for doubt in planned.doubts:
+        console.print(f"[yellow]{doubt}[/]", highlight=False)
+    measured = {"spread": asdict(spread), "doubts": planned.doubts}
+    written = {"subject": request.model, "cluster": planned.cluster.to_toml(), **measured, **planned.plan.as_dict()}
     if request.per_layer:
         written["layers"] = _show_layers(request, planned, console)
     if request.meshes:
@@ -69,13 +81,14 @@ def run(request: PlanRequest) -> dict[str, Any]:
 
 def _make_plan(request: PlanRequest, console: Console) -> _Planned:
     with console.status("measuring links") as status:
-        cluster = _measure_cluster() if request.cluster == MEASURED else Cluster.load(request.cluster)
+        cluster, doubts = _measure_cluster() if request.cluster == MEASURED else (Cluster.load(request.cluster), [])
         cluster = restricted_to(cluster, request.workers)
         cluster.place(request.workers)  # Refuses more ranks than the hosts have room for.
         status.update(f"measuring a step of {request.model}")
         measure = partial(profile_step, request.model, request.options, request.batch, request.input_shape)
         profiles = _profiles_sharing_cores(measure) if request.cluster == MEASURED else measure()
-        profile = worker_profile(profiles, request.workers, request.global_batch)
+        run_size = RunSize(global_batch=request.global_batch, num_samples=_run_samples(request))
+        profile = worker_profile(profiles, request.workers, run_size)
         status.update("predicting step times")
         simulated = partial(_simulate, profile, request.workers, cluster, status.update)
         made = plan(
@@ -83,10 +96,21 @@ def _make_plan(request: PlanRequest, console: Console) -> _Planned:
             request.workers,
             cluster,
             allow_lossy=request.allow_lossy,
-            global_batch=request.global_batch,
+            run=run_size,
             simulator=simulated if request.workers <= _MOST_SIMULATED_RANKS else None,
         )
-    return _Planned(made, profile, cluster)
+    doubts += [] if profile.spread is None else [profile.spread.doubt]
+    return _Planned(made, profile, cluster, tuple(filter(None, doubts)))
+
+
+def _run_samples(request: PlanRequest) -> int | None:
+    """Return the samples of the whole run; None if not known: only a recipe has data, which may not be here."""
+    if ":" in request.model:
+        return None
+    made = recipe(request.model, **request.options)
+    with suppress(DataError):
+        return (request.epochs or made.epochs) * len(made.data(request.data).train)
+    return None
 
 
 def measure_here() -> dict[str, Any]:
@@ -94,10 +118,10 @@ def measure_here() -> dict[str, Any]:
     return measure_network(init().transport)
 
 
-def _measure_cluster() -> Cluster:
-    """This machine as a cluster of one host, with measured links."""
+def _measure_cluster() -> tuple[Cluster, list[str]]:
+    """This machine as a cluster of one host, with measured links, and why they should not be trusted, if so."""
     network = launch(measure_here, workers=_MEASURED_RANKS)[0]
-    return Cluster(name=MEASURED, hosts=1, within=Link(*network["links"]["within"]))
+    return Cluster(name=MEASURED, hosts=1, within=Link(*network["links"]["within"])), network["doubts"]
 
 
 def _profiles_sharing_cores(measure: Callable[[], Profile]) -> Profiles:
@@ -136,12 +160,12 @@ def _show(made: Plan, console: Console) -> None:
 
 
 def _table(made: Plan) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)  # Long names of strategies need the width.
     table.caption = (
         "~ changes the result; * simulated; exposed: communication not hidden by computation; busy: share of the step "
         "spent computing; sent: bytes per worker; memory: approximate\n"
-        "first: the recommended strategy; the others by step time. Of lossy ones within 5% of the fastest, the one "
-        "nearest to exact is recommended"
+        "The recommended strategy comes first after one worker, then the others by step time. Of lossy strategies "
+        "within 5% of the fastest, the one nearest to exact is recommended."
     )
     table.add_column("")
     for heading in ("step", "exposed", "busy", "samples/s", "sent", "memory"):

@@ -15,7 +15,7 @@ def clusters(
         ),
     ] = None,
     toml: Annotated[
-        bool, typer.Option("--toml", help="Print TOML instead, which --cluster accepts as a file.")
+        bool, typer.Option("--toml", metavar="", help="Print TOML instead, which --cluster accepts as a file.")
     ] = False,
 ) -> None:
     """Describe the predefined clusters, or the one in a file."""

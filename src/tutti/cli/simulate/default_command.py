@@ -16,6 +16,11 @@ DEFAULT = "run"
 class DefaultCommandGroup(TyperGroup):
     """Runs the default command where the first argument names no command. Its help is that of the default command."""
 
+    @property
+    def default_command(self) -> Any:
+        """The command that runs if the first argument names no command."""
+        return self.commands[DEFAULT]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
             _check_first_argument(args[0], [name for name, command in self.commands.items() if not command.hidden])
@@ -24,7 +29,7 @@ class DefaultCommandGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         merged = copy.copy(self)
-        merged.params, merged.help = self.commands[DEFAULT].params, self.commands[DEFAULT].help
+        merged.params, merged.help = self.default_command.params, self.default_command.help
         TyperGroup.format_help(merged, ctx, formatter)
 
 

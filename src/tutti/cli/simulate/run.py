@@ -1,5 +1,6 @@
 """The arguments of `tutti simulate RECIPE`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +12,13 @@ from tutti.cli.options import (
     DataFolder,
     Epochs,
     JsonFile,
-    LrScale,
+    LearningRateText,
     RecipeOptions,
     RunName,
     Seed,
     StrategyText,
+    given_again,
+    parse_lr,
     parse_recipe_options,
     refuse_given,
 )
@@ -26,7 +29,7 @@ from tutti.recipes import RECIPES
 _DEFAULT_WORKERS = 16
 
 _TRAINING_OPTIONS = (
-    "cluster", "strategy", "slow", "jitter", "data", "epochs", "option", "seed", "lr_scale", "name", "json_file",
+    "cluster", "strategy", "slow", "jitter", "data", "epochs", "option", "seed", "lr", "name", "json_file",
 )  # fmt: skip
 """Options that `--calibrate` does not use."""
 
@@ -72,7 +75,7 @@ def run(
     epochs: Epochs = None,
     option: RecipeOptions = None,
     seed: Seed = 0,
-    lr_scale: LrScale = 1.0,
+    lr: LearningRateText = None,
     name: RunName = None,
     json_file: JsonFile = None,
     calibration: _CalibrationFile = None,
@@ -80,8 +83,9 @@ def run(
 ) -> None:
     """Train a recipe on a simulated cluster, with real gradients in virtual time, in one process.
 
-    The model learns what it would learn on the cluster. The time is computed from the cluster's links and speeds, so
-    the same command always gives the same numbers. The run is recorded under runs/, with figures.
+    The model learns what it would learn on the cluster. The time is computed from the cluster's links and speeds.
+
+    The same command always gives the same numbers. The run is recorded under runs/, with figures.
 
     Example: tutti simulate digits --workers 64 --cluster ethernet-1g --slow 3=2.0
     """
@@ -104,7 +108,7 @@ def run(
         data=str(data) if data else None,
         epochs=epochs,
         seed=seed,
-        lr_scale=lr_scale,
+        lr=parse_lr(lr),
     )
     check_writable(json_file)
     simulate_training(
@@ -112,5 +116,6 @@ def run(
         _DEFAULT_WORKERS if workers is None else workers,
         load_cluster(cluster, slow, jitter),
         name,
+        partial(given_again, context),
         lambda summary: write_json(json_file, summary),
     )

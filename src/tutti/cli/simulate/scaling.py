@@ -15,12 +15,11 @@ from tutti.cluster import Cluster, Compute, format_size, format_time, parse_time
 from tutti.errors import ConfigError, UnknownName
 from tutti.recipes.models import LARGE
 from tutti.recipes.speeds import IMAGES_PER_S, seconds_per_sample
-from tutti.report.plots import check_plot, label
+from tutti.report.plots import check_plot
 from tutti.report.scaling import plot_scaling
 
 if TYPE_CHECKING:
     from tutti.simulation.runs.scaling import ScalingCase, ScalingResult
-    from tutti.strategies import Strategy
 
 _DEFAULT_STRATEGY = "ring:bucket_bytes=67108864"
 """Buckets of 64 MiB: a ring cuts each into as many messages as there are ranks."""
@@ -73,11 +72,11 @@ def scaling(
     for text, parsed in strategies.items():
         case = ScalingCase(model=model, cluster=simulated, strategy=parsed, batch_size=batch, steps=steps)
         rows = _simulate(case, numbers, console)
-        console.print(_table(_label(parsed), rows))
+        console.print(_table(str(parsed), rows))
         results[text] = [row.as_dict() for row in rows]
     write_json(json_file, {"model": model, "cluster": simulated.to_toml(), "batch_size": batch, "strategies": results})
     if plot is not None:
-        plot_scaling({_label(parsed): results[text] for text, parsed in strategies.items()}, title, plot)
+        plot_scaling({str(parsed): results[text] for text, parsed in strategies.items()}, title, plot)
         console.print(f"figure written to {plot}")
 
 
@@ -100,14 +99,6 @@ def _simulate(case: "ScalingCase", numbers: list[int], console: Console) -> "lis
             status.update(f"{workers} workers: {format_time(now_s)} of virtual time, {num_messages:,} messages")
 
         return list(simulate_scaling(case, numbers, show))
-
-
-def _label(strategy: "Strategy") -> str:
-    from tutti.strategies import AllReduce
-
-    if not isinstance(strategy, AllReduce):
-        return str(strategy)
-    return f"{label(strategy.algorithm)}, {format_size(strategy.bucket_bytes)} buckets"
 
 
 def _table(title: str, rows: "list[ScalingResult]") -> Table:

@@ -32,11 +32,15 @@ def traffic(simulation: Simulation) -> dict[str, Any]:
 def summary_table(summary: dict[str, Any]) -> Table:
     """The summary as a table of at most 80 columns."""
     made = Table(show_header=False)
+    # A run of few steps takes much of its time otherwise: models are made equal first, and exchanged at the end.
+    other_s = max(0.0, summary["seconds"] - summary["steps"] * summary["step_s"])
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
+        ("learning rate", f"{summary['lr']:.3g}{' (auto)' if summary['lr_option'] == 'auto' else ''}"),
         ("last loss", f"{summary['loss']:.4f}"),
-        ("steps", f"{summary['steps']:,}"),
+        ("steps", f"{summary['steps']:,}, of {format_time(summary['step_s'])} on average"),
         ("virtual time", format_time(summary["seconds"])),
+        ("of it start, evaluation, finish", format_time(other_s)),
         ("real time of the simulation", format_time(summary["wall_s"])),
         ("samples/s in virtual time", f"{summary['samples'] / summary['seconds']:,.0f}"),
         ("messages", f"{summary['num_messages']:,}"),

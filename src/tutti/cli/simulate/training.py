@@ -15,7 +15,7 @@ from tutti.cli.progress import format_loss, training_progress
 from tutti.cli.run_folder import new_folder, note_folder_on_error
 from tutti.cli.simulate.mean_loss import MeanLoss
 from tutti.cli.simulate.summary import summary_table, traffic
-from tutti.cli.training_run import check_target, num_ranks, prepare, result_with_accuracy, summarise
+from tutti.cli.training_run import check_target, num_ranks, prepare, result_with_accuracy, summarise, warn_of_rate
 from tutti.cluster import Cluster, format_time
 from tutti.errors import ConfigError
 from tutti.recipes import Recipe
@@ -33,23 +33,26 @@ def simulate_training(
     workers: int,
     cluster: Cluster,
     name: str | None,
+    again: Callable[..., str],
     write: Callable[[Summary], None] = lambda summary: None,
 ) -> None:
     """Simulate a training run, record it under runs/, and raise if it misses the recipe's target accuracy.
 
     Args:
         name: of the run's folder; by default made from the recipe, the workers and the time.
+        again: returns the command line of the run, with the given words after it.
         write: called with the summary before the accuracy is checked.
     """
     made, config = prepare(requested, workers)
     cluster.place(workers)  # Refuses more ranks than the hosts have room for.
     folder = new_folder(name, f"simulated-{made.name}-{workers}x")
     console = Console()
+    warn_of_rate(config, workers)
     with note_folder_on_error(folder):
         summary = _record(config, made, workers, cluster, folder, console)
     write(summary)
     console.print(f"recorded in {folder}")
-    check_target(summary, made)
+    check_target(summary, made, again)
 
 
 def _record(

@@ -187,6 +187,9 @@ def fp8_encode(feedback: bool) -> Callable[..., None]:
             if not usable:
                 # Decoded as 0 times the scale: 0 if it is tiny, NaN if it is not finite.
                 target[:] = 0
+                if feedback and largest < _INFINITE:
+                    for i in range(len(source)):
+                        residual_part[i] = wanted[i]  # All of it: it may add up to something that can be sent.
                 continue
             up, down = _FP8_LARGEST / scale, scale / _FP8_LARGEST
             for i in range(len(source)):

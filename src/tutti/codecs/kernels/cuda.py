@@ -289,7 +289,8 @@ def _fp8_encode(  # type: ignore[no-untyped-def]
     code = _to_fp8(tl.where(usable, wanted * (448.0 / scale), 0.0))
     if FEEDBACK:
         error = wanted - _from_fp8(code) * (scale / 448.0)
-        tl.store(residual + start + i, error, mask=i < tl.where(usable, size, 0))
+        # A group whose scale is too small to divide by is sent as zeros, and stays in the residual as a whole.
+        tl.store(residual + start + i, error, mask=i < tl.where(_is_finite(scale), size, 0))
     _put_codes(codes + offset, code, size, 8, BLOCK)
 
 

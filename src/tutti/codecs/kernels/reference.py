@@ -69,8 +69,8 @@ def fp8_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scale
         usable = bool(torch.isfinite(scale) and scale > 1e-35)
         scaled = wanted * (448.0 / scale) if usable else torch.zeros_like(wanted)
         code = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
-        if usable:
-            _store_residual(residual, start, stop, wanted - code.to(torch.float32) * (scale / 448), scales[group])
+        # A group whose scale is too small to divide by is sent as zeros, and stays in the residual as a whole.
+        _store_residual(residual, start, stop, wanted - code.to(torch.float32) * (scale / 448), scales[group])
         codes[_byte_range(table, group)] = code.view(torch.uint8)
 
 

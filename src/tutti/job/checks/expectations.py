@@ -36,7 +36,7 @@ def _mistake(replica: HookedReplica, strategy: Strategy, loss: str | None) -> st
         return "job.expect is called once, before the first step."
     if loss not in (None, "mean", "sum"):
         return f'job.expect: loss must be "mean" or "sum", got {loss!r}.'
-    if loss == "sum" and not strategy.averages_gradients:
+    if loss == "sum" and not strategy.steps_by_mean_gradient:
         return (
             f'job.expect: loss="sum" has no meaning under {strategy}, whose ranks step by their own gradients and do '
             "not add them up. Use a mean, or tutti.AllReduce(...)."

@@ -52,7 +52,7 @@ class TrainingChecks:
         """Whether this is virtual time, in which checks send nothing."""
         self._num_passes = 0
         self._due = 2
-        self._watches_loss = strategy.averages_gradients
+        self._watches_loss = strategy.steps_by_mean_gradient
         self._thread = threading.get_ident()
         self._layout = LayoutCheck(replica, self._rank)
         self._optimizers = OptimizerCheck(replica, self._rank)

@@ -31,7 +31,7 @@ class Factorisation(BlockProblem):
         self, entries: tuple[Tensor, Tensor, Tensor], *, rank: int, penalty: float, transport: Transport, seed: int = 0
     ) -> None:
         rows, columns, self._values = entries
-        _check(entries, rank, penalty, transport.rank)
+        _check(entries, rank, penalty, transport.world_rank)
         self.num_rows, self.num_columns = int(rows.max()) + 1, int(columns.max()) + 1
         self.num_blocks = self.num_rows + self.num_columns
         self.width = rank
@@ -105,7 +105,7 @@ class Factorisation(BlockProblem):
         return torch.arange(len(owners)) + (self._starts[blocks] - before)[owners], owners
 
 
-def _check(entries: tuple[Tensor, Tensor, Tensor], rank: int, penalty: float, transport_rank: int) -> None:
+def _check(entries: tuple[Tensor, Tensor, Tensor], rank: int, penalty: float, world_rank: int) -> None:
     rows, columns, values = entries
     mistakes = []
     if not (rows.dim() == 1 and rows.shape == columns.shape == values.shape and len(rows)):
@@ -121,4 +121,4 @@ def _check(entries: tuple[Tensor, Tensor, Tensor], rank: int, penalty: float, tr
     if not 0 < penalty < math.inf:
         mistakes.append(f"penalty must be above 0 and finite, got {penalty}")
     if mistakes:
-        raise ConfigError(f"rank {transport_rank}: Factorisation: {'; '.join(mistakes)}.")
+        raise ConfigError(f"rank {world_rank}: Factorisation: {'; '.join(mistakes)}.")

@@ -34,7 +34,7 @@ class Lasso(BlockProblem):
     pair_operations = sketch.OPERATIONS
 
     def __init__(self, features: Tensor, targets: Tensor, penalty: float, transport: Transport) -> None:
-        _check(features, targets, penalty, transport.rank)
+        _check(features, targets, penalty, transport.world_rank)
         sum_over_ranks = sum_function(transport)
         self.num_blocks = features.shape[1]
         self.coefficients = torch.zeros(self.num_blocks, dtype=features.dtype)

@@ -167,8 +167,8 @@ class _RoundRunner:
         value = float(objective)
         if not math.isfinite(value):
             raise ConfigError(
-                f"rank {self._transport.rank}: the objective is {value} after {self.rounds} rounds. Perhaps blocks "
-                "that depend on each other were updated at once: lower the scheduler's limit, or per_round."
+                f"rank {self._transport.world_rank}: the objective is {value} after {self.rounds} rounds. Perhaps "
+                "blocks that depend on each other were updated at once: lower the scheduler's limit, or per_round."
             )
         return ProgressPoint(self.rounds, self.updates, self._seconds, value)
 
@@ -194,8 +194,9 @@ class _RoundRunner:
         rank, size = self._transport.rank, self._transport.size
         if pushed.shape != (len(blocks), self._problem.width):
             raise ConfigError(
-                f"rank {rank}: push gave a tensor of {tuple(pushed.shape)} for {len(blocks)} blocks of width "
-                f"{self._problem.width}; it must return one row of {self._problem.width} values per block."
+                f"rank {self._transport.world_rank}: push gave a tensor of {tuple(pushed.shape)} for {len(blocks)} "
+                f"blocks of width {self._problem.width}; it must return one row of {self._problem.width} values per "
+                "block."
             )
         # A CRC has 32 bits: it and its multiples are exact in float64.
         checksum = float(zlib.crc32(blocks.numpy().tobytes()))
@@ -207,8 +208,8 @@ class _RoundRunner:
         # Checked before anything is applied, so that a mismatch leaves the parameters of all ranks as they were.
         if summed[pushed.numel()] != checksum * size:
             raise ReplicaMismatch(
-                f"rank {rank}: ranks picked different blocks in round {self.rounds}. The results of dependence, loads "
-                "and urgency_increments must be the same on every rank, to the bit."
+                f"rank {self._transport.world_rank}: ranks picked different blocks in round {self.rounds}. The results "
+                "of dependence, loads and urgency_increments must be the same on every rank, to the bit."
             )
         self._update_speeds(summed[pushed.numel() + 1 :])
         return summed[: pushed.numel()].view(pushed.shape).to(pushed.dtype)

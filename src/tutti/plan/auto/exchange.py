@@ -81,8 +81,8 @@ class AutoExchange(Exchange):
     def bytes_sent(self) -> int:
         return self._bytes_sent_before + self.inner.bytes_sent
 
-    def consensus(self) -> None:
-        self.inner.consensus()
+    def consensus(self, optimizer: bool = False) -> None:
+        self.inner.consensus(optimizer)
 
     def restore_local(self) -> None:
         self.inner.restore_local()

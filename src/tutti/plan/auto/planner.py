@@ -2,23 +2,20 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from tutti.cluster import Cluster, format_time
 from tutti.collectives import broadcast_json
 from tutti.cost import Profile
 from tutti.plan.auto.step_recorder import profile_from_summary
-from tutti.plan.candidates import candidates
+from tutti.plan.candidates import candidates, least_steps
 from tutti.plan.choose import choose
 from tutti.plan.network import cluster_with, measure_network
 from tutti.plan.prediction import Prediction, price
 from tutti.plan.scaling import priced
 from tutti.replica import HookedReplica
-from tutti.strategies import Exchange, Poseidon, Strategy, parse
+from tutti.strategies import Exchange, Strategy, parse
 from tutti.strategies.poseidon import LayerShape
-from tutti.strategies.poseidon.cost import communication_cost
-from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.speed import product_speed
 from tutti.transports import Transport
 
@@ -65,10 +62,11 @@ class JobPlanner:
         """
         # All ranks wait for the one whose passes take longest. Backward ends with its last gradient.
         slowest = max(summaries, key=lambda seen: seen["forward_s"] + max(seen["ready_s"].values(), default=0.0))
-        cluster = cluster_with(measure_network(self._transport, quickly=True), "measured")
+        network = measure_network(self._transport, quickly=True)
+        cluster = cluster_with(network, "measured")
         profile = profile_from_summary(self._replica, slowest, self._flops(slowest))
         workers = self._transport.size
-        present = self._predict_present(strategy, exchange, profile, cluster)
+        present = price(strategy, profile, workers, cluster, exchange=exchange)
         groups = self._candidates(profile, cluster, refused)
         best = choose(*(priced(group, profile, workers, cluster) for group in groups))
         # Measurements differ a little between ranks: rank 0 decides for all.
@@ -81,16 +79,9 @@ class JobPlanner:
             chosen = _scaled(chosen, factor)
         # `_judge` compares the new strategy with this measured step, and not with a prediction.
         measured = _scaled(present, factor) if text and factor else None
-        return Choice(chosen, bool(text), measured, _describe(chosen, cluster, profile.seconds))
-
-    def _predict_present(
-        self, strategy: Strategy, exchange: Exchange, profile: Profile, cluster: Cluster
-    ) -> Prediction:
-        """Predict the strategy in use. Poseidon keeps the methods it chose in its first step, by the batch of then."""
-        cost = None
-        if isinstance(exchange, PoseidonExchange) and isinstance(strategy, Poseidon):
-            cost = partial(communication_cost, strategy, methods=exchange.methods)
-        return price(strategy, profile, self._transport.size, cluster, cost=cost)
+        doubts = [*network["doubts"], *(seen["doubt"] for seen in summaries if seen["doubt"])]
+        message = ". ".join([_describe(chosen, cluster, profile.seconds), *doubts[:1]])
+        return Choice(chosen, bool(text), measured, message)
 
     def _flops(self, seen: dict[str, Any]) -> float:
         """Return rank 0's floating-point operations per second, on all ranks."""
@@ -129,7 +120,10 @@ def _describe(prediction: Prediction, cluster: Cluster, alone_s: float) -> str:
     # In one step all workers train `workers` batches, for which one worker would take as many steps.
     pays = prediction.step_s < prediction.workers * alone_s
     doubt = "" if pays else "; one worker alone would be as fast: do not distribute this"
+    # The length of a running job is not known here, so the user has to judge.
+    needed = least_steps(prediction.strategy)
+    length = f"; for runs of {needed} steps or more" if needed > 1 else ""
     return (
         f"{prediction.strategy} on {link}: {format_time(prediction.step_s)} a step predicted, of which "
-        f"{format_time(prediction.exposed_s)} communication{doubt}"
+        f"{format_time(prediction.exposed_s)} communication{length}{doubt}"
     )

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from tutti.collectives import broadcast_json
+from tutti.measurement import Spread
 from tutti.plan.auto.step_recorder import RecordedStep, StepRecorder, clock_for, summarise
 from tutti.replica import HookedReplica
 from tutti.transports import Transport
@@ -51,12 +52,17 @@ class ProfilingWindow:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The input of `profile_from_summary`, and "wall_s", the median step in seconds; None if no hook was called."""
+        """The input of `profile_from_summary`; None if no hook was called.
+
+        Also "wall_s", the median step in seconds, and "doubt", why it should not be trusted.
+        """
         if not all(step.complete for step in self._steps):
             return None
         return {
             **summarise(self._steps, statistics.median(self._rest_times)),
             "wall_s": statistics.median(self._step_times),
+            # Steps of a simulation differ as its cluster says, which is no error.
+            "doubt": Spread.of(self._step_times).doubt if self._transport.cluster is None else "",
         }
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from tutti.errors import ConfigError
 from tutti.plan.auto.exchange import AutoExchange
 from tutti.replica import HookedReplica, Replica
 from tutti.strategies import AllReduce, Exchange, Strategy
+from tutti.strategies.compatibility import Support
 from tutti.transports import Transport
 
 
@@ -45,6 +46,9 @@ class Auto(Strategy):
     @property
     def exact(self) -> bool:
         return not self.lossy
+
+    def support(self, technique: str) -> Support:
+        return AllReduce().support(technique)  # It may choose one.
 
     def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
         return iter(())  # It is the planner.

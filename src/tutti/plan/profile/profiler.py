@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from tutti.cost import Gradient, LayerProfile, Profile
 from tutti.errors import ConfigError
+from tutti.measurement import Spread, steadiest
 from tutti.plan.profile.clock import Clock, clock_of
 from tutti.plan.profile.layer_timer import LayerTimer
 from tutti.plan.profile.layers import Layer, find_layers, num_bytes, tensors_in
@@ -35,7 +36,8 @@ def profile(
     gets beside the model's output; without a loss, backward begins with the mean of every output. `optimizer` is
     measured too, if given.
 
-    Times are medians of up to `repeats` passes, and of three at least, by the device's clock or by `clock`. The model
+    Times are medians of up to `repeats` passes, and of three at least, by the device's clock or by `clock`. Passes that
+    differ much are measured once more; `Profile.spread` says how far they differed in the end. The model
     is measured in the mode it is in, train or eval, on the device it is on; it and the optimiser are left as they were.
     Profile it before `distribute`, after which backward passes are exchanged.
     """
@@ -45,7 +47,7 @@ def profile(
     clock = clock or clock_of(training_pass.device)
     with preserved(model, training_pass.device):
         layers = find_layers(training_pass)
-        forward_s, backward_s, shares = _passes(training_pass, layers, clock, repeats)
+        forward_s, backward_s, shares, spread = _passes(training_pass, layers, clock, repeats)
         optimizer_cost = measure_step(training_pass, optimizer, clock, repeats)
         drop_gradients(model)  # So that backward allocates gradients, and the peak counts them.
         resident = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
@@ -62,13 +64,14 @@ def profile(
         step_s=optimizer_cost.seconds,
         peak_bytes=permanent_bytes + max(pass_bytes, gradient_bytes + optimizer_cost.temporary_bytes),
         state_bytes=optimizer_cost.state_bytes,
+        spread=spread,
     )
 
 
 def _passes(
     training_pass: TrainingPass, layers: list[Layer], clock: Clock, repeats: int
-) -> tuple[float, float, TimeShares]:
-    """Return the seconds of forward and of backward, and each layer's shares of them.
+) -> tuple[float, float, TimeShares, Spread]:
+    """Return the seconds of forward and of backward, each layer's shares of them, and how far repetitions differed.
 
     Passes without hooks give the seconds; they alternate with passes with hooks, which give the shares.
     """
@@ -80,9 +83,9 @@ def _passes(
         drop_gradients(training_pass.model)
         return undisturbed, timer.measure()
 
-    measured = repeated(measure, repeats)
+    measured, spread = steadiest(lambda: repeated(measure, repeats), lambda result: sum(result[0]))
     forward_s, backward_s = (median(seconds[part] for seconds, _ in measured) for part in range(2))
-    return forward_s, backward_s, median_trace([trace for _, trace in measured]).shares(len(layers))
+    return forward_s, backward_s, median_trace([trace for _, trace in measured]).shares(len(layers)), spread
 
 
 def _layers(layers: list[Layer], shares: TimeShares, forward_s: float, backward_s: float) -> Iterator[LayerProfile]:

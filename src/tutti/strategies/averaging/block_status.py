@@ -138,12 +138,16 @@ class StatusExchange:
         yield from [self._channel.isend(row, peer) for peer in self._peers]
 
 
-def different_calls_error(intents: list[Intent], rank: int) -> ConfigError:
+def different_calls_error(intents: list[Intent], transport: Transport) -> ConfigError:
     """Return the error for ranks that are all between blocks, but in different collective calls."""
     calls = {
         Intent.CONSENSUS: "consensus()",
         Intent.SAVE: "state_dict() or load_state_dict()",
         Intent.FINISH: "finish()",
     }
-    listed = ", ".join(f"rank {number} in {calls[intent]}" for number, intent in enumerate(intents))
-    return ConfigError(f"rank {rank}: ranks are in different collective calls: {listed}. Call the same on all ranks.")
+    listed = ", ".join(
+        f"rank {rank} in {calls[intent]}" for rank, intent in zip(transport.world_ranks, intents, strict=True)
+    )
+    return ConfigError(
+        f"rank {transport.world_rank}: ranks are in different collective calls: {listed}. Call the same on all ranks."
+    )

@@ -174,7 +174,8 @@ class BlockExchange(Exchange):
         self._pending = None
         status, intents = self._status, self._status.intents
         if status.non_finite:
-            raise NonFiniteLoss(self._channel.rank, status.non_finite, self.replica.steps)
+            bad = [self._channel.world_ranks[rank] for rank in status.non_finite]
+            raise NonFiniteLoss(self._channel.world_rank, bad, self.replica.steps)
         if Intent.BLOCK in intents:
             for parameters in self._parameters:
                 parameters.apply_mean(keep_local_change)
@@ -183,7 +184,7 @@ class BlockExchange(Exchange):
             self._num_blocks += 1
         # All ranks are in collective calls, but in different ones: none of these could ever complete.
         elif len(set(intents)) > 1:
-            raise different_calls_error(intents, self._channel.rank)
+            raise different_calls_error(intents, self._channel)
         return min(intents)
 
     def _update_optimizer_state(self) -> None:
@@ -219,7 +220,7 @@ class BlockExchange(Exchange):
         share_buffers(self.replica.model, self.transport)
 
     @torch.no_grad()
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         start_s = self._channel.now()
         self._synchronise(Intent.CONSENSUS)
         self._local_parameters = [[tensor.clone() for tensor in block.tensors] for block in self._parameters]

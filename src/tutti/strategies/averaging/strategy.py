@@ -15,6 +15,7 @@ from tutti.strategies.averaging.cost import communication_cost
 from tutti.strategies.averaging.exchange import BlockExchange
 from tutti.strategies.averaging.outer_optimizer import PLAIN_AVERAGE, OuterStep
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.transports import Transport
 
 OptimizerState = Literal["keep", "average", "reset"]
@@ -150,6 +151,17 @@ class BlockMomentum(LocalSteps):
         # Momentum m moves the parameters 1 / (1 - m) = N times as far as one step, in the long run.
         momentum = 1 - 1 / num_workers if self.momentum is None else self.momentum
         return OuterStep(momentum, self.lr, self.nesterov)
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        outer = self.outer(num_workers)
+        distance = outer.lr / (1 - outer.momentum)
+        if distance <= 1:
+            return SAME_RATE
+        return LearningRateRule(
+            1 / distance,
+            reason=f"In the long run the outer step moves parameters {distance:.3g} times as far as the workers' mean "
+            f"change, which needs 1/{distance:.3g} of the learning rate (Chen & Huo 2016).",
+        )
 
     def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
         for overlap in (False, True):

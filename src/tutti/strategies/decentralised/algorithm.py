@@ -42,8 +42,8 @@ class PeerContext:
 class PeerAlgorithm(ABC):
     """How peers exchange what their optimisers' steps change.
 
-    `exchange_step`, `leave` and `join` are called by the training thread, and reach shared state through
-    `PeerContext.wait` only. All other methods run in the transport's thread.
+    `exchange_step`, `pause`, `resume`, `leave` and `join` are called by the training thread, and reach shared state
+    through `PeerContext.wait` only. All other methods run in the transport's thread.
     """
 
     def __init__(self, context: PeerContext) -> None:
@@ -89,6 +89,14 @@ class PeerAlgorithm(ABC):
 
     def round_finished(self, result: RoundResult) -> None:
         """Go on from the result of an averaging round."""
+        return None
+
+    def pause(self) -> None:
+        """Let peers go on as far as they can while this rank waits between two steps."""
+        return None
+
+    def resume(self) -> None:
+        """Train on, after `pause`."""
         return None
 
     @abstractmethod

@@ -242,7 +242,8 @@ class AveragingRounds:
         # The others took this rank for lost: it must not go on training alone.
         if self._rank not in self.result.members:
             message = (
-                f"rank {self._rank}: the other ranks completed an averaging round without this rank, taken for lost."
+                f"rank {self._group.transport.world_rank}: the other ranks completed an averaging round without this "
+                "rank, taken for lost."
             )
             self._group.fail(RankLost(message))
         self._group.notify()

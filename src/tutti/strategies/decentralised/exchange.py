@@ -1,6 +1,7 @@
 """Exchange of a rank among peers: training events, consensus, leave and finish, around any decentralised algorithm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isnan
 from typing import Any
 
@@ -127,7 +128,7 @@ class PeerExchange(Exchange):
         if context.rounds.last_round > last_round and not context.group.is_over:
             algorithm.round_finished(context.rounds.result)
 
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
         # A round only regroups if any rank needs that: then there is no mean yet, and the next round makes it.
         while (result := self.run_round(RoundPurpose.AVERAGE)).purpose != RoundPurpose.AVERAGE:
             pass
@@ -151,6 +152,15 @@ class PeerExchange(Exchange):
     def _finish(self) -> Operation:
         yield from self.algorithm.before_round()
         yield from self.context.rounds.finish(self.algorithm.clock)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        if self.context.group.is_over:
+            yield
+            return
+        self.algorithm.pause()
+        yield
+        self.algorithm.resume()
 
     def leave(self) -> None:
         self.context.is_away = True

@@ -10,9 +10,11 @@ neighbour, with values y, adds d = (x - y) / 2 to its own and replies with d (`P
 from its values, which may have changed meanwhile. What one rank gains, the other loses: the sum over ranks stays the
 same, whatever happens between request and reply.
 
-Who writes: the values are changed in the transport's thread only, by steps and messages in turn. Waits: training never
-waits for a neighbour. A rank that enters an averaging round first waits for its outstanding reply; if that neighbour
-is lost, the request is forgotten (`peer_lost`).
+Who writes: the values are changed in the transport's thread only, by steps and messages in turn. Waits: a rank takes at
+most `MOST_STEPS` steps during one request and then waits for the reply. Otherwise ranks whose steps are much shorter
+than a round trip would hardly average, and drift apart. The reply does not wait for the neighbour's own steps, because
+its transport's thread sends it. A rank that enters an averaging round first waits for its outstanding reply, too. If
+the neighbour is lost, the request is forgotten (`peer_lost`), which ends both waits.
 """
 
 from random import Random
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from tutti.errors import PacketError
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
+from tutti.strategies.decentralised.cost import MOST_STEPS
 from tutti.strategies.decentralised.graphs import topology_for
 from tutti.strategies.decentralised.routing import undirected
 from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
@@ -43,6 +46,8 @@ class AsyncGossip(PeerAlgorithm):
         self._requested: int | None = None
         """The neighbour whose reply is outstanding."""
         self._num_steps = 0
+        self._requested_at = 0
+        """Number of steps at the last request."""
         # Another sequence on every rank: which neighbour is asked need not be agreed on.
         self._random = Random(context.rank)
 
@@ -59,6 +64,8 @@ class AsyncGossip(PeerAlgorithm):
 
     def _add_step(self, change: Tensor) -> Operation:
         """Add a step's change to the values, and begin to average with a neighbour if no request is under way."""
+        if self._num_steps - self._requested_at >= MOST_STEPS:
+            yield from self._group.wait_until(lambda: self._requested is None)
         # Added, not copied: neighbours may have changed the values while this rank computed its step.
         self._add(change)
         self._copy_values()
@@ -66,11 +73,11 @@ class AsyncGossip(PeerAlgorithm):
         neighbours = [peer for peer in self._graph.neighbours(self._context.rank) if peer in self._group.alive]
         if self._requested is None and neighbours:
             self._requested = self._random.choice(neighbours)
+            self._requested_at = self._num_steps
             values = self._model.copy(self._values)  # The values may change before the message is sent.
             header = PeerMessageHeader(PeerMessageKind.PAIR_REQUEST, clock=self._num_steps, num_bytes=values.nbytes)
             self._group.send(self._requested, header, values)
         self._rounds.send_keep_alives()
-        yield from ()
 
     def _copy_values(self) -> None:
         if not self._model.sizes_only:

@@ -101,7 +101,8 @@ class PeerGroup:
         """Raise `NonFiniteLoss` if a rank has asked all to stop, or the error with which this rank has failed."""
         if self._stopped_by is not None:
             self.transport.spawn(self._flush()).wait()  # Peers must receive STOP before this rank closes.
-            raise NonFiniteLoss(self.rank, [self._stopped_by], num_steps)
+            world_ranks = self.transport.world_ranks
+            raise NonFiniteLoss(world_ranks[self.rank], [world_ranks[self._stopped_by]], num_steps)
         if self._failure is not None:
             raise self._failure
 
@@ -222,10 +223,10 @@ class PeerGroup:
             case PeerMessageKind.JOIN:
                 self.away -= {peer}
             case PeerMessageKind.LOST if header.origin == self.rank:
-                message = f"rank {self.rank}: the others have gone on without this rank, says rank {peer}."
-                self.fail(RankLost(message))
+                me, sender = self.transport.world_rank, self.transport.world_ranks[peer]
+                self.fail(RankLost(f"rank {me}: the others have gone on without this rank, says rank {sender}."))
             case PeerMessageKind.LOST:
-                self.lose(header.origin, f"rank {peer} has lost it")
+                self.lose(header.origin, f"rank {self.transport.world_ranks[peer]} has lost it")
             # It has finished: removed like a lost peer, but without a warning and without `any_lost`.
             case PeerMessageKind.DISCONNECT:
                 self._remove(peer)
@@ -248,7 +249,8 @@ class PeerGroup:
         if self.rank == self.leader:  # All ranks see the loss; one logs it.
             _log.warning(
                 "rank %d: rank %d is gone at clock %d (%s); the other %d go on",
-                *(self.rank, peer, self.clocks[peer], reason, len(self.alive)),
+                *(self.transport.world_rank, self.transport.world_ranks[peer], self.clocks[peer]),
+                *(reason, len(self.alive)),
             )
 
     def _remove(self, peer: int) -> None:

@@ -15,6 +15,7 @@ from tutti.strategies.decentralised.gossip_async import AsyncGossip
 from tutti.strategies.decentralised.gossip_sync import SyncGossip
 from tutti.strategies.decentralised.graphs import NAMED, Graph, graph_mistakes, read_graph, topology_for
 from tutti.strategies.decentralised.peer_updates import PeerUpdatesAlgorithm
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, stale_rule
 from tutti.transports import Transport
 
 _ROUTING_GRAPHS = ("all", "ring", "torus", "exponential")
@@ -38,7 +39,7 @@ class PeerUpdates(Strategy):
 
     codec: Codec | None = field(default_factory=lambda: ErrorFeedback(Threshold()))
     graph: str | Graph = "all"
-    inbox: int = 8
+    inbox: int = 2
 
     exact_below = 1024
     """With a codec, changes of parameters with fewer elements are still sent exactly."""
@@ -74,6 +75,16 @@ class PeerUpdates(Strategy):
         yield PeerUpdates()
         yield PeerUpdates(None)
 
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        if num_workers == 1:
+            return SAME_RATE
+        summed = LearningRateRule(
+            1 / num_workers,
+            reason=f"The updates of {num_workers} workers are added, which needs 1/{num_workers} of the learning rate "
+            "(Strom 2015).",
+        )
+        return summed & stale_rule(self.inbox, f"Updates of other workers are up to {self.inbox} steps old")
+
     @property
     def synchronous(self) -> bool:
         return False
@@ -97,7 +108,8 @@ class Gossip(Strategy):
         graph: "exponential" sends to one rank per step, each time twice as far (Assran et al. 2019); "ring"; "torus";
             "random" makes new pairs in every step; or a `Graph`, which uses push-sum weights if it is directed.
         pairs: "sync" mixes with all neighbours in every step, while the next gradient is computed (D-PSGD, Lian et al.
-            2017); "async" averages with one neighbour at a time and waits for nobody (AD-PSGD, Lian et al. 2018).
+            2017); "async" averages with one neighbour at a time and never waits for a rank to compute (AD-PSGD, Lian et
+            al. 2018).
     """
 
     graph: str | Graph = "exponential"

@@ -10,7 +10,8 @@ How a bucket travels under SSP(3)
 SSP (Ho et al. 2013) lets the fastest worker be 3 iterations ahead of the slowest. Follow bucket 0 of worker 1, which
 is about to push for the sixth time: its *clock* is 5. The bucket is cut into two *shards*, on the servers 0 and 1.
 
-1. Backward. When the last gradient of the bucket is there, `bucket_ready` calls `MessageWorker._push`. For each shard,
+1. Backward. When the last gradient of the bucket is there, `bucket_ready` calls `MessageWorker._push` (in the first
+   step, and where gradients are changed after backward, `before_step` does: `push_timing.py`). For each shard,
    `ShardPusher` copies the gradient and sends it, with the *base version*: the version of the shard that the model
    holds, here 3. The gradient was computed from that version.
 2. The push may ask for a newer version. The next iteration, of clock 6, may read any version from 6 - 3 = 3 on. The

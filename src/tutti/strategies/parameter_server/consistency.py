@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tutti.errors import ConfigError
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, stale_rule
 
 
 class Consistency(ABC):
@@ -36,6 +37,10 @@ class Consistency(ABC):
         return 1.0
 
     @abstractmethod
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        """Return the rule for the learning rate, as `Strategy.learning_rate` does."""
+
+    @abstractmethod
     def __str__(self) -> str: ...
 
 
@@ -46,6 +51,9 @@ class BSP(Consistency):
     @property
     def bound(self) -> int:
         return 0
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        return SAME_RATE
 
     def __str__(self) -> str:
         return "bsp"
@@ -76,6 +84,13 @@ class SSP(Consistency):
     @property
     def bound(self) -> int:
         return self.staleness
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        if num_workers == 1:
+            return SAME_RATE
+        return stale_rule(
+            self.staleness, f"Under '{self}' updates are computed from parameters up to {self.staleness} steps old"
+        )
 
     def __str__(self) -> str:
         return f"ssp={self.staleness}" + (",eager" if self.eager else "")
@@ -108,6 +123,9 @@ class SoftSync(Consistency):
     def quorum(self) -> int:
         return self.count
 
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        return _counting_rule(self, num_workers)
+
     def __str__(self) -> str:
         return f"softsync={self.count}"
 
@@ -127,8 +145,22 @@ class Async(Consistency):
     def bound(self) -> None:
         return None
 
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        return _counting_rule(self, num_workers)
+
     def __str__(self) -> str:
         return "async,locks" if self.locks else "async"
+
+
+def _counting_rule(consistency: Consistency, num_workers: int) -> LearningRateRule:
+    """Return the rule of a counting consistency: N workers make N / quorum steps where all-reduce makes one.
+
+    While a worker computes, each of the others sends an update, so that its own is about N / quorum steps old.
+    """
+    num_steps = num_workers / min(consistency.quorum, num_workers)
+    return stale_rule(
+        num_steps, f"Under '{consistency}' {num_workers} workers take {num_steps:g} steps where one worker takes one"
+    )
 
 
 def inverse(staleness: int) -> float:
@@ -170,6 +202,10 @@ class StalenessAware(Consistency):
 
     def scale(self, staleness: int) -> float:
         return float(self.factor(staleness))
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        # Servers scale every update down by its staleness themselves.
+        return SAME_RATE
 
     def __str__(self) -> str:
         return f"{self.inner},aware" + ("" if self.factor is inverse else f"={self._factor_name}")

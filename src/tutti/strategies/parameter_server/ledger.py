@@ -25,6 +25,7 @@ Invariant: an update is in exactly one version; the updates of one worker are ap
 and the version never waits for a worker that is no member.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,17 @@ class Update:
     """Number of updates that the worker pushed before this one; set by the ledger."""
     staleness: int = 0
     """Number of versions made between the pull it was computed from and its own; set by the ledger."""
+    is_void: bool = False
+    """Whether it only counts: the worker's `GradScaler` has found an inf, and there are no values."""
+
+
+def effective_updates(updates: Sequence[Update], consistency: Consistency) -> list[Update]:
+    """Return those of a version's updates that its step is made of; none if there is no step.
+
+    Under `BSP` a void update makes the whole step void: one worker that has all samples would skip the step.
+    """
+    effective = [update for update in updates if not update.is_void]
+    return effective if len(effective) == len(updates) or consistency.bound != 0 else []
 
 
 UpdateIds = set[tuple[int, int]]

@@ -17,6 +17,7 @@ from tutti.strategies.parameter_server.consistency import Consistency
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
+from tutti.strategies.parameter_server.support import SUPPORT
 
 MeanKernel = Callable[[np.ndarray, np.ndarray, int, int, np.ndarray, float], None]
 """Writes a weighted mean in one pass: source addresses, target addresses, first and last element, weights, divisor."""
@@ -36,23 +37,10 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
     return type(optimizer) not in ELEMENTWISE
 
 
-def unsupported_reason(optimizer: Optimizer) -> str | None:
-    """Return why an optimiser cannot run on servers, or None if it can."""
-    if isinstance(optimizer, optim.LBFGS):
-        return (
-            "LBFGS needs the whole model at once and calls the loss again in every step, but each server holds a part "
-            "of it. Use SGD, Adam or another that takes gradients as they are, or AllReduce."
-        )
-    return None
-
-
 def reject_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise `ConfigError` if `optimizer.step` was given a closure. A step pre-hook."""
     if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
-        raise ConfigError(
-            "optimizer.step was given a closure, which calls the loss again within the step: servers take the steps, "
-            "and have no loss to call. Call backward yourself, then step()."
-        )
+        raise ConfigError(SUPPORT["closures"].text)
 
 
 def clip_factor(max_norm: float, norm: float) -> float:

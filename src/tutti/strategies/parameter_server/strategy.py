@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch.optim import Optimizer
-
 from tutti.codecs import Codec, ErrorFeedback, OneBit, print_codec
 from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.compatibility import Support
 from tutti.strategies.parameter_server.consistency import (
     BSP,
     SSP,
@@ -23,7 +22,8 @@ from tutti.strategies.parameter_server.cost import communication_cost
 from tutti.strategies.parameter_server.messages.group import join_group
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.worker import MessageWorker
-from tutti.strategies.parameter_server.shard_optimizer import unsupported_reason
+from tutti.strategies.parameter_server.support import SUPPORT
+from tutti.strategies.rates import LearningRateRule
 from tutti.transports import SharesAll, Transport
 from tutti.transports.base import Operation
 
@@ -123,10 +123,6 @@ class ParameterServer(Strategy):
     def check_size(self, size: int) -> None:
         self.roles(size)
 
-    def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
-        reason = unsupported_reason(optimizer)
-        return ([] if reason is None else [reason]) + super().mistakes(optimizer, size)
-
     def can_resume_from(self, text: str) -> bool:
         return text.startswith("ps:")  # A checkpoint holds whole parameters, however they were sharded.
 
@@ -143,8 +139,11 @@ class ParameterServer(Strategy):
         for rule in (SSP(3), Async()):
             yield from (ParameterServer(rule, codec=codec) for codec in (None, ErrorFeedback(OneBit())))
 
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        return self.consistency.learning_rate(num_workers)
+
     @property
-    def averages_gradients(self) -> bool:
+    def steps_by_mean_gradient(self) -> bool:
         return self.consistency.bound is not None
 
     @property
@@ -158,6 +157,9 @@ class ParameterServer(Strategy):
     @property
     def num_dedicated_servers(self) -> int:
         return 0 if self.servers == "colocated" else self.servers
+
+    def support(self, technique: str) -> Support:
+        return SUPPORT.get(technique) or super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         # Only where all ranks share memory. Dedicated servers and codecs need messages, also on one host.

@@ -8,11 +8,15 @@ All methods run in the training thread. One iteration of a worker, in the order 
 2. `backward_started`: pulls that the consistency requires, but no forward hook waited for, are waited for now
    (`_wait_for_all`): the gradients that follow are pushed under the version that was loaded last.
 3. `bucket_ready`, once per bucket: the bucket is pushed at once. It is kept until the end of backward if the norm of
-   the whole gradient must be known first (clipping under a counting consistency), or until the step without `overlap`.
-4. `before_step`: the user's optimiser is about to step. The gradients are hidden from it, so its step changes nothing:
-   the servers take the step.
+   the whole gradient must be known first (clipping under a counting consistency), or until the step
+   (`push_timing.py`).
+4. `before_step`: the user's optimiser is about to step. What was kept is pushed. The gradients are hidden from the
+   optimiser, so its step changes nothing: the servers take the step.
 5. `after_step`: gradients are shown again, pulls that have arrived are loaded, and parameters that no forward hook
    covers are waited for.
+
+If a `GradScaler` has found an inf on this rank, the worker pushes void updates: they count, so that no other worker
+waits for this one, but have no values. `effective_updates` says what becomes of the version.
 
 A subclass decides how to push and how long a pull may be outstanding, by the strategy's consistency.
 """
@@ -30,7 +34,10 @@ from tutti.replica.buckets import Slot
 from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.forward_waits import ForwardWaits
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
+from tutti.strategies.parameter_server.push_timing import PushTiming
 from tutti.strategies.parameter_server.shard_optimizer import reject_closure
+from tutti.strategies.parameter_server.user_changes import UserChanges
+from tutti.strategies.parameter_server.user_optimizer import UserOptimizerState
 from tutti.transports import Transport
 
 if TYPE_CHECKING:
@@ -52,18 +59,28 @@ class ParameterServerWorker(Exchange):
         self._options = self._options_reader.read()
         """Options of the optimiser, as they are pushed with this iteration's gradients."""
         self._unpushed: list[Bucket] = []
-        """Buckets that are ready, but have to wait for the end of backward."""
+        """Buckets that are ready, but have to wait for the end of backward, or for the step."""
         self._staleness: Counter[int] = Counter()
         self._bytes_sent_before = 0
         """Bytes sent until the end of the last step."""
+        self._timing = PushTiming(replica, self._rank, strategy.overlap)
         self._handles: list[Any] = []
+        self._user_state: UserOptimizerState | None = None
+        """The user's optimiser, which has no state while servers step; None in a dry run."""
         self._forward_waits: ForwardWaits | None = None
+        self._user_changes: UserChanges | None = None
+        """Refuses changes by hand of what servers hold; None in a dry run."""
 
     def _start_listening(self) -> None:
         """Attach to the events of training: the last thing that a subclass does to construct itself."""
         if not self.replica.sizes_only:
             self._handles.append(self.replica.optimizer.register_step_pre_hook(reject_closure))
+            # Servers have copied the optimiser's state by now.
+            self._user_state = UserOptimizerState(self.replica.optimizer, self.replica.slots)
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
+            self._user_changes = UserChanges(
+                self.replica.model, self.replica.optimizer, self.replica.slots, self.transport.world_rank
+            )
         self.replica.listen(self, to="gradients")
 
     @abstractmethod
@@ -96,47 +113,57 @@ class ParameterServerWorker(Exchange):
         return {"staleness": dict(sorted(self._staleness.items())), "version": self.version}
 
     def backward_started(self, weight: float) -> None:
-        if self._num_backwards and self._strategy.overlap:
+        if self._num_backwards and not self._timing.waits_for_step:
             raise ConfigError(
-                f"rank {self._rank}: a second backward pass before optimizer.step(), but the gradients of the first "
-                "were already pushed to the servers. Put all but the last into job.no_sync(), or use "
+                f"rank {self.transport.world_rank}: a second backward pass before optimizer.step(), but the gradients "
+                "of the first were already pushed to the servers. Put all but the last into job.no_sync(), or use "
                 "ParameterServer(overlap=False)."
             )
         self._wait_for_all()
         if isnan(weight):
             self._request_stop()
-            raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
-        self._weight = weight
-        if self._strategy.overlap:
+            raise NonFiniteLoss(self.transport.world_rank, [self.transport.world_rank], self.replica.steps)
+        self._weight = weight + (self._weight if self._num_backwards else 0.0)
+        if not self._timing.waits_for_step:
             # Pushes begin within this backward pass: options that change later count from the next iteration on.
             self._options = self._options_reader.read()
 
     def bucket_ready(self, bucket: Bucket) -> None:
         # An update that is clipped by itself carries the norm of the whole gradient, known after the last bucket only.
-        if self._strategy.overlap and not self._strategy.clips_updates:
-            self._push(bucket, 0.0)
-        else:
+        if self._timing.waits_for_step:
+            return  # The step pushes all buckets, from the gradients as they are then.
+        if self._strategy.clips_updates:
             self._unpushed.append(bucket)
+        else:
+            self._push(bucket, 0.0)
 
     def backward_done(self) -> None:
         self._num_backwards += 1
-        if self._strategy.overlap:
-            self._push_waiting()
-        else:
-            # Without overlap the step pushes all buckets, from the gradients as they are then.
-            self._unpushed.clear()
+        self._push_waiting()
 
     def before_step(self) -> None:
-        if not self._strategy.overlap and self._num_backwards:
-            self._options = self._options_reader.read()
-            for bucket in self.replica.buckets:  # The user may have replaced gradients since backward.
-                _refill(bucket)
-            self._unpushed = list(self.replica.buckets)
-            self._push_waiting()
+        if self._num_backwards:
+            self._timing.before_step(self._num_backwards)
+            if self._timing.waits_for_step:
+                self._push_held()
         self.replica.hide_gradients()  # The user's optimiser finds no gradient: servers take the step.
+
+    def _push_held(self) -> None:
+        """Push all buckets, from the gradients as they are now."""
+        self._options = self._options_reader.read()
+        for bucket in self.replica.buckets if not self.replica.sizes_only else ():
+            _refill(bucket)  # The user may have replaced gradients since backward.
+        self._unpushed = list(self.replica.buckets)
+        self._push_waiting()
+
+    def _is_void(self, bucket: Bucket) -> bool:
+        """Whether a bucket is pushed without gradients. Running statistics are those of forward passes: they count."""
+        return self.replica.step_is_void and bucket.of_parameters
 
     def after_step(self) -> None:
         self.replica.show_gradients()
+        if self._num_backwards:
+            self._timing.after_step()
         self._num_backwards = 0
         # Between the step and the next forward pass nothing reads the parameters, so they may change.
         self._load_arrived()
@@ -149,16 +176,28 @@ class ParameterServerWorker(Exchange):
         # Of no duration: time spent waiting is recorded as PULL, where the wait happens.
         self.events.record(Event(EXCHANGE, now, now, bytes_sent - self._bytes_sent_before))
         self._bytes_sent_before = bytes_sent
+        if self._user_changes is not None:
+            self._user_changes.record()
+
+    def _expect_new_parameters(self) -> None:
+        """Note that parameters are about to be loaded outside of a step, which is no change by the user."""
+        if self._user_changes is not None:
+            self._user_changes.forget()
 
     def restore_local(self) -> None:
-        return None
+        if self._user_state is not None:
+            self._user_state.clear()
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._user_state is not None:
+            self._user_state.close()
         if self._forward_waits is not None:
             self._forward_waits.close()
+        if self._user_changes is not None:
+            self._user_changes.close()
 
     def _push_waiting(self) -> None:
         """Push the buckets that were kept, with the norm of the whole gradient if each update is clipped by that."""

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 
 from tutti.cluster import Link
 from tutti.collectives import broadcast_json, measure_collectives
+from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.strategies.allreduce import AllReduceExchange
 from tutti.strategies.base import Exchange
+from tutti.strategies.poseidon.cost import communication_cost
 from tutti.strategies.poseidon.rule import Decision, LayerShape, Method, decide
 from tutti.strategies.poseidon.speed import product_speed
 from tutti.strategies.poseidon.sums import FactorSums
@@ -94,6 +96,10 @@ class PoseidonExchange(Exchange):
             self._watched = None
         self.events.record(Event(EXCHANGE, start_s, self.transport.now(), self.bytes_sent - self._sent_before))
 
+    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
+        # The methods were chosen in the first step, by the batch of then: the strategy would choose by today's.
+        return communication_cost(self._strategy, profile, placement, self.methods)
+
     def _finish_factors(self) -> None:
         """Complete gradients of factored layers. Those with more than their factors are sent in full from now on."""
         try:
@@ -157,8 +163,8 @@ class PoseidonExchange(Exchange):
     def after_step(self) -> None:
         return None
 
-    def consensus(self) -> None:
-        self._buckets.consensus()
+    def consensus(self, optimizer: bool = False) -> None:
+        self._buckets.consensus(optimizer)
 
     def restore_local(self) -> None:
         return None

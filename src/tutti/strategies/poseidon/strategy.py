@@ -12,11 +12,13 @@ from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.allreduce import AllReduce
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
 from tutti.strategies.parameter_server import Consistency, ParameterServer
 from tutti.strategies.parameter_server import read as read_servers
 from tutti.strategies.poseidon.cost import communication_cost
 from tutti.strategies.poseidon.exchange import PoseidonExchange
 from tutti.strategies.poseidon.rule import bucket_bytes_on
+from tutti.strategies.rates import LearningRateRule
 from tutti.transports import Transport
 
 Rule = Literal["priced", "sacp", "broadcast", "owners", "full"]
@@ -83,14 +85,21 @@ class Poseidon(Strategy):
     def exact(self) -> bool:
         return self.servers is None or self.servers.exact
 
+    @property
+    def averages_gradients(self) -> bool:
+        return self.servers is None
+
     def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
         if self.servers is not None:
             return self.servers.cost(profile, placement)
         return communication_cost(self, profile, placement)
 
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        return super().learning_rate(num_workers) if self.servers is None else self.servers.learning_rate(num_workers)
+
     @property
-    def averages_gradients(self) -> bool:
-        return True
+    def steps_by_mean_gradient(self) -> bool:
+        return self.servers is None or self.servers.steps_by_mean_gradient
 
     @property
     def synchronous(self) -> bool:
@@ -106,6 +115,11 @@ class Poseidon(Strategy):
 
     def mistakes(self, optimizer: Optimizer, size: int) -> list[str]:
         return super().mistakes(optimizer, size) if self.servers is None else self.servers.mistakes(optimizer, size)
+
+    def support(self, technique: str) -> Support:
+        if self.servers is not None:
+            return self.servers.support(technique)
+        return SPARSE_GRADIENTS if technique == "sparse gradients" else super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         if self.servers is not None:

@@ -61,6 +61,8 @@ class _Gathering:
     """The exchange of one layer's factors in one step."""
 
     layer: FactoredLayer
+    world_ranks: tuple[int, ...]
+    """The world ranks of all ranks, for error messages."""
     outputs: Tensor = field(default_factory=lambda: torch.empty(0))
     """Factors of outputs: of this rank, later of all ranks by rank. With "owners" it is at last the whole mean."""
     inputs: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -79,7 +81,7 @@ class _Gathering:
     def shares(self) -> list[float]:
         """Each rank's share of the samples; together 1. Raises `WeightRefused` if a weight is NaN."""
         weights = [header.weight for header in self.headers]
-        if bad := [rank for rank, weight in enumerate(weights) if math.isnan(weight)]:
+        if bad := [rank for rank, weight in zip(self.world_ranks, weights, strict=True) if math.isnan(weight)]:
             raise WeightRefused(bad)
         # Also all 0: then all ranks count alike, as in `weigh`.
         if len(set(weights)) == 1:
@@ -136,14 +138,15 @@ class FactorSums:
         tag = _TAGS * (1 + sorted(self._methods).index(layer.slot.name))
         if layer.slot.tensor.is_meta:
             layer.handed_over = True
-            self._under_way.append(_Gathering(layer, done=self._transport.spawn(self._sized(layer, tag))))
+            done = self._transport.spawn(self._sized(layer, tag))
+            self._under_way.append(_Gathering(layer, self._transport.world_ranks, done=done))
             return
         # One pair (E, A) per forward pass of the layer; a rank without samples has none.
         pairs = layer.hand_over()
         tensor = layer.slot.tensor
         outputs = torch.cat([e for e, _ in pairs]) if pairs else tensor.new_empty(0, layer.num_out)
         inputs = torch.cat([a for _, a in pairs]) if pairs else tensor.new_empty(0, layer.num_in)
-        gathering = _Gathering(layer, outputs.cpu(), inputs.cpu())
+        gathering = _Gathering(layer, self._transport.world_ranks, outputs.cpu(), inputs.cpu())
         steps = self._broadcast if self._methods[layer.slot.name] == "broadcast" else self._owned
         gathering.done = self._transport.spawn(when_filled(outputs, steps(gathering, tag)))
         self._under_way.append(gathering)
@@ -199,7 +202,7 @@ class FactorSums:
     def _mean(self, tensor: Tensor, gathering: _Gathering) -> Tensor:
         """Return the weighted mean over ranks of a part of the gradient that factors do not hold."""
         weights = torch.tensor([header.weight for header in gathering.headers], dtype=torch.float64)
-        weigh(tensor, weights, self._transport.rank)
+        weigh(tensor, weights, self._transport)
         self._transport.spawn(ring.steps(tensor, self._transport)).wait()
         return tensor.div_(self._transport.size)
 
@@ -283,7 +286,7 @@ class FactorSums:
         if len(dtypes := gathering.dtypes) > 1:
             names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise ConfigError(
-                f"rank {self._transport.rank}: factors of '{gathering.layer.slot.name}' come in {names}. "
+                f"rank {self._transport.world_rank}: factors of '{gathering.layer.slot.name}' come in {names}. "
                 "Use autocast alike on all ranks."
             )
 

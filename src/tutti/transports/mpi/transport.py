@@ -69,7 +69,7 @@ class MpiTransport(Transport):
             name: identifies the channel in the store, which other channels share.
         """
         self.rank, self.size, self.hosts = membership.rank, membership.size, membership.hosts
-        self.world_rank = membership.world_rank
+        self.world_ranks = membership.world_ranks
         self.timeout, self.bytes_sent = membership.timeout, 0
         self.membership = membership
         self.channel_membership = ChannelMembership(membership, name)
@@ -166,8 +166,8 @@ class MpiTransport(Transport):
         self._check_open()
         if not self._multithreaded:
             raise ConfigError(
-                f"rank {self.rank}: this MPI serves one thread only (no MPI_THREAD_MULTIPLE), and nothing can go on "
-                "beside training. Use another transport, or an MPI that serves several."
+                f"rank {self.world_rank}: this MPI serves one thread only (no MPI_THREAD_MULTIPLE), and nothing can go "
+                "on beside training. Use another transport, or an MPI that serves several."
             )
         return self._loop.add(operation, deadline)
 
@@ -250,4 +250,4 @@ class MpiTransport(Transport):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError(f"rank {self.rank}: this transport is closed.")
+            raise ConfigError(f"rank {self.world_rank}: this transport is closed.")

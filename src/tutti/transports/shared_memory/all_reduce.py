@@ -222,7 +222,8 @@ class SharedMemoryReductions:
             return DifferentCalls(weights.tolist())
         # All ask for the same thing, so NaN came from a weight. Its float64 bits lie in an int64 slot.
         if (rows[:, :3] == rows[0, :3]).all():
-            return WeightRefused(np.flatnonzero(np.isnan(weights)).tolist())
+            bad = np.flatnonzero(np.isnan(weights)).tolist()
+            return WeightRefused(self._membership.world_ranks[rank] for rank in bad)
         asked = [
             f"rank {peer.rank}: {numel} × {_DTYPES[kind // 2]} at {position >> 48}:{position & (1 << 48) - 1}"
             for peer, (numel, kind, position, _) in zip(self._membership.peers, rows.tolist(), strict=True)

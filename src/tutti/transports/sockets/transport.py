@@ -67,7 +67,7 @@ class SocketTransport(Transport):
             name: identifies the channel in the store, which other channels share.
         """
         self.rank, self.size, self.hosts = membership.rank, membership.size, membership.hosts
-        self.world_rank = membership.world_rank
+        self.world_ranks = membership.world_ranks
         self.timeout, self.bytes_sent = membership.timeout, 0
         self.membership = membership
         self.name = name

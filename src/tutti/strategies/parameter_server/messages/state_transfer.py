@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.replica.state import pack, unpack
+from tutti.collectives.packing import pack, unpack
 from tutti.strategies.parameter_server.messages.wire import STATE_TAG
 from tutti.transports import Transport
 from tutti.transports.base import Operation

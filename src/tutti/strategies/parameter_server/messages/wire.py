@@ -30,6 +30,8 @@ class RequestKind(IntEnum):
 
     PUSH = auto()
     """Take a gradient of a shard and, unless `wanted_version` is `NO_PULL`, reply with the shard afterwards."""
+    VOID = auto()
+    """As `PUSH`, but without a gradient: the worker's step is void, and only counts."""
     BARRIER = auto()
     """When every living worker has sent this, reply to all with the same version of all shards."""
     LEAVE = auto()

@@ -97,6 +97,8 @@ class HogwildWorker(Exchange):
             # Optimiser state that rank 0 brings along counts for all ranks.
             self._optimizer_state.reset()
         transport.shared_tensor(1, torch.uint8)  # Collective: no rank goes on before rank 0 has filled in its values.
+        self._shared_states: list[dict[str, Any]] = []
+        """State of the optimiser in shared memory, while the optimiser has a copy of it."""
         self._has_lock = False
         self._bytes_per_step = 2 * sum(view.nbytes for view in self._shared_parameters)
         self._handles = [replica.optimizer.register_step_pre_hook(reject_closure)]
@@ -104,6 +106,10 @@ class HogwildWorker(Exchange):
 
     def _release_lock_of(self, worker: int) -> None:
         self._registry.release_lost(self._lock, worker)
+
+    def _slot_states(self) -> list[dict[str, Any]]:
+        """Return the dictionaries that the optimiser keeps for the parameters."""
+        return [self._optimizer_state.state_of(index) for index in range(len(self._parameters))]
 
     def _map_shared(self, transport: "SharedMemoryTransport", slots: list[Slot]) -> list[Tensor]:
         """Return shared tensors like these slots' tensors, with the values of rank 0. Collective.
@@ -136,9 +142,12 @@ class HogwildWorker(Exchange):
 
     def before_step(self) -> None:
         """Point the parameters at shared memory; take the lock if the optimiser's state is not all shared yet."""
-        if isnan(self.replica.take_samples()):
+        weight = self.replica.take_samples()
+        if isnan(weight):
             self._registry.request_stop()
-            raise NonFiniteLoss(self._rank, [self._rank], self.replica.steps)
+            raise NonFiniteLoss(self.transport.world_rank, [self.transport.world_rank], self.replica.steps)
+        if weight == 0:  # A void step, or a batch that does not count: the optimiser finds no gradients.
+            self.replica.hide_gradients()
         self._registry.check_stop(self.replica.steps)
         self._started_s = now = self.transport.now()
         self._step_version = self._flags.advance(self._version_counter)  # Atomic: no two steps have one number.
@@ -157,6 +166,7 @@ class HogwildWorker(Exchange):
 
     def after_step(self) -> None:
         """Publish new optimiser state, copy the shared values, and point the parameters back at the copy."""
+        self.replica.show_gradients()
         # If the step has made new state, that is in private memory, and other ranks do not know it.
         if not self._has_lock and not self._optimizer_state.is_complete:
             self._registry.acquire(self._lock)
@@ -183,7 +193,7 @@ class HogwildWorker(Exchange):
         if self._strategy.clip is not None:
             norm = sqrt(sum(float(grad.double().square().sum()) for grad in grads))
             factor *= clip_factor(self._strategy.clip, norm)
-        if factor != 1.0:
+        if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
 
     def _read(self) -> None:
@@ -203,18 +213,30 @@ class HogwildWorker(Exchange):
             changes = torch._foreach_sub(self._statistics, self._last_statistics)
             torch._foreach_add_(self._shared_statistics, changes)
 
-    def consensus(self) -> None:
-        self._synchronise(CONSENSUS)
+    def consensus(self, optimizer: bool = False) -> None:
+        self._synchronise(CONSENSUS, optimizer)
 
-    def _synchronise(self, call: str) -> None:
+    def _synchronise(self, call: str, optimizer: bool) -> None:
         """Wait for all living workers, which must be in the same call, and read what all of them have made."""
         start_s = self.transport.now()
+
         # No worker steps while all are in the barrier, so all of them copy the same values.
-        self._registry.barrier(lambda number: self._read(), call)
+        def copy(number: int) -> None:
+            self._read()
+            if optimizer:
+                self._optimizer_state.refresh()
+                # Copies: workers that leave the consensus before this one change the shared state again.
+                for state in self._slot_states():
+                    self._shared_states.append(dict(state))
+                    state.update(_cloned(state))
+
+        self._registry.barrier(copy, call)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def restore_local(self) -> None:
-        return None
+        for slot_state, shared in zip(self._slot_states(), self._shared_states, strict=False):
+            slot_state.update(shared)
+        self._shared_states.clear()
 
     def leave(self) -> None:
         return None  # No worker waits for another, except at barriers.
@@ -224,7 +246,7 @@ class HogwildWorker(Exchange):
         self._base_version = self._flags.value(self._version_counter)
 
     def finish(self) -> None:
-        self._synchronise(FINISH)
+        self._synchronise(FINISH, optimizer=True)
         self._registry.leave()
         self.close()
 
@@ -236,10 +258,9 @@ class HogwildWorker(Exchange):
             self._handles.clear()
             for tensor, private in zip(self._parameters, self._private_data, strict=True):
                 tensor.data = private
-            for index in range(len(self._parameters)):
+            for state in self._slot_states():
                 # The user's optimiser goes on without the transport, so it must not point into shared memory.
-                state = self._optimizer_state.state_of(index)
-                state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
+                state.update(_cloned(state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the optimiser's state, by parameter."""
@@ -247,9 +268,8 @@ class HogwildWorker(Exchange):
 
         def copy(number: int) -> None:
             self._optimizer_state.refresh()
-            for index, slot in enumerate(self.replica.slots):
-                state = self._optimizer_state.state_of(index)
-                states[slot.name] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+            for slot, state in zip(self.replica.slots, self._slot_states(), strict=True):
+                states[slot.name] = _cloned(state)
 
         self._registry.barrier(copy)
         return {"optimizer": states}
@@ -265,8 +285,7 @@ class HogwildWorker(Exchange):
                 view.copy_(value)
             for view, value in zip(self._shared_statistics, statistics, strict=True):
                 view.copy_(value)
-            for index, slot in enumerate(self.replica.slots):
-                slot_state = self._optimizer_state.state_of(index)
+            for slot, slot_state in zip(self.replica.slots, self._slot_states(), strict=True):
                 slot_state.clear()
                 slot_state.update(state["optimizer"].get(slot.name, {}))
             self._optimizer_state.reset()
@@ -276,3 +295,7 @@ class HogwildWorker(Exchange):
             self._read()
 
         self._registry.barrier(load_and_read)
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

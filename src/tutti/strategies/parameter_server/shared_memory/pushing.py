@@ -1,5 +1,7 @@
 """Pushing in shared memory: a worker writes its gradient into its ring, or steps the shared parameters with it."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from tutti.events import READ, Event
@@ -22,7 +24,7 @@ class GradientPusher:
         self.num_bytes = 0
         """Bytes of gradients pushed so far."""
 
-    def push(self, bucket: Bucket, weight: float, norm: float, options: np.ndarray) -> None:
+    def push(self, bucket: Bucket, weight: float, norm: float, options: np.ndarray, is_void: bool = False) -> None:
         """Push a bucket.
 
         Args:
@@ -30,6 +32,7 @@ class GradientPusher:
             weight: number of samples that the gradients are the mean of.
             norm: norm of the whole gradient, where each update is clipped by itself; else 0.
             options: numeric options of the optimiser.
+            is_void: push no gradient, but count the iteration.
         """
         context, index = self._context, bucket.index
         local = context.buckets[index]
@@ -39,13 +42,13 @@ class GradientPusher:
         local.clock += 1
         self.num_bytes += bucket.flat.nbytes
         if self._applies_own:
-            self._apply(bucket, clock, weight, norm, options)
+            self._apply(bucket, Update(context.rank, 0, weight, norm, options, None, None, clock, is_void=is_void))
         else:
             if bound is not None:
                 # A bool: only the first bucket of an iteration counts.
                 context.staleness[clock - local.version] += index == 0
             # Gradient first, then clock: a worker that sees the clock (acquire) also sees the gradient.
-            context.pushes.write(bucket, clock, weight, norm, options, local.base_versions)
+            context.pushes.write(bucket, clock, (weight, norm, is_void), options, local.base_versions)
             if bound is not None:
                 context.counters.publish_clock(index, context.rank, local.clock)
                 self._stepper.step_due([index])
@@ -65,8 +68,11 @@ class GradientPusher:
         # Updates that are counted and not applied at once are always stepped jointly: any bucket stands for all.
         self._stepper.step_due([last_bucket])
 
-    def _apply(self, bucket: Bucket, clock: int, weight: float, norm: float, options: np.ndarray) -> None:
-        """Step each shard of a bucket with this worker's gradient: under `Async`, each update is a version."""
+    def _apply(self, bucket: Bucket, whole: Update) -> None:
+        """Step each shard of a bucket with this worker's gradient: under `Async`, each update is a version.
+
+        `whole` is the update of the bucket, without what differs between shards.
+        """
         context = self._context
         # `Async` workers wait for nobody, so this is where a worker learns that another has asked all to stop.
         context.registry.check_stop(context.replica.steps)
@@ -75,7 +81,7 @@ class GradientPusher:
         for shard, base_version in zip(context.parameters.by_bucket[bucket.index], local.base_versions, strict=True):
             has_grad = flags[[segment.slot_index for segment in shard.segments]]
             gradient = bucket.flat[shard.bucket_range]
-            update = Update(context.rank, base_version, weight, norm, options, has_grad, gradient, clock)
+            update = replace(whole, base_version=base_version, has_grad=has_grad, values=gradient)
             lock = int(context.counters.lock[shard.index])
             context.registry.acquire(lock)
             try:

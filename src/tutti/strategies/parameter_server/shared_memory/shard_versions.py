@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tutti.events import APPLY, Event
-from tutti.strategies.parameter_server.ledger import Update
+from tutti.strategies.parameter_server.ledger import Update, effective_updates
 from tutti.strategies.parameter_server.shard_optimizer import update_scales
 from tutti.strategies.parameter_server.shared_memory.context import SharedMemoryContext, applies_own_updates
 
@@ -96,24 +96,28 @@ class ShardVersions:
         """Make the mean of updates; return for each segment whether it has a gradient."""
         context, now = self._context, self._context.transport.now()
         clip = context.strategy.clip if context.strategy.clips_updates else None
-        scales = update_scales(updates, context.parameters.shards[shard_index], self._consistency, clip)
+        shard = context.parameters.shards[shard_index]
         for update in updates:
             context.events.record(Event(APPLY, now, now, 0, (shard_index, version, update.worker, update.clock)))
             # A plain store: the worker reads it after the version, whose publish releases it.
             self._counters.values[self._counters.staleness[shard_index, update.worker]] = update.staleness
-        return context.parameters.optimizers[shard_index].combine(updates, scales)
+        if not (effective := effective_updates(updates, self._consistency)):
+            return np.zeros(len(shard.segments), dtype=bool)
+        scales = update_scales(effective, shard, self._consistency, clip)
+        return context.parameters.optimizers[shard_index].combine(effective, scales)
 
     def step(
         self, shard_index: int, version: int, updates: list[Update], has_grad: np.ndarray, factor: float = 1.0
     ) -> None:
         """Step by the mean that `combine` made, scaled by `factor`, and publish the version after `version`."""
         state = self._context.parameters.states[shard_index]
-        if state is not None:
-            state.refresh()
-        # Updates are sorted by rank: the options of the lowest rank count for all.
-        self._context.parameters.optimizers[shard_index].step(has_grad, updates[0].options, factor)
-        if state is not None:
-            state.publish()
+        if effective_updates(updates, self._consistency):
+            if state is not None:
+                state.refresh()
+            # Updates are sorted by rank: the options of the lowest rank count for all.
+            self._context.parameters.optimizers[shard_index].step(has_grad, updates[0].options, factor)
+            if state is not None:
+                state.publish()
         # The version first: a worker killed in between leaves updates that count as waiting, under a version that
         # has them. Clocked consistencies look at versions only; for counting ones a joint plan repairs `num_applied`.
         self._counters.publish_version(shard_index, version + 1)

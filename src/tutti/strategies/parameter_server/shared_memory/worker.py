@@ -27,6 +27,7 @@ from tutti.strategies.parameter_server.shared_memory.stepping import ShardSteppe
 from tutti.strategies.parameter_server.shared_memory.worker_registry import (
     CONSENSUS,
     FINISH,
+    STATE,
     RegistryCounters,
     WorkerRegistry,
 )
@@ -114,7 +115,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         return self._context.registry.is_leader
 
     def _push(self, bucket: Bucket, norm: float) -> None:
-        self._pusher.push(bucket, self._weight, norm, self._options)
+        self._pusher.push(bucket, self._weight, norm, self._options, self._is_void(bucket))
 
     def _wait_for_all(self) -> None:
         self._reader.wait_and_read(range(len(self._context.buckets)))
@@ -125,24 +126,29 @@ class SharedMemoryWorker(ParameterServerWorker):
     def _request_stop(self) -> None:
         self._context.registry.request_stop()
 
-    def consensus(self) -> None:
-        self._synchronise(CONSENSUS)
+    def consensus(self, optimizer: bool = False) -> None:
+        self._synchronise(CONSENSUS, optimizer)
 
-    def _synchronise(self, call: str) -> None:
+    def _synchronise(self, call: str, optimizer: bool) -> None:
         """Wait for all living workers, which must be in the same call, and read what all updates have made."""
-        self._wait_for_all()
-        self._membership.barrier(call=call)
+        self._expect_new_parameters()
+        if optimizer and self._user_state is not None:
+            self._user_state.fill(self._copy_states(call))  # In the barrier of the consensus.
+        else:
+            self._wait_for_all()
+            self._membership.barrier(call=call)
 
     def leave(self) -> None:
         self._wait_for_all()
         self._membership.leave()
 
     def join(self) -> None:
+        self._expect_new_parameters()
         self._membership.join()
         self._wait_for_all()
 
     def finish(self) -> None:
-        self._synchronise(FINISH)
+        self._synchronise(FINISH, optimizer=True)
         # The barrier has made this worker a member again: others that still train must not wait for it.
         self._membership.withdraw()
         self._context.registry.leave()
@@ -150,6 +156,10 @@ class SharedMemoryWorker(ParameterServerWorker):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimiser's state, by parameter."""
+        return {"optimizer": self._copy_states()}
+
+    def _copy_states(self, call: str = STATE) -> dict[str, Any]:
+        """Return a copy of the optimiser's state, by parameter, in a barrier of all workers."""
         segment_states: list[Any] = []
 
         # Runs within the barrier, where no worker steps: state and values belong to one version.
@@ -161,11 +171,12 @@ class SharedMemoryWorker(ParameterServerWorker):
                     segment_states.extend(optimizer.copy_states())
 
         self._wait_for_all()
-        self._membership.barrier(copy)
-        return {"optimizer": merge_segment_states(segment_states, {slot.name: slot for slot in self.replica.slots})}
+        self._membership.barrier(copy, call)
+        return merge_segment_states(segment_states, {slot.name: slot for slot in self.replica.slots})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        self._expect_new_parameters()
         # First of all: the waits below overwrite the model with the old shared values.
         images = [bucket.image() for bucket in self.replica.buckets]
 

@@ -123,7 +123,7 @@ class WorkerRegistry:
     def check_stop(self, steps: int) -> None:
         """Raise `NonFiniteLoss` if a worker has asked all workers to stop; `steps` is for the message."""
         if stopped_by := self.flags.value(self._indices.stopped_by):
-            raise NonFiniteLoss(self._rank, [stopped_by - 1], steps)
+            raise NonFiniteLoss(self._world_rank(self._rank), [self._world_rank(stopped_by - 1)], steps)
 
     # Barriers
 
@@ -249,4 +249,4 @@ class WorkerRegistry:
 
     def _world_rank(self, worker: int) -> int:
         """Return the rank by which messages name a worker. On a channel of some ranks it is not the worker's number."""
-        return self._transport.membership.peers[worker].rank
+        return self._transport.world_ranks[worker]

@@ -22,7 +22,7 @@ class WorkerLifecycle:
         self, context: ServerContext, versions: VersionMaker, replies: ReplySender, on_empty: Callable[[], None]
     ) -> None:
         """Watch over the workers of a server; `on_empty` is called when the last worker is gone."""
-        self._rank = context.transport.rank
+        self._rank, self._world_ranks = context.transport.rank, context.transport.world_ranks
         self._config = context.config
         self._membership = context.membership
         self._other_servers = context.other_servers
@@ -109,4 +109,5 @@ class WorkerLifecycle:
         clock = next(iter(self._versions.shards.values())).ledger.clock(worker)
         num_left = len(self._membership.alive) - 1
         rest = "and its server with it" if worker in self._config.servers else f"and {num_left} go on"
-        _log.warning("rank %d: worker %d left at clock %d, %s: %s", self._rank, worker, clock, rest, reason)
+        ranks = self._world_ranks[self._rank], self._world_ranks[worker]
+        _log.warning("rank %d: worker %d left at clock %d, %s: %s", *ranks, clock, rest, reason)

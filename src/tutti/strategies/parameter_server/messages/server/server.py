@@ -117,7 +117,7 @@ class Server:
             return  # It was removed while this request was under way.
         try:
             match header.kind:
-                case RequestKind.PUSH:
+                case RequestKind.PUSH | RequestKind.VOID:
                     self._push(worker, header, options, has_grad, payload)
                 case RequestKind.BARRIER:
                     self._lifecycle.enter_barrier(worker)
@@ -151,15 +151,18 @@ class Server:
     ) -> None:
         """Record a pushed update and take the steps that are due by it. Raises `PacketError` if it is malformed."""
         shard = self._shards.get(header.shard)
-        if shard is None or payload is None:
+        is_void = header.kind == RequestKind.VOID
+        # Running statistics have values in every update.
+        if shard is None or is_void != (payload is None) or (is_void and not shard.spec.is_trained):
             raise PacketError(f"an update of {header.num_bytes} bytes for shard {header.shard}, which is not held here")
         valid_weight = isfinite(header.weight) and header.weight >= 0
         # A version from the future, or a NaN weight, would spoil the parameters of all workers.
         if not valid_weight or not 0 <= header.base_version <= shard.ledger.version:
             raise PacketError(f"an update of weight {header.weight}, computed from version {header.base_version}")
-        gradient = shard.decode(payload)
+        gradient = None if payload is None else shard.decode(payload)
         has_grad = has_grad[: len(shard.spec.segments)]  # Requests are as long as the shard with most segments needs.
         update = Update(worker, header.base_version, header.weight, header.norm, options, has_grad, gradient)
+        update.is_void = is_void
         shard.ledger.push(update)
         self._versions.pushed(shard, worker, header.wanted_version)
 
@@ -215,8 +218,8 @@ class Server:
             # A lost worker is handled by its `_receive_requests`. After the loss of a server, every worker fails.
             return
         except Exception as error:
-            rank = self._transport.rank
-            _log.error("rank %d: the server here has failed: %s: %s", rank, type(error).__name__, str(error))
+            rank, world_rank = self._transport.rank, self._transport.world_rank
+            _log.error("rank %d: the server here has failed: %s: %s", world_rank, type(error).__name__, str(error))
             self.failure = error
             self.over.set()
             if rank in self._config.workers:

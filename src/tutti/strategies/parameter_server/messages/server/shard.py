@@ -10,7 +10,7 @@ from tutti.collectives.compressed.messages import new_message
 from tutti.errors import PacketError
 from tutti.events import APPLY, Event
 from tutti.replica import Bucket
-from tutti.strategies.parameter_server.ledger import Ledger, Update
+from tutti.strategies.parameter_server.ledger import Ledger, Update, effective_updates
 from tutti.strategies.parameter_server.messages.buffers import BufferPool
 from tutti.strategies.parameter_server.messages.server.context import ServerContext
 from tutti.strategies.parameter_server.shard_optimizer import ShardOptimizer, update_scales
@@ -113,18 +113,22 @@ class ServerShard:
             self._context.events.record(Event(APPLY, now, now, 0, about))
         if self.optimizer is None:
             return np.empty(0)
+        consistency = self._config.consistency
+        if not (updates := effective_updates(due, consistency)):
+            return np.zeros(len(self.spec.segments), dtype=bool)
         # A mean that is clipped as a whole is scaled in `step`, when the norm over all servers is known.
         clip = None if self._config.clips_means else self._config.clip
-        return self.optimizer.combine(due, update_scales(due, self.spec, self._config.consistency, clip))
+        return self.optimizer.combine(updates, update_scales(updates, self.spec, consistency, clip))
 
     def step(self, due: list[Update], has_grad: np.ndarray, factor: float = 1.0) -> None:
         """Step by the mean that `combine` made of these updates, scaled by `factor`, and free their memory."""
         if self.optimizer is None:
             return
-        # Updates are sorted by rank: the options of the lowest rank count for all.
-        self.optimizer.step(has_grad, due[0].options, factor)
+        if effective_updates(due, self._config.consistency):
+            # Updates are sorted by rank: the options of the lowest rank count for all.
+            self.optimizer.step(has_grad, due[0].options, factor)
         for update in due:
-            if update.values.dtype == self.optimizer.values.dtype:
+            if update.values is not None and update.values.dtype == self.optimizer.values.dtype:
                 self.buffers.give_back(update.values.view(torch.uint8))
 
     # Snapshots

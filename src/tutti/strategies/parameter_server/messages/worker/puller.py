@@ -83,16 +83,18 @@ class ShardPuller:
 
     def load(self, shard: WorkerShard) -> None:
         """Copy received values into the model, or raise what the server replied instead."""
-        reply, rank = shard.reply, self._transport.rank
+        reply, world_ranks = shard.reply, self._transport.world_ranks
+        rank = self._transport.world_rank
         assert reply is not None
         if reply.status == ReplyStatus.STOPPED:
             # Before the error: servers must know that this worker will not come back.
             self._requests.disconnect_after_stop()
-            raise NonFiniteLoss(rank, [reply.version], self._context.replica.steps)
+            raise NonFiniteLoss(rank, [world_ranks[reply.version]], self._context.replica.steps)
         if reply.status == ReplyStatus.REJECTED:
             raise WorkerDropped(
-                f"rank {rank}: the server on rank {shard.server} rejected an update of shard {shard.spec.index} as "
-                "malformed, and takes nothing more from this worker. The output of that rank says what was wrong."
+                f"rank {rank}: the server on rank {world_ranks[shard.server]} rejected an update of shard "
+                f"{shard.spec.index} as malformed, and takes nothing more from this worker. The output of that "
+                "rank says what was wrong."
             )
         # In a dry run there are no values to copy, but versions count as in a real run.
         shard.version = reply.version

@@ -30,7 +30,15 @@ class ShardPusher:
         self._requests = requests
         self._puller = puller
 
-    def push(self, shards: list[WorkerShard], bucket: Bucket, weight: float, norm: float, options: np.ndarray) -> None:
+    def push(
+        self,
+        shards: list[WorkerShard],
+        bucket: Bucket,
+        weight: float,
+        norm: float,
+        options: np.ndarray,
+        is_void: bool = False,
+    ) -> None:
         """Push all shards of a bucket. Returns at once: the sends, and the pulls after them, go on in the background.
 
         Args:
@@ -39,18 +47,21 @@ class ShardPusher:
             weight: number of samples that the gradients are the mean of.
             norm: norm of the whole gradient, where each update is clipped by itself; else 0.
             options: numeric options of the optimiser.
+            is_void: push no gradient, but count the iteration.
         """
         bound = self._config.consistency.bound
         sizes_only = self._replica.sizes_only
         has_grad = np.ones(len(bucket.slots), bool) if sizes_only else np.array(gradient_flags(bucket))
         for shard in shards:
             spec = shard.spec
-            payload = self._payload(shard, bucket)
+            # Residuals of a codec stay as they are if the step is void.
+            payload = None if is_void else self._payload(shard, bucket)
+            kind, num_bytes = (RequestKind.VOID, 0) if payload is None else (RequestKind.PUSH, payload.nbytes)
             # Computed before `clock` is advanced, as `_wanted_version` expects.
             wanted = self._wanted_version(shard)
             now = self._transport.now()
             self._context.events.record(Event(READ, now, now, 0, (spec.index, shard.clock, shard.version)))
-            header = RequestHeader(RequestKind.PUSH, spec.index, shard.version, wanted, payload.nbytes, weight, norm)
+            header = RequestHeader(kind, spec.index, shard.version, wanted, num_bytes, weight, norm)
             shard_flags = has_grad[[segment.slot_index for segment in spec.segments]]
             if bound is not None:
                 self._context.staleness[shard.clock - shard.version] += spec.index == 0
@@ -63,11 +74,16 @@ class ShardPusher:
                 shard.pending_pull = work
 
     def _send(
-        self, shard: WorkerShard, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor
+        self,
+        shard: WorkerShard,
+        header: RequestHeader,
+        options: np.ndarray,
+        has_grad: np.ndarray,
+        payload: Tensor | None,
     ) -> Operation:
         """Send a push and, if it asks for a newer version, receive that."""
         yield from self._requests.push(shard.server, header, options, has_grad, payload)
-        if shard.server != self._transport.rank:
+        if payload is not None and shard.server != self._transport.rank:
             shard.buffers.give_back(payload)  # A server on this rank gives it back itself, after the step.
         if header.wanted_version != NO_PULL:
             yield from self._puller.receive(shard)

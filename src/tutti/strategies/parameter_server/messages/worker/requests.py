@@ -1,5 +1,6 @@
 """Requests of a worker to its servers, also to the one on its own rank, which needs no message."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from tutti.errors import DeadlineExceeded, RankLost
+from tutti.replica.buckets import Slot
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.state_transfer import receive_state, send_state
@@ -18,6 +20,8 @@ from tutti.strategies.parameter_server.messages.wire import (
     RequestKind,
     reply_tags,
 )
+from tutti.strategies.parameter_server.shard_optimizer import merge_segment_states
+from tutti.strategies.parameter_server.shards import ShardSegment
 from tutti.transports import Transport, Work
 from tutti.transports.base import Operation, Signal
 
@@ -45,9 +49,12 @@ class RequestSender:
             yield self._transport.isend(self._config.request_format.pack(header), server, REQUEST_TAG)
 
     def push(
-        self, server: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor
+        self, server: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor | None
     ) -> Operation:
-        """Send a gradient. A server on this rank takes the payload over; otherwise it may be reused afterwards."""
+        """Send a gradient, or a void push, which has none.
+
+        A server on this rank takes the payload over; otherwise it may be reused afterwards.
+        """
         if server == self._rank:
             assert self.local_server is not None
             self.local_server.handle_request(self._rank, header, options, has_grad, payload)
@@ -56,7 +63,8 @@ class RequestSender:
             # Both begin before either is awaited: payloads must follow in the order of their headers, and another push
             # may begin at any wait.
             sends = [self._transport.isend(message, server, REQUEST_TAG)]
-            sends.append(self._transport.isend(payload, server, PAYLOAD_TAG))
+            if payload is not None:
+                sends.append(self._transport.isend(payload, server, PAYLOAD_TAG))
             yield from sends
 
     def send_to_all(self, kind: RequestKind) -> None:
@@ -64,7 +72,17 @@ class RequestSender:
         for work in [self._transport.spawn(self.send(server, kind)) for server in self.servers]:
             work.wait()
 
-    def fetch_state(self, server: int, segments: list[Any]) -> Operation:
+    def fetch_states(self, slots: Iterable[Slot]) -> dict[str, Any]:
+        """Return the state of all servers' optimisers, by parameter. After a barrier, when no server steps."""
+        fetched: list[Any] = []
+        for work in [self._transport.spawn(self._fetch_state(server, fetched)) for server in self.servers]:
+            self.wait(work)
+        segments = [
+            (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
+        ]
+        return merge_segment_states(segments, {slot.name: slot for slot in slots})
+
+    def _fetch_state(self, server: int, segments: list[Any]) -> Operation:
         """Append the optimiser's state of a server's segments to `segments`."""
         if server == self._rank:
             assert self.local_server is not None
@@ -98,11 +116,12 @@ class RequestSender:
             # The failed server has interrupted this wait, which looks like a loss: its own error says more.
             if self.local_server is not None and self.local_server.failure is not None:
                 raise self.local_server.failure from None
-            if lost := sorted(loss.gone.keys() & set(self.servers)):
+            # By world rank, as errors name ranks: a channel of some ranks numbers its servers differently.
+            if lost := sorted(loss.gone.keys() & {self._transport.world_ranks[server] for server in self.servers}):
                 raise RankLost(
-                    f"rank {self._rank}: rank {lost[0]} is gone, and the parameters that it served with it: "
-                    f"{loss.gone[lost[0]]}. Training survives the loss of a worker on one host, or where servers have "
-                    "ranks of their own (ParameterServer(servers=1)).",
+                    f"rank {self._transport.world_rank}: rank {lost[0]} is gone, and the parameters that it served "
+                    f"with it: {loss.gone[lost[0]]}. Training survives the loss of a worker on one host, or where "
+                    "servers have ranks of their own (ParameterServer(servers=1)).",
                     loss.gone,
                 ) from None
             raise

@@ -15,8 +15,6 @@ from tutti.strategies.parameter_server.messages.worker.puller import ShardPuller
 from tutti.strategies.parameter_server.messages.worker.pusher import ShardPusher
 from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard, make_worker_shard
-from tutti.strategies.parameter_server.shard_optimizer import merge_segment_states
-from tutti.strategies.parameter_server.shards import ShardSegment
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
 from tutti.transports import Transport
 from tutti.transports.base import Operation
@@ -77,9 +75,13 @@ class MessageWorker(ParameterServerWorker):
 
     # Joining and leaving
 
-    def consensus(self) -> None:
+    def consensus(self, optimizer: bool = False) -> None:
+        self._expect_new_parameters()
         self._wait_for_pending()
         self._pull_all(RequestKind.BARRIER)
+        if optimizer and self._user_state is not None:
+            self._user_state.fill(self._requests.fetch_states(self.replica.slots))
+            self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
 
     def leave(self) -> None:
         """Take no part until `join`: the others go on without this worker.
@@ -93,11 +95,14 @@ class MessageWorker(ParameterServerWorker):
 
     def join(self) -> None:
         """Take part again, from the servers' present versions."""
+        self._expect_new_parameters()
         if not self._strategy.clips_means:
             self._pull_all(RequestKind.JOIN)
 
     def finish(self) -> None:
         self.consensus()  # Every worker is here: no server has an update left to apply.
+        if self._user_state is not None:
+            self._user_state.fill(self._requests.fetch_states(self.replica.slots))
         self._requests.disconnect()
         self.close()
 
@@ -110,7 +115,7 @@ class MessageWorker(ParameterServerWorker):
 
     def _push(self, bucket: Bucket, norm: float) -> None:
         shards = self._shards_by_bucket[bucket.index]
-        self._pusher.push(shards, bucket, self._weight, norm, self._options)
+        self._pusher.push(shards, bucket, self._weight, norm, self._options, self._is_void(bucket))
 
     def _wait_for_all(self) -> None:
         for shard in self._shards:
@@ -159,14 +164,7 @@ class MessageWorker(ParameterServerWorker):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the servers' optimisers, by parameter."""
         self.consensus()
-        fetched: list[Any] = []
-        servers = self._requests.servers
-        for work in [self._channel.spawn(self._requests.fetch_state(server, fetched)) for server in servers]:
-            work.wait()
-        segments = [
-            (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
-        ]
-        states = merge_segment_states(segments, {slot.name: slot for slot in self.replica.slots})
+        states = self._requests.fetch_states(self.replica.slots)
         self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
         return {"optimizer": states}
 

@@ -1,0 +1,47 @@
+"""Support of training techniques by parameter servers, where it is not as on one worker."""
+
+from collections.abc import Mapping
+
+from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
+
+_IN_THE_STEP = (
+    "Gradients are pushed to the servers in `optimizer.step()`, and not during backward, from the first step in which "
+    "they were changed"
+)
+
+SUPPORT: Mapping[str, Support] = {
+    "clipping": Support(
+        "adapts",
+        f"{_IN_THE_STEP}. Each worker clips its own gradient; `ParameterServer(clip=...)` clips the mean, as one "
+        "worker would.",
+    ),
+    "changed gradients": Support("adapts", f"{_IN_THE_STEP}."),
+    "loss scaling": Support(
+        "adapts",
+        f"{_IN_THE_STEP}. Under `bsp` an infinite gradient of one worker voids the step of all, otherwise its own "
+        "update.",
+    ),
+    "accumulation": Support("adapts", f"{_IN_THE_STEP}. From the second step on, use `job.no_sync()` or `overlap=0`."),
+    "averaged weights": Support(
+        "adapts",
+        "Parameters arrive in the next forward pass, so a copy that is updated after `optimizer.step()` is one step "
+        "older. `ParameterServer(overlap=False)` avoids that.",
+    ),
+    "closures": Support(
+        "refuses",
+        "optimizer.step was given a closure, which calls the loss again within the step: servers take the steps, and "
+        "have no loss to call. Call backward yourself, then step().",
+    ),
+    "LBFGS": Support(
+        "refuses",
+        "LBFGS needs the whole model at once and calls the loss again in every step, but each server holds a part of "
+        "it. Use SGD, Adam or another that takes gradients as they are, or AllReduce.",
+    ),
+    "sparse gradients": SPARSE_GRADIENTS,
+    "changed parameters": Support(
+        "refuses",
+        "Servers hold the parameters, so the change would be lost. Load states before distribute; to change parameters "
+        "while training, use AllReduce, with the same change on every rank.",
+    ),
+}
+"""By technique; those that are not listed work."""
