@@ -326,8 +326,10 @@ def _changed(world: World, strategy: str, change: Callable[[nn.Sequential], None
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_model_that_was_changed(strategy: str, change: Callable[[nn.Sequential], None]) -> None:
     for message in _errors(_changed, strategy, change):
-        assert CHANGES[change] in message
-        assert "call tutti.distribute again" in message
+        # Servers notice by themselves that a parameter is not the one that they have sent.
+        if strategy != SERVERS or "was changed between optimizer.step() and the next forward pass" not in message:
+            assert CHANGES[change] in message
+            assert "call tutti.distribute again" in message
 
 
 def _on_meta(world: World) -> None:

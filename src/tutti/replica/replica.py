@@ -66,12 +66,8 @@ class Checks(Protocol):
         """The optimiser is about to step."""
         ...
 
-    def allow_any_loss(self) -> None:
-        """Do not look at the loss."""
-        ...
-
-    def allow_same_batches(self) -> None:
-        """Do not compare the batches of ranks."""
+    def allow(self, *, any_loss: bool = False, same_batches: bool = False) -> None:
+        """Do not look at the loss, or do not compare the batches of ranks."""
         ...
 
     def cause_of(self, error: RankLost) -> Exception:

@@ -25,10 +25,8 @@ def expect(replica: HookedReplica, strategy: Strategy, world: World, loss: LossK
             )
     if loss == "sum":
         replica.sum_gradients(world.size)
-    if replica.checks is not None and loss is not None:
-        replica.checks.allow_any_loss()
-    if replica.checks is not None and same_batches:
-        replica.checks.allow_same_batches()
+    if replica.checks is not None:
+        replica.checks.allow(any_loss=loss is not None, same_batches=same_batches)
 
 
 def _mistake(replica: HookedReplica, strategy: Strategy, loss: str | None) -> str:

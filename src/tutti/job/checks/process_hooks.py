@@ -2,11 +2,13 @@
 
 torch calls such hooks by iterating over a dict, which must not change meanwhile. Ranks may be threads of one process,
 in simulations for example, so one of them must not add or remove a hook while another steps. Therefore each hook is
-registered once, by the first job, and stays. It goes through a tuple of checks that is replaced as a whole.
+registered once, by the first job, and stays. It goes through a tuple of checks that is replaced as a whole. References
+are weak: a job that is dropped without `finish` is collected with its model.
 """
 
 from threading import Lock
 from typing import Any, Protocol
+from weakref import ref
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -30,7 +32,7 @@ class ProcessCheck(Protocol):
 
 
 _lock = Lock()
-_checks: tuple[ProcessCheck, ...] = ()
+_checks: tuple["ref[ProcessCheck]", ...] = ()
 _registered = False
 
 
@@ -38,7 +40,7 @@ def add(check: ProcessCheck) -> None:
     """Call `check` from now on."""
     global _checks, _registered  # noqa: PLW0603
     with _lock:
-        _checks = (*_checks, check)
+        _checks = (*(other for other in _checks if other() is not None), ref(check))
         if not _registered:
             _registered = True
             register_optimizer_step_pre_hook(_before_step)
@@ -50,14 +52,16 @@ def remove(check: ProcessCheck) -> None:
     """Call `check` no more. Idempotent."""
     global _checks  # noqa: PLW0603
     with _lock:
-        _checks = tuple(other for other in _checks if other is not check)
+        _checks = tuple(other for other in _checks if other() not in (check, None))
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for check in _checks:
-        check.optimizer_steps(optimizer)
+    for reference in _checks:
+        if (check := reference()) is not None:
+            check.optimizer_steps(optimizer)
 
 
 def _member_added(module: nn.Module, *_: Any) -> None:
-    for check in _checks:
-        check.member_added(module)
+    for reference in _checks:
+        if (check := reference()) is not None:
+            check.member_added(module)

@@ -76,13 +76,11 @@ class TrainingChecks:
         """A parameter or a module was added to a module of this process."""
         self._layout.member_added(module)
 
-    def allow_any_loss(self) -> None:
-        """Do not look at the loss: the user says what it is."""
-        self._watches_loss = False
-
-    def allow_same_batches(self) -> None:
-        """Do not compare batches: ranks are given the same ones on purpose."""
-        self._batches = self._notices = None
+    def allow(self, *, any_loss: bool = False, same_batches: bool = False) -> None:
+        """Do not look at the loss, or do not compare batches: the user says what they are."""
+        self._watches_loss = self._watches_loss and not any_loss
+        if same_batches:
+            self._batches = self._notices = None
 
     def _forward(self, args: Any, kwargs: Any) -> None:
         """A forward pass that trains, and is not compiled, begins."""
