@@ -500,7 +500,7 @@ def test_going_on_from_a_saved_state_changes_nothing(transport: str, codec: Any,
         for step in range(20):
             if step == 10:
                 saved, model_state, optimizer_state = job.state_dict(), state(model), optimizer.state_dict()
-                assert len(saved["exchange"]["ranks"]) == world.size
+                assert len(saved["exchange"]["block"]["ranks"]) == world.size
                 if stop:
                     job.finish()
                     model, optimizer, job = make(world)
@@ -714,7 +714,7 @@ def test_consensus_gives_back_every_buffer_and_refuses_to_train() -> None:
             for wrong in (optimizer.step, job.finish, lambda: job.consensus().__enter__()):
                 with pytest.raises(ConfigError, match=r"inside job.consensus\(\)"):
                     wrong()
-            saved = job.state_dict()["exchange"]["ranks"][world.rank]["own"]["head.weight"]
+            saved = job.state_dict()["exchange"]["block"]["ranks"][world.rank]["own"]["head.weight"]
             assert not torch.equal(saved, model.head.weight)  # Each rank's own, not the mean.
         found = int(model.norm.num_batches_tracked)
         assert torch.equal(saved, model.head.weight)

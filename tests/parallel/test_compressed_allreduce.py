@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tutti
-from support import run_ok, run_threads
+from support import run_ok
 from tutti.cluster import Cluster, Compute, Link
 from tutti.codecs import Cast, Chain, Codec, ErrorFeedback, LowRank, OneBit, Quantize, RandomK, Threshold, TopK
 from tutti.errors import ConfigError
@@ -164,8 +164,7 @@ def test_what_was_sent_and_what_is_left_is_what_there_was(codec: str) -> None:
         F.cross_entropy(model(x), y).backward()
         torch._foreach_add_(expected, [p.grad for p in model.parameters()])
     total, state = results[0]
-    owed = state["elements"]["residual"].sum(0) / size
-    left = dict(zip(state["names"], owed.split(list(state["names"].values())), strict=True))
+    left = {name: rows.sum(0) / size for name, rows in state["residuals"]["elements"]["residual"].items()}
     assert all(part.any() for part in left.values())
     for (name, parameter), got, wanted in zip(net().named_parameters(), total, expected, strict=True):
         rest = left[name].view(parameter.shape) if name in left else 0.0
@@ -191,7 +190,7 @@ def test_without_feedback_too(codec: str) -> None:
     def train(world: World) -> list[Tensor]:
         model, optimizer, job = start(world, CODECS[codec])
         assert go(world, model, optimizer, range(3))
-        assert job.state_dict()["exchange"]["elements"] == {}
+        assert job.state_dict()["exchange"]["residuals"]["elements"] == {}
         return [p.detach() for p in model.parameters()]
 
     assert_same_bits(run_ok(train, size=3, transport="simulated"))
@@ -237,29 +236,21 @@ def test_what_is_left_out_is_kept_when_the_number_of_ranks_changes(
         go(world, model, optimizer, range(2))
         return state
 
-    for key in saved[0]["exchange"]["elements"]:
-        rows = saved[0]["exchange"]["elements"][key]
+    for key in _rows(saved[0]):
+        rows = _rows(saved[0])[key]
         assert rows.abs().sum() > 0
-        assert all(torch.equal(rows, other["exchange"]["elements"][key]) for other in saved)
+        assert all(torch.equal(rows, _rows(other)[key]) for other in saved)
     for after in afters:
         restored = run_ok(restore, size=after, transport=transport)
-        for key in saved[0]["exchange"]["elements"]:
-            then, now = (state["exchange"]["elements"][key] for state in (saved[0], restored[0]))
+        for key in _rows(saved[0]):
+            then, now = (_rows(state)[key] for state in (saved[0], restored[0]))
             torch.testing.assert_close(then.sum(0) / len(then), now.sum(0) / len(now), rtol=1e-5, atol=1e-7)
 
 
-def test_a_state_of_another_model_is_refused() -> None:
-    def train(world: World) -> dict[str, Any]:
-        _, _, job = start(world, ErrorFeedback(OneBit()))
-        state = job.state_dict()
-        _, _, other = start(world, ErrorFeedback(OneBit()), exact_below=5000)
-        state["strategy"] = str(other.strategy)
-        other.load_state_dict(state)
-        return state
-
-    for error in run_threads(train, size=2, transport="simulated"):
-        assert isinstance(error, ConfigError)
-        assert "exact_below" in str(error)
+def _rows(state: dict[str, Any]) -> dict[str, Tensor]:
+    """A row for every rank of all parameters' state, by its name."""
+    elements = state["exchange"]["residuals"]["elements"]
+    return {key: torch.cat(list(by_parameter.values()), dim=1) for key, by_parameter in elements.items()}
 
 
 @every_codec
@@ -295,8 +286,8 @@ def test_a_step_that_a_scaler_skips_leaves_what_is_owed(codec: str) -> None:
         go(world, model, optimizer, range(3))
         owed = []
         for factor in (math.inf, 1.0):
-            elements = job.state_dict()["exchange"]["elements"]
-            owed.append(torch.cat([elements[key][world.rank] for key in elements]))
+            rows = _rows(job.state_dict())
+            owed.append(torch.cat([rows[key][world.rank] for key in rows]))
             x, y = batch(world.rank, 3)
             (factor * F.cross_entropy(model(x), y)).backward()
             assert all(p.grad.isfinite().all() for p in model.parameters()) == (factor == 1.0)
@@ -347,9 +338,8 @@ def test_a_gradient_that_nobody_clears_or_touches_is_not_lost() -> None:
 
 
 def _owed(job: Job, name: str, world: World) -> Tensor:
-    state = job.state_dict()["exchange"]
-    parts = (state["elements"]["residual"].sum(0) / world.size).split(list(state["names"].values()))
-    return dict(zip(state["names"], parts, strict=True))[name].view(40, 40)
+    rows = job.state_dict()["exchange"]["residuals"]["elements"]["residual"][name]
+    return (rows.sum(0) / world.size).view(40, 40)
 
 
 @pytest.mark.parametrize("codec", KINDS)

@@ -14,6 +14,7 @@ from tutti.codecs.scale_groups import MAX_GROUP_NUMEL
 from tutti.errors import ConfigError
 from tutti.replica import Bucket
 from tutti.replica.buckets import Memory, Slot, cut_buckets, kind_of
+from tutti.strategies.compatibility import refusals
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shard_optimizer import (
@@ -22,9 +23,9 @@ from tutti.strategies.parameter_server.shard_optimizer import (
     merge_segment_states,
     needs_whole_parameters,
     reject_closure,
-    unsupported_reason,
 )
 from tutti.strategies.parameter_server.shards import ParameterShard, cut_into_shards
+from tutti.strategies.parameter_server.strategy import ParameterServer
 from tutti.transports import SingleRankTransport
 
 shapes = st.lists(
@@ -213,8 +214,8 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
 
 
 def test_lbfgs_and_closures_are_refused() -> None:
-    why = unsupported_reason(optim.LBFGS([parameter()]))
-    assert why is not None
+    model = torch.nn.Linear(2, 2)
+    (why,) = refusals(ParameterServer().support, model, optim.LBFGS(model.parameters()))
     assert "LBFGS" in why
     assert "Use SGD" in why
     with pytest.raises(ConfigError, match=r"closure.*Call backward yourself"):

@@ -11,7 +11,7 @@ from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job.checks import LossKind, expect
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
-from tutti.job.state import exchange_state, job_state
+from tutti.job.state import job_state, load_job_state
 from tutti.job.values import CollectiveValues
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
@@ -145,17 +145,15 @@ class Job(CollectiveValues, JobProgress, NotCopied):
 
         It is alike on every rank. Collective: every rank calls it, and one may save it for all.
         """
-        return job_state(self.strategy, self._replica.steps, self._exchange, self._model_on_mesh)
+        return job_state(self.strategy, self._replica, self._exchange, self._model_on_mesh)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned; every rank loads it, before its first step.
+        """Continue from a state that `state_dict` returned; every rank loads it, before its first step. Collective.
 
-        Raises `ConfigError` for a state of another strategy, or of a model that was split otherwise.
+        It may be of another strategy: what this one has no use for is dropped, and a warning says what that means.
+        Raises `ConfigError` for the state of another model, or of one that was split otherwise.
         """
-        # Checked first: a state that is refused changes nothing.
-        saved = exchange_state(state, self.strategy, self._model_on_mesh)
-        self._replica.steps = state["steps"]
-        self._exchange.load_state_dict(saved)
+        load_job_state(state, self.strategy, self._replica, self._exchange, self._model_on_mesh)
 
     def finish(self) -> None:
         """Complete exchanges, leave the agreed parameters in the model, and release it. Collective. Idempotent."""

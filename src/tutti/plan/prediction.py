@@ -77,7 +77,7 @@ def price(
     is given. Dedicated servers are added to the workers. The profile's overhead is added in both cases.
 
     Args:
-        exchange: the strategy at work in a running job; its cost counts where it knows more than the strategy.
+        exchange: the strategy at work in a running job; its own cost counts, if it has one.
 
     Raises `NotPriced` if the strategy has no cost formula.
     """
@@ -89,8 +89,8 @@ def price(
     computing_s = scaled.seconds
     added = CommunicationCost(0.0, 0.0, num_exchanges=0.0)
     if workers > 1:
-        known = None if exchange is None else exchange.cost(scaled, placement)
-        added = strategy.cost(scaled, placement) if known is None else known
+        own_cost = None if exchange is None else exchange.cost
+        added = (own_cost or strategy.cost)(scaled, placement)
     overhead_s = scaled.overhead.seconds(added)
     by_simulation = simulator is not None and not placement.uniform and workers > 1
     # Overhead is negative where `coding_factor` is below 1, but a step is never shorter than its computation.

@@ -189,6 +189,9 @@ class AllReduceExchange(Exchange):
         self._mean = _mean_over(replica, transport, strategy, codec)
         # A single rank sends nothing. It keeps residuals from a checkpoint of several ranks for a later one.
         self._unused_state: dict[str, Any] = {}
+        self._parts = (
+            {"residuals"} if strategy.codec is not None else {"converged"} if strategy.skip_converged else set()
+        )
         self._weights_known: Work = CompletedWork()
         self._waiting: deque[Bucket] = deque()
         self._under_way: list[tuple[Bucket, Work]] = []
@@ -255,19 +258,26 @@ class AllReduceExchange(Exchange):
         if self._converged is not None:
             # The order of parameters in buckets: a resumed run then cuts the same ones.
             order = [slot.name for slot in self.replica.slots] if self.replica.arranged else None
-            return {"order": order, "converged": self._converged.state_dict()}
-        return self._mean.state_dict() if isinstance(self._mean, CompressedMean) else self._unused_state
+            return {"converged": {"order": order, **self._converged.state_dict()}}
+        if isinstance(self._mean, CompressedMean):
+            return {"residuals": self._mean.state_dict()}
+        return self._unused_state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._converged is not None and state:
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
+        used = set()
+        if self._converged is not None and "converged" in state:
+            used = {"converged"}
             self._converged.load_state_dict(state["converged"])
-            if state["order"] is not None:
-                self.replica.arrange(state["order"])
+            if state["converged"]["order"] is not None:
+                self.replica.arrange(state["converged"]["order"])
             self.replica.leave_out(self._converged.left_out)
-        elif isinstance(self._mean, CompressedMean) and state:
-            self._mean.load_state_dict(state)
-        else:
-            self._unused_state = state
+        elif isinstance(self._mean, CompressedMean) and "residuals" in state:
+            used = {"residuals"}
+            self._mean.load_state_dict(state["residuals"])
+        elif self.transport.size == 1:
+            self._unused_state = {name: state[name] for name in state.keys() & self._parts}
+            used = set(self._unused_state)
+        return set(state) - used
 
     def _start_waiting(self) -> None:
         """Start the all-reduce of every bucket that waited for the weights."""

@@ -9,7 +9,7 @@ in every step; `consensus` and `restore_local` around evaluation and saving; `fi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -35,6 +35,9 @@ class Exchange:
 
     equal_after_steps: bool = False
     """Whether all ranks hold the same parameters after every step, and take the same backward passes together."""
+    cost: Callable[[Profile, Placement], CommunicationCost] | None = None
+    """Replaces `Strategy.cost` in a running job, for an exchange that decided something in its first steps and keeps to
+    it; None if the strategy's own formula holds."""
 
     def __init__(self, replica: Replica, transport: Transport) -> None:
         self.replica = replica
@@ -95,13 +98,6 @@ class Exchange:
         """
         return {}
 
-    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost | None:
-        """Return what this exchange adds to a step, if it knows more than `Strategy.cost`; None if it does not.
-
-        An exchange knows more where it decided something from its first steps and keeps to it.
-        """
-        return None
-
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the first of the ranks that are left."""
@@ -133,12 +129,20 @@ class Exchange:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be saved, in addition to model and optimiser, to resume exactly."""
+        """Return what must be saved, in addition to model and optimiser, to resume exactly. Collective.
+
+        Parts by name: "residuals", "converged", "optimizer", "block" and "block_residuals" are those of Tutti's
+        strategies. A part holds tensors by the parameters' names, and plain values. It says nothing about buckets and
+        algorithms, so that a strategy with the same part can resume from it.
+        """
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from what `state_dict` returned."""
-        assert not state, f"{type(self).__name__} keeps no state, got {sorted(state)}"
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
+        """Resume from the parts of `state` that this strategy has, and return the names of the others. Collective.
+
+        `state` is what `state_dict` returned, under this strategy or another one, for the same model.
+        """
+        return set(state)
 
 
 class Strategy(ABC):
@@ -239,10 +243,6 @@ class Strategy(ABC):
     def support(self, technique: str) -> Support:
         """Return how a technique of `tutti.strategies.compatibility.TECHNIQUES` works under this strategy."""
         return COMMON.get(technique, WORKS)
-
-    def can_resume_from(self, text: str) -> bool:
-        """Whether a job with this strategy can load the state of one whose strategy printed as `text`."""
-        return text == str(self)
 
     def serve(self, replica: Replica, transport: Transport) -> None:
         """Run a dedicated server until no worker is left. Collective with the workers' `attach`."""

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.codecs import Codec
+from tutti.codecs import Codec, print_codec
 from tutti.collectives import butterfly, native
 from tutti.collectives.compressed import STAGE_BOUNDARY, CompressedSum, ReductionContext, compressed_sum_for
 from tutti.collectives.hierarchical import broadcast_within, sum_within
 from tutti.collectives.mean import weigh
-from tutti.errors import ConfigError
 from tutti.replica import Bucket, Replica
 from tutti.strategies.compressed_state import CodecMemory, compressed_slots, parameter_sizes
 from tutti.strategies.means import agree_by_messages, start_sharing_weights, when_filled
@@ -144,24 +143,20 @@ class CompressedMean:
         self._follow_buckets()
         order = [slot.name for slot in self._replica.slots] if self._replica.arranged else None
         memory = CodecMemory.collect(self._sums)
-        return {"order": order, **memory.gather(self._codec, parameter_sizes(self._replica.buckets), self._transport)}
+        gathered = memory.gather(self._codec, parameter_sizes(self._replica.buckets), self._transport)
+        return {"codec": print_codec(self._codec), "order": order, **gathered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, with any number of ranks.
+        """Continue from what `state_dict` returned, with any number of ranks, other buckets or another codec.
 
-        Raises:
-            ConfigError: it was saved for other parameters, or with another `exact_below`.
+        What only the codec that saved it understands is left out, and so are residuals of parameters that are sent
+        exactly here.
         """
-        sizes = parameter_sizes(self._replica.buckets)
-        if state["names"] != sizes:
-            raise ConfigError(
-                f"this state was saved for other parameters, or another exact_below: it is of {len(state['names'])} "
-                f"compressed tensors with {sum(state['names'].values())} elements, this model has {len(sizes)} with "
-                f"{sum(sizes.values())}."
-            )
         if state["order"] is not None:
             self._replica.arrange(state["order"])
         self._follow_buckets()
+        if state["codec"] != print_codec(self._codec):
+            state = {**state, "common": {}, "factors": {}}
         CodecMemory.from_gathered(state, self._transport, two_levels=self._within is not None).distribute(self._sums)
 
 

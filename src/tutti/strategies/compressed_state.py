@@ -49,12 +49,13 @@ class CodecMemory:
         return memory
 
     def distribute(self, sums: Mapping[Bucket, CompressedSum]) -> None:
-        """Copy the state to the sums of the present buckets."""
+        """Copy the state to the sums of the present buckets. What they have no place for is left out."""
         for bucket, bucket_sum in sums.items():
             saved = dict(self.common)
             for start, slot in compressed_slots(bucket):
-                for key, by_parameter in self.elements.items():
-                    bucket_sum.per_element[key][start : start + slot.tensor.numel()] = by_parameter[slot.name]
+                for key, flat in bucket_sum.per_element.items():
+                    if (values := self.elements.get(key, {}).get(slot.name)) is not None:
+                        flat[start : start + slot.tensor.numel()] = values
                 for key, factor in self.factors.items():
                     name, _, parameter = key.partition("@")
                     if parameter == slot.name:
@@ -67,8 +68,7 @@ class CodecMemory:
         Args:
             sizes: the compressed parameters and their numbers of elements, in the order of names.
 
-        Returns: `names` (the sizes), `elements` (for each name a matrix with a row for every rank, in the order of
-            parameters), `common` and `factors`.
+        Returns: `elements` (by name and parameter, a matrix with a row for every rank), `common` and `factors`.
         """
         elements = {}
         for key in _element_keys(codec):
@@ -79,18 +79,20 @@ class CodecMemory:
                 if key in self.elements:  # Ranks that do not encode have none.
                     part.copy_(self.elements[key][name])
             run(all_gather.steps(rows.view(-1), transport))
-            elements[key] = rows
+            # Cloned: a view of all rows would be saved with all of them.
+            columns = rows.split(list(sizes.values()), dim=1)
+            elements[key] = {name: column.clone() for name, column in zip(sizes, columns, strict=True)}
         common, factors = _broadcast_state(self.common, self.factors, transport)
-        return {"names": sizes, "elements": elements, "common": common, "factors": factors}
+        return {"elements": elements, "common": common, "factors": factors}
 
     @classmethod
     def from_gathered(cls, state: dict[str, Any], transport: Transport, two_levels: bool) -> "CodecMemory":
         """Return this rank's part of what `gather` returned, saved by any number of ranks."""
         memory = cls(common=dict(state["common"]), factors=dict(state["factors"]))
-        sizes: dict[str, int] = state["names"]
-        for key, rows in state["elements"].items():
-            row = _row_taken_over(rows, transport, two_levels)
-            memory.elements[key] = dict(zip(sizes, row.split(list(sizes.values())), strict=True))
+        for key, by_parameter in state["elements"].items():
+            memory.elements[key] = {
+                name: _row_taken_over(rows, transport, two_levels) for name, rows in by_parameter.items()
+            }
         return memory
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tutti.collectives import broadcast_json
-from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
 from tutti.transports import Transport
 
@@ -87,11 +86,6 @@ class ConvergenceMonitor:
         return {"steps": self._steps, **counts, "before": before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["before"].keys() != self._windows_left.keys():
-            raise ConfigError(
-                f"this state was saved for a model with {len(state['before'])} trained parameters; this one has "
-                f"{len(self._windows_left)}, or others."
-            )
         self._steps = state["steps"]
         self._windows_left, self._patience = dict(state["windows_out"]), dict(state["patience"])
         for slot, before in zip(self._slots, self._window_start, strict=True):

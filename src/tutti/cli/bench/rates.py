@@ -60,8 +60,9 @@ def rates(
         for run in target_runs(names, texts, counts, seeds, str(data) if data else None):
             runs.append(run)
             status.update(f"{run.recipe}, {run.strategy}, {run.workers} workers, seed {run.seed}: {run.accuracy:.1%}")
+            # After every run, because all of them may take hours.
+            write_json(json_file, {"cluster": CLUSTER, "runs": [run.as_dict() for run in runs]})
     console.print(_table(runs, counts, CLUSTER))
-    write_json(json_file, {"cluster": CLUSTER, "runs": [run.as_dict() for run in runs]})
 
 
 def _table(runs: "list[TargetRun]", counts: list[int], cluster: str) -> Table:

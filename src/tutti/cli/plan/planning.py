@@ -61,14 +61,13 @@ def run(request: PlanRequest) -> dict[str, Any]:
         f"{request.model}, {request.workers} workers, {num_samples} samples per worker, {where}", highlight=False
     )
     spread = planned.profile.spread
-    assert spread is not None
-    console.print(
-        f"step of one worker: {format_time(planned.profile.seconds)}; forward and backward {spread}", highlight=False
-    )
+    if spread is not None:
+        step_s = format_time(planned.profile.seconds)
+        console.print(f"step of one worker: {step_s}; forward and backward {spread}", highlight=False)
     _show(planned.plan, console)
     for doubt in planned.doubts:
         console.print(f"[yellow]{doubt}[/]", highlight=False)
-    measured = {"spread": asdict(spread), "doubts": planned.doubts}
+    measured = {"spread": None if spread is None else asdict(spread), "doubts": planned.doubts}
     written = {"subject": request.model, "cluster": planned.cluster.to_toml(), **measured, **planned.plan.as_dict()}
     if request.per_layer:
         written["layers"] = _show_layers(request, planned, console)

@@ -97,14 +97,14 @@ class AutoExchange(Exchange):
         self.inner.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"strategy": str(self.strategy), "state": self.inner.state_dict()}
+        return {"chosen": str(self.strategy), **self.inner.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not state:  # Saved by a job on one rank, which has no planner.
-            return
-        if (strategy := parse(state["strategy"])) != self.strategy:
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
+        """Continue with the strategy that was chosen; without a choice in `state`, with the present one."""
+        chosen = state.get("chosen")
+        if chosen is not None and (strategy := parse(chosen)) != self.strategy:
             self.switch_to(strategy)
-        self.inner.load_state_dict(state["state"])
+        return self.inner.load_state_dict({name: part for name, part in state.items() if name != "chosen"})
 
 
 class _SwitchHook(OwnedHook):

@@ -53,9 +53,6 @@ class Auto(Strategy):
     def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
         return iter(())  # It is the planner.
 
-    def can_resume_from(self, text: str) -> bool:
-        return text.partition(":")[0] == "auto"
-
     def __str__(self) -> str:
         return "auto:lossy=1" if self.lossy else "auto"
 

@@ -267,20 +267,24 @@ class BlockExchange(Exchange):
         ranks = gather_state(entry, self._channel)
         codec = None if self._compressed_mean is None else self._compressed_mean.state_dict()
         self._since_s = self._channel.now()
-        return {
+        block = {
             "start": start,
             "velocity": velocity,
             "ranks": ranks,
-            "block": self._schedule.num_steps,
-            "blocks": self._num_blocks,
-            "codec": codec,
+            "every": str(self._strategy.every),
+            "steps": self._schedule.num_steps,
+            "num_blocks": self._num_blocks,
         }
+        return {"block": block} if codec is None else {"block": block, "block_residuals": codec}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Continue from `state`; with another number of ranks, from the mean of the saved ranks' parameters."""
         self._synchronise(Intent.SAVE)  # No exchange of earlier blocks may be pending.
-        ranks = state["ranks"]
+        if "block" not in state:
+            return set(state)
+        block = state["block"]
+        ranks = block["ranks"]
         # With more ranks than were saved, some start with the same optimiser state.
         saved = ranks[self._channel.rank % len(ranks)]
         self._begin_block()
@@ -291,13 +295,18 @@ class BlockExchange(Exchange):
             local_parameters = mean_parameters(ranks)
         for parameters in self._parameters:
             names = [slot.name for slot in parameters.bucket.slots]
-            parts = (state["start"], state["velocity"], local_parameters)
+            parts = (block["start"], block["velocity"], local_parameters)
             parameters.load(*([part[name] for name in names if name in part] for part in parts))
-        self._schedule.num_steps, self._num_blocks = state["block"], state["blocks"]
+        self._num_blocks = block["num_blocks"]
+        if block["every"] == str(self._strategy.every):
+            self._schedule.num_steps = block["steps"]
         self.replica.optimizer.load_state_dict(saved["optimizer"])
-        if self._compressed_mean is not None and state["codec"]:
-            self._compressed_mean.load_state_dict(state["codec"])
+        used = {"block"}
+        if self._compressed_mean is not None and "block_residuals" in state:
+            self._compressed_mean.load_state_dict(state["block_residuals"])
+            used.add("block_residuals")
         self._since_s = self._channel.now()
+        return set(state) - used
 
 
 def interleaved(operations: Iterable[Operation]) -> Operation:

@@ -42,7 +42,7 @@ class PeerContext:
 class PeerAlgorithm(ABC):
     """How peers exchange what their optimisers' steps change.
 
-    `exchange_step`, `pause`, `resume`, `leave` and `join` are called by the training thread, and reach shared state
+    `exchange_step`, `set_waiting`, `leave` and `join` are called by the training thread, and reach shared state
     through `PeerContext.wait` only. All other methods run in the transport's thread.
     """
 
@@ -91,12 +91,8 @@ class PeerAlgorithm(ABC):
         """Go on from the result of an averaging round."""
         return None
 
-    def pause(self) -> None:
-        """Let peers go on as far as they can while this rank waits between two steps."""
-        return None
-
-    def resume(self) -> None:
-        """Train on, after `pause`."""
+    def set_waiting(self, waiting: bool) -> None:
+        """Let peers go on as far as they can while this rank waits between two steps; afterwards, train on."""
         return None
 
     @abstractmethod

@@ -63,6 +63,7 @@ class PeerExchange(Exchange):
         self.algorithm = make_algorithm(self.context)
         self._local_values: Tensor | None = None
         """This rank's own values, while the model holds those of a consensus."""
+        self._is_closed = False
         self._bytes_sent_before = 0
         """Bytes sent until the end of the last step."""
         # Receiving begins before this rank sends: peers may be ahead, and their messages need a listener.
@@ -155,12 +156,12 @@ class PeerExchange(Exchange):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        if self.context.group.is_over:
+        if self.context.group.is_over or self._is_closed:  # There is no training left to go on.
             yield
             return
-        self.algorithm.pause()
+        self.algorithm.set_waiting(True)
         yield
-        self.algorithm.resume()
+        self.algorithm.set_waiting(False)
 
     def leave(self) -> None:
         self.context.is_away = True
@@ -171,4 +172,5 @@ class PeerExchange(Exchange):
         self.algorithm.join()
 
     def close(self) -> None:
+        self._is_closed = True
         self._channel.close()  # No message may arrive after the model is detached.

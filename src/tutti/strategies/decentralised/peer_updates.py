@@ -179,22 +179,15 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
             # Each rank has added updates in another order: the mean makes all ranks equal to the bit.
             self._context.base.copy_(result.value[: self._model.num_bytes])
 
-    def pause(self) -> None:
-        self._context.wait(self._apply_at_once())
+    def set_waiting(self, waiting: bool) -> None:
+        def apply_at_once() -> Operation:
+            # Senders wait for acknowledgements of updates that are applied, and this rank computes nothing meanwhile.
+            self._applies_at_once = waiting
+            self._apply_all()
+            yield from ()
 
-    def _apply_at_once(self) -> Operation:
-        """Apply updates as they arrive: their senders wait for acknowledgements, and this rank computes nothing."""
-        self._applies_at_once = True
-        self._apply_all()
-        yield from ()
-
-    def resume(self) -> None:
-        self._context.wait(self._apply_between_steps())
+        self._context.wait(apply_at_once())
         self._model.write_model(self._context.base)
-
-    def _apply_between_steps(self) -> Operation:
-        self._applies_at_once = False
-        yield from ()
 
     def leave(self) -> None:
         self._context.wait(self._leave())

@@ -123,9 +123,6 @@ class ParameterServer(Strategy):
     def check_size(self, size: int) -> None:
         self.roles(size)
 
-    def can_resume_from(self, text: str) -> bool:
-        return text.startswith("ps:")  # A checkpoint holds whole parameters, however they were sharded.
-
     @property
     def exact(self) -> bool:
         return self.codec is None and self.consistency == BSP()

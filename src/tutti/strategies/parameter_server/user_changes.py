@@ -36,7 +36,7 @@ class UserChanges:
         self._values: list[Tensor] = []
         self._num_checks = 0
         self._handles = [
-            model.register_forward_pre_hook(_ForwardPreHook(self)),
+            model.register_forward_pre_hook(_CheckBeforeForward(self), prepend=True),  # Before parameters are loaded.
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
         self.record()
@@ -78,7 +78,7 @@ class UserChanges:
         )
 
 
-class _ForwardPreHook(OwnedHook):
+class _CheckBeforeForward(OwnedHook):
     """The hook of one model; its copies do without it."""
 
     def __init__(self, changes: UserChanges) -> None:

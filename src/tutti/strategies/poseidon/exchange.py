@@ -14,11 +14,11 @@ How it works:
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tutti.cluster import Link
 from tutti.collectives import broadcast_json, measure_collectives
-from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, FactoredLayer, Replica
@@ -96,10 +96,6 @@ class PoseidonExchange(Exchange):
             self._watched = None
         self.events.record(Event(EXCHANGE, start_s, self.transport.now(), self.bytes_sent - self._sent_before))
 
-    def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
-        # The methods were chosen in the first step, by the batch of then: the strategy would choose by today's.
-        return communication_cost(self._strategy, profile, placement, self.methods)
-
     def _finish_factors(self) -> None:
         """Complete gradients of factored layers. Those with more than their factors are sent in full from now on."""
         try:
@@ -134,6 +130,8 @@ class PoseidonExchange(Exchange):
         """Use these methods from now on. Buckets are cut anew without the layers that are sent as factors."""
         self.methods = {name: method for name, method in methods.items() if method != "full"}
         self._factors.follow(self.methods)
+        # The methods were chosen in the first step, by the batch of then: the strategy would choose by today's.
+        self.cost = partial(communication_cost, self._strategy, methods=self.methods)
         self.replica.exchange_as_factors(frozenset(self.methods))
 
     def _extra_s(self, num_bytes: int) -> float:

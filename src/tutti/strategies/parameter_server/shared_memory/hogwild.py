@@ -274,8 +274,10 @@ class HogwildWorker(Exchange):
         self._registry.barrier(copy)
         return {"optimizer": states}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        if "optimizer" not in state:
+            return set(state)
         # Copied before the barrier: the model of the rank that turns out to lead counts.
         parameters = [tensor.data.clone() for tensor in self._parameters]
         statistics = [tensor.data.clone() for tensor in self._statistics]
@@ -295,6 +297,7 @@ class HogwildWorker(Exchange):
             self._read()
 
         self._registry.barrier(load_and_read)
+        return set(state) - {"optimizer"}
 
 
 def _cloned(state: dict[str, Any]) -> dict[str, Any]:

@@ -139,6 +139,7 @@ class SharedMemoryWorker(ParameterServerWorker):
             self._membership.barrier(call=call)
 
     def leave(self) -> None:
+        self._expect_new_parameters()
         self._wait_for_all()
         self._membership.leave()
 
@@ -170,12 +171,15 @@ class SharedMemoryWorker(ParameterServerWorker):
                     state.refresh()
                     segment_states.extend(optimizer.copy_states())
 
+        self._expect_new_parameters()
         self._wait_for_all()
         self._membership.barrier(copy, call)
         return merge_segment_states(segment_states, {slot.name: slot for slot in self.replica.slots})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        if "optimizer" not in state:
+            return set(state)
         self._expect_new_parameters()
         # First of all: the waits below overwrite the model with the old shared values.
         images = [bucket.image() for bucket in self.replica.buckets]
@@ -185,3 +189,4 @@ class SharedMemoryWorker(ParameterServerWorker):
 
         self._wait_for_all()
         self._membership.barrier(lambda number: self._context.registry.run_on_leader(number, load))
+        return set(state) - {"optimizer"}

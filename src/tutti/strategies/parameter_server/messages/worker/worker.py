@@ -89,6 +89,7 @@ class MessageWorker(ParameterServerWorker):
         Where means are clipped, all servers step together, and could not agree on when this worker is back. Then
         nothing is sent, and the others wait for it.
         """
+        self._expect_new_parameters()
         self._wait_for_pending()
         if not self._strategy.clips_means:
             self._requests.send_to_all(RequestKind.LEAVE)
@@ -168,11 +169,13 @@ class MessageWorker(ParameterServerWorker):
         self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
         return {"optimizer": states}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Make servers start again from the model as it is here, and from this state of the optimiser.
 
         Each rank that serves loads its own server; dedicated servers are loaded by the leader.
         """
+        if "optimizer" not in state:
+            return set(state)
         images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
         self.consensus()
         works = [
@@ -186,6 +189,7 @@ class MessageWorker(ParameterServerWorker):
             shard.clock = 0  # Servers start again from version 0.
         # The rank that loads a server enters the barrier afterwards: so all have loaded when it completes.
         self._pull_all(RequestKind.BARRIER)
+        return set(state) - {"optimizer"}
 
     def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
         """Send a server the values of its shards, cut from `images` by bucket, and the state."""
