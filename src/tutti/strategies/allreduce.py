@@ -308,8 +308,8 @@ class AllReduceExchange(Exchange):
     def stopped(self, refusal: WeightRefused | DifferentCalls) -> NonFiniteLoss | ConfigError:
         """Return the error that says which ranks are in which call, or on which the loss was not finite."""
         if isinstance(refusal, DifferentCalls):
-            return different_calls_error(refusal.weights, self.transport.world_rank, self.replica.steps)
-        return NonFiniteLoss(self.transport.rank, refusal.ranks, self.replica.steps)
+            return different_calls_error(refusal.weights, self.transport, self.replica.steps)
+        return NonFiniteLoss(self.transport.world_rank, refusal.ranks, self.replica.steps)
 
 
 def _plugin_codecs() -> list[Codec]:

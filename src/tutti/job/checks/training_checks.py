@@ -102,14 +102,16 @@ class TrainingChecks:
 
     def pass_finished(self) -> None:
         """An exchanged backward pass is over: all ranks have taken part in it."""
-        self._compare_if_due()
+        if self._num_passes == self._due:
+            self._due += min(self._due - 1, _INTERVAL)
+            self._compare()
 
     def before_step(self) -> None:
         """The given optimiser is about to step."""
         if not self._replica.reports_passes:
             self._layout()
             self._count()
-            self._compare_if_due()
+            self.pass_finished()
         if not self._finite.gradient():
             self._stop_for_gradient()
 
@@ -128,11 +130,6 @@ class TrainingChecks:
         self._num_passes += 1
         if self._num_passes <= NUM_BATCHES:
             self._first_passes()
-
-    def _compare_if_due(self) -> None:
-        if self._num_passes == self._due:
-            self._due += min(self._due - 1, _INTERVAL)
-            self._compare()
 
     def _first_passes(self) -> None:
         if self._batches is not None:
