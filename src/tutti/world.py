@@ -47,6 +47,9 @@ class World:
     tolerate_loss: Callable[[bool], None] = field(default=lambda yes: None, repr=False)
     """Informs the launcher whether the others continue training if this rank is lost."""
 
+    at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    """Called when it is closed, while all ranks can still be reached; once, the last one first."""
+
     @cached_property
     def calls(self) -> CollectiveCalls:
         """Calls of all its ranks with small values. Collective when first used: `distribute` does."""
@@ -54,6 +57,8 @@ class World:
 
     def close(self) -> None:
         """Leave the world: peers that still wait for this rank get an error. `tutti.init` may follow. Idempotent."""
+        while self.at_close:
+            self.at_close.pop()()
         self.leave()  # Before the transport closes: peers then see that it left, and not that it was lost.
         self.transport.close()
         if _current.get() is self:

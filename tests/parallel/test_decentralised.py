@@ -260,6 +260,37 @@ def test_each_update_arrives_once_along_a_graph() -> None:
     run_ok(train, size=5, transport="sockets")
 
 
+def ranks_apart(cluster: Cluster, num_steps: int) -> float:
+    """How far two ranks of asynchronous gossip are apart that have taken one step each, in opposite directions."""
+
+    def train() -> float:
+        world = tutti.init()
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        job = distribute(model, optimizer, Gossip(pairs="async"), world=world)
+        before = model.weight.item()
+        for step in range(num_steps):
+            factor = (1.0 if world.rank else -1.0) if step == 0 else 0.0
+            (factor * model(torch.ones(1, 1))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        apart = model.weight.item() - before
+        job.finish()
+        return apart
+
+    first, second = tutti.simulate(train, workers=2, cluster=cluster).results
+    return abs(first - second)
+
+
+def test_pairs_that_ask_each_other_at_once_come_closer() -> None:
+    """Both average: they would swap their values if each of two crossing requests moved both of them."""
+    assert ranks_apart(Cluster(link=Link("1gbit", "50us"), compute=Compute(sample_s=1e-3)), 8) < 1e-6
+
+
+def test_async_gossip_averages_also_where_steps_are_shorter_than_the_latency() -> None:
+    assert ranks_apart(Cluster(link=Link("1gbit", "50ms"), compute=Compute(sample_s=1e-6)), 24) < 1e-3
+
+
 @pytest.mark.parametrize("text", ["gossip", "gossip:graph=ring", "gossip:graph=random", "gossip:pairs=async"])
 def test_bytes_do_not_grow_with_ranks(text: str) -> None:
     def sent(world: World) -> float:

@@ -8,7 +8,21 @@ from tutti.errors import ConfigError
 from tutti.parallel.pipeline.layers import StageModule, check_no_shared_parameters, sequential_layers
 from tutti.recipes.models import CharGPT, CharLSTM, FashionCNN
 
+
+class Repeats(nn.Module):
+    """Calls the same modules several times in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.activation = nn.Linear(3, 3), nn.Linear(3, 3), nn.Softplus()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.activation(self.activation(self.first(x)))
+        return self.activation(self.again(self.again(out)))
+
+
 MODELS = {
+    "modules called twice in a row": (Repeats(), torch.randn(2, 3)),
     "transformer": (CharGPT(21, context=8, width=16, num_heads=4, num_blocks=2), torch.randint(0, 21, (3, 8))),
     "convolutions": (FashionCNN(), torch.randn(2, 1, 28, 28)),
     "recurrent": (CharLSTM(21, 4, 8), torch.randint(0, 21, (3, 8))),

@@ -51,6 +51,7 @@ class TuttiGroup(dist.ProcessGroup):
         self._check = ArgumentCheck(world_rank, messages.size)
         self._close: Callable[[], None] | None = close
         self._name = self._description = "undefined"
+        # None outside of `_start_coalescing` and `_end_coalescing`.
         self._coalesced: list[BackendWork] | None = None
         self.made_by_torch = False
         """Whether `init_process_group` or `new_group` makes this group and keeps it in torch's table."""
@@ -107,6 +108,7 @@ class TuttiGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, **_: Any) -> BackendWork:
         opts = opts or c10d.AllreduceOptions()
+        # Torch passes lists, one tensor per device of a rank; like Gloo, this group has one device.
         (tensor,) = self._check.single(tensors, "all_reduce")
         flats, op = self._reducible(tensor, opts)
         (flat,) = flats.inout(tensor)
@@ -305,6 +307,7 @@ class TuttiGroup(dist.ProcessGroup):
     # Submitting
 
     def _submit_collective(self, flats: FlatTensors, operation: Operation, opts: Any) -> BackendWork:
+        """Queue a collective, whose work writes what `flats` has collected as written."""
         work = BackendWork(self._world_rank, flats.written)
         # Torch waits right after the call unless it is asynchronous: then the caller's thread can run the collective.
         blocking = not getattr(opts, "asyncOp", True)
@@ -312,11 +315,13 @@ class TuttiGroup(dist.ProcessGroup):
         return self._note_coalesced(work)
 
     def _submit_message(self, flats: FlatTensors, operation: Operation, work: BackendWork | None = None) -> BackendWork:
+        """Start a message; `work` is made here unless the operation needs it."""
         work = work or BackendWork(self._world_rank, flats.written)
         self._queue.submit_message(work, flats.with_copy_back(operation))
         return self._note_coalesced(work)
 
     def _note_coalesced(self, work: BackendWork) -> BackendWork:
+        """Keep a work for `_end_coalescing`, within a coalesced region; return it."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -96,6 +96,7 @@ class RealTimeQueue(OperationQueue):
 
     def submit_message(self, work: BackendWork, operation: Operation) -> None:
         work.timeout_s, work.on_future = self._timeout_s, self._expire_later  # The operation itself has no deadline.
+        # From here on the operation may complete the work, in any thread: what the work needs for that is set above.
         spawned = self._spawn(self._completing(work, operation))
         if isinstance(spawned, DrivableWork):
             work.drive = spawned.drive
@@ -103,15 +104,18 @@ class RealTimeQueue(OperationQueue):
 
     def close(self) -> None:
         with self._lock:
+            # Overwrites an earlier failure: calls from now on are mistakes of this rank, whatever happened before.
             self._failure = ConfigError(f"rank {self._world_rank}: this process group was destroyed.")
         self._pool.close()
         for work in list(self._messages):  # Closing a generator that was never begun runs nothing inside it.
             self._complete(work, self._destroyed_error())
 
     def _run_here(self, work: BackendWork, operation: Operation) -> None:
+        """Run a collective in the calling thread, which holds `_busy`, and hand on what was queued meanwhile."""
         try:
             error = self._run(operation)
         finally:  # Also after KeyboardInterrupt: others may wait for what was queued meanwhile.
+            # The caller goes on with its own work: it must not run collectives that others have queued.
             if self._next_queued():
                 self._run_queue_elsewhere()
         work.complete(error)  # No future can have been taken: the caller does not have the work yet.
@@ -162,6 +166,7 @@ class RealTimeQueue(OperationQueue):
         return None
 
     def _fail(self, error: Exception) -> Exception:
+        """Remember the first failure, with which all later collectives end; return this one."""
         with self._lock:
             # The first failure is the cause; later ones follow from it.
             self._failure = self._failure or error
@@ -186,6 +191,7 @@ class RealTimeQueue(OperationQueue):
         self._spawn(self._expiring(work, time.monotonic() + self._timeout_s))
 
     def _expiring(self, work: BackendWork, deadline_s: float) -> Operation:
+        """Wait until a work is over or late, then fail its future if it is late. Also when the loop is closed."""
         try:
             # Not a sleep: a completed work ends it early, so that no operation outlives its message for long.
             yield _CompleteOrLate(work, deadline_s)
@@ -193,6 +199,7 @@ class RealTimeQueue(OperationQueue):
             self._call_elsewhere(work.expire())
 
     def _complete(self, work: BackendWork, error: Exception | None = None) -> None:
+        """End the work of a message, and let its future's callbacks run in a thread of the pool."""
         self._call_elsewhere(work.complete(error))
 
     def _call_elsewhere(self, set_future: Callable[[], None] | None) -> None:
@@ -218,6 +225,7 @@ class _CompleteOrLate(Work):
 
 
 def _cut_short_error(world_rank: int, error: BaseException) -> TuttiError:
+    """The error of a group after a collective that a signal interrupted: peers are in the middle of it."""
     return TuttiError(
         f"rank {world_rank}: a collective was cut short here by {error!r}, and this process group is out of step with "
         "the others: destroy it, and make another."

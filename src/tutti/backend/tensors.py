@@ -41,11 +41,14 @@ class FlatTensors:
         return self._with_copy_back(operation)
 
     def _with_copy_back(self, operation: Operation) -> Operation:
+        """The generator behind `with_copy_back`, apart from it so that operations without copies stay as they are."""
         yield from operation
+        # Within the operation: when its work is over, the results are where the caller looks for them.
         for tensor, flat in self._copy_back:
             tensor.copy_(flat.view(tensor.shape))
 
     def _flat(self, tensor: Tensor, read: bool, written: bool) -> Tensor:
+        """Return a flat CPU tensor of real numbers: a view of the caller's memory where that is possible."""
         if tensor.layout is not torch.strided:
             raise ConfigError(
                 f"rank {self._world_rank}: backend 'tutti' takes dense tensors, got one of layout {tensor.layout}; "

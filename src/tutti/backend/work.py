@@ -153,6 +153,7 @@ class BackendWork(dist.Work):
                 new = True
             else:
                 new = False
+        # Exactly one of `complete` and this method sets the future: both look at `_over` and `_future` under the lock.
         # Outside the lock: setting a future runs callbacks, which may use this work.
         if new and over:
             self._set_future(future)

@@ -31,6 +31,7 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and leave, before a missing command would be an error."""
     if wanted:
         print(f"tutti {tutti.__version__}")
         raise typer.Exit
@@ -67,16 +68,20 @@ def main() -> None:
 
     The status is 2, or that of the worker that failed, or 3 if training worked and missed the target accuracy.
     """
+    # Both unwind the stack, so that supervisors and labs clean up. Python's own default for SIGTERM would end the
+    # process at once, and leave workers to the kernel.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     errors = Console(stderr=True, soft_wrap=True)
     try:
         app()
+    # Plain print: the message holds a worker's traceback, which rich would wrap and colour.
     except WorkerFailed as error:
         print(f"error: {_with_notes(error)}", file=sys.stderr)
         sys.exit(error.status)
     except TuttiError as error:
         errors.print(f"[bold red]error:[/] {_escape(_with_notes(error))}", highlight=False)
+        # A script can tell a run that trained and missed its target from one that could not train.
         sys.exit(3 if isinstance(error, TargetMissed) else 2)
     except _Stopped as stopped:
         print("; ".join(["stopped", *_notes(stopped)]), file=sys.stderr)
@@ -89,10 +94,12 @@ def _escape(text: str) -> str:
 
 
 def _with_notes(error: TuttiError) -> str:
+    """The message of an error, and what was added to it on its way up."""
     return "\n".join([str(error), *_notes(error)])
 
 
 def _notes(error: BaseException) -> list[str]:
+    """The notes of an error; none if it has not been given any."""
     return getattr(error, "__notes__", [])
 
 
@@ -101,4 +108,5 @@ class _Stopped(BaseException):
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    """Handler of SIGINT and SIGTERM."""
     raise _Stopped

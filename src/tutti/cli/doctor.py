@@ -48,6 +48,7 @@ def doctor(
 ) -> None:
     """Report on this machine: libraries, backends, GPUs, cores, shared memory, network and the lab."""
     check_writable(json_file)
+    # The report itself starts no workers: these options would change nothing.
     if not network and (workers is not None or lab is not None):
         raise ConfigError("--workers and --lab are for measuring links: give --network too.")
     if network:
@@ -101,6 +102,7 @@ def examine() -> list[Finding]:
 
 
 def _software() -> list[Finding]:
+    """Versions of Tutti, Python and the libraries it needs, and whether another package has its name."""
     python = platform.python_version()
     found = [
         Finding(
@@ -109,6 +111,7 @@ def _software() -> list[Finding]:
             f"{tutti.__version__} on Python {python} (supported: {' to '.join(PYTHON)})",
         )
     ]
+    # Another project's distribution has our import name; this one is installed as 'tutti-train'.
     if (stranger := _version("tutti")) is not None:
         detail = (
             f"{stranger} is installed, which is not this library ('tutti-train'), and has the same import name: "
@@ -119,6 +122,7 @@ def _software() -> list[Finding]:
 
 
 def _libraries() -> list[Finding]:
+    """The libraries that Tutti needs, and whether this version of torch is supported."""
     versions = {name: _version(name) for name in ("torch", "numpy", "numba")}
     missing = [name for name, version in versions.items() if version is None]
     text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -131,6 +135,7 @@ def _libraries() -> list[Finding]:
 
 
 def _version(name: str) -> str | None:
+    """The version of an installed distribution, without importing it; None if it is not installed."""
     import importlib.metadata
 
     try:
@@ -140,6 +145,7 @@ def _version(name: str) -> str | None:
 
 
 def _backends() -> list[Finding]:
+    """What moves tensors here: Gloo, NCCL and MPI, and the GPUs."""
     # torch takes seconds to import, so it is imported only where it is reported on.
     import torch
     import torch.distributed as dist
@@ -161,6 +167,7 @@ def _backends() -> list[Finding]:
 
 
 def _machine() -> list[Finding]:
+    """Cores, memory, and whether ranks of this host can share memory."""
     cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = [Finding("cores", None, f"{cores} usable, {memory_gib:.0f} GiB of memory")]
@@ -171,11 +178,13 @@ def _machine() -> list[Finding]:
         else "not available: needs Linux; ranks of one host use sockets instead"
     )
     if Path("/dev/shm").is_dir():
+        # Containers often have 64 MiB there, on which a DataLoader fails, whatever Tutti does.
         detail += f" ({shutil.disk_usage('/dev/shm').total / 2**20:,.0f} MiB, which DataLoader workers use)"
     return [*found, Finding("shared memory", shares, detail)]
 
 
 def _network() -> list[Finding]:
+    """The network interfaces, and the address under which this host knows itself."""
     names = [name for _, name in socket.if_nameindex()]
     try:
         address = socket.gethostbyname(socket.gethostname())

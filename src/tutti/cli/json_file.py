@@ -11,6 +11,7 @@ from tutti.errors import ConfigError
 def check_writable(path: Path | None) -> None:
     """Refuse a file that cannot be written, before anything is measured."""
     if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+        # Measured for minutes and then lost would be worse than a refusal now.
         raise ConfigError(f"--json: {path} cannot be written. Its folder must exist and allow it.")
 
 

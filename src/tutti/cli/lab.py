@@ -46,6 +46,7 @@ def run(
     from tutti.launch.lab.lab import lab as make_lab
     from tutti.launch.local import run_command
 
+    # Before hosts are made: on each of them the same command would fail.
     if shutil.which(command[0]) is None:
         raise ConfigError(f"there is no command '{command[0]}' to run on the hosts.")
     with make_lab(hosts, rate.split("/"), latency=latency, ranks_per_host=ranks_per_host, name=name) as lab:
@@ -66,6 +67,7 @@ def list_labs() -> None:
     for heading in ("lab", "hosts", "rates", "owner"):
         table.add_column(heading, overflow="fold")
     for claim in labs:
+        # Read from the namespaces that exist, not from a record: of a lab whose owner was killed, some may be gone.
         hosts = [name for name in claim.namespaces() if name != claim.switch]
         note = "" if claim.alive else "; `tutti lab clear` removes it"
         table.add_row(claim.name, str(len(hosts)), _rates(hosts), claim.owner() + note)
@@ -86,6 +88,7 @@ def clear() -> None:
 
 
 def _check_possible() -> None:
+    """Refuse on a machine that can have no labs: an empty list would look like an answer."""
     from tutti.launch.lab import namespaces
 
     if (lacking := namespaces.missing()) is not None:
@@ -99,6 +102,7 @@ def _rates(hosts: list[str]) -> str:
 
 
 def _rate(host: str) -> str:
+    """The rate to which the kernel shapes a host's link; `tc` gives bytes per second."""
     from tutti.launch.lab import namespaces
 
     answer = namespaces.query("tc", "-netns", host, "-json", "qdisc", "show", "dev", "eth0")

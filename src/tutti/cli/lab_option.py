@@ -36,5 +36,6 @@ def check_workers_or_lab(workers: int | str | None, lab: str | None) -> None:
         return
     if workers is not None:
         raise ConfigError("give --workers or --lab, not both: a lab has hosts times ranks workers.")
+    # Checked before hosts are made, which takes root and seconds.
     if (spec := LabSpec.parse(lab)).num_workers < 2:
         raise ConfigError(f"a lab of '{spec}' has one rank, and links are between two. Ask for more hosts or ranks.")

@@ -47,6 +47,7 @@ def load_model(
     """
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"--batch must be 1 or more, got {batch_size}.")
+    # The same model every time: data-dependent paths, and so measured times, do not change between two calls.
     torch.manual_seed(0)
     if ":" in text:
         return _from_factory(text, options, batch_size, input_shape)
@@ -84,6 +85,7 @@ def _from_factory(text: str, options: dict[str, Any], batch_size: int | None, in
             raise ConfigError(f"{text} returned a batch: --input is for factories that return none.")
         batch = batch if batch_size is None else resized(batch, batch_size)
     elif input_shape is not None:
+        # 32 samples where nothing says how many: a common batch, and enough for stable times.
         batch = torch.randn(batch_size or 32, *_shape(input_shape))
     else:
         raise ConfigError(f"{text} returned a model without a batch. Return both, or give --input, such as 3x224x224.")
@@ -95,6 +97,7 @@ def resized(batch: Any, num_samples: int) -> Any:
     rows = num_rows(batch)
     if rows == 0:
         raise ConfigError("the factory's batch has no samples to make one of another size from.")
+    # Only tensors with as many rows as the batch are samples; others (a mask, a scalar) are passed on as they are.
     indices = torch.arange(num_samples) % rows
 
     def take(tensor: Tensor) -> Tensor:

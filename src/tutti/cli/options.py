@@ -92,6 +92,7 @@ ClusterText = Annotated[
 
 def parse_recipe_options(texts: list[str] | None) -> dict[str, Any]:
     """Parse the `--option` texts, such as second_hidden=800. Values are JSON."""
+    # JSON, because options have types: 800 is a number and "800" a text, and a recipe should not have to guess.
     pairs = [text.partition("=") for text in texts or []]
     try:
         return {key: json.loads(value) for key, _, value in pairs}
@@ -151,6 +152,7 @@ def split_list(text: str) -> list[str]:
 def parse_worker_counts(text: str, least: int, example: str) -> list[int]:
     """The numbers of a comma-separated `--workers` option; each must be `least` or more."""
     try:
+        # All mistakes lead to one message, with what was given and an example.
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []

@@ -51,6 +51,7 @@ def profile(
 
 
 def _parse_device(text: str) -> "torch.device":
+    """The device of `--device`, which must exist here."""
     import torch
 
     try:
@@ -63,6 +64,7 @@ def _parse_device(text: str) -> "torch.device":
 
 
 def _measure(loaded: "LoadedModel", device: "torch.device") -> "Profile":
+    """Move model and batch to the device, and measure a step there."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 
@@ -75,6 +77,7 @@ def _measure(loaded: "LoadedModel", device: "torch.device") -> "Profile":
 
 
 def _show(name: str, device: str, result: "Profile", console: Console) -> None:
+    """Print the tables, and a doubt about the measurement if its repetitions differ too much."""
     import torch
 
     console.print(
@@ -99,6 +102,7 @@ def _layer_table(result: "Profile") -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for layer in result.layers:
         table.add_row(escape(layer.name), layer.kind, *_cells(layer))
+    # What no layer accounts for: functions between modules, and the overhead of the hooks.
     forward_s = result.forward_s - sum(layer.forward_s for layer in result.layers)
     backward_s = result.backward_s - sum(layer.backward_s for layer in result.layers)
     table.add_row("between layers", "", *(format_time(max(0.0, seconds)) for seconds in (forward_s, backward_s)))
@@ -112,6 +116,7 @@ def _cells(layer: "LayerProfile") -> list[str]:
 
 
 def _step_table(result: "Profile") -> Table:
+    """The whole step: times, memory, work and depth."""
     table = Table(show_header=False)
     step = format_time(result.step_s) if result.step_s else "not measured: the factory has no optimiser"
     for label, value in (

@@ -27,6 +27,7 @@ class TrainingProgress:
     def report(self, rank: int, values: dict[str, Any]) -> None:
         """Record and show a report; a watcher of `tutti.launch`."""
         self._record.write(json.dumps(values) + "\n")
+        # Each report at once: a run that is killed leaves what it had reported.
         self._record.flush()
         self.reports.append(values)
         self.show(**values)
@@ -34,6 +35,7 @@ class TrainingProgress:
     def show(self, **values: Any) -> None:
         """Show values without recording them."""
         self._latest |= values
+        # `tutti simulate` shows its clock and its messages before the first report.
         if "step" in self._latest:
             done = {"completed": self._latest["step"], "total": self._latest["total_steps"]}
             self._progress.update(self._bar, numbers=self._format_numbers(self._latest), **done)

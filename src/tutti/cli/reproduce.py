@@ -53,6 +53,7 @@ def reproduce(
     """Reproduce a published experiment: results, figures and a report in a folder under runs/."""
     with _importable(find_checkout()):
         known: dict[str, Reproduction] = importlib.import_module("reproductions").REPRODUCTIONS
+        # The list of reproductions is in the checkout, so that options can only be judged once it is imported.
         given = _given_options(context)
         if reproduction is None:
             if given:
@@ -73,6 +74,7 @@ def find_checkout() -> Path:
 
     It is the checkout that this package is imported from, or one that contains the working directory.
     """
+    # src/tutti/__init__.py in a checkout that is installed in editable mode, or is on the path.
     source = Path(tutti.__file__).resolve().parents[2]
     for folder in (source, Path.cwd(), *Path.cwd().parents):
         if (folder / "reproductions" / "__init__.py").is_file() and _is_checkout(folder):
@@ -128,10 +130,12 @@ def _check_options(name: str, entry: "Reproduction", given: list[str]) -> None:
 
 
 def _listed(options: list[str]) -> str:
+    """Names of parameters as the options of the command line."""
     return " and ".join(f"--{option.replace('_', '-')}" for option in options)
 
 
 def _print_list(known: "dict[str, Reproduction]") -> None:
+    """Print all reproductions, one to a line."""
     width = max(map(len, known))
     for name, entry in known.items():
         print(f"{name:{width}}  {entry.summary} ({entry.source})")
@@ -142,6 +146,7 @@ def _run(name: str, entry: "Reproduction", run_name: str | None, *, quick: bool,
     from tutti.launch.lab.lab import LabSpec
     from tutti.report.plots import check_plot
 
+    # Both take milliseconds here; a reproduction runs for minutes or hours before it would find out.
     LabSpec.parse(f"rate={rate}")  # An invalid rate or a missing matplotlib must be reported before the measurements.
     check_plot(Path("figure.png"))
     folder = new_folder(run_name, name)
@@ -179,4 +184,5 @@ def _rewrite_report(entry: "Reproduction", run_name: str | None) -> None:
 
 
 def _import(module: str) -> ModuleType:
+    """Import a module of the checkout, which is on the path only while the command runs."""
     return importlib.import_module(module)

@@ -49,6 +49,7 @@ def run(
 
     environment = {}
     if strategy is not None:
+        # Checked here, where a mistake is one message and not one for each worker.
         environment["TUTTI_STRATEGY"] = _checked_strategy(strategy, workers)
     if timeout is not None:
         environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout, "--timeout").total_seconds())
@@ -60,6 +61,8 @@ def run(
         try:
             run_script([script, *(args or [])], workers, environment, hosts)
         except WorkerFailed as error:
+            # All words after the script are the script's. One that it refuses and `tutti run` knows was probably meant
+            # for `tutti run`.
             own = {name for parameter in context.command.params for name in parameter.opts}
             if error.status == _USAGE_ERROR and (late := own.intersection(args or [])):
                 error.add_note(f"{', '.join(sorted(late))} was passed to the script: give it before {script}.")

@@ -14,6 +14,7 @@ def new_folder(name: str | None, prefix: str) -> Path:
     if Path(name).name != name:
         raise ConfigError(f"--name is the name of a folder under runs/, not a path; got '{name}'.")
     folder = Path("runs") / name
+    # Never written into again: two runs in one folder could not be told apart.
     if folder.exists():
         raise ConfigError(f"{folder} exists already; give another --name.")
     folder.mkdir(parents=True)

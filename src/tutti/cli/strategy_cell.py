@@ -24,6 +24,7 @@ class StrategyCell:
         yield Text("\n".join(lines), overflow="fold")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        # At least the longest part, which must not be broken; at most the whole name on one line.
         return Measurement(max(map(len, self._parts()), default=0), len(self.name))
 
     def _parts(self) -> list[str]:

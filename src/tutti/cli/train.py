@@ -68,7 +68,6 @@ def train(
     warm_up()  # Before the next imports, which take as long as those of the fork server beside them.
     from tutti.cli.training_run import check_target, prepare, summarise, warn_of_rate
     from tutti.recipes.training import TrainingConfig
-    from tutti.strategies import parse
 
     requested = TrainingConfig(
         recipe=recipe,
@@ -81,8 +80,8 @@ def train(
         double=check,
     )
     made, config = prepare(requested, workers)
-    if check and parse(strategy).codec is not None:
-        raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
+    if check:
+        _refuse_lossy(strategy)
     check_writable(json_file)
     folder = new_folder(name, f"{made.name}-{workers}x")
     console = Console()
@@ -99,7 +98,16 @@ def train(
     check_target(summary, made, partial(given_again, context))
 
 
+def _refuse_lossy(strategy: str) -> None:
+    """Raise for a compressed strategy. Staleness and local steps may be compared: the user asked for the difference."""
+    from tutti.strategies import parse
+
+    if parse(strategy).codec is not None:
+        raise ConfigError(f"--check compares to the last digits, and '{strategy}' is lossy. Leave one of them out.")
+
+
 def _run(config: "TrainingConfig", workers: int, record: Path, console: Console) -> "TrainingResult":
+    """Train with a progress bar, and return the result of the rank that measured the accuracy."""
     from tutti.cli.training_run import num_ranks, result_with_accuracy
     from tutti.launch import launch
     from tutti.recipes.training import train as train_rank
@@ -111,6 +119,7 @@ def _run(config: "TrainingConfig", workers: int, record: Path, console: Console)
 
 
 def _format_numbers(latest: dict[str, Any]) -> str:
+    """The text beside the progress bar, from the newest report of rank 0."""
     return (
         f"{format_loss(latest)} {latest['samples_per_s']:.0f} samples/s "
         f"{format_bytes(latest['bytes_sent'])} sent {latest['waiting_share']:.0%} waiting"
@@ -119,6 +128,7 @@ def _format_numbers(latest: dict[str, Any]) -> str:
 
 
 def _table(summary: dict[str, Any]) -> Table:
+    """The table at the end of a run."""
     table = Table(show_header=False)
     samples_per_s = summary["samples"] / summary["seconds"]
     for label, value in (
@@ -140,9 +150,12 @@ def _compare_with_one_worker(
     config: "TrainingConfig", workers: int, result: "TrainingResult", console: Console
 ) -> dict[str, float]:
     """Train the same with one worker, and raise if the parameters differ by more than rounding."""
+    # The record of this second run would overwrite that of the first.
     alone = _run(replace(config, strategy="native"), 1, Path(os.devnull), console)
+    # Relative to the largest parameter: a parameter near 0 would make a relative difference of its own meaningless.
     scale = alone.parameters.abs().max()
     difference = float((result.parameters - alone.parameters).abs().max() / scale)
+    # Written so that NaN fails too.
     if not difference <= CHECK_TOLERANCE:
         raise TuttiError(
             f"{workers} workers did not match one: parameters differ by {difference:.1e} of the largest, "

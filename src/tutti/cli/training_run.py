@@ -30,11 +30,13 @@ def prepare(config: TrainingConfig, workers: int) -> tuple[Recipe, TrainingConfi
         error.add_note(OWN_RECIPE)
         raise
     strategy = parse(config.strategy)
+    # One worker trains without exchange, so that no number of ranks is wrong for it.
     if workers > 1:
         strategy.check_size(workers + strategy.num_dedicated_servers)
     if workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     splits = made.data(Path(config.data) if config.data else None)
+    # Made only for its checks: a batch that cannot be divided among the workers is refused here, before they start.
     GlobalBatches(len(splits.train), made.batch_size, workers, config.seed)
     return made, replace(config, strategy=str(strategy))
 
@@ -75,6 +77,7 @@ def check_target(summary: dict[str, Any], made: Recipe, again: Callable[..., str
     Args:
         again: returns the command line of the run, with the given words after it.
     """
+    # A shorter run is not expected to get there, and is no failure.
     if summary["epochs"] < made.epochs or summary["accuracy"] >= made.target:
         return
     rule = parse(summary["strategy"]).learning_rate(summary["workers"])

@@ -46,6 +46,7 @@ def pair(one: str, two: str) -> tuple[str, str]:
 
 
 def _hosts(value: Any, mistakes: Mistakes) -> int | tuple[Host, ...] | None:
+    """Check a number of hosts, or hosts with different names."""
     if value is None:
         return None
     if not isinstance(value, (list, tuple)):
@@ -53,6 +54,7 @@ def _hosts(value: Any, mistakes: Mistakes) -> int | tuple[Host, ...] | None:
         return value if is_count(value) else None
     hosts = _all_of(Host, value, "hosts", mistakes)
     mistakes.need(len(value) > 0, "a cluster needs 1 host or more, got none")
+    # Links name hosts, and ranks of one host are found by its name.
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     mistakes.need(not twice, f"hosts' names must differ, got more than one {' and '.join(map(repr, twice))}")
@@ -60,6 +62,7 @@ def _hosts(value: Any, mistakes: Mistakes) -> int | tuple[Host, ...] | None:
 
 
 def _all_of(kind: type, value: Any, what: str, mistakes: Mistakes) -> tuple[Any, ...]:
+    """Return the entries that are of the right type; the others are mistakes."""
     if not isinstance(value, (list, tuple)):
         mistakes.need(False, f"{what} must be a tuple of {kind.__name__}, got {value!r}")
         return ()
@@ -77,6 +80,7 @@ def _links(value: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes)
         one, two = key
         mistakes.need(isinstance(link, Link), f"between {one} and {two} must be a Link, got {link!r}")
         mistakes.need(one != two, f"links join '{one}' with itself: use within for a host's own ranks")
+        # Each name once, also where a host is joined with itself.
         for name in dict.fromkeys(key):
             if not _is_there(name, hosts):
                 mistakes.need(False, f"links between {one} and {two}: no host is named '{name}'{_hint(name, hosts)}")
@@ -87,6 +91,7 @@ def _links(value: Any, hosts: int | tuple[Host, ...] | None, mistakes: Mistakes)
 
 
 def _is_there(name: str, hosts: int | tuple[Host, ...] | None) -> bool:
+    """Whether a host of that name exists, or may exist where their number is open."""
     if isinstance(hosts, tuple):
         return any(host.name == name for host in hosts)
     # Hosts that are given by their number have these names.
@@ -95,6 +100,7 @@ def _is_there(name: str, hosts: int | tuple[Host, ...] | None) -> bool:
 
 
 def _hint(name: str, hosts: int | tuple[Host, ...] | None) -> str:
+    """The name that was probably meant, or the names there are."""
     if not isinstance(hosts, tuple):
         return f" (they are host0 to host{hosts - 1})" if hosts is not None else " (they are host0, host1, ...)"
     close = get_close_matches(name, [host.name for host in hosts], n=1)
@@ -116,6 +122,7 @@ def _failures(value: Any, mistakes: Mistakes) -> dict[int, float]:
 
 
 def _by_rank(value: Any, what: str, mistakes: Mistakes) -> dict[int, Any]:
+    """Return the entries whose keys are ranks; the others are mistakes."""
     items = _items(value, what, mistakes)
     for rank, _ in items:
         mistakes.need(is_count(rank, 0), f"{what}: a rank must be 0 or more, got {rank!r}")

@@ -64,6 +64,7 @@ class Cluster:
             absent = ", ".join(str(rank) for rank in sorted(ranks) if rank >= workers)
             mistakes.need(not absent, f"{what} names rank {absent}, but the ranks are 0 to {workers - 1}")
         hosts = self._hosts(workers)
+        # Hosts that say how many ranks they hold are filled first, in their order.
         counts = share(workers, [host.ranks for host in hosts])
         capacity = sum(counts)
         mistakes.need(capacity == workers, f"{workers} ranks are more than the hosts of '{self.name}' hold, {capacity}")
@@ -74,10 +75,12 @@ class Cluster:
 
     def link_between(self, one: Host, two: Host) -> Link | None:
         """Return the link from one host to another, without the latency of tiers; None if they are not joined."""
+        # By name, because hosts that were filled in differ from those that were given.
         if one.name == two.name:
             return self.within
         cards = [one.link or self.link, two.link or self.link]
         path = self.links.get(pair(one.name, two.name))
+        # A path joins two hosts by itself; without one, both need a card on the common network.
         if path is None and None in cards:
             return None
         links = [link for link in (*cards, path) if link is not None]
@@ -118,13 +121,16 @@ class Cluster:
         ranks = self.ranks_per_host
         if self.hosts is None:
             ranks = ranks or 1
+            # Rounded up: the last host may hold fewer ranks.
             number = -(-workers // ranks)
         else:
+            # No more hosts than ranks: the others would be empty.
             number = min(self.hosts, workers) if isinstance(self.hosts, int) else 0
         hosts = self.hosts if isinstance(self.hosts, tuple) else [Host(name=f"host{n}") for n in range(number)]
         return [replace(host, ranks=host.ranks or ranks, link=host.link or self.link) for host in hosts]
 
     def _hosts_in_words(self) -> str:
+        """Describe number, ranks and links of the hosts, and each host that has a name of its own."""
         named = self.hosts if isinstance(self.hosts, tuple) else ()
         number = len(self.hosts) if isinstance(self.hosts, tuple) else self.hosts
         words = "as many hosts as it takes" if number is None else _counted(number, "host")
@@ -135,6 +141,7 @@ class Cluster:
 
 
 def _counted(number: int, what: str) -> str:
+    """A number with its noun, in the singular for 1."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

@@ -44,6 +44,7 @@ class Compute:
         object.__setattr__(self, "flops", mistakes.attempt(lambda: parse_speed(flops), "flops: "))
         object.__setattr__(self, "sample_s", sample)
         object.__setattr__(self, "step_s", mistakes.attempt(lambda: parse_time(step_s), "a step's time: "))
+        # A third by default: backward computes two products where forward computes one.
         object.__setattr__(self, "forward", forward)
         mistakes.need(sample is None or sample > 0, f"a sample's time must be above 0, got {sample_s!r}")
         mistakes.need(0 <= number(forward) <= 1, f"forward must be from 0 to 1, got {forward!r}")

@@ -33,6 +33,7 @@ def load(text: str | Path) -> Cluster:
         if Path(text).is_dir():
             raise ConfigError(f"{text} is a folder, not a cluster's TOML file.")
         if not Path(text).exists():
+            # What looks like a path is a missing file; anything else is more likely a misspelt preset.
             if isinstance(text, Path) or "/" in text or text.endswith(".toml"):
                 raise ConfigError(f"there is no file {text}. Presets: {', '.join(PRESETS)}.")
             raise UnknownName("preset or file", text, PRESETS, [_OWN])
@@ -53,6 +54,7 @@ def read(text: str, source: str) -> Cluster:
     for key, (name, part) in _PARTS.items():
         if key in table and (value := part(table[key], key, mistakes)) is not _REFUSED:
             fields[name] = value
+    # A number of hosts and a list of them would contradict each other.
     mistakes.need(not {"hosts", "host"} <= table.keys(), "give either hosts or [[host]], not both")
     # Made even after mistakes, from the parts that are right: it reports what is wrong with those.
     cluster = mistakes.attempt(partial(Cluster, **fields))
@@ -97,9 +99,11 @@ class _Form:
     """Needed keys, with a stand-in for each, so that the rest of a table is checked even if they are missing."""
 
     def read(self, table: Any, where: str, mistakes: Mistakes) -> Any:
+        """Make the part that a table describes; `_REFUSED`, with the reasons in `mistakes`, if that is not possible."""
         if not isinstance(table, dict):
             mistakes.need(False, f"{where} must be a table with {', '.join(self.arguments)}, got {table!r}")
             return _REFUSED
+        # An unknown key is an error: a misspelt one would change nothing, and nobody would notice.
         _check_keys(table, self.arguments, f"{where}: ", mistakes)
         missing = [key for key in self.needed if key not in table]
         mistakes.need(not missing, f"{where} needs {' and '.join(missing)}")
@@ -133,14 +137,17 @@ _PAUSES = _Form(Pauses, {"every": "every_s", "length": "length_s"}, {"every": 1.
 
 
 def _read_link(value: Any, where: str, mistakes: Mistakes) -> Any:
+    """Read the common link, or that there is none."""
     return None if value == _NO_LINK else _LINK.read(value, where, mistakes)
 
 
 def _read_jitter(value: Any, where: str, mistakes: Mistakes) -> Any:
+    """Read jitter as a plain number, which `Cluster` takes for a spread, or as a table."""
     return value if isinstance(value, (int, float)) else _JITTER.read(value, where, mistakes)
 
 
 def _read_hosts(value: Any, where: str, mistakes: Mistakes) -> Any:
+    """Read the [[host]] tables, each perhaps with a link of its own."""
     hosts = []
     for location, table in _tables(value, where, mistakes):
         keys = dict(table)
@@ -154,11 +161,13 @@ def _read_hosts(value: Any, where: str, mistakes: Mistakes) -> Any:
 
 
 def _read_tiers(value: Any, where: str, mistakes: Mistakes) -> Any:
+    """Read the [[tier]] tables, from the hosts up."""
     tiers = [_TIER.read(table, location, mistakes) for location, table in _tables(value, where, mistakes)]
     return tuple(tier for tier in tiers if tier is not _REFUSED)
 
 
 def _read_between(value: Any, where: str, mistakes: Mistakes) -> Any:
+    """Read the [[between]] tables: paths of two hosts by name."""
     links: dict[tuple[str, str], Link] = {}
     for location, table in _tables(value, where, mistakes):
         if (path := _PATH.read(table, location, mistakes)) is not _REFUSED:
@@ -169,9 +178,11 @@ def _read_between(value: Any, where: str, mistakes: Mistakes) -> Any:
 
 
 def _read_by_rank(value: Any, where: str, mistakes: Mistakes) -> Any:
+    """Read a table whose keys are ranks. `Cluster` checks its values."""
     if not isinstance(value, dict):
         mistakes.need(False, f"{where} must be a table by rank, got {value!r}")
         return _REFUSED
+    # At most nine digits, so that no text makes a number of thousands of digits.
     # TOML keys are texts. Only canonical decimals count, so that "1" and "01" cannot name the same rank.
     ranks = [key for key in value if key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key]
     for key in (key for key in value if key not in ranks):
@@ -196,6 +207,7 @@ _PARTS: dict[str, tuple[str, Callable[[Any, str, Mistakes], Any]]] = {
 
 
 def _check_keys(table: dict[str, Any], known: Collection[str], where: str, mistakes: Mistakes) -> None:
+    """Add every unknown key to `mistakes`, with the known one that is most like it."""
     for key in (key for key in table if key not in known):
         mistakes.need(False, where + str(UnknownName("key", key, known)).rstrip("."))
 
@@ -230,11 +242,13 @@ def _time(seconds: float) -> str:
 
 def _exact(value: float, form: Callable[[float], str], parse: Callable[[str], float]) -> str:
     """Return a value with a unit where that is read as the same number again, else as a plain number."""
+    # Printed values are rounded to four digits. A file must be read as the same cluster, to the bit.
     text = form(value)
     return _text(text) if parse(text) == value else repr(value)
 
 
 def _text(text: str) -> str:
+    """A text as TOML has it: JSON's escapes are valid in TOML's basic strings."""
     return json.dumps(text, ensure_ascii=False)
 
 

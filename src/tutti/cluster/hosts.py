@@ -70,6 +70,7 @@ class Tier:
 def share(workers: int, capacities: Sequence[int | None]) -> list[int]:
     """Return how many workers go to each host: hosts that state a number are filled, the others share the rest."""
     counts, remaining = [], workers
+    # In order, so that ranks are in blocks: the first ranks on the first host.
     for capacity in capacities:
         counts.append(min(capacity or 0, remaining))
         remaining -= counts[-1]

@@ -93,10 +93,12 @@ def format_size(num_bytes: float) -> str:
 
 
 def _parse(text: str | float, units: dict[str, float], kind: str, examples: str) -> float:
+    """Return a number with a unit as a number of the first unit, or a plain number as it is; 0 or more, and finite."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         value = number(text)
     else:
         match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+        # Whatever the case: a unit such as "Gbit" has one meaning here, and bytes are no unit of a rate.
         unit = match.group(2).lower() if match else None
         if match is None or unit not in units:
             raise ConfigError(f"'{text}' is not a {kind}: write a number and a unit, such as {examples}.")
@@ -107,6 +109,7 @@ def _parse(text: str | float, units: dict[str, float], kind: str, examples: str)
 
 
 def _format(value: float, units: dict[str, float]) -> str:
+    """Print a value with four digits, in the largest of `units`, given in ascending order, that it reaches."""
     name, scale = next(iter(units.items()))
     for unit, size in units.items():
         if value >= size * 0.9995:  # So that 999.96 of a unit, which prints as 1000, becomes 1 of the next.

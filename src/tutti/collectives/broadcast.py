@@ -21,6 +21,7 @@ def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
     if transport.size == 1:
         return
     for group in groups(tensors):
+        # One message for many small tensors: a model has hundreds, and each would cost ⌈log₂ P⌉ latencies.
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
         run(on_flat(broadcast)(flat, transport))
         for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):

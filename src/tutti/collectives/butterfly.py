@@ -51,6 +51,7 @@ def _halve_and_double(flat: Tensor, transport: Transport, num_ranks: int) -> Ope
     rounds = []
     start, stop, distance = 0, flat.numel(), num_ranks
     while distance := distance // 2:
+        # All partners cut alike, because they have cut the same ranges so far: no lengths are exchanged.
         middle = (start + stop) // 2
         lower, upper = flat[start:middle], flat[middle:stop]
         # Of two partners, the one with this bit set keeps the upper half.

@@ -100,6 +100,8 @@ class CollectiveCalls:
         call = _Call(name, self._num_calls, elastic)
         data = _request(name, value)
         while call.answer is None and call.error is None:
+            # Again after every loss: ranks that know the same losses have the same root, and `_receive_request` bridges
+            # the moment in which they do not.
             root = min(self._alive)
             if root == self._rank:
                 self._lead(call, data, combine)
@@ -121,13 +123,14 @@ class CollectiveCalls:
         """Collect the values of all others, and answer."""
         requests: dict[int, Any] = {self._rank: from_bytes(data)}
         peers = sorted(self._alive - {self._rank})
+        # All at once, so that the deadline of the slowest is one timeout after this rank's call, and not one for each.
         works = [self._channel.spawn(self._receive_request(peer, call, requests)) for peer in peers]
         try:
             for work in works:
                 work.wait()
             if self._failure is not None:
                 raise self._failure
-            call.answer = [combine(_values(call.name, requests))]
+            call.answer = [combine(_values(call.name, requests, self._channel.world_ranks))]
         except DeadlineExceeded:
             # Operations still wait for the missing ranks, so nothing else can be received here any more.
             self._failure = call.error = self._missing_error(call, sorted(set(peers) - requests.keys()))
@@ -138,12 +141,15 @@ class CollectiveCalls:
         kind, content = _Kind.ANSWER, call.answer
         if call.error is not None:
             kind, content = _Kind.ERROR, [_name(call.error), str(call.error)]
+        # Kept until the next call is answered: a rank that lost an earlier root may still ask for it.
         self._last_answer = _message(kind, call.number, to_bytes(content))
+        # A rank that did not come cannot take the answer, and a send to it could block.
         here = [peer for peer in peers if peer in requests]
         for work in [self._channel.spawn(self._send(peer, self._last_answer)) for peer in here]:
             work.wait()
 
     def _receive_request(self, peer: int, call: _Call, requests: dict[int, Any]) -> Operation:
+        """Tell a peer that its root is here, and receive what it calls with; note if it is lost instead."""
         try:
             yield from _sending(self._channel, peer, _message(_Kind.HERE, call.number))
             while True:
@@ -154,8 +160,8 @@ class CollectiveCalls:
                 if number > call.number or self._last_answer is None:
                     # A root before this one has answered it, and was lost before it answered this rank.
                     self._failure = RankLost(
-                        f"rank {self._rank}: a rank was lost in the middle of {call.name}, whose answer has reached "
-                        f"rank {peer}, but not this one."
+                        f"rank {self._channel.world_rank}: a rank was lost in the middle of {call.name}, whose answer "
+                        f"has reached rank {self._channel.world_ranks[peer]}, but not this one."
                     )
                     return
                 yield from _sending(self._channel, peer, self._last_answer)  # It missed the last answer.
@@ -165,6 +171,7 @@ class CollectiveCalls:
                 self._failure = error  # Raised when the others have come: they are to learn it too.
 
     def _send(self, peer: int, message: Tensor) -> Operation:
+        """Send an answer to a peer, which may be lost by now."""
         try:
             yield from _sending(self._channel, peer, message)
         except RankLost:
@@ -181,6 +188,7 @@ class CollectiveCalls:
             self._failure = call.error = self._no_answer(call, root, work)
 
     def _ask(self, call: _Call, root: int, message: Tensor) -> Operation:
+        """Send this rank's request to the root, and take its answer, its error or its loss."""
         try:
             yield from _sending(self._channel, root, message)
             while True:
@@ -209,12 +217,14 @@ class CollectiveCalls:
         with suppress(DeadlineExceeded):
             work.wait()  # The root waits for somebody: it knows for whom, and its deadline is close.
         return call.error or DeadlineExceeded(
-            f"rank {self._rank}: {call.name} was called by rank {root}, which did not answer in time: it waited for "
-            "another rank, which its own error names, or hangs."
+            f"rank {self._channel.world_rank}: {call.name} was called by rank {self._channel.world_ranks[root]}, which "
+            "did not answer in time: it waited for another rank, which its own error names, or hangs."
         )
 
     def _missing_error(self, call: _Call, missing: list[int]) -> DeadlineExceeded:
-        names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        """Return the error that names the ranks which have not made a call that others wait in."""
+        numbers = ", ".join(str(self._channel.world_ranks[rank]) for rank in missing)
+        names = f"rank{'' if len(missing) == 1 else 's'} {numbers}"
         return DeadlineExceeded(
             f"{call.name} waited {self._channel.timeout.total_seconds():g} s for {names}, which did not call it. Every "
             "rank that trains must call it; if one is just slow, give more time: tutti.init(timeout=...), tutti run "
@@ -232,13 +242,13 @@ def _request(name: str, value: Any) -> Tensor:
         return to_bytes([name, None, str(error)])
 
 
-def _values(name: str, requests: dict[int, Any]) -> dict[int, Any]:
+def _values(name: str, requests: dict[int, Any], world_ranks: Sequence[int]) -> dict[int, Any]:
     """Return the values of all requests by rank. Raises if the ranks made different calls, or one made a mistake."""
     requests = dict(sorted(requests.items()))
-    if others := [f"rank {rank} called {got[0]}" for rank, got in requests.items() if got[0] != name]:
-        leader = min(requests)
+    if others := [f"rank {world_ranks[rank]} called {got[0]}" for rank, got in requests.items() if got[0] != name]:
+        leader = world_ranks[min(requests)]
         raise ReplicaMismatch(f"rank {leader} called {name}, and {'; '.join(others)}. All ranks make the same calls.")
-    if mistakes := {rank: got[2] for rank, got in requests.items() if len(got) > 2}:
+    if mistakes := {world_ranks[rank]: got[2] for rank, got in requests.items() if len(got) > 2}:
         raise ConfigError("\n".join(f"rank {rank}: {name}: {mistake}" for rank, mistake in mistakes.items()))
     return {rank: got[1] for rank, got in requests.items()}
 
@@ -259,6 +269,7 @@ def _message(kind: _Kind, number: int, data: Tensor | None = None) -> Tensor:
 
 
 def _sending(channel: Transport, peer: int, message: Tensor) -> Operation:
+    """Send the header first: the receiver learns the length of the data from it."""
     yield channel.isend(message[:_HEADER_BYTES], peer)
     if message.numel() > _HEADER_BYTES:
         yield channel.isend(message[_HEADER_BYTES:], peer)

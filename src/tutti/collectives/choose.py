@@ -75,6 +75,7 @@ def measure_collectives(transport: Transport) -> CollectiveChoice:
         return CollectiveChoice(None, (Candidate(native, transport.size, Link("100gbit")),))
     two_levels = isinstance(transport, HostsTransport)
     between = transport.across if isinstance(transport, HostsTransport) else transport
+    # Ranks that are no leaders have not measured: they take part in the broadcast only.
     link = _link_of_rank_0(measure_links(between).link if between is not None else None, transport)
     # Ranks that share a host share its link, except under the two-level algorithm, where one of them uses it.
     share = Link(link.bits_per_s / max(Counter(transport.hosts).values()), link.latency_s)
@@ -106,6 +107,7 @@ def link_as_used_by(collective: Collective, num_ranks: int, transport: Transport
         num_ranks: number of ranks or hosts that the cost formula is given.
     """
     tensor, times = torch.zeros(16 * transport.size, device="cpu"), []  # Every rank has a part.
+    # The median: a rank that wakes up late once must not decide the algorithm of the whole run.
     for _ in range(_ROUNDS):
         start_s = transport.now()
         run(collective.steps(tensor, transport))

@@ -20,6 +20,7 @@ def clock_offsets(transport: Transport) -> list[float]:
         return [0.0] * transport.size
     offsets_s = [0.0] * transport.size
     answer, request = torch.empty(1, dtype=torch.float64, device="cpu"), torch.zeros(1, device="cpu")
+    # One rank after the other: answers of several at once would wait for each other, and seem late.
     if transport.rank == 0:
         for rank in range(1, transport.size):
             measured = []

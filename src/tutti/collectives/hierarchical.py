@@ -41,6 +41,7 @@ def hierarchical(tensor: Tensor, transport: Transport, link: Link = TYPICAL_LINK
     if within is not None:
         yield from sum_within(tensor, within)
     if across is not None:
+        # Leaders only. The other ranks of the host wait for their leader in the broadcast below.
         yield from cheapest(across.size, tensor.nbytes, link)(tensor, across)
     # With one level only, the sum within the host is already on all ranks.
     if within is not None and within is not transport:

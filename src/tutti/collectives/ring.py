@@ -63,6 +63,7 @@ def ring_blocking(flat: Tensor, transport: Transport) -> Operation:
     for step in range(2 * (size - 1)):
         outgoing, incoming = flat[blocks[(rank - step) % size]], flat[blocks[(rank - step - 1) % size]]
         # The first P-1 steps add what arrives; the others replace the block by the finished sum.
+        # Blocks are finished in the second half: what arrives is the sum, and is received where it belongs.
         received = buffer_like(incoming) if step < size - 1 else incoming
         if rank % 2 == 0:
             yield transport.isend(outgoing, (rank + 1) % size)
@@ -93,6 +94,7 @@ def ring_cost(num_ranks: int, num_bytes: float, link: Link) -> float:
     because all latencies but one pass while other chunks are sent; unless a chunk's own time, α included, is longer.
     """
     block = num_bytes / num_ranks
+    # As `_chunked` cuts it; with one chunk per block nothing overlaps, and every latency is waited for.
     num_chunks = ceil(block / _CHUNK_BYTES)
     if num_chunks <= 1:
         return 2 * round_cost(num_ranks, num_bytes, link)
@@ -137,6 +139,7 @@ def pass_blocks_around(
         add: combines a local chunk with a received one, and leaves the result in the local one.
     """
     size = transport.size
+    # One neighbour to each side, whichever block is on its way: so every link carries one message at a time.
     left, right = (transport.rank - 1) % size, (transport.rank + 1) % size
     # The first block is sent at once: it depends on nothing that arrives.
     sending = deque(transport.isend(chunk, right) for chunk in (blocks[first % size] if num_steps else []))
@@ -154,6 +157,7 @@ def pass_blocks_around(
             add(chunk, received)
         # What arrives in the last step has been everywhere.
         if step + 1 < num_steps:
+            # From the tensor itself, without a copy: the chunk is not written again before it has been round the ring.
             sending.append(transport.isend(chunk, right))
             if len(sending) > _MAX_UNAWAITED_SENDS:
                 yield sending.popleft()

@@ -31,6 +31,7 @@ def on_flat(collective: FlatCollective) -> FlatCollective:
     """
 
     def wrapped(tensor: Tensor, transport: Transport) -> Operation:
+        # Collectives write in place, which autograd must not see: gradients are data here, not part of a graph.
         data = tensor.detach()
         if data.is_meta:
             return collective(SizeOnlyTensor.like(data), transport)  # type: ignore[arg-type]
@@ -39,6 +40,7 @@ def on_flat(collective: FlatCollective) -> FlatCollective:
         return collective(data.view(-1), transport)
 
     def copied(data: Tensor, transport: Transport) -> Operation:
+        # Always a copy here, so that the caller's tensor is written only once, at the end.
         flat = (data.cpu() if data.is_cuda else data).contiguous().view(-1)
         yield from collective(flat, transport)
         data.copy_(flat.view(data.shape))

@@ -30,6 +30,7 @@ def tree(flat: Tensor, transport: Transport) -> Operation:
             yield transport.isend(flat, rank - hop)
             break
         if rank + hop < size:
+            # In each round at most one child, in the order of hops: sums have the same bits in every run.
             received = buffer_like(flat)
             yield transport.irecv(received, rank + hop)
             flat += received
@@ -40,6 +41,7 @@ def tree(flat: Tensor, transport: Transport) -> Operation:
 def broadcast(flat: Tensor, transport: Transport) -> Operation:
     """Overwrite `flat` on every rank with rank 0's, along a binomial tree."""
     rank, size = transport.rank, transport.size
+    # The smallest power of two that is at least `size`; for one rank it is 1, and the loop ends at once.
     hop = 1 << (size - 1).bit_length()
     while hop := hop // 2:
         # Multiples of 2 × `hop` have the tensor by now; they send it to the odd multiples of `hop`.

@@ -47,6 +47,7 @@ def bucket_loads(profile: Profile, bucket_bytes: int, exact_below: int = 0) -> t
     for slot in slots:
         kinds.setdefault(kind_of(slot.tensor), []).append(slot)
     # A replica's own code cuts them, with sizes only, so that the cost model has exactly the buckets of a run.
+    # One that opens nothing: with sizes only, no memory is allocated or mapped.
     transport = SingleRankTransport()
     memories = {kind: Memory(group, transport, True, exact_below) for kind, group in kinds.items()}
     ready = {gradient.name: gradient.ready_s for gradient in profile.gradients}

@@ -40,12 +40,14 @@ class Placement:
         speeds = {cluster.speed_of(rank, host) for rank, host in enumerate(placed)}
         # By how much switches divide a host's rate, and the latency that they add to every message.
         blocking, latency_s = _through_switches(cluster, len(hosts))
+        # All ranks wait for the slowest pair in every synchronous step, so that one link decides.
         link = cluster.within if len(hosts) == 1 else _slowest(cluster, hosts)
         link = link if len(hosts) == 1 else Link(link.bits_per_s, link.latency_s + latency_s)
         # Ranks of one host share its link; oversubscribed switches divide it further.
         share = 1.0 if len(hosts) == 1 else max(per_host.values()) * blocking
         equal_links = len({host.link for host in hosts}) == 1 and not cluster.links and blocking == 1
         steady = cluster.jitter is None and cluster.pauses is None and not cluster.failures and len(speeds) == 1
+        # With several ranks on several hosts there are two kinds of links at once, and no formula here has both.
         single_level = len(hosts) == 1 or max(per_host.values()) == 1
         return cls(
             num_ranks=num_ranks,
@@ -60,6 +62,7 @@ class Placement:
 
     def link_with_senders(self, num_senders: float) -> Link:
         """Return a rank's link while `num_senders` ranks send: fewer senders share what limits all of them."""
+        # At most what was measured with two senders, at least the rate that all have together.
         factor = max(1.0, min(self.uncontended_factor, self.num_ranks / num_senders))
         return Link(self.shared_link.bits_per_s * factor, self.shared_link.latency_s)
 

@@ -32,7 +32,7 @@ _DROPPED = {
     ),
     "converged": "parameters that were skipped as converged are exchanged again",
 }
-"""What it means for the run that a part is dropped."""
+"""The effect on the run of each part that is dropped."""
 
 
 def job_state(

@@ -13,6 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends; exit if `parent` has ended already."""
+    # Kept across exec, but not across fork: children of this process are ended by their group.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # It ended before the kernel was asked.
         os._exit(1)

@@ -51,6 +51,8 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
     if not found:
         return RankEnvironment("none", 0, 1, 0, None, None)
     first = found[0]
+    # A launcher that started this process itself is right; one further out (Slurm around torchrun) numbers other
+    # processes.
     if not first.innermost:
         for other in found[1:]:
             if (other.rank, other.size) != (first.rank, first.size):
@@ -60,6 +62,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
                     "did not start this process."
                 )
     for other in found[1:]:
+        # Open MPI without mpi4py knows ranks but no rendezvous address, which another launcher's variables may give.
         if first.port is None and other.port is not None:
             first = replace(first, address=other.address, port=other.port)
     if first.size > 1 and first.port is None:
@@ -81,6 +84,7 @@ def _torchrun(environment: Mapping[str, str]) -> RankEnvironment | None:
         raise EnvironmentConflict(f"{given[0]} is set but {missing} is not: set both, or neither.")
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     described = _checked("RANK/WORLD_SIZE", (rank, size, _number(environment, "LOCAL_RANK", 0)), environment)
+    # torchrun's agent, and `tutti run`, serve the store and keep it over restarts of the workers.
     hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     innermost = hosted or "TORCHELASTIC_RUN_ID" in environment
@@ -112,6 +116,7 @@ def _slurm(environment: Mapping[str, str]) -> RankEnvironment | None:
 
     def first_host() -> tuple[str | None, int | None]:
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+        # A port that all ranks compute alike. Steps of one job, and neighbouring jobs, get different ones.
         job = _number(environment, "SLURM_JOB_ID", 0) * 64 + int(environment["SLURM_STEP_ID"])
         alone = environment.get("SLURM_STEP_NUM_NODES") == "1" or environment.get("SLURM_NNODES") == "1"
         return (LOOPBACK if alone else _first_node(nodes)), 20_000 + job % 20_000
@@ -185,11 +190,14 @@ def _rendezvous_through_mpi() -> tuple[str | None, int | None]:
     import numpy as np
 
     everyone = MPI.COMM_WORLD
+    # Ranks that can share memory. If those are all, loopback will do, and no port is opened to the network.
     here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
     one_host = here.size == everyone.size
     here.Free()
     message = np.zeros(256, dtype=np.uint8)
     if everyone.rank == 0:
+        # The kernel chooses a free port. It is closed again, and could be taken before rank 0 listens on it: rare, and
+        # then an error that names the port.
         with socket.socket() as probe:
             probe.bind((LOOPBACK if one_host else "", 0))
             text = f"{LOOPBACK if one_host else socket.gethostname()} {probe.getsockname()[1]}"

@@ -133,11 +133,15 @@ class ForkChannel:
             files: its stdout, its stderr, its end of the supervisor pipe, and a payload if it has one.
         """
         self._answer = None
+        # There is one request at a time, because a channel belongs to one thread: the next message that is not an end
+        # is its answer.
         self._request(json.dumps({**description, **_inherited()}).encode(), files)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while self._answer is None and not self.server_ended:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
+                # Killed, not left: once it continued, it would answer a request for which a worker has been spawned
+                # meanwhile.
                 self._server.kill(f"it did not answer within {ANSWER_TIMEOUT_S:g} s")
                 self._lose_server()
                 break
@@ -170,6 +174,8 @@ class ForkChannel:
                 return
             message = json.loads(text)
             if "ended" in message:
+                # The number is known here: the server reports an end only after it has sent the answer with that
+                # number.
                 self._processes[message["ended"]].returncode = message["status"]
                 continue
             if "pid" in message:
@@ -187,6 +193,7 @@ class ForkChannel:
         self._connection.close()
         self.server_ended = True
         with _lock:
+            # From here on `_make_room` may close the server, if no other run uses it.
             self._server.num_channels -= 1
 
     def describe_server_end(self) -> str:
@@ -196,6 +203,7 @@ class ForkChannel:
     def _request(self, description: bytes, files: Sequence[int]) -> None:
         source = file_with(description, "tutti-worker")
         try:
+            # The working directory as it is now: the server's is that of its start.
             # Open, because it may have no path any more; O_PATH, because it need not be readable.
             folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
             try:
@@ -208,6 +216,7 @@ class ForkChannel:
             os.close(source)
 
     def _lose_server(self) -> None:
+        """Count all workers that have not ended as killed: the kernel kills them with the server."""
         self.server_ended = True
         for process in self._processes.values():
             if process.returncode is None:
@@ -221,6 +230,7 @@ class _ServerHandle:
         self.key = _key(environment)
         self.modules = frozenset(modules)
         self.num_channels = 0
+        # SOCK_SEQPACKET keeps messages apart, so that open files arrive with the message they belong to.
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors: int | None = os.memfd_create("fork-server-errors")
         self._errors_lock = threading.Lock()
@@ -242,9 +252,12 @@ class _ServerHandle:
         return self._process.pid
 
     def fits(self, key: Mapping[str, str], modules: Sequence[str]) -> bool:
+        """Whether it runs, saw the same import-time variables, and imported at least `modules`."""
         return self._process.poll() is None and self.key == key and self.modules >= set(modules)
 
     def connect(self) -> ForkChannel:
+        """Open a connection for one run. With `_lock` held, which guards `num_channels`."""
+        # The server may still import: the message waits in the socket, and so do the first requests.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, suppress(ConnectionError):  # If it has died, the channel's first use shows that.
             _send_files(self._control, b"client", [theirs.fileno()])
@@ -260,6 +273,7 @@ class _ServerHandle:
     def describe_end(self) -> str:
         """How the server ended, with the last line it wrote, as the predicate of a sentence about it."""
         try:
+            # Its connection is closed a moment before its process can be waited for.
             status: int | None = self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             status = None
@@ -274,6 +288,7 @@ class _ServerHandle:
     def close(self) -> None:
         """End the server and all it started."""
         self._control.close()
+        # The server notices the closed control socket in its loop, kills its workers' groups and exits.
         if self.num_channels == 0:  # It has no workers, and may still be importing.
             self._process.kill()
         try:
@@ -323,6 +338,7 @@ def channel(environment: Mapping[str, str], modules: Sequence[str]) -> ForkChann
             else:
                 superfluous = _make_room()
                 server = _ServerHandle(environment, modules)
+            # To the end of the list: the one used longest ago is the first, and goes first.
             if server in _servers:
                 _servers.remove(server)
             _servers.append(server)
@@ -385,6 +401,7 @@ def _make_room() -> list["_ServerHandle"]:
 
 
 def _key(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that decide whether two runs can share a server."""
     later = (*READ_LATER, *SET_AFTER_FORK)
     names = [name for name in environment if name.startswith(IMPORT_TIME_PREFIXES) and name not in later]
     return {name: environment[name] for name in names}
@@ -392,6 +409,7 @@ def _key(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _inherited() -> dict[str, Any]:
     """What a spawned process would inherit from this one, as it is now."""
+    # Read at each request: the user may have changed them since the server started.
     with open("/proc/self/status") as status:  # os.umask would have to change it for a moment.
         umask = next(line.split()[1] for line in status if line.startswith("Umask:"))
     numbers = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
@@ -404,11 +422,13 @@ def _inherited() -> dict[str, Any]:
 
 
 def _send_files(connection: socket.socket, text: bytes, files: Sequence[int]) -> None:
+    """Send a message with open files. MSG_NOSIGNAL: a server that is gone is an error here, and no signal."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
     connection.sendmsg([text], rights, socket.MSG_NOSIGNAL)
 
 
 def _forget_all() -> None:
+    """In a forked copy of this process: forget the servers, which are children of the original."""
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()  # Another thread of the original may have held it.
     while _servers:

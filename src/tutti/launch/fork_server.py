@@ -90,6 +90,8 @@ def main() -> None:
     # An ignored SIGCHLD survives exec. The kernel would then reap workers itself, and their status would be lost.
     inherited_sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     control, parent, *modules = sys.argv[1:]
+    # Until `outlive`, the kernel kills this process with the thread that started it: imports take seconds, in which no
+    # loop watches for the supervisor's end.
     die_with(int(parent))
     before = dict(os.environ)
     gc.disable()  # What is imported stays to the end: the collector need not look at it, here or in any worker.
@@ -97,8 +99,10 @@ def main() -> None:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
+    # Some imports set variables (torch, scikit-learn). A worker must have them too, as if it had imported by itself.
     imports = [(name, before.get(name), value) for name, value in os.environ.items() if before.get(name) != value]
     server = _Server(int(control), int(parent))
+    # Returns only in a forked child, which goes on here as the worker.
     files = server.serve()
     signal.signal(signal.SIGCHLD, inherited_sigchld)
     _become(files, imports, server.pid)
@@ -116,6 +120,7 @@ class _Server:
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._control, selectors.EVENT_READ)
+        # Readable when the supervisor has ended. Without data, like the control socket: `_accept` tells the two apart.
         self._selector.register(os.pidfd_open(parent), selectors.EVENT_READ)
         # The kernel's signal would come when the *thread* that started the server ends, and a server may outlive that.
         outlive(parent)
@@ -137,6 +142,7 @@ class _Server:
         """Take in a new client; without a supervisor, end."""
         if source is not self._control:
             self._end()
+        # An empty message is the end of the control socket: the supervisor has closed it, or is gone.
         text, files, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
         if not text:
             self._end()
@@ -159,11 +165,15 @@ class _Server:
                 return None
             return self._fork(client, files)
         finally:
+            # In the child they are the worker's own, and it needs them.
             if os.getpid() == self.pid:
                 for file in files:
                     os.close(file)
 
     def _fork(self, client: _Client, files: list[int]) -> list[int] | None:
+        """Fork, and answer with the number once the child leads its own session; in the child, return `files`."""
+        # The child holds the writer until it has its own session, and the server reads until the end of the file. So
+        # when the server answers, the process group exists and can be signalled.
         ready, started = os.pipe()
         try:
             pid = os.fork()
@@ -175,6 +185,7 @@ class _Server:
         if pid == 0:
             os.setsid()
             if (reason := _why_unusable()) is not None:
+                # Not by its exit status: the server has to answer the request now.
                 os.write(started, reason.encode())
                 os._exit(0)
             self._close_all_but(files)  # This closes `started` too, which tells the server.
@@ -186,6 +197,7 @@ class _Server:
             os.waitpid(pid, 0)
             self._send(client, refused=unusable)
             return None
+        # Surely this child, even if it has ended: until it is reaped, no other process gets its number.
         pidfd = os.pidfd_open(pid)
         client.running.add(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, _Child(pid, pidfd, client))
@@ -194,6 +206,8 @@ class _Server:
 
     def _close_all_but(self, files: list[int]) -> None:
         """In a child: close what belongs to the server and to other workers."""
+        # Detached, not closed: the numbers are closed below with all others. An object that closed its number when it
+        # is collected could close a file of the worker's, which got that number meanwhile.
         self._control.detach()
         for client in self._clients:
             client.connection.detach()
@@ -212,6 +226,7 @@ class _Server:
         return None
 
     def _report_end(self, child: _Child) -> None:
+        """Send the status of a child that has ended to its client, and keep its number reserved."""
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         child.client.running.discard(child.pid)
@@ -219,6 +234,7 @@ class _Server:
             _reap(child.pid)
             return
         try:
+            # Reads the status and leaves the zombie, which keeps the number reserved until the client is gone.
             ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # An imported module has reaped it. The server must go on for the other workers.
             self._send(child.client, ended=child.pid, status=UNKNOWN_STATUS)
@@ -243,6 +259,7 @@ class _Server:
             _reap(pid)
 
     def _end(self) -> NoReturn:
+        """The supervisor is gone: kill all that was started for it, and exit."""
         for client in self._clients:
             for pid in client.running | client.unreaped:
                 _kill_group(pid)
@@ -260,6 +277,7 @@ def _become(files: list[int], imports: list[tuple[str, str | None, str]], server
     description_file, folder, out, err, pipe, *payload = files
     with os.fdopen(description_file, "rb") as source:
         text = source.read(MAX_DESCRIPTION_BYTES + 1)
+    # Before anything that can fail, so that a traceback reaches the user.
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.fchdir(folder)
@@ -272,10 +290,12 @@ def _become(files: list[int], imports: list[tuple[str, str | None, str]], server
     environment = description["environment"]
     # Where the request has another value than the server had, an import in the worker would not have changed it so.
     changed = {name: after for name, before, after in imports if environment.get(name) == before}
+    # Replaced as a whole: a variable that the supervisor has unset since the server started must not be there.
     os.environ.clear()
     os.environ.update({**environment, **changed, PIPE_VARIABLE: str(pipe), PARENT: str(server)})
     os.umask(description["umask"])
     os.sched_setaffinity(0, description["cores"])
+    # As in a spawned worker, whose interpreter was called with -c.
     sys.argv = ["-c", *description["arguments"], *map(str, payload)]
     if description["namespace"] is not None:
         from tutti.launch.lab.namespaces import enter
@@ -341,6 +361,7 @@ def _run_and_exit(imported: set[str]) -> NoReturn:
         status = _exit_status(ended)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    # The user's main module may stand here (`multiprocessing.spawn.prepare` puts it in): it is dropped like the others.
     sys.modules["__main__"] = own_main
     for name in sys.modules.keys() - imported:
         del sys.modules[name]
@@ -390,6 +411,7 @@ def _why_unusable() -> str | None:
 
 
 def _num_threads() -> int:
+    """Number of threads of this process, those that libraries started included."""
     return len(os.listdir("/proc/self/task"))
 
 

@@ -40,6 +40,7 @@ def launch(
     If all such workers are lost, that is a failure too. In a worker that is still importing the script that called
     `launch`, the call returns an empty list at once, so that the script needs no `if __name__ == "__main__"`.
     """
+    # This process is a worker that imports the script in which this call stands.
     if IMPORTING in os.environ:
         return []
     guard.refuse("tutti.launch")
@@ -50,6 +51,8 @@ def launch(
         )
     environment = {}
     if timeout is not None:
+        # By variables, because `tutti.init` in the worker reads them: the function itself gets the caller's arguments
+        # only.
         environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout).total_seconds())
     if transport is not None:
         environment["TUTTI_TRANSPORT"] = transport

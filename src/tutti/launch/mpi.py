@@ -41,6 +41,7 @@ def prepare(kind: str) -> None:
     algorithm = kind.partition(":")[2]
     if not algorithm:
         return
+    # The component "han" sums in two levels where ranks share hosts, whatever algorithm is set: so it is turned off.
     wanted = Rules(algorithm=algorithm, han=False)
     if rules_in(os.environ) == wanted:
         return
@@ -75,6 +76,7 @@ def check(environment: RankEnvironment, kind: str) -> None:
     from mpi4py import MPI  # Starts it.
 
     everyone = MPI.COMM_WORLD
+    # With another MPI's mpirun, every process is a world of one for mpi4py.
     if (everyone.rank, everyone.size) != (environment.rank, environment.size):
         raise EnvironmentConflict(
             f"mpirun says this is rank {environment.rank} of {environment.size}, mpi4py says {everyone.rank} of "
@@ -88,6 +90,7 @@ def connect(membership: Membership) -> "MpiTransport":
 
     from tutti.transports.mpi.transport import MpiTransport
 
+    # A communicator of its own: messages of the user's MPI calls never match those of the transport.
     transport = MpiTransport(membership, MPI.COMM_WORLD.Dup(), rules=rules_in(os.environ))
     _abort_on_failure(transport)
     return transport
@@ -103,6 +106,7 @@ def _abort_on_failure(transport: "MpiTransport") -> None:
 
     def ended() -> None:
         transport.close()
+        # A transport that failed has requests which MPI will never complete, and MPI's own exit would wait for them.
         if transport.broken:
             _abort()
 
@@ -126,5 +130,6 @@ def rules_in(environment: Mapping[str, str]) -> Rules:
         numbers = {str(number): name for name, number in ALLREDUCE_ALGORITHMS.items()}
         algorithm = numbers.get(value, value if value in ALLREDUCE_ALGORITHMS else None)
     components = environment.get(_COMPONENTS, "^")
+    # A list with ^ before it names components that are excluded, one without it those that are allowed.
     named = "han" in components.removeprefix("^").split(",")
     return Rules(algorithm=algorithm, han=named != components.startswith("^"))

@@ -24,6 +24,7 @@ def available() -> bool:
 
 def mpirun(workers: int, argv: Sequence[str]) -> list[str]:
     """The command that runs `argv` in `workers` ranks on this host, however few its cores."""
+    # Open MPI refuses more ranks than cores otherwise, and would bind several to one core.
     return [*_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(workers), *argv]
 
 
@@ -62,6 +63,7 @@ def mpirun_in_lab(
 
 def _network(addresses: Sequence[str]) -> str:
     """The smallest network that has all the addresses."""
+    # From a single address up, one bit at a time.
     network = ip_network(addresses[0])
     while not all(ip_address(address) in network for address in addresses):
         network = network.supernet()

@@ -15,10 +15,12 @@ class RankOutput:
 
     def write(self, data: bytes) -> None:
         """Print the lines that `data` completes. A carriage return ends a line too, as progress bars use it."""
+        # Up to the last line that is complete. Both outputs of all workers share a terminal, and half lines would mix.
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if not end and len(self._unfinished) + len(data) < _MAX_LINE_BYTES:
             self._unfinished += data
             return
+        # A line without an end that has become too long is printed in parts, so that memory stays bounded.
         end = end or len(data)
         text = bytes(self._unfinished + data[:end])
         self._unfinished[:] = data[end:]

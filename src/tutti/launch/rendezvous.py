@@ -37,6 +37,7 @@ from tutti.cluster import Duration, parse_duration
 from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch import mpi
+from tutti.launch.default_group import make_default_group
 from tutti.launch.environment import RankEnvironment, read_environment
 from tutti.launch.supervisor_pipe import HOST, SupervisorPipe
 from tutti.launch.undistributed import UndistributedCheck
@@ -60,7 +61,7 @@ TRANSPORTS = ("auto", "sockets", "shared_memory", "mpi")
 """Names of transports; "mpi:ring" also selects the all-reduce algorithm of Open MPI."""
 
 
-def init(*, timeout: Duration | None = None, transport: str | None = None) -> World:
+def init(*, timeout: Duration | None = None, transport: str | None = None, torch_distributed: bool = False) -> World:
     """Join the world of this run, as torchrun, mpirun, srun or `tutti run` describe it; a world of one otherwise.
 
     Collective: waits until every rank has called it. Called again, it returns the same world.
@@ -70,9 +71,19 @@ def init(*, timeout: Duration | None = None, transport: str | None = None) -> Wo
             timedelta; $TUTTI_TIMEOUT, or 5 minutes, by default.
         transport: "auto" takes shared memory when all ranks are on one host; "mpi" sends everything over MPI, and
             "mpi:ring", say, has Open MPI use its ring; $TUTTI_TRANSPORT by default.
+        torch_distributed: also make torch's default process group, of backend "tutti", so that code which calls
+            `torch.distributed` works; unless there is one already. It is destroyed with the world. Collective.
     """
-    if (world := current_world()) is not None:
-        return world
+    # A script may call it in several places, as may a library beside it.
+    if (world := current_world()) is None:
+        world = _join(timeout, transport)
+    if torch_distributed:
+        make_default_group(world)
+    return world
+
+
+def _join(timeout: Duration | None, transport: str | None) -> World:
+    """Meet the other ranks, and make the world of this thread."""
     guard.refuse("tutti.init after the world was closed")
     limit = _timeout_from_environment() if timeout is None else parse_duration(timeout)
     kind = transport or os.environ.get("TUTTI_TRANSPORT", "auto")
@@ -86,6 +97,7 @@ def init(*, timeout: Duration | None = None, transport: str | None = None) -> Wo
     if environment.size == 1:
         world = World(0, 1, environment.local_rank, _host_name(), SingleRankTransport(limit))
     else:
+        # All ranks open worlds in the same order, so the n-th world has the same keys on all of them.
         store = PrefixStore(f"tutti/{environment.attempt}/{next(_world_numbers)}", _open_store(environment, limit))
         membership = wait_for_ranks(environment, store, limit)
         if mpi.is_mpi(kind):
@@ -96,6 +108,7 @@ def init(*, timeout: Duration | None = None, transport: str | None = None) -> Wo
         numbers = (membership.rank, membership.size, environment.local_rank, me.host)
         world = World(*numbers, joined, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss)
         _leave_at_exit(world)
+    # `tutti run --strategy` overrules what the script asks for, without a change to the script.
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
     return set_world(world)
@@ -129,9 +142,12 @@ def wait_for_ranks(environment: RankEnvironment, store: Store, timeout: timedelt
     missing: list[int] = []
     deadline = time.monotonic() + timeout.total_seconds()
     try:
+        # Adding is atomic in the store: of two processes with one rank, the second sees 2. Overwriting `peer/` would
+        # not show it.
         if store.add(f"came/{rank}", 1) > 1:
             raise EnvironmentConflict(f"two processes say they are rank {rank} of {size}; each needs its own.")
         store.set(keys[rank], Peer.this_process(rank, _host_name(), _host_id()).to_json())
+        # In short waits, so that `missing` is known when the store goes away in the middle of one.
         while not wait_for_keys(store, keys, min(1.0, timeout.total_seconds() / 4)):
             missing = [other for other in range(size) if not store.check([keys[other]])]
             if missing and time.monotonic() > deadline:
@@ -159,9 +175,9 @@ def _leave_at_exit(world: World) -> None:
     """Tell the others when this rank's script fails or ends, even if its process lives on for a while.
 
     It may live on because mpi4py's exit waits for the other ranks, or Python for the user's threads. The world is
-    closed
-    too: groups that are open when Python ends make torch abort the process.
+    closed too: groups that are open when Python ends make torch abort the process.
     """
+    # The hook runs before exit handlers, and before Python waits for threads: others learn of a failure at once.
     before = sys.excepthook
     checks = [UndistributedCheck(world)]
 
@@ -187,8 +203,10 @@ def _leave_at_exit(world: World) -> None:
 
 @cache  # A second world of this process uses the same connection.
 def _open_store(environment: RankEnvironment, timeout: timedelta) -> Store:
+    """Connect to the store through which ranks meet; rank 0 serves it too, where the launcher does not."""
     assert environment.address is not None
     assert environment.port is not None
+    # A launcher's store outlives every rank; that of rank 0 ends with it.
     serve = environment.rank == 0 and not environment.hosted
     listener = _listener(environment.address, environment.port) if serve else None
     try:
@@ -212,6 +230,7 @@ def _listener(address: str, port: int) -> int:
     six = ":" in address
     local = {"localhost": LOOPBACK, LOOPBACK: LOOPBACK, "::1": "::1"}.get(address, "")
     listener = socket.socket(socket.AF_INET6 if six else socket.AF_INET)
+    # A restarted job binds the same port while connections of the old one are still in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((local, port))
@@ -226,6 +245,7 @@ def _listener(address: str, port: int) -> int:
 
 def listen_address(environment: RankEnvironment, membership: Membership) -> str:
     """Choose where this rank's sockets listen: loopback on one host, else the address that faces rank 0."""
+    # Nothing listens on the network where no other host has to connect.
     if membership.one_host:
         return LOOPBACK
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -261,23 +281,28 @@ def _address_towards(address: str | None) -> str:
 
 
 def _interfaces() -> list[Callable[[], str]]:
+    """Functions that return the address of each network interface but loopback; one without an address raises."""
     return [partial(_address_of, name) for _, name in socket.if_nameindex() if name != "lo"]
 
 
 def _address_of(interface: str) -> str:
     """The IPv4 address of a network interface."""
+    # struct ifreq of netdevice(7): the name, at most 15 bytes, and from byte 20 on the IPv4 address of the answer.
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
 
 
 def _host_name() -> str:
+    """The name of this host for people: that of the lab's host, where the launcher gave it one."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def _host_id() -> str:
     """An identifier that is equal for processes that share memory and loopback: one kernel, one network namespace."""
     try:
+        # Containers of one machine share the kernel but not the network or the process numbers: all three have to
+        # match.
         with open("/proc/sys/kernel/random/boot_id") as boot:
             kernel = boot.read().strip()
         return "/".join([kernel, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid"))])

@@ -79,6 +79,11 @@ class Program:
     """Modules worth importing before workers are forked."""
 
     def spawned_command(self) -> list[str]:
+        """The command line of a worker that is a new process.
+
+        A command that is not Python runs under a small script that binds it to the life of this process. That script
+        starts without site-packages (-I, -S), in a few milliseconds.
+        """
         if self.is_command:
             return [sys.executable, "-I", "-S", command.__file__, str(os.getpid()), *self.arguments]
         return [*main_of("tutti.launch.worker"), *self.arguments]
@@ -95,6 +100,7 @@ def modules_for(script: str) -> tuple[str, ...]:
         imported = set(_imports(ast.parse(text)))
     except (OSError, SyntaxError, ValueError):
         return (*WORKER, *TORCH)
+    # An import in a function or under a condition counts too: only the text is looked at.
     if imported <= sys.stdlib_module_names - _IMPORTERS and "__import__" not in text:
         return WORKER
     return (*WORKER, *TORCH, *(TUTTI if "tutti" in text else ()), *(COMPILER if "optim" in text else ()))
@@ -124,9 +130,11 @@ def common_environment(variables: Mapping[str, str], num_workers: int = 1) -> di
         variables: those that the run itself adds.
         num_workers: among how many the cores are shared; OMP_NUM_THREADS says otherwise.
     """
+    # Workers of one host share its cores. torchrun gives each one thread, however many cores there are.
     threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
     return {
         "OMP_NUM_THREADS": str(threads),
+        # After the default above: the user's own OMP_NUM_THREADS counts.
         **os.environ,
         "PYTHONUNBUFFERED": "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -173,8 +181,10 @@ class WorkerStarter:
 
     def start(self, rank: int, environment: dict[str, str], files: Sequence[int]) -> Process:
         """Start a worker. `files`: its stdout, its stderr and its end of the supervisor pipe."""
+        # A new file for each worker: one that were shared would have one position, and the second would read nothing.
         payload = [] if self._program.payload is None else [file_with(self._program.payload, "tutti-function")]
         try:
+            # Once the server has refused, the rest of the run is spawned: it would refuse again.
             if self._forks and (forked := self._fork(rank, environment, [*files, *payload])) is not None:
                 return forked
             return self._spawn(rank, environment, files, payload)
@@ -194,11 +204,13 @@ class WorkerStarter:
             "namespace": self._placement.store_host.namespace,
         }
         errors = file_with(b"", "tutti-store-errors")
+        # The store has no supervisor pipe and prints nothing that a user should see.
         nowhere = os.open(os.devnull, os.O_RDWR)
         try:
             return StoreProcess(self.channel.start(description, [nowhere, errors, nowhere, listener.fileno()]), errors)
         except BaseException as error:
             os.close(errors)
+            # Refused means that this process serves the store itself, after importing torch.
             if not isinstance(error, ForkRefused):
                 raise
             self._give_up(error)
@@ -212,6 +224,7 @@ class WorkerStarter:
             self.channel.close()
 
     def _fork(self, rank: int, environment: dict[str, str], files: Sequence[int]) -> ForkedProcess | None:
+        """Ask the fork server for a worker; None if it refuses, after a warning."""
         assert self.channel is not None
         description = {
             "arguments": list(self._program.arguments),
@@ -225,6 +238,7 @@ class WorkerStarter:
             return None
 
     def _give_up(self, refused: ForkRefused) -> None:
+        """Spawn from now on, and say why: it takes longer, and the user may be able to mend the reason."""
         self._forks = False
         warnings.warn(
             f"workers are spawned, which takes longer, because {refused}. {START}=spawn turns forking off.",
@@ -254,5 +268,7 @@ def may_fork(program: Program, environment: dict[str, str]) -> bool:
         raise ConfigError(f"{START} must be fork or spawn, got '{how}'.")
     if program.is_command or how == "spawn" or any(name in environment for name in _SPAWN_WITH):
         return False
+    # OMP_NUM_THREADS may be a list, one number for each level of nesting. Only OpenMP itself reads that, when it is
+    # loaded.
     numbers = [environment[name] for name in fork_client.SET_AFTER_FORK if name in environment]
     return all(number.isdecimal() for number in numbers) and fork_client.available()

@@ -64,6 +64,7 @@ class _Worker:
 
     def reason(self) -> str | None:
         """How it failed; None if it runs, or ended well."""
+        # What the worker itself reported says more than the status that it exits with afterwards.
         if self.inbox.failure is not None:
             return self.inbox.failure.reason
         status = self.process.poll()
@@ -117,6 +118,8 @@ class Supervisor:
 
     def _serve_store(self) -> None:
         """Serve the store in this process if it has imported torch already, else in one that the fork server makes."""
+        # Workers get the port of a socket that listens already. Were only a free number chosen here, another process
+        # could take it before the store does.
         listener = self._placement.listen()
         self._port = listener.getsockname()[1]
         with listener:
@@ -126,10 +129,12 @@ class Supervisor:
                 return
             from tutti.launch.store import serve  # Imports torch.
 
+            # A copy, because the store takes its file over, and the block closes `listener`.
             address, file = self._placement.address, os.dup(listener.fileno())
             if (namespace := self._placement.store_host.namespace) is None:
                 self._store = serve(address, self._port, file)
             else:
+                # Making a store also connects to it, and only from inside is its address reached.
                 self._store = namespaces.inside(namespace, lambda: serve(address, self._port, file))
 
     def _start(self, rank: int) -> _Worker:
@@ -143,6 +148,7 @@ class Supervisor:
                 os.close(reader)
             raise
         finally:
+            # Also after success: were the supervisor to keep the writers, the readers would never see an end of file.
             for _, writer in pipes:
                 os.close(writer)
         outputs = {file: RankOutput(rank, is_stderr=file == err) for file in (out, err)}
@@ -152,6 +158,7 @@ class Supervisor:
         return worker
 
     def _environment_of(self, rank: int) -> dict[str, str]:
+        """Variables of one worker. What the run was given comes last, and so overrules what the placement says."""
         return {
             **self._common_environment,
             **self._placement.environment(rank),
@@ -160,15 +167,19 @@ class Supervisor:
         }
 
     def _watch_until_ended(self) -> None:
+        """Pass on output until all workers have ended, or the grace after the first failure is over."""
         deadline = None
         while any(worker.ended_at is None for worker in self._workers):
             self._read(_POLL_S)
             failed_before = self._first_failed is not None
             self._note_ends()
+            # A store that ends after a failure of an earlier round is not its cause.
             if not failed_before:
                 self._note_end_of_store()
             if (self._first_failed is not None or self._store_end is not None) and deadline is None:
                 deadline = time.monotonic() + _GRACE_S
+            # The others mostly fail by themselves within the grace, and their own messages say more than a signal
+            # would.
             if deadline is not None and time.monotonic() > deadline:
                 return
         self._drain()
@@ -181,6 +192,8 @@ class Supervisor:
                 self._receive_ends()
                 continue
             data = os.read(key.fd, 65536)
+            # All writers are closed, those of the worker's own children included. Whether the worker has ended is seen
+            # from its process, not from here.
             if not data:
                 self._selector.unregister(key.fileobj)
             elif key.fd == worker.pipe:
@@ -191,6 +204,7 @@ class Supervisor:
                 worker.outputs[key.fd].write(data)
 
     def _receive_ends(self) -> None:
+        """Take in what the fork server reports: `poll` of a forked process then knows its status."""
         channel = self._starter.channel
         assert channel is not None
         channel.receive()
@@ -198,6 +212,9 @@ class Supervisor:
             self._selector.unregister(channel)
 
     def _note_ends(self) -> None:
+        """Judge the workers that have ended: a tolerated loss, or the failure that ends the run."""
+        # All that ended in this round are judged together: first the needed ones that failed by themselves, then needed
+        # ones that failed because of others, then those whose loss is tolerated.
         failed = [worker for worker in self._newly_ended() if self._watched_reason(worker)]
         for worker in sorted(failed, key=lambda worker: (worker.inbox.tolerates_loss, worker.knocked_on)):
             if self._first_failed is None and worker.inbox.tolerates_loss:
@@ -214,6 +231,7 @@ class Supervisor:
             return
         if self._first_failed is None and all(worker.ended_at is not None for worker in self._workers):
             return
+        # With the fork server die the store and all forked workers, which say so: their message names the cause.
         end = self._store_process.reason()
         if self._first_failed is None or not self._store_process.lost_server:
             self._store_end = end
@@ -239,6 +257,9 @@ class Supervisor:
         print(f"[rank {worker.rank}] {reason}{outlook}", file=sys.stderr, flush=True)
 
     def _watched_reason(self, worker: _Worker) -> str | None:
+        """How a worker that has ended failed, after all that it reported has been read; None if it ended well."""
+        # The pipe still holds what was written before the process ended. Judged without it, a worker that failed
+        # because of another would look like a cause.
         while self._ready(worker.pipe):
             self._read(0)
         return worker.reason()
@@ -249,6 +270,7 @@ class Supervisor:
     def _drain(self) -> None:
         """Read what is left. A worker's own children may hold its pipes open: wait for them no longer than a moment."""
         deadline = time.monotonic() + _GRACE_S
+        # The fork server's connection, which has no data, stays open: only the pipes of workers count.
         while any(key.data is not None for key in self._selector.get_map().values()) and time.monotonic() < deadline:
             self._read(_POLL_S)
 
@@ -266,6 +288,7 @@ class Supervisor:
     def _signal_all(self, sign: signal.Signals) -> None:
         """Send a signal to workers (the last one to all that they started, too) and give them a moment to end."""
         running = [worker for worker in self._workers if worker.process.poll() is None]
+        # SIGKILL also goes to the groups of workers that have ended: children that they left behind are in them.
         for worker in self._workers if sign == signal.SIGKILL else running:
             if worker not in self._lost:  # Those were lost perhaps long ago, and the number may be another's now.
                 _signal_group(worker.process.pid, sign)
@@ -300,6 +323,7 @@ class Supervisor:
             if not reported and worker.knocked_on and worker.inbox.failure is not None:
                 message = worker.inbox.failure.reason.removeprefix("failed: ")
                 print(f"[rank {worker.rank}] {message}", file=sys.stderr)
+        # As a shell has it: 128 plus the number of the signal that killed the worker.
         status = first.process.poll() or 0
         trace = first.inbox.failure.traceback if first.inbox.failure else ""
         raise WorkerFailed(first.rank, first.reason() or "failed", trace, 128 - status if status < 0 else status)
@@ -307,6 +331,8 @@ class Supervisor:
     def _failure(self) -> _Worker | None:
         """Whose failure is the whole run's."""
         first = self._first_failed
+        # A run that lost every worker whose loss it tolerated has trained nothing. The needed ones (servers) then fail
+        # only because nobody is left.
         all_lost = all(worker in self._lost for worker in self._workers if worker.inbox.ever_tolerated_loss)
         if self._lost and all_lost and (first is None or first.knocked_on):
             return next((worker for worker in self._lost if not worker.knocked_on), self._lost[0])

@@ -91,6 +91,7 @@ class SupervisorPipe:
     def _send(self, kind: bytes, payload: bytes) -> None:
         if self._file is None:
             return
+        # Blocks while the pipe is full. The supervisor always reads, and if it has died the kernel kills this process.
         data = memoryview(_HEADER.pack(kind, len(payload)) + payload)
         while data:
             data = data[os.write(self._file, data) :]
@@ -113,6 +114,7 @@ class Inbox:
         progress = []
         while len(self._buffer) >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._buffer)
+            # The rest of this message comes with a later read: a large result fills the pipe many times.
             if len(self._buffer) < _HEADER.size + length:
                 break
             payload = bytes(self._buffer[_HEADER.size : _HEADER.size + length])

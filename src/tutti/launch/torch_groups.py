@@ -32,10 +32,12 @@ def open_group(options: Any) -> GroupConnection:
         options: torch's description of the group (`DistributedBackendOptions`).
     """
     rank, size = options.group_rank, options.group_size
+    # Empty for the default group, which has all ranks in their order.
     numbers = list(options.global_ranks_in_group) or list(range(size))
     world = current_world()
     shared = None if world is None else _transport_for_groups(world.transport)
     with ExitStack() as stack:
+        # In a simulation the group also counts torch's operators, from which virtual computing time follows.
         if shared is not None and shared.cluster is not None:
             stack.enter_context(operator_clock.counting(shared))
         if size == 1:
@@ -44,6 +46,7 @@ def open_group(options: Any) -> GroupConnection:
             transport = shared.channel(f"torch {options.group_id}", numbers)
         else:
             membership, address = _rendezvous(options, numbers)
+            # Before the connection: if it fails here, the ranks that wait for this one learn that it left.
             stack.callback(membership.leave)
             transport = _connect(membership, address)
         return GroupConnection(transport, numbers[rank], stack.pop_all().close)
@@ -51,6 +54,7 @@ def open_group(options: Any) -> GroupConnection:
 
 def _rendezvous(options: Any, numbers: list[int]) -> tuple[Membership, str]:
     """Wait for the ranks of the group; returns them, and the address on which to listen for them."""
+    # torch numbers groups alike on all ranks, so all count alike too.
     _num_opened[options.group_id] += 1
     store = PrefixStore(f"tutti/{_num_opened[options.group_id]}", options.store)
     environment = RankEnvironment(
@@ -61,6 +65,7 @@ def _rendezvous(options: Any, numbers: list[int]) -> tuple[Membership, str]:
 
 
 def _connect(membership: Membership, address: str) -> Transport:
+    """Open a transport of the group's own. Where that fails half way, nothing of it stays open."""
     transport = SocketTransport(membership, address=address)
     try:
         return shared_where_possible(transport)

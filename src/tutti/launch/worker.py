@@ -36,6 +36,7 @@ def main() -> None:
             _run_script(sys.argv[1:])
     except BaseException as error:
         sys.stdout.flush()
+        # `sys.exit` in a script is its own end: the interpreter makes the status of it, and prints its message.
         if isinstance(error, SystemExit):
             raise
         pipe.failed(describe_failure(error))
@@ -45,15 +46,20 @@ def main() -> None:
 
 
 def _run_script(argv: list[str]) -> None:
+    """Run a script as `python SCRIPT ARGUMENTS` would."""
     sys.argv = argv
+    # As `python script.py` sets it; this process was started with -c, where it is the working directory.
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
 
 
 def _run_function(file: int) -> Any:
+    """Call the function that `launch` pickled into an open file, and return its result."""
     with os.fdopen(file, "rb") as source:
         data = source.read()
     preparation, payload = pickle.loads(data)
+    # The main module of the caller is imported here under another name, so that the function is found. Its call of
+    # `launch` at top level must not start workers of its own.
     os.environ[IMPORTING] = "1"
     try:
         spawn.prepare(preparation)
@@ -80,6 +86,7 @@ def describe_failure(error: BaseException) -> Failure:
     """Describe an error of a worker's own code for the supervisor, with the traceback from the user's code on."""
     trace = _without_starters(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))
+    # Every rank raises `NonFiniteLoss`; the ones whose own loss was finite only follow.
     knock_on = isinstance(error, RankLost) or (isinstance(error, NonFiniteLoss) and error.elsewhere)
     return Failure(f"failed: {type(error).__name__}: {error}", text, knock_on)
 

@@ -1,10 +1,12 @@
 """torch process groups over Tutti's transports, along an axis of a mesh: DTensor communicates through these."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
@@ -56,12 +58,23 @@ def device_mesh(group: dist.ProcessGroup, device_type: str) -> Iterator["DeviceM
 
     torch's own constructor needs a default group. So the mesh is made without groups, and `group` is put into it.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    mesh: Any = DeviceMesh(device_type, list(range(group.size())), _init_backend=False, _rank=group.rank())
+    mesh = _mesh_without_groups(device_type, group.size(), group.rank())
     mesh._dim_group_names = [group.group_name]
     mesh._pg_registry = {group.group_name: group}
     # DTensor treats equal meshes as one, and those of other jobs, or of ranks in other threads, have other groups.
     mesh._thread_id = next(_numbers)
     yield mesh
     mesh._pg_registry.clear()  # DTensor caches meshes for the life of the process; their groups must not live on.
+
+
+def _mesh_without_groups(device_type: str, size: int, rank: int) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    make: Any = DeviceMesh
+    if "_rank" in inspect.signature(make.__init__).parameters:
+        return make(device_type, list(range(size)), _init_backend=False, _rank=rank)
+    mesh = make.__new__(make)  # In torch 2.9, whose constructor and methods ask the default group for the rank.
+    mesh.device_type, mesh.mesh, mesh.mesh_dim_names = device_type, torch.arange(size, dtype=torch.int), None
+    mesh._flatten_mesh_list, mesh._coordinate_on_dim = tuple(range(size)), [rank]
+    mesh.get_rank, mesh.get_local_rank = lambda: rank, lambda mesh_dim=None: rank
+    return mesh

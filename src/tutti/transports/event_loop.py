@@ -88,6 +88,7 @@ class _SpawnedOperation(DrivableWork):
         self._has_deadline = deadline
         self._progressed_at = time.monotonic()
         self._waits_for: Work | None = None
+        # Set last, by the thread that ends the operation: `_error` is written before it, so a waiting thread sees both.
         self._ended = threading.Event()
         self._error: Exception | None = None
 
@@ -100,6 +101,7 @@ class _SpawnedOperation(DrivableWork):
                 progressed = True
                 self._progressed_at = time.monotonic()
                 failure = None if work is None else engine.failure(work)
+                # The error is thrown in at the `yield`, where the operation may catch it and go on.
                 self._waits_for = next(self._operation) if failure is None else self._operation.throw(failure)
         except StopIteration:
             self._ended.set()
@@ -175,6 +177,7 @@ class EventLoop:
         return spawned
 
     def _enqueue(self, spawned: _SpawnedOperation) -> None:
+        """Hand an operation to the holder of the turn, and start the loop's thread with the first one."""
         with self._lock:
             if self._closed:
                 raise self._failure or ConfigError(f"{self._name}: this transport is closed.")
@@ -195,6 +198,8 @@ class EventLoop:
         """Join the thread. Idempotent."""
         self.interrupt()
         if self._thread is not None and self._thread is not threading.current_thread():
+            # Ended by `interrupt`: the thread leaves its passes at the next look at `_closed`, or when the engine's
+            # wait is woken.
             self._thread.join()
 
     def drive(self, spawned: _SpawnedOperation, seconds: float) -> None:
@@ -212,12 +217,15 @@ class EventLoop:
         try:
             if not self._turn.acquire(blocking=False):
                 self.engine.wake()  # The loop's thread, which sees the driver and releases the turn.
+                # Ended by the loop's thread, which gives the turn up after its present pass at the latest.
                 self._turn.acquire()
             try:
                 with torch.inference_mode(False), torch.no_grad():
                     while not (spawned.done() or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
                         self._advance_all(min(left_s, WATCH_SECONDS))
             except Exception as error:
+                # The engine failed in this thread. The loop's own thread, which owns the end of all operations, is left
+                # to do it.
                 self._failure = self._failure or error
                 self._closed = True  # The thread ends all operations with this error.
             finally:
@@ -227,6 +235,7 @@ class EventLoop:
             self._num_drivers = 0
 
     def _run(self) -> None:
+        """Make passes until the loop is closed; then end every operation that is left. The loop's own thread."""
         try:
             with torch.no_grad():
                 while not self._closed:

@@ -43,6 +43,7 @@ def start_time(pid: int) -> int:
             fields = stat.read().rpartition(")")[2].split()  # The command before it may contain anything.
     except (FileNotFoundError, ProcessLookupError):
         return -1
+    # A zombie has ended: its memory is gone, and it answers nothing.
     return -1 if fields[0] in "ZX" else int(fields[19])  # State (zombie, dead) and start time: see proc(5).
 
 
@@ -163,6 +164,7 @@ class Membership:
         """World ranks that are gone, with how that is known; only the causes, if some went because of others."""
         gone = {peer.rank: reason for peer in self.peers if (reason := self.reason_gone(peer)) is not None}
         # Read last: a rank writes that it flees from another before it can be seen to be gone.
+        # What remains are ranks that went by themselves. The others only followed, and naming them would mislead.
         causes = {rank: reason for rank, reason in gone.items() if not self._marked("fled", rank)}
         return causes or gone
 
@@ -193,6 +195,7 @@ class Membership:
 
     def explain_error(self, cause: Exception) -> RankLost | DeadlineExceeded:
         """Turn a failure of Gloo, MPI or the operating system into the error that names the rank that caused it."""
+        # A peer's sockets are closed by the kernel a moment before its process is seen to have ended.
         deadline = time.monotonic() + EXPLAIN_SECONDS
         while not (gone := self.gone()) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -61,6 +61,7 @@ def _measure(
     from tutti.bench.backend import LAB_SIZES, SIZES, BackendBenchmark, measure
     from tutti.launch import launch
 
+    # Shaped links are far slower than memory: the largest sizes would take minutes there.
     benchmark = BackendBenchmark(models, rounds, SIZES if lab is None else LAB_SIZES)
     rows: list[dict[str, Any]] = []
     with open_lab(lab) as hosts, console.status("starting") as status:
@@ -72,6 +73,7 @@ def _measure(
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
+    """Both backends, operation by operation. A subject is a size in bytes, or the name of a model."""
     table = plain_table("Median milliseconds; ×: speed on Tutti relative to Gloo")
     for heading in ("operation", "of", "workers", "Gloo", "Tutti", "×"):
         table.add_column(heading, justify="left" if heading in ("operation", "of") else "right", no_wrap=True)

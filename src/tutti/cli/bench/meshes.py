@@ -67,12 +67,14 @@ def meshes(
         for comparison in compared:
             comparisons.append(comparison)
             console.print(_table(comparison, kind))
+            # After each case: the whole benchmark takes long, and a stopped one leaves what it has.
             write_json(json_file, _as_dict(comparisons))
     for line in _closing_lines(comparisons):
         console.print(line, highlight=False)
 
 
 def _check(names: list[str], rates: list[str], numbers: list[int]) -> None:
+    """Refuse unknown recipes, rates that cannot be read, and too many workers, before anything is profiled."""
     for name in names:
         if name not in RECIPES:
             raise UnknownName("recipe", name, RECIPES)
@@ -83,10 +85,12 @@ def _check(names: list[str], rates: list[str], numbers: list[int]) -> None:
 
 
 def _simulate(names: list[str], rates: list[str], numbers: list[int], status: Status) -> "Iterator[MeshComparison]":
+    """Compare predictions with simulated steps, case by case."""
     from tutti.bench import meshes as benchmark
 
     for name in names:
         status.update(f"profiling the parts of {name}")
+        # Once for all rates: computing does not depend on the links.
         profiled = benchmark.profile_parts(name, numbers)
         for rate in rates:
             for number in numbers:
@@ -94,6 +98,7 @@ def _simulate(names: list[str], rates: list[str], numbers: list[int], status: St
 
 
 def _measure(names: list[str], lab: str, rounds: int, status: Status) -> "Iterator[MeshComparison]":
+    """Compare predictions with steps on the hosts of a lab, model by model."""
     from tutti.bench import meshes as benchmark
 
     for name in names:
@@ -105,6 +110,7 @@ def _measure(names: list[str], lab: str, rounds: int, status: Status) -> "Iterat
 
 
 def _closing_lines(comparisons: "list[MeshComparison]") -> list[str]:
+    """How far predictions were off, and how often the first choice was right."""
     from tutti.bench.meshes import error_summary
     from tutti.bench.planner_accuracy import NEAR_BEST
 

@@ -52,6 +52,7 @@ def pipeline(
 
     check_writable(json_file)
     names = _parse_schedules(schedules)
+    # Here, because ranks would all raise the same, after they have been started.
     if batch % microbatches:
         raise ConfigError(f"--batch {batch} does not divide into {microbatches} microbatches.")
     if plot is not None:
@@ -60,6 +61,7 @@ def pipeline(
     console = Console()
     with console.status(f"starting {workers} ranks") as status:
         layer_s = None if fixed_time is None else 1e-6 * fixed_time
+        # 16 layers per rank: they divide evenly also into two stages per rank.
         benchmark = PipelineBenchmark(names, microbatches, rounds, width, 16 * workers, batch, layer_s)
         show = show_activity(status, f"timing {len(names)} schedules on {workers} ranks: ")
         result = launch(measure, benchmark, workers=workers, watch=show)[0]
@@ -71,6 +73,7 @@ def pipeline(
 
 
 def _parse_schedules(text: str | None) -> "list[ScheduleName]":
+    """The schedules of a comma-separated list; all without one."""
     from tutti.parallel.pipeline.settings import SCHEDULES
 
     if text is None:
@@ -85,6 +88,7 @@ def _parse_schedules(text: str | None) -> "list[ScheduleName]":
 
 
 def _table(result: dict[str, Any]) -> Table:
+    """A row per schedule, beside one process that has the whole model."""
     table = plain_table(f"{result['workers']} ranks, {result['microbatches']} microbatches")
     table.caption = "waiting: share of the time; model: from the stages' median times; formula: from their number"
     table.add_column("")
@@ -93,6 +97,7 @@ def _table(result: dict[str, Any]) -> Table:
     table.add_row("one process", f"{1e3 * result['solo_s']:.1f}", "1.00", "", "", "")
     for row in result["rows"]:
         shares = (f"{row[key]:.1%}" for key in ("bubble", "clock_bubble"))
+        # The formula is that of GPipe and 1F1B; the other schedules have bubbles of their own.
         ideal = f"{row['ideal_bubble']:.1%}" if row["schedule"] in ("gpipe", "1f1b") else ""
         speedup = f"{result['solo_s'] / row['seconds']:.2f}"
         table.add_row(row["schedule"], f"{1e3 * row['seconds']:.1f}", speedup, *shares, ideal)

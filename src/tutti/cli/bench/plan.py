@@ -68,6 +68,7 @@ def plan(
 
 
 def _as_dict(comparisons: "list[PlanComparison]") -> dict[str, Any]:
+    """The contents of the JSON file: errors, rows, choices and what was measured."""
     from tutti.bench.planner_accuracy import error_summary, planner_choices
 
     rows = [row for comparison in comparisons for row in comparison.rows]
@@ -98,6 +99,7 @@ def _table(rows: "list[PredictionCheck]", num_hosts: int) -> Table:
 
 
 def _choices_table(choices: "list[PlannerChoice]") -> Table:
+    """What the planner would have chosen in each case, beside what was fastest there."""
     table = plain_table("The planner's first choice and the fastest strategy")
     table.caption = "×: measured step time of the choice, relative to the fastest"
     for heading in ("model", "rate", "allowed"):
@@ -112,6 +114,7 @@ def _choices_table(choices: "list[PlannerChoice]") -> Table:
 
 
 def _closing_lines(rows: "list[PredictionCheck]", choices: "list[PlannerChoice]") -> list[str]:
+    """How far predictions were off, and how often the first choice was right."""
     from tutti.bench.planner_accuracy import NEAR_BEST, error_summary, num_right
 
     median, worst = error_summary(rows)

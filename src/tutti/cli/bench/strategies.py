@@ -80,10 +80,13 @@ def strategies(
     check_model_names([model])
     by_servers: dict[int, list[str]] = {}
     for text in parse_strategies(texts):
+        # Strategies without servers are timed in one run, interleaved: what disturbs the machine then disturbs all
+        # alike.
         by_servers.setdefault(parse(text).num_dedicated_servers, []).append(text)
     console = Console()
     results: list[dict[str, Any]] = []
     for num_servers, group in by_servers.items():
+        # Servers are ranks that do not train: such a run can hold one strategy only.
         for names in [tuple(group)] if not num_servers else [(name,) for name in group]:
             benchmark = StrategyBenchmark(model, names, rounds, slow, None if num_servers else post_local_sgd, batch)
             results.append(_measure(benchmark, workers or _DEFAULT_WORKERS, lab, num_servers, console))
@@ -100,6 +103,7 @@ def parse_strategies(text: str) -> list[str]:
     """
     from tutti.strategies import parse
 
+    # By canonical spelling, so that one strategy written in two ways is timed once.
     texts = list(dict.fromkeys(str(parse(part)) for part in split_strategies(text)))
     if not texts:
         raise ConfigError("--strategies needs one or more, such as native,ps:bsp.")
@@ -114,6 +118,7 @@ def split_strategies(text: str) -> list[str]:
 
     texts: list[str] = []
     for part in text.split(","):
+        # A comma separates strategies and also the options of one: "ps:ssp=3,servers=1" is one, "ring,onebit" two.
         name = part.strip().partition(":")[0].partition("+")[0]
         if texts and not is_strategy_name(name) and ":" in texts[-1]:
             texts[-1] += f",{part.strip()}"
@@ -134,6 +139,7 @@ def _measure(
         spec = LabSpec.parse(lab)
         if spec.ranks_per_host > 1 or len(set(spec.rates)) > 1:
             raise ConfigError("dedicated servers need a lab with one rank per host and one rate.")
+        # One rank per host, so that a server has a network card of its own, as in a real cluster.
         lab = lab.replace(f"hosts={spec.hosts}", f"hosts={spec.hosts + num_servers}")
     names = ", ".join(benchmark.strategies)
     with open_lab(lab) as hosts, console.status(f"{names}: starting") as status:
@@ -142,6 +148,7 @@ def _measure(
 
 
 def _table(results: list[dict[str, Any]], title: str) -> Table:
+    """All runs in one table, relative to workers that exchange nothing and to the first strategy."""
     first = next(iter(results[0]["bytes_sent"]))
     table = plain_table(f"{title}: median milliseconds per step")
     table.caption = (

@@ -90,6 +90,7 @@ def plan(
     """
     check_writable(json_file)
     if target_accuracy is None:
+        # An environment variable may name the folder all the same: then it serves to find the length of the run.
         refuse_given(context, ("data",), "changes nothing without --target-accuracy.")
     request = PlanRequest(
         model=model,
@@ -104,6 +105,7 @@ def plan(
         epochs=epochs,
         data=data,
         per_layer=per_layer,
+        # A limit on memory is a question about meshes: under data parallelism every worker holds the whole model.
         meshes=meshes or memory is not None,
         memory_bytes=parse_memory(memory),
     )

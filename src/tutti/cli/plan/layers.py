@@ -43,6 +43,7 @@ def layer_table(decisions: list[Decision], profile: Profile, workers: int) -> Ta
             decision.method,
             published(shape, workers),
         )
+    # Biases, norms and embeddings have no factors that could be sent instead.
     named = {decision.shape.name for decision in decisions}
     rest = sum(gradient.num_bytes for gradient in profile.gradients if gradient.name not in named)
     table.add_row("other parameters", "", "", format_size(rest), "", "", "full", "full")

@@ -82,12 +82,15 @@ def _make_plan(request: PlanRequest, console: Console) -> _Planned:
     with console.status("measuring links") as status:
         cluster, doubts = _measure_cluster() if request.cluster == MEASURED else (Cluster.load(request.cluster), [])
         cluster = restricted_to(cluster, request.workers)
+        # Before a step is measured, which takes seconds.
         cluster.place(request.workers)  # Refuses more ranks than the hosts have room for.
         status.update(f"measuring a step of {request.model}")
         measure = partial(profile_step, request.model, request.options, request.batch, request.input_shape)
+        # On this machine workers share cores and slow each other down; hosts of a cluster have their own.
         profiles = _profiles_sharing_cores(measure) if request.cluster == MEASURED else measure()
         run_size = RunSize(global_batch=request.global_batch, num_samples=_run_samples(request))
         profile = worker_profile(profiles, request.workers, run_size)
+        # The simulator is asked only where formulas do not hold, and only about the fastest few.
         status.update("predicting step times")
         simulated = partial(_simulate, profile, request.workers, cluster, status.update)
         made = plan(
@@ -148,6 +151,7 @@ def _simulate(
 
 
 def _show(made: Plan, console: Console) -> None:
+    """Print the tables and the sentences of a plan."""
     console.print(_table(made))
     if (left := len(made.predictions) - _MOST_ROWS) > 0:
         console.print(f"{left} slower ones are not shown; --json has them")
@@ -159,6 +163,7 @@ def _show(made: Plan, console: Console) -> None:
 
 
 def _table(made: Plan) -> Table:
+    """One worker, then the strategies: the recommended one first, the others by step time."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)  # Long names of strategies need the width.
     table.caption = (
         "~ changes the result; * simulated; exposed: communication not hidden by computation; busy: share of the step "
@@ -190,6 +195,7 @@ def _scaling_table(made: Plan) -> Table:
 
 
 def _cells(prediction: Prediction) -> list[str]:
+    """The columns of one prediction."""
     return [
         format_time(prediction.step_s) + ("*" if prediction.simulated else ""),
         format_time(prediction.exposed_s),
@@ -210,6 +216,7 @@ def _show_meshes(request: PlanRequest, planned: _Planned, console: Console) -> d
     loaded = load_model(request.model, request.options, request.batch, request.input_shape)
     args = TrainingPass.from_batch(loaded.model, loaded.batch, loaded.loss).args
     parts = ModelParts(loaded.model, args if len(args) > 1 else args[0])
+    # All meshes are compared for the same samples per step, or they would not be comparable.
     total = request.global_batch or request.workers * planned.profile.num_samples
     mesh_plan = plan_meshes(
         parts,

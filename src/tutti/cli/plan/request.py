@@ -72,7 +72,9 @@ class PlanRequest:
         if self.target_accuracy is not None:
             made = recipe(self.model, **self.options)
             global_batch = (self.workers * batch if batch is not None else global_batch) or made.batch_size
+            # Made only for its checks, before anything is measured.
             GlobalBatches(len(made.data(self.data).train), global_batch, self.workers, seed=0)
+        # The batch of one worker is what is measured; that of all workers decides the number of steps.
         if batch is None and global_batch is not None:
             batch = share_of(global_batch, self.workers)
         return replace(self, batch=batch, global_batch=global_batch)

@@ -31,6 +31,7 @@ def table(reaches: list[TimeToAccuracy]) -> Table:
 def recommendation(reaches: list[TimeToAccuracy], target: float, epochs: int) -> str:
     """The strategy that reaches the target first, and how long the best exact strategy takes."""
     first = reaches[0]
+    # Sorted by time, so if the first does not get there, none does.
     if first.seconds == inf:
         return f"None reaches {target:.2%} within {epochs} epochs. Give more --epochs or a lower --target-accuracy."
     text = f"Use {first.prediction.strategy}: {target:.2%} in {format_time(first.seconds)}"

@@ -27,6 +27,7 @@ def calibrate(recipe_text: str, path: Path, workers: int | None, lab: str | None
     recipe(recipe_text)  # Refuses an unknown recipe and a factory that fails, before ranks are started.
     console = Console()
     with open_lab(lab) as hosts:
+        # With two workers there is a link to measure; with one, only its computing time.
         workers = hosts.spec.num_workers if hosts is not None else workers or 2
         where = describe_hosts(workers, hosts)
         with console.status(f"{where}: starting") as status:

@@ -25,6 +25,7 @@ JitterSpread = Annotated[
 def load_cluster(text: str, slow: list[str] | None, jitter: float | None) -> Cluster:
     """Load a predefined cluster or a file, and apply `--slow` and `--jitter`."""
     cluster = Cluster.load(text)
+    # Options of the command line overrule the file, rank by rank.
     cluster = replace(cluster, slow={**cluster.slow, **dict(map(_rank_and_factor, slow or []))})
     return cluster if jitter is None else replace(cluster, jitter=Jitter(jitter))
 

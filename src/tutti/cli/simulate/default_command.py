@@ -29,6 +29,7 @@ class DefaultCommandGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         merged = copy.copy(self)
+        # A shallow copy: the group itself must keep its own parameters for parsing.
         merged.params, merged.help = self.default_command.params, self.default_command.help
         TyperGroup.format_help(merged, ctx, formatter)
 

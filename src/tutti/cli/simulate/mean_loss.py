@@ -22,6 +22,7 @@ class MeanLoss:
     def report(self, rank: int, values: dict[str, Any]) -> None:
         """Take a report of any rank; a watcher of `tutti.simulate`."""
         if values["kind"] == "step":
+            # Ranks of a simulation run one at a time and reach a step at different virtual times.
             self._losses[values["step"]].append(values["loss"])
         if rank == 0:
             self._held.append(values)
@@ -37,11 +38,14 @@ class MeanLoss:
             self._forward_oldest()
 
     def _complete(self, values: dict[str, Any]) -> bool:
+        """Whether a report can be forwarded: all ranks have reported its step, or it is about no step."""
         return values["kind"] != "step" or len(self._losses[values["step"]]) >= self._workers
 
     def _forward_oldest(self) -> None:
+        """Forward the oldest report of rank 0 with the mean loss; an evaluation gets the mean of the last step."""
         values = self._held.popleft()
         if values["kind"] == "step":
+            # At least rank 0's own loss is there, since its report is what is forwarded.
             self._mean = fmean(self._losses.pop(values["step"]))
         values["loss"] = self._mean
         self._forward(0, values)

@@ -89,6 +89,7 @@ def run(
 
     Example: tutti simulate digits --workers 64 --cluster ethernet-1g --slow 3=2.0
     """
+    # A calibration measures and trains nothing, so every option about training is refused, not ignored.
     if calibration is not None:
         refuse_given(context, _TRAINING_OPTIONS, "changes nothing with --calibrate, which trains nothing.")
         from tutti.cli.simulate.calibrate import calibrate

@@ -64,6 +64,7 @@ def scaling(
     numbers = parse_worker_counts(workers, 1, "8,64,512")
     for number in numbers:
         simulated.place(number)  # Refuses too many ranks now, not after the first simulations.
+    # By the text as given, which is the key in the JSON file; tables show the canonical spelling.
     strategies = {text: parse(text) for text in split_strategies(strategy)}
     console = Console()
     title = f"{model}, {batch} images per worker, {simulated.name}"
@@ -87,6 +88,7 @@ def _with_sample_time(cluster: Cluster, model: str, accelerator: str | None, sam
     if sample_time == "cluster":
         return cluster
     seconds = parse_time(sample_time) if sample_time is not None else seconds_per_sample(accelerator or "p100", model)
+    # The time per step, which does not depend on the batch, stays the cluster's own.
     return replace(cluster, compute=Compute(sample_s=seconds, step_s=cluster.compute.step_s))
 
 

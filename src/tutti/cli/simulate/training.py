@@ -44,6 +44,7 @@ def simulate_training(
         write: called with the summary before the accuracy is checked.
     """
     made, config = prepare(requested, workers)
+    # Before the folder is made: a refused run leaves none.
     cluster.place(workers)  # Refuses more ranks than the hosts have room for.
     folder = new_folder(name, f"simulated-{made.name}-{workers}x")
     console = Console()
@@ -99,6 +100,7 @@ def _simulate(
 
 
 def _format_numbers(latest: dict[str, Any]) -> str:
+    """The text beside the progress bar: loss, virtual time and messages so far."""
     now_s = latest.get("now_s", latest["seconds"])
     messages = f", {latest['messages']:,} messages" if "messages" in latest else ""
     return f"{format_loss(latest)}, {format_time(now_s)} simulated{messages}"

@@ -96,6 +96,8 @@ class CompressedSum(ABC):
         # On "meta", only to learn which tensors there are: their memory is a slice of `per_element`.
         state = self.codec.start(numel, seed, torch.device("meta"))
         for key, value in state.items():
+            # One tensor for the whole bucket, of which parts are views: so state can be moved when buckets are cut
+            # anew.
             if isinstance(value, Tensor) and self.context.device.type != "meta":
                 if key not in self.per_element:
                     self.per_element[key] = torch.zeros(self.numel, dtype=torch.float32, device=self.context.device)

@@ -40,6 +40,7 @@ class GatheredSum(CompressedSum):
 
     def steps(self, values: Tensor, exact: Tensor, transport: Transport) -> Operation:
         rank = self.context.rank
+        # Each rank starts with another receiver, so that not all of them send to one at the same time.
         others = [(rank + step) % self.context.size for step in range(1, self.context.size)]
         message = self._message(values, exact)
         length = torch.tensor([message.numel()], device="cpu")

@@ -69,8 +69,9 @@ class TrainingChecks:
         self._replica.checks, self._replica.on_forward = self, self._forward
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """An optimiser of this process is about to step."""
-        self._optimizers.before_step(optimizer)
+        """An optimiser of this process is about to step. Ranks may be threads, and each looks at its own only."""
+        if threading.get_ident() == self._thread:
+            self._optimizers.before_step(optimizer)
 
     def member_added(self, module: nn.Module) -> None:
         """A parameter or a module was added to a module of this process."""
@@ -86,7 +87,8 @@ class TrainingChecks:
         """A forward pass that trains, and is not compiled, begins."""
         self._thread = threading.get_ident()
         # Before a strategy loads parameters in the forward pass, as servers do.
-        self._layout()
+        if not self._replica.in_consensus:
+            self._layout()
         if self._batches is not None:
             self._batches.forward((args, kwargs))
 

@@ -133,6 +133,7 @@ class Lab:
         if not re.fullmatch(NAME, self.name):
             raise ConfigError(f"a lab's name is up to 64 letters, digits, '.', '_' and '-'; got '{self.name}'.")
         with claiming(self.name) as claim:
+            # Before the first namespace is made, so that whatever was made of it is removed when the rest fails.
             self._remove = weakref.finalize(self, _remove, claim)
             try:
                 _build(claim, spec)
@@ -214,6 +215,7 @@ def _whole(value: str | int, what: str, most: int | None, mistakes: list[str]) -
 def _build(claim: Claim, spec: LabSpec) -> None:
     """Make the namespaces, connect them to the switch and shape their links."""
     hosts = [claim.host(number) for number in range(spec.hosts)]
+    # One call of `ip` for all: each process costs some milliseconds, and a lab may have 250 hosts.
     batch("ip", (f"netns add {name}" for name in (claim.switch, *hosts)))
     _name_hosts(claim, spec)
     if spec.latency_s:
@@ -228,6 +230,7 @@ def _build(claim: Claim, spec: LabSpec) -> None:
     batch("tc", chain.from_iterable(ports), claim.switch)
     for number, host in enumerate(hosts):
         batch("ip", ("link set lo up", f"address add {address(number)}/24 dev eth0", "link set eth0 up"), host)
+        # What leaves the host is shaped here, and what comes to it at the switch's port above.
         batch("tc", shaping("eth0", spec.rates[number], spec.latency_s), host)
         with suppress(ConfigError):  # A kernel without cubic does as it does.
             batch("ip", (f"route replace {_NETWORK} dev eth0 congctl cubic",), host)
@@ -253,12 +256,15 @@ def shaping(device: str, bits_per_s: float, latency_s: float = 0.0) -> list[str]
     bucket = f"tbf rate {bits_per_s:.0f}bit burst {burst} limit {queue}"
     if not latency_s:
         return [f"qdisc add dev {device} root {bucket}"]
+    # netem drops what its queue does not hold: it must hold a whole latency of the rate in packets of 64 bytes, the
+    # smallest frames.
     packets = 1000 + int(bits_per_s / 8 * latency_s / 64)  # All that are on their way, however small.
     delay = f"netem delay {latency_s * 1e6:.0f}us limit {packets}"
     return [f"qdisc add dev {device} root handle 1: {delay}", f"qdisc add dev {device} parent 1:1 handle 10: {bucket}"]
 
 
 def _need_netem(claim: Claim) -> None:
+    """Raise `ConfigError` if the kernel cannot delay packets, found by trying in the switch's namespace."""
     try:
         batch("tc", ["qdisc add dev lo root netem delay 1ms", "qdisc del dev lo root"], claim.switch)
     except ConfigError as error:
@@ -269,6 +275,7 @@ def _need_netem(claim: Claim) -> None:
 
 
 def _remove(claim: Claim) -> None:
+    """Remove all namespaces of a lab, if this process made it."""
     if claim.pid != os.getpid():  # A forked child has the object, but not the lab.
         return
     try:

@@ -57,6 +57,7 @@ def missing() -> str | None:
 
 
 def _privileged() -> bool:
+    """Whether this process may make namespaces: root in a container often may not."""
     match = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     held = int(match[1], 16) if match else 0
     return all(held >> capability & 1 for capability in (_NET_ADMIN, _SYS_ADMIN))
@@ -103,6 +104,7 @@ def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[
 def remove(doomed: Sequence[str]) -> None:
     """Kill what runs in these namespaces and delete them; those that are gone already are no mistake."""
     deadline = time.monotonic() + _DEADLINE_S
+    # Again until nobody is left: a process may fork between the listing and the signal.
     while (pids := processes(doomed)) and time.monotonic() < deadline:
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -120,11 +122,13 @@ def remove(doomed: Sequence[str]) -> None:
 def processes(inside: Sequence[str]) -> list[int]:
     """Processes in these namespaces, other than this one."""
     wanted = {found for name in inside if (found := _identity(FOLDER / name))}
+    # From /proc and not from `ip netns pids`: that takes a process for each namespace.
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if pid != os.getpid() and _identity(Path(f"/proc/{pid}/ns/net")) in wanted]
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
+    """What identifies a namespace, by any file that stands for it: device and inode. None if the file is gone."""
     try:
         status = path.stat()
     except OSError:
@@ -147,6 +151,7 @@ def inside(name: str, function: Callable[[], Result]) -> Result:
         except BaseException as error:
             errors.append(error)
 
+    # A daemon, so that one that hangs in the kernel does not keep Python from ending.
     thread = threading.Thread(target=work, name=f"inside {name}", daemon=True)
     thread.start()
     thread.join(_DEADLINE_S)
@@ -176,6 +181,8 @@ def enter(name: str, *, sysfs: bool = True) -> None:
         os.close(file)
     hosts = _FILES / name / "hosts"
     if hosts.exists():
+        # A mount namespace of this thread's own, into which mounts come and from which none go: the bind mount of
+        # /etc/hosts is seen here alone.
         check(library.unshare(_CLONE_NEWNS))
         check(library.mount(b"", b"/", b"none", ctypes.c_ulong(_MS_SLAVE | _MS_REC), None))
         if sysfs:

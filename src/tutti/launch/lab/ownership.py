@@ -5,7 +5,7 @@ number of the process that made it and that process's start time. So whether the
 also after its number was used again, and a killed owner leaves nothing but namespaces that show that they are orphans.
 
 Only the owner removes its namespaces while it lives. Orphans are removed by the next process that starts a lab, or by
-`tutti lab clean`. Starting is serialised over the machine by a lock on one file: between the check that a name is free
+`tutti lab clear`. Starting is serialised over the machine by a lock on one file: between the check that a name is free
 and the first namespace with that name no other lab can start. The kernel frees the lock if its holder is killed.
 """
 
@@ -90,6 +90,7 @@ def remove_orphans() -> list[Claim]:
 @contextmanager
 def claiming(name: str) -> Iterator[Claim]:
     """Claim a name for this process while the context lasts, in which no other lab starts; refused if a lab has it."""
+    # Held while the lab is built: until its first namespace exists, its name is nowhere to be seen.
     with _one_at_a_time():
         remove_orphans()
         for other in existing():
@@ -118,6 +119,7 @@ def _one_at_a_time() -> Iterator[None]:
     with _LOCK.open("w") as file:
         while True:
             try:
+                # Tried again and again instead of blocking, because flock has no deadline.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:

@@ -26,6 +26,7 @@ def balanced_cut(
         limits: for each stage, the bytes that it may take.
     """
     num_layers = len(seconds)
+    # Prefix sums: the time and the bytes of any range of layers are one subtraction.
     seconds_before = [0.0, *accumulate(seconds)]
     bytes_before = [[0, *accumulate(layers)] for layers in memory or [[0] * num_layers] * num_stages]
 
@@ -38,9 +39,11 @@ def balanced_cut(
     begins = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
     best[0][0] = 0.0
     for stage in range(1, num_stages + 1):
+        # Each stage has one layer at least: the first `stage` need `stage` layers, those before the last one fewer.
         for stop in range(stage, num_layers + 1):
             for start in range(stage - 1, stop):
                 slowest = max(best[stage - 1][start], cost(stage - 1, start, stop))
+                # Strictly: of equally good cuts the first is kept, on every rank the same.
                 if slowest < best[stage][stop]:
                     best[stage][stop], begins[stage][stop] = slowest, start
     if best[num_stages][num_layers] == float("inf"):
@@ -121,6 +124,7 @@ def balanced_cut_within(
         return best
     stages_per_rank = num_stages // num_ranks
     fitting = []
+    # Eighths are fine enough in practice, and few: for two stages per rank there are 7 divisions, for three 21.
     for ends in combinations(range(1, 8), stages_per_rank - 1):
         shares = [limit_bytes * (stop - start) // 8 for start, stop in pairwise([0, *ends, 8])]
         ranges = balanced_cut(seconds, num_stages, memory, [shares[stage // num_ranks] for stage in range(num_stages)])

@@ -50,6 +50,7 @@ def measure_layers(layers: Layers, example: Any, now: Callable[[], float]) -> li
     buffers = [(buffer, buffer.detach().clone()) for _, layer in layers for buffer in layer.buffers()]
     # Only one rank measures: without the fork, its random numbers would then differ from those of the others.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
+        # The first round allocates memory and chooses kernels, and is dropped.
         rounds = [_run_layers(layers, example, now) for _ in range(1 + _ROUNDS)][1:]
     with torch.no_grad():
         for buffer, before in buffers:
@@ -58,6 +59,7 @@ def measure_layers(layers: Layers, example: Any, now: Callable[[], float]) -> li
 
 
 def _run_layers(layers: Layers, example: Any, now: Callable[[], float]) -> list["_TimedRun"]:
+    """Run every layer once, each on what the one before it made."""
     values = example if isinstance(example, tuple) else (example,)
     runs: list[_TimedRun] = []
     for _, layer in layers:
@@ -67,6 +69,7 @@ def _run_layers(layers: Layers, example: Any, now: Callable[[], float]) -> list[
 
 
 def _cost(name: str, layer: nn.Module, runs: list["_TimedRun"]) -> LayerCost:
+    """Return the cost of a layer from its timed runs: the least time of each pass."""
     outputs = runs[0].outputs
     return LayerCost(
         name,
@@ -82,6 +85,7 @@ class _TimedRun:
     """Forward and backward pass of one layer, timed. The first layer computes no gradients of its inputs."""
 
     def __init__(self, layer: nn.Module, values: tuple[Tensor, ...], is_first: bool, now: Callable[[], float]) -> None:
+        # A graph of this layer alone, so that its backward pass ends here and is timed by itself.
         inputs = tuple(value.detach().requires_grad_(value.is_floating_point() and not is_first) for value in values)
         leaves = [tensor for tensor in [*layer.parameters(), *inputs] if tensor.requires_grad]
         start_s = _synchronised_now(now, inputs)
@@ -91,6 +95,7 @@ class _TimedRun:
         outputs = output if isinstance(output, tuple) else (output,)
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         if roots and leaves:
+            # `grad` and not `backward`: the parameters' own gradients must stay as they are.
             torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
         self.forward_s, self.backward_s = middle_s - start_s, _synchronised_now(now, inputs) - middle_s
         self.outputs = tuple(tensor.detach() for tensor in outputs)

@@ -52,6 +52,8 @@ class PipelinePlan:
 
     def receiver(self, message: StageMessage) -> int:
         """Return the rank along `pipe` that receives a message."""
+        # Activations go to the next stage and gradients to the one before, which is on the next or previous rank,
+        # around the ring.
         return (message.stage + (1 if message.direction == "forward" else -1)) % self.num_ranks
 
     def shapes(self, message: StageMessage) -> TensorShapes:

@@ -92,11 +92,14 @@ def actions_by_rank(
 
 
 def _passes(kind: ActionKind, stage: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield one kind of pass over all microbatches."""
     return (Action(kind, stage, microbatch) for microbatch in range(num_microbatches))
 
 
 def _one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
     """Yield a warm-up of one forward pass per later stage, then forward and backward in alternation, then the rest."""
+    # The last rank has none: its first backward pass follows its first forward pass. A rank k places before it needs k
+    # more microbatches under way until the gradient of its first one has come back.
     num_warmup = min(num_ranks - 1 - rank, num_microbatches)
     yield from _passes("F", rank, num_warmup)
     for microbatch in range(num_microbatches):
@@ -121,6 +124,7 @@ def _from_torch(
         SimpleNamespace(
             num_stages=num_stages,
             group_size=num_ranks,
+            # Only the stages of the first rank are given; the classes derive the order of all ranks from the sizes.
             group_rank=0,
             stage_index=index,
             is_first=index == 0,
@@ -139,9 +143,10 @@ def _from_torch(
 
 
 def _from_torch_action(action: Any) -> Action:
-    # Depending on its version, torch names the computation by an enum or by a text.
-    kind: Any = str(
-        action.computation_type.value if hasattr(action.computation_type, "value") else action.computation_type
-    )
+    """Return one of torch's actions as ours."""
+    # Depending on its version, torch's enum of computations has letters as values, or prints as them.
+    kind: Any = getattr(action.computation_type, "value", None)
+    if not isinstance(kind, str):
+        kind = str(action.computation_type)
     assert kind in ("F", "B", "I", "W"), kind
     return Action(kind, action.stage_index, action.microbatch_index)

@@ -76,6 +76,8 @@ class StageLinks(ABC):
     def __init__(self, plan: PipelinePlan, transport: Transport, device: torch.device) -> None:
         self.control_transport = transport
         """Transport for collectives between steps, such as gathering timelines."""
+        # A channel, so that `abort` can end the waits of peers in this pipeline and no others: collectives between
+        # steps, and the exchange along `data`, go on.
         self.transport = transport.channel("stage_links")
         """Transport of the messages within steps; `abort` closes it."""
         self._plan = plan
@@ -121,6 +123,7 @@ class StageLinks(ABC):
             self.transport.irecv(loss, last).wait()
         else:
             loss = loss.to(self._loss_device)
+            # To each rank directly: a chain through the stages would add a latency for each of them.
             self._sending += [self.transport.isend(loss, rank) for rank in range(last)]
         # Last, since receivers take their messages while this rank waits for the loss.
         for work in self._sending:
@@ -148,9 +151,13 @@ class MessageLinks(StageLinks):
 
     def __init__(self, plan: PipelinePlan, transport: Transport, device: torch.device) -> None:
         super().__init__(plan, transport, device)
+        # A transport is used either by its own thread or by operations, never by both at once. It is closed with its
+        # parent.
         self._large_transport = self.transport.channel("large")
         self._device = device
         # One tag per tensor, from 1 on: tag 0 is that of the loss.
+        # Counted over all messages of the plan, which both ends list in the same order. A tag is used again in the next
+        # step: messages of one sender and tag arrive in the order in which they were sent.
         first_tags = accumulate((len(plan.shapes(message)) for message in plan.messages()), initial=1)
         self._first_tags = dict(zip(plan.messages(), first_tags, strict=False))
 
@@ -199,6 +206,7 @@ class SharedMemoryLinks(StageLinks):
         self._slot_numbers = {message: number for number, message in enumerate(messages)}
         sizes = [(plan.receiver(message), message_bytes(plan.shapes(message))) for message in messages]
         self._slots = MessageSlots(self.transport, sizes)  # type: ignore[arg-type]
+        # Steps count from 1 on: the counters of fresh slots are 0, which no step may take for its own.
         self._step = 0
 
     def begin_step(self) -> None:
@@ -206,6 +214,7 @@ class SharedMemoryLinks(StageLinks):
 
     def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
         for target, tensor in zip(self._slot_tensors(message), self._as_planned(message, tensors), strict=True):
+            # Overwrites what this rank sent two steps ago. `end_step` guarantees that the receiver has ended that step.
             target.copy_(tensor)
         # Only now: the receiver reads the slot without a lock once it sees the number of this step.
         self._slots.publish(self._slot_numbers[message], self._step)
@@ -222,6 +231,7 @@ class SharedMemoryLinks(StageLinks):
         """Yield views of the message's slot of this step, one for each tensor."""
         buffer = self._slots.buffer(self._slot_numbers[message], self._step)
         start = 0
+        # Sender and receiver cut the slot by the same shapes, so nothing but the bytes has to be agreed upon.
         for shape, name in self._plan.shapes(message):
             dtype = getattr(torch, name)
             stop = start + prod(shape) * dtype.itemsize
@@ -235,12 +245,15 @@ def message_bytes(shapes: TensorShapes) -> int:
 
 
 def _aligned(num_bytes: int) -> int:
+    """Round up to a multiple of `_ALIGNED_BYTES`."""
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def _send_all(transport: Transport, tensors: list[Tensor], dst: int, tag: int) -> Operation:
+    """Send the tensors of a message under consecutive tags. All are started before the first is waited for."""
     yield from [transport.isend(tensor, dst, tag + number) for number, tensor in enumerate(tensors)]
 
 
 def _receive_all(transport: Transport, tensors: list[Tensor], src: int, tag: int) -> Operation:
+    """Receive the tensors of a message, as `_send_all` sends them."""
     yield from [transport.irecv(tensor, src, tag + number) for number, tensor in enumerate(tensors)]

@@ -25,6 +25,7 @@ class StageRunner:
             # A leaf per microbatch, so that backward stops here and its gradient can be sent to the stage before.
             values = tuple(value.detach().requires_grad_(value.is_floating_point()) for value in values)
         outputs: Tensors = self._stage(*protect_inputs(self._stage, values))
+        # The outputs hold the graph of this microbatch, and so its activations, until its backward pass drops them.
         self._live[microbatch] = values, outputs
         return outputs
 
@@ -54,6 +55,7 @@ class StageRunner:
             # A parameter may adopt one of these as its gradient, and received tensors lie in memory that is reused.
             gradients = tuple(gradient.clone() for gradient in gradients)
         roots, root_gradients = _differentiable(outputs, gradients)
+        # torch's own split of a backward pass: it keeps the part of the graph between the inputs and the weights.
         _, self._deferred[microbatch] = stage_backward_input(
             roots, root_gradients, list(inputs), self._stage.parameters()
         )
@@ -82,6 +84,7 @@ def protect_inputs(module: nn.Module, values: Tensors) -> Tensors:
 
 
 def _backward(outputs: Tensors, gradients: Tensors | None) -> None:
+    """Run a backward pass from those outputs that depend on a parameter or input; there may be none."""
     roots, root_gradients = _differentiable(outputs, gradients)
     if roots:
         torch.autograd.backward(roots, root_gradients)

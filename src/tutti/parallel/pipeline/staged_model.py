@@ -64,12 +64,15 @@ class StagedModel:
         example: Any,
     ) -> None:
         self._model, self._optimizer, self._transport = model, optimizer, transport
+        # Twice as many as ranks: the bubble of 1F1B is then a third or less of the step, (P - 1) / (3 P - 1).
         num_microbatches = settings.microbatches or 2 * transport.size
         num_stages = transport.size * settings.num_stages_per_rank
         actions = actions_by_rank(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
         microbatch = split_batch(example, num_microbatches)[0]
         layers = _find_layers(model, microbatch, world_transport)
         costs = _shared_costs(layers, microbatch, world_transport)
+        # How many activations a stage keeps depends on the schedule and on its place in it, so memory is known per
+        # stage.
         num_live = [max_live_microbatches(actions[stage % transport.size], stage) for stage in range(num_stages)]
         ranges = _cut(costs, settings, num_live, transport.size)
         stage_costs = [_sum(costs[start:stop]) for start, stop in ranges]
@@ -88,6 +91,7 @@ class StagedModel:
         """The rank that sends each parameter and buffer to the others; several stages may share a buffer."""
         self._remote = [tensor for tensor, ranks in users.items() if transport.rank not in ranks]
         """Parameters and buffers that no stage of this rank uses."""
+        # Kept, because a freed tensor has no shape left from which its memory could be allocated again.
         self._shapes = {tensor: tensor.shape for tensor in self._owners}
         self._free_remote()
 
@@ -110,6 +114,7 @@ class StagedModel:
 
     @torch.no_grad()
     def _gather(self, optimizer: bool) -> None:
+        """Make the model whole on every rank, and the optimiser's state too if asked. Collective along `pipe`."""
         self.abandon()  # The model may be called again, now that it becomes whole.
         if optimizer:
             self._gather_optimizer()
@@ -129,6 +134,7 @@ class StagedModel:
             if owner == self._transport.rank and tensor in state
         }
         tensors, devices = list(self._owners), _state_devices(local)
+        # Positions are the same on all ranks: all listed the tensors of the same model in the same order.
         for rank, entries_of in enumerate(gather_state(local, self._transport)):
             if rank != self._transport.rank:
                 for number, entries in entries_of.items():
@@ -141,9 +147,11 @@ class StagedModel:
             tensor.data = tensor.new_empty(0)  # The same object, which the optimiser and the model still refer to.
             tensor.grad = None
             self._optimizer.state.pop(tensor, None)
+        # On the instance: the class, which other models may share, stays as it is. `abandon` removes it.
         self._model.forward = _refuse_forward
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
+        """Send a tensor from its owner to all other ranks, in the same order on every rank."""
         if self._transport.rank == root:
             others = [rank for rank in range(self._transport.size) if rank != root]
             for work in [self._transport.isend(tensor.detach(), rank) for rank in others]:
@@ -183,6 +191,7 @@ def _shared_costs(layers: Layers, microbatch: Any, world_transport: Transport) -
 
 
 def _cost_from_json(*values: Any) -> LayerCost:
+    """Return the cost whose fields these are, in their order."""
     cost = LayerCost(*values)
     # JSON has lists for tuples.
     return replace(cost, output_shapes=tuple((tuple(shape), dtype) for shape, dtype in cost.output_shapes))
@@ -196,6 +205,8 @@ def _cut(costs: list[LayerCost], settings: Pipeline, num_live: list[int], num_ra
     """
     num_stages, limit_bytes = len(num_live), settings.memory_bytes
     memory = [[cost.memory_bytes(number) for cost in costs] for number in num_live]
+    # The least that a layer takes in any stage: if even that is too much, no cut can help, and the error names the
+    # layer.
     least = [min(sizes) for sizes in zip(*memory, strict=True)]
     check_layers_fit([cost.name for cost in costs], num_stages, least, limit_bytes)
     if settings.cut is not None:
@@ -237,6 +248,7 @@ def _users(model: nn.Module, layers: Layers, ranges: list[LayerRange], num_ranks
     for index, (start, stop) in enumerate(ranges):
         for _, layer in layers[start:stop]:
             for tensor in [*layer.parameters(), *layer.buffers()]:
+                # Buffers may be shared by layers of several stages; parameters may not (`check_no_shared_parameters`).
                 users.setdefault(tensor, set()).add(index % num_ranks)
     for tensor in [*model.parameters(), *model.buffers()]:
         users.setdefault(tensor, {0})
@@ -263,6 +275,7 @@ def _on_devices(
 
 
 def _refuse_forward(*_: Any, **__: Any) -> Any:
+    """Stands in for the model's `forward` while ranks hold parts of it only."""
     raise ConfigError(
         "this model is in stages on several ranks. Train with `pipeline = job.pipeline(loss_fn)` and "
         "`loss = pipeline(x, y)`; evaluate within job.consensus()."

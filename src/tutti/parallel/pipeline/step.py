@@ -74,6 +74,8 @@ class PipelineStep:
     def timeline(self) -> PipelineTimeline:
         """Return what all ranks did in the last step, by the clock of the first. Collective."""
         local = [[span.kind, span.stage, span.microbatch, span.start_s, span.stop_s] for span in self._spans]
+        # Each host has a clock of its own, whose zero is arbitrary: spans of different ranks are comparable only after
+        # this.
         offsets = clock_offsets(self._links.control_transport)
         by_rank = all_gather_json(local, self._links.control_transport)
         spans = [
@@ -84,6 +86,7 @@ class PipelineStep:
         return PipelineTimeline(self.plan.num_ranks, self.plan.num_microbatches, tuple(spans))
 
     def _step(self, inputs: Any, targets: Any) -> Tensor:
+        """Run all actions of this rank, share the loss, and exchange the gradients."""
         self._check_batch((inputs, targets))  # Collective, in the first step: before any rank computes.
         batches = self._split(inputs, self.plan.num_samples), self._split(targets)
         losses: list[Tensor] = []
@@ -94,12 +97,15 @@ class PipelineStep:
         with self._replica.no_sync(), torch.enable_grad():
             for index, action in enumerate(actions):
                 # The input of the next action is received while this one computes.
+                # Two and not more: every requested input needs memory, and one message in advance hides the network as
+                # long as it is not slower than a pass.
                 for upcoming in actions[index : index + 2]:
                     self._request_input(upcoming)
                 self._perform(action, batches, losses)
         loss = self._links.end_step(torch.stack(losses).sum().double() if losses else None)
         # The model's own forward was not called, so the samples of the batch are counted here.
         self._replica.contribution.forward((inputs,), {})
+        # Once for the whole batch, with the gradients that all microbatches have left in the parameters.
         self._replica.exchange_gathered()
         return loss
 
@@ -163,13 +169,16 @@ class PipelineStep:
         return values if isinstance(values, tuple) else (values,)
 
     def _send(self, message: StageMessage, tensors: Tensors) -> None:
+        """Hand the output of an action to the stage that needs it, here or on another rank."""
         # Neighbouring stages are on one rank only if `pipe` has just one.
+        # Detached, as a received tensor is: the backward pass of one stage must not run on into the other's graph.
         if self.plan.receiver(message) == self._rank:
             self._local_messages[message] = tuple(tensor.detach() for tensor in tensors)
         else:
             self._links.send(message, tensors)
 
     def _is_last(self, stage: int) -> bool:
+        """Whether a stage computes the loss."""
         return stage == self.plan.num_stages - 1
 
 

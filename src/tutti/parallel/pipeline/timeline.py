@@ -77,12 +77,15 @@ def simulate_schedule(
             while next_of[rank] < len(actions):
                 action = actions[next_of[rank]]
                 dependencies = action.dependencies(num_stages)
+                # This rank waits for another. Ranks are visited again until a whole round brings nothing: that would be
+                # a deadlock.
                 if not all(dependency in done for dependency in dependencies):
                     break
                 ready = [
                     done[dependency] + (message_s if dependency.stage != action.stage else 0.0)
                     for dependency in dependencies
                 ]
+                # As late as the rank's own previous action and its inputs, whichever ends last.
                 start = max([clocks[rank], *ready])
                 clocks[rank] = start + seconds(action)
                 done[action] = done[_as_dependency(action)] = clocks[rank]

@@ -42,6 +42,8 @@ def traced_layers(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]
     position = {node: index for index, node in enumerate([*inputs, *nodes])}
     position[output] = len(position)
     last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in position}
+    # Operators of one module stay together: a module is the smallest part that users know, and cutting inside it would
+    # send more values.
     groups = [list(group) for _, group in groupby(nodes, _module_of)]
     layers: list[tuple[str, nn.Module]] = []
     live, pending = inputs, list[fx.Node]()
@@ -50,6 +52,7 @@ def traced_layers(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]
         end = position[pending[-1]]
         # Values computed up to here that something after here uses: they would be sent to the next stage.
         after = [node for node in position if position[node] <= end and last_use[node] > end]
+        # The last layer returns what the model returns, also where that is not what a next layer would need.
         if group is groups[-1]:
             after = results
         elif not all(_can_be_sent(node) for node in after):
@@ -68,7 +71,8 @@ class _TracedLayer(nn.Module):
         super().__init__()
         self._input_names, self._output_names = [node.name for node in inputs], [node.name for node in outputs]
         self._steps: list[tuple[str, str | None, Any, Any, Any]] = []
-        for path, group in groupby(nodes, _module_of):
+        # Call by call, because a module may be called twice in a row: as one group, it would be run once.
+        for (path, _), group in groupby(nodes, lambda node: (_module_of(node), _call_of(node))):
             self._add(model, path, list(group))
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -81,6 +85,7 @@ class _TracedLayer(nn.Module):
         return tuple(values_by_name[name] for name in self._output_names)
 
     def _run(self, values_by_name: dict[str, Any], target: Any, arguments: Any) -> Any:
+        """Call an operator with its arguments, in which nodes of the graph stand for values."""
         args, kwargs = fx.node.map_arg(arguments, lambda node: self._value(values_by_name, node))
         return target(*args, **kwargs)
 
@@ -125,6 +130,7 @@ class _TracedLayer(nn.Module):
             self.register_buffer(name, tensor, persistent=False)  # Kept by the ranks whose stages use it.
 
     def _value(self, values_by_name: dict[str, Any], node: fx.Node) -> Any:
+        """Return what a node stands for: a computed value, a parameter or a buffer."""
         if node.op != "get_attr":
             return values_by_name[node.name]
         return self._parameters[node.name] if node.name in self._parameters else self._buffers[node.name]
@@ -133,6 +139,7 @@ class _TracedLayer(nn.Module):
 def _export(model: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
     """Trace a model. Raises `ConfigError` with the line of the user's code that cannot be traced."""
     try:
+        # torch.export prints what it failed on to stderr; the error below says it with the user's line.
         with _trace_lock, torch.enable_grad(), warnings.catch_warnings(), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")  # They are about saving exported programs, which is not done here.
             exported = torch.export.export(model, args, strict=False)
@@ -161,6 +168,11 @@ def _module_of(node: fx.Node) -> str:
     return str(list(stack.values())[-1][0])
 
 
+def _call_of(node: fx.Node) -> str:
+    """Return what tells the calls of one module apart: torch numbers them ("act", "act@1", ...)."""
+    return str(list(node.meta.get("nn_module_stack") or {"": None})[-1])
+
+
 def _name(nodes: list[fx.Node], layers: list[tuple[str, nn.Module]]) -> str:
     """Return a name for a layer, after its first module, that no layer before it has."""
     names = [name for node in nodes if (name := _module_of(node))]
@@ -173,6 +185,7 @@ def _name(nodes: list[fx.Node], layers: list[tuple[str, nn.Module]]) -> str:
 
 
 def _can_be_sent(node: fx.Node) -> bool:
+    """Whether a value can go to another stage: a tensor whose gradient can come back."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -188,6 +201,7 @@ def _refuse_structure(model: nn.Module, spec: Any) -> None:
 
 
 def _refuse_values(model: nn.Module, results: list[Any]) -> None:
+    """Refuse a model that returns a constant: only values of the graph can be computed by the last stage."""
     if not all(isinstance(result, fx.Node) for result in results):
         raise ConfigError(
             f"{type(model).__name__} returns something that is not a tensor, and the last stage of a pipeline must "

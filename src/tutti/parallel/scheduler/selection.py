@@ -116,6 +116,7 @@ class _RoundRobinSelector(BlockSelector):
         updated = set(blocks)
         offered = [self._queue.popleft() for _ in range(self._num_offered)]
         self._queue.extend(block for block in offered if block in updated)
+        # Reversed, because extendleft turns the order round: rejected ones keep theirs.
         self._queue.extendleft(block for block in reversed(offered) if block not in updated)
 
 
@@ -160,9 +161,11 @@ class _DynamicSelector(BlockSelector):
         max_blocks = min(max_blocks, len(self._urgency))
         in_turn = self._round_robin.candidates(max_blocks)
         sums = np.cumsum(self._urgency)
+        # Nothing is known to be urgent yet, or all urgency is used up: round-robin finds new urgency.
         if not sums[-1]:
             self._explored = set(in_turn)
             return in_turn
+        # What all blocks together are worth if each is worth what the last explored ones were.
         expected = self._found * len(sums)
         share = max(self._rule.explore, expected / (expected + sums[-1]))
         num_in_turn = max(1, round(max_blocks * share))
@@ -181,12 +184,15 @@ class _DynamicSelector(BlockSelector):
 
     def mark_updated(self, blocks: list[int]) -> None:
         self._round_robin.mark_updated(blocks)
+        # The expected change has been made. What it means for other blocks is added by `raise_urgency`.
         self._urgency[blocks] = 0.0
         self._explored_updates = [block for block in blocks if block in self._explored]
 
     def raise_urgency(self, blocks: np.ndarray, increments: np.ndarray) -> None:
         np.add.at(self._urgency, blocks, increments)  # Adds repeatedly for blocks that are given several times.
         if self._explored_updates:
+            # In proportion to the blocks explored, so that the window is a part of all blocks and not a number of
+            # rounds.
             weight = min(1.0, _WINDOW * len(self._explored_updates) / len(self._urgency))
             mean = float(np.cumsum(self._urgency[self._explored_updates])[-1]) / len(self._explored_updates)
             self._found += weight * (mean - self._found)

@@ -130,6 +130,8 @@ class _RoundRunner:
         self._problem = problem
         self._transport = transport
         self._scheduler = scheduler
+        # One on each rank, from one seed. Nothing that differs between ranks (time, memory, a rank's data) may reach
+        # it.
         self._selector: BlockSelector = scheduler.selection.start(problem.num_blocks, scheduler.seed)
         self._sum = sum_function(transport)
         self._relative_times = torch.ones(transport.size, dtype=torch.float64)
@@ -148,10 +150,12 @@ class _RoundRunner:
         push_s = self._transport.now()
         pushed = self._problem.push(blocks, mine)
         self._elapse(self._problem.operations(blocks, mine))
+        # Measured before the sum: the wait for slower ranks is not this rank's speed.
         took_s = self._transport.now() - push_s
         load_s = 0.0 if loads is None or not len(mine) else took_s / float(loads[mine].sum())
         results = self._sum_results(blocks, pushed, load_s)
         changes = self._problem.pull(blocks, results)
+        # After the pull, and from summed values only: all ranks pass on the same bits.
         self._selector.mark_updated(blocks.tolist())
         if self._selector.uses_urgency:
             urgent, increments = self._problem.urgency_increments(blocks, changes)
@@ -162,6 +166,7 @@ class _RoundRunner:
 
     def point(self) -> ProgressPoint:
         """Return the present progress. Collective. Raises `ConfigError` on all ranks if the objective diverged."""
+        # Each rank's part of it; the sum is the same on all ranks, so all stop in the same round.
         objective = self._problem.objective().detach().to(torch.float64).reshape(1).clone()
         self._sum(objective)
         value = float(objective)
@@ -216,6 +221,7 @@ class _RoundRunner:
 
     def _update_speeds(self, load_times_s: Tensor) -> None:
         """Average the times of this round into the relative times, unless a rank had no load to measure."""
+        # A rank without load sent 0, which is no speed. All ranks see that in the sum, and all skip the round.
         if (load_times_s > 0).all():
             self._relative_times += _SPEED_WEIGHT * (load_times_s / load_times_s.mean() - self._relative_times)
 

@@ -15,6 +15,8 @@ def sum_function(transport: Transport) -> Callable[[Tensor], None]:
     """
     if transport.size == 1:
         return lambda tensor: None
+    # The same bits everywhere is what the scheduler relies on: both add in one order on all ranks, or compute once and
+    # copy.
     has_all_reduce = isinstance(transport, AllReduces | HostsTransport)
     collective = native if has_all_reduce else recursive_doubling
     return lambda tensor: run(collective.steps(tensor, transport))

@@ -32,8 +32,8 @@ class ShardSpec:
         if self.dim is None:
             return full
         block_size = full.shape[self.dim] // self.num_blocks
-        # DTensor's own function, so that uneven shards have the sizes that DTensor expects.
-        size, offset = Shard.local_shard_size_and_offset(block_size, num_ranks, rank)
+        # DTensor's own function, so that uneven shards have the sizes that DTensor expects. In 2.9 it is not public.
+        size, offset = Shard(self.dim)._local_shard_size_and_offset(block_size, num_ranks, rank)
         starts = [block * block_size + int(offset) for block in range(self.num_blocks)]
         return torch.cat([full.narrow(self.dim, start, int(size)) for start in starts], self.dim)
 

@@ -56,6 +56,7 @@ class FixedDuration(BlockSchedule):
         self._seconds = seconds
 
     def is_over(self, num_steps: int, seconds: float) -> bool:
+        # Ranks decide by their own clocks. The exchange allows for different numbers of steps.
         return seconds >= self._seconds
 
 
@@ -90,6 +91,7 @@ class AdaptiveSteps(BlockSchedule):
 
 def check_every(every: object) -> list[str]:
     """Return what is wrong with a value of `every`; an empty list if nothing is."""
+    # True is an int in Python, and no number of steps.
     if isinstance(every, int) and not isinstance(every, bool):
         return [] if every >= 1 else [f"every must be 1 step or more, got {every}"]
     if isinstance(every, str | timedelta) and (every in ("auto", "end") or block_seconds(every) > 0):

@@ -29,6 +29,7 @@ def communication_cost(strategy: "LocalSteps", profile: Profile, placement: Plac
     # Once, not per bucket: buckets are interleaved, so while one waits, another uses the link.
     exchange_s += max((cost.latency_s for cost in sums), default=0.0)
     num_steps = _steps_per_block(strategy, exchange_s, profile.seconds)
+    # Hidden as far as the next block is long; without overlap ranks only wait.
     exposed_s = max(0.0, exchange_s - num_steps * profile.seconds) if strategy.overlap else exchange_s
     return CommunicationCost(
         exposed_s=exposed_s / num_steps,

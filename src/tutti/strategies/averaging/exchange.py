@@ -69,6 +69,8 @@ class BlockExchange(Exchange):
         self._channel = transport
         self._strategy = strategy
         replica.allocate(transport, strategy.bucket_bytes, strategy.exact_below if codec is not None else 0)
+        # Buckets hold changes of parameters, not gradients that become ready one by one: their order is fixed from the
+        # start.
         replica.arrange([slot.name for slot in replica.slots])
         self._exact_mean = CollectiveMean(transport, lambda num_bytes: native)
         self._compressed_mean = None if codec is None else CompressedMean(replica, transport, codec)
@@ -81,6 +83,7 @@ class BlockExchange(Exchange):
         self._pending: Work | None = None
         self._local_parameters: list[list[Tensor]] = []  # Kept while `consensus` shows the mean.
         self._local_buffers: list[Tensor] = []
+        # Of the block in progress: steps, and samples trained; and the number of blocks that have ended.
         self._num_steps, self._weight, self._num_blocks = 0, 0.0, 0
         self._trained_s, self._since_s = 0.0, transport.now()
         self._exchange_s, self._sent_before = 0.0, self.bytes_sent
@@ -103,9 +106,11 @@ class BlockExchange(Exchange):
         self._num_steps += 1
         self._trained_s += now_s - self._since_s
         self._since_s = now_s
+        # Trained time only: what was spent in exchanges and evaluation does not count towards a block's length.
         if self._schedule.is_over(self._num_steps, self._trained_s):
             self._end_block()
         else:
+            # Others may have ended their block already, and wait for this rank's status.
             self._status_exchange.keep_alive()
 
     @torch.no_grad()
@@ -140,6 +145,7 @@ class BlockExchange(Exchange):
         for parameters in self._parameters:
             parameters.pack_change()
         digest = 0 if self._optimizer_mean is None else self._optimizer_mean.pack()
+        # For `every="auto"`: all ranks get all times, and so compute the same length of the next block.
         step_s = self._trained_s / self._num_steps if self._num_steps else 0.0
         local_status = RankStatus(intent, self._weight, step_s, self._exchange_s, digest)
         self._status, status_known = self._status_exchange.start(local_status)
@@ -202,6 +208,7 @@ class BlockExchange(Exchange):
             self._complete(keep_local_change=True)
         while True:
             self._start_exchange(intent)
+            # The smallest intent of all ranks: as long as one of them ends a block, that comes first.
             if self._complete(keep_local_change=False) == intent:
                 return
             self._begin_block()  # This rank's change was part of the block that another rank ended.
@@ -223,6 +230,8 @@ class BlockExchange(Exchange):
     def consensus(self, optimizer: bool = False) -> None:
         start_s = self._channel.now()
         self._synchronise(Intent.CONSENSUS)
+        # Before the model shows the mean: `restore_local` brings them back, and the block continues as if nothing had
+        # happened.
         self._local_parameters = [[tensor.clone() for tensor in block.tensors] for block in self._parameters]
         self._local_buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
         self._set_to_mean()
@@ -264,6 +273,7 @@ class BlockExchange(Exchange):
             local_parameters.update(zip(names, local, strict=True))
         optimizer = self.replica.optimizer.state_dict()
         entry = {"own": local_parameters, "weight": self._weight, "steps": self._num_steps, "optimizer": optimizer}
+        # On every rank, so that any of them can save the checkpoint.
         ranks = gather_state(entry, self._channel)
         codec = None if self._compressed_mean is None else self._compressed_mean.state_dict()
         self._since_s = self._channel.now()

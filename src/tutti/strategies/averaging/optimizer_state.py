@@ -40,6 +40,7 @@ class OptimizerStateMean:
             [tensor.reshape(-1).double() for tensor in self._tensors]
             or [torch.empty(0, dtype=torch.float64, device="cpu")]
         )
+        # Ranks compare the checksums in their status: lazily made state may exist on some ranks and not on others.
         return crc32(json.dumps([(name, list(tensor.shape)) for name, tensor in named]).encode())
 
     def steps(self, weights: Tensor) -> Operation:

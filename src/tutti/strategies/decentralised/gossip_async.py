@@ -10,6 +10,10 @@ neighbour, with values y, adds d = (x - y) / 2 to its own and replies with d (`P
 from its values, which may have changed meanwhile. What one rank gains, the other loses: the sum over ranks stays the
 same, whatever happens between request and reply.
 
+Two ranks may ask each other at the same time. If both moved half way twice, they would swap their values and come no
+closer. So the lower rank declines: it replies without values, and only its own request counts. Both see that requests
+have crossed, because messages of one rank arrive in order: its request before its reply.
+
 Who writes: the values are changed in the transport's thread only, by steps and messages in turn. Waits: a rank takes at
 most `MOST_STEPS` steps during one request and then waits for the reply. Otherwise ranks whose steps are much shorter
 than a round trip would hardly average, and drift apart. The reply does not wait for the neighbour's own steps, because
@@ -93,16 +97,21 @@ class AsyncGossip(PeerAlgorithm):
         if header.kind not in (PeerMessageKind.PAIR_REQUEST, PeerMessageKind.PAIR_REPLY):
             self._rounds.receive(peer, header, payload)
             return
-        if payload is None or payload.nbytes != self._model.num_bytes:
+        declined = header.kind == PeerMessageKind.PAIR_REPLY and header.num_bytes == 0
+        if not declined and (payload is None or payload.nbytes != self._model.num_bytes):
             raise PacketError(f"values of {header.num_bytes} bytes, wanted {self._model.num_bytes}")
         self._group.clocks[peer] = header.clock
-        if header.kind == PeerMessageKind.PAIR_REQUEST:
+        if header.kind == PeerMessageKind.PAIR_REQUEST and peer == self._requested and self._context.rank < peer:
+            self._group.send(peer, PeerMessageHeader(PeerMessageKind.PAIR_REPLY, clock=self._num_steps))
+        elif header.kind == PeerMessageKind.PAIR_REQUEST:
+            assert payload is not None
             self._move_half_way(payload)  # The payload now holds the change: it is sent back without a copy.
             reply = PeerMessageHeader(PeerMessageKind.PAIR_REPLY, clock=self._num_steps, num_bytes=payload.nbytes)
             self._group.send(peer, reply, payload)
         # Any other reply was not asked for, and is ignored.
         elif peer == self._requested:
-            self._add(payload, -1.0)
+            if payload is not None:
+                self._add(payload, -1.0)
             self._requested = None
 
     @torch.no_grad()

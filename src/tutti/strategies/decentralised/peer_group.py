@@ -207,7 +207,7 @@ class PeerGroup:
                     self._handle(peer, header, payload)
                 del payload  # Not kept while the next message is awaited.
         except RankLost as loss:
-            self.lose(peer, loss.gone.get(peer, "it answers no more"))
+            self.lose(peer, loss.gone.get(self.transport.world_ranks[peer], "it answers no more"))
         except (PacketError, ReplicaMismatch) as error:
             self.lose(peer, f"it was dropped, having sent {error}")
         except Exception as error:

@@ -204,8 +204,16 @@ class StalenessAware(Consistency):
         return float(self.factor(staleness))
 
     def learning_rate(self, num_workers: int) -> LearningRateRule:
-        # Servers scale every update down by its staleness themselves.
-        return SAME_RATE
+        rule = self.inner.learning_rate(num_workers)
+        if self.bound is not None or rule.factor == 1:
+            return SAME_RATE  # Servers scale every update down by its staleness themselves.
+        # Of N steps for each of one worker, an update is N - 1 old, and 1 / (N - 1) is what servers scale it by.
+        num_steps = 1 / rule.factor
+        return LearningRateRule(
+            max(1.0, num_steps - 1) / num_steps,
+            reason=f"Under '{self}' {num_workers} workers take {num_steps:g} steps where one worker takes one, and "
+            f"servers account for {max(1.0, num_steps - 1):g} of them (Zhang et al. 2016).",
+        )
 
     def __str__(self) -> str:
         return f"{self.inner},aware" + ("" if self.factor is inverse else f"={self._factor_name}")

@@ -167,6 +167,7 @@ class Ledger:
     def push(self, update: Update) -> None:
         """Record an update that has arrived, and set its clock."""
         update.clock = self._clocks[update.worker]
+        # Counted here and not sent along: a connection keeps the order of a worker's pushes, so both ends count alike.
         self._clocks[update.worker] += 1
         self._pending.append(update)
 

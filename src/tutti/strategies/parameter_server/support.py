@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
 
 _IN_THE_STEP = (
-    "Gradients are pushed to the servers in `optimizer.step()`, and not during backward, from the first step in which "
-    "they were changed"
+    "If gradients are changed in the first step, they are pushed to the servers in `optimizer.step()` from then on, "
+    "and not during backward. A change that begins later is refused, unless `overlap=0`"
 )
 
 SUPPORT: Mapping[str, Support] = {
@@ -21,7 +21,7 @@ SUPPORT: Mapping[str, Support] = {
         f"{_IN_THE_STEP}. Under `bsp` an infinite gradient of one worker voids the step of all, otherwise its own "
         "update.",
     ),
-    "accumulation": Support("adapts", f"{_IN_THE_STEP}. From the second step on, use `job.no_sync()` or `overlap=0`."),
+    "accumulation": Support("adapts", f"{_IN_THE_STEP}. `job.no_sync()` keeps the overlap."),
     "averaged weights": Support(
         "adapts",
         "Parameters arrive in the next forward pass, so a copy that is updated after `optimizer.step()` is one step "

@@ -36,7 +36,7 @@ class UserChanges:
         self._values: list[Tensor] = []
         self._num_checks = 0
         self._handles = [
-            model.register_forward_pre_hook(_CheckBeforeForward(self), prepend=True),  # Before parameters are loaded.
+            model.register_forward_pre_hook(_CheckBeforeForward(self)),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
         self.record()

@@ -63,7 +63,7 @@ class ParameterServerWorker(Exchange):
         self._staleness: Counter[int] = Counter()
         self._bytes_sent_before = 0
         """Bytes sent until the end of the last step."""
-        self._timing = PushTiming(replica, self._rank, strategy.overlap)
+        self._timing = PushTiming(replica, transport.world_rank, strategy.overlap)
         self._handles: list[Any] = []
         self._user_state: UserOptimizerState | None = None
         """The user's optimiser, which has no state while servers step; None in a dry run."""
@@ -77,10 +77,11 @@ class ParameterServerWorker(Exchange):
             self._handles.append(self.replica.optimizer.register_step_pre_hook(reject_closure))
             # Servers have copied the optimiser's state by now.
             self._user_state = UserOptimizerState(self.replica.optimizer, self.replica.slots)
-            self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
+            # Before the waits, whose hooks load parameters: hooks run in the order of registration.
             self._user_changes = UserChanges(
                 self.replica.model, self.replica.optimizer, self.replica.slots, self.transport.world_rank
             )
+            self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
         self.replica.listen(self, to="gradients")
 
     @abstractmethod

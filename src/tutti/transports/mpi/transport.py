@@ -115,6 +115,7 @@ class MpiTransport(Transport):
             return self.all_reduce(torch.view_as_real(tensor))
         if self.size == 1 or tensor.numel() == 0:
             return CompletedWork()
+        # What each rank sends in a ring, as an estimate: MPI does not say which algorithm it uses.
         self.bytes_sent += 2 * (self.size - 1) * tensor.nbytes // self.size
         reduction = MpiReduction(self, tensor.detach())
         # A communicator of its own: its blocking calls run in another thread than the messages of `_comm`.
@@ -145,6 +146,7 @@ class MpiTransport(Transport):
         membership = self.membership if ranks is None else self.membership.subset(ranks)
         comm = self._duplicate(full_name) if ranks is None else self._select(full_name, membership, ranks)
         made = MpiTransport(membership, comm, rules=self.rules, name=full_name)
+        # One list for all channels: a tensor that MPI may still write must outlive every one of them.
         made._held = self._held
         self._channels = [*(channel for channel in self._channels if not channel._closed), made]
         return made
@@ -178,6 +180,7 @@ class MpiTransport(Transport):
         for channel in self._channels:
             channel.close()
         self.channel_membership.close()
+        # Before requests are cancelled: no other thread may start or test them meanwhile.
         self._thread.close()  # Its waits see that the channel is closed.
         self._loop.close()
         # A copy of the set: `abandon` may complete a message, which removes it from `pending`.
@@ -198,6 +201,7 @@ class MpiTransport(Transport):
             now = time.monotonic()
             if self._closed:
                 raise self.closed_error()
+            # Membership is asked for seldom, because it is a request to the store.
             late = now - started > self.timeout.total_seconds()
             if late or now - checked_at > WATCH_SECONDS:
                 checked_at, gone = now, self._lost_peers(work)
@@ -216,6 +220,7 @@ class MpiTransport(Transport):
         return RankLost(f"rank {self.membership.world_rank}: this transport was closed with work still to do.")
 
     def _post(self, kind: type[MpiMessage], start: Callable[..., Any], data: Tensor, peer: int, tag: int) -> MpiMessage:
+        """Start a request, and remember it until MPI has completed it."""
         self._check_open()
         try:
             message = kind(self, start, data, peer, tag)
@@ -227,6 +232,7 @@ class MpiTransport(Transport):
     def _duplicate(self, name: str) -> Any:
         """Make a communicator of the same ranks. Collective."""
         self._meet(name, self.membership)
+        # Blocks inside MPI, but all ranks are on their way here: they have met.
         return self._comm.Dup()
 
     def _select(self, name: str, membership: Membership, ranks: Sequence[int]) -> Any:

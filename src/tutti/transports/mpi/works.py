@@ -80,6 +80,7 @@ class MpiMessage(PolledWork):
         self._over = False
         self._status = MPI.Status()
         # As bytes: MPI has no types for some of torch's dtypes.
+        # `data` is kept by this object, so that its memory lives as long as the request.
         self._request = start(_byte_buffer(data), MPI.ANY_SOURCE if peer == ANY else peer, tag)
 
     def done(self) -> bool:
@@ -108,6 +109,7 @@ class MpiMessage(PolledWork):
             self.target.copy_(self.data)
 
     def _mismatch(self, how_much: str) -> ReplicaMismatch:
+        """Return the error of a message whose length differs from that of the tensor it is received into."""
         membership = self._transport.membership
         sender = membership.peers[self._status.Get_source()].rank
         return ReplicaMismatch(
@@ -124,6 +126,7 @@ class MpiReceive(MpiMessage):
             self._request.Cancel()
             deadline = time.monotonic() + GRACE_SECONDS
             # A cancelled request has to be completed too. `Test` of one that is complete returns True again.
+            # Bounded: a receive that was matched waits for a sender that may never send the rest.
             while not self._request.Test() and time.monotonic() < deadline:
                 time.sleep(LONGEST_PAUSE_SECONDS)
             if not self._request.Test():
@@ -169,6 +172,7 @@ class MpiReduction(PolledWork):
         self._reduced.wait(max(seconds, 0.01))
 
     def _run(self, comm: Any) -> Operation:
+        """The operation that the reducing thread runs: one blocking call."""
         try:
             # The thread of `reducer` waits for this work, and so makes the call.
             yield _BlockingCall(lambda: self.run_here(comm))

@@ -118,6 +118,7 @@ class WorkerRegistry:
 
     def request_stop(self) -> None:
         """Ask all workers to stop."""
+        # Of several workers that stop at once the last one is named: one is as true as the other.
         self.flags.publish(self._indices.stopped_by, self._rank + 1)
 
     def check_stop(self, steps: int) -> None:
@@ -221,6 +222,7 @@ class WorkerRegistry:
 
     def release(self, lock: int) -> None:
         """Free a lock that this worker holds."""
+        # Publishing also wakes those who wait for the lock.
         self.flags.publish(lock, 0)
 
     def release_lost(self, lock: int, lost_worker: int) -> bool:

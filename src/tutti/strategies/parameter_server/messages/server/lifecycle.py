@@ -40,6 +40,7 @@ class WorkerLifecycle:
 
     def leave(self, worker: int) -> None:
         """Make versions without a worker until it joins again."""
+        # Versions and pulls of others may have waited for this worker only: settled now, or they would wait for ever.
         self._membership.members.discard(worker)
         self._versions.settle_all()
 

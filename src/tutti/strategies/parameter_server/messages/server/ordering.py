@@ -59,6 +59,7 @@ class UpdateOrdering:
         decided = False
         while self._decider is not None and (due := self._decider.take_due()):
             decided = True
+            # Named by worker and clock, which are the same on all servers: positions in a queue of arrivals are not.
             self.order.pending.append({(update.worker, update.clock) for update in due})
             message = torch.full((2 * self._consistency.quorum,), NO_PULL, dtype=torch.int64, device="cpu")
             pairs = [number for update in due for number in (update.worker, update.clock)]

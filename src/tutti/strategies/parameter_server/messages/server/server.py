@@ -184,7 +184,8 @@ class Server:
                 del payload  # The buffer may be free from here on; while the next request is awaited, nobody needs it.
         except RankLost as loss:
             # Not raised: the loss of a worker ends this generator, and the server goes on with the others.
-            self._lifecycle.lose(worker, loss.gone.get(worker, "it answers no more"))
+            reason = loss.gone.get(self._transport.world_ranks[worker], "it answers no more")
+            self._lifecycle.lose(worker, reason)
         except _MALFORMED as error:
             self._lifecycle.reject(worker, str(error))
 
