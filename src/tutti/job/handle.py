@@ -16,6 +16,7 @@ from tutti.job.values import CollectiveValues
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.replica import HookedReplica
+from tutti.replica.hooks import explained
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World, current_world, set_world
 
@@ -165,7 +166,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
                 try:
                     self._exchange.finish()
                 except RankLost as error:
-                    raise self._replica.explained(error) from None
+                    raise explained(error, self._replica) from None
                 if self._replica.checks is not None:
                     self._replica.checks.finished()
                 if self._model_on_mesh is not None:

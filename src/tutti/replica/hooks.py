@@ -99,16 +99,11 @@ class HookedReplica(Replica):
         """Make the mean over ranks a sum, for a loss that is a sum over samples: each rank sends a multiple."""
 
         def scale(gradient: Tensor) -> Tensor:
-            return gradient * self._gradient_factor()
+            return gradient * (0.0 if self.contribution.is_empty else float(num_ranks))
 
         # Before autograd accumulates them: what `p.grad` holds from earlier passes is exchanged already.
         self._handles += [slot.tensor.register_hook(scale) for slot in self.slots]
-        self._num_summed = num_ranks
         self.contribution.equal_weights = True
-
-    def _gradient_factor(self) -> float:
-        """Return what this rank's gradients are multiplied by: 0 for samples that do not count."""
-        return 0.0 if self.contribution.is_empty else float(self._num_summed)
 
     def take_samples(self) -> float:
         weight = self.contribution.take()
@@ -229,7 +224,7 @@ class HookedReplica(Replica):
         try:
             self.listener.before_step()
         except RankLost as error:
-            raise self.explained(error) from None
+            raise explained(error, self) from None
         if self.step_is_void:
             self.hide_gradients()
 
@@ -253,11 +248,12 @@ class HookedReplica(Replica):
         try:
             self.listener.after_step()
         except RankLost as error:
-            raise self.explained(error) from None
+            raise explained(error, self) from None
 
-    def explained(self, error: RankLost) -> Exception:
-        """Return the mistake for which a peer has ended, if the checks know it; else the error itself."""
-        return error if self.checks is None else self.checks.cause_of(error)
+
+def explained(error: RankLost, replica: HookedReplica) -> Exception:
+    """Return the mistake for which a peer has ended, if the checks of this rank know it; else the error itself."""
+    return error if replica.checks is None else replica.checks.cause_of(error)
 
 
 class _ForwardHook(OwnedHook):

@@ -21,6 +21,6 @@ def different_calls_error(weights: Sequence[float], transport: Transport, steps:
         for other, weight in zip(transport.world_ranks, weights, strict=True)
     ]
     return ConfigError(
-        f"rank {transport.world_rank}: {', '.join(where)}: every rank must enter {' and '.join(sorted(calls))}, after "
-        "the same step."
+        f"rank {transport.world_rank}: {', '.join(where)}. Every rank must enter {' and '.join(sorted(calls))} after "
+        "the same step; tutti.shard gives all ranks the same number of batches."
     )

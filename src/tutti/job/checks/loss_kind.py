@@ -17,10 +17,11 @@ from typing import Any
 from torch import Tensor
 
 SUM_LOSS = (
-    "the loss is a sum over samples, and gradients are averaged over %d ranks: each step is 1/%d of that on one "
-    'machine. Call job.expect(loss="sum") to add gradients up, or job.expect(loss="mean") if it is meant so.'
+    "rank {rank}: the loss is a sum over samples, and gradients are averaged over {size} ranks: each step would be "
+    '1/{size} of that on one machine. Call job.expect(loss="sum") to add gradients up, or job.expect(loss="mean") to '
+    "average them all the same."
 )
-"""The warning; twice the number of ranks is filled in."""
+"""The error for a loss that is a sum."""
 
 _REDUCTION_OF_SUM = 2
 """`at::Reduction::Sum`, as loss functions of torch save it."""
@@ -57,11 +58,18 @@ def _is_sum(root: Any) -> bool:
         inputs = [parent for parent, _ in node.next_functions if parent is not None]
         if kind == "AddBackward0" or (kind == "SumBackward0" and _num_summed(node) == 1):
             pending += inputs
+        elif kind == "SumBackward0" and any(_has_constant_factor(parent) for parent in inputs):
+            return False  # The factors may be weights that sum up to 1.
         elif kind == "SumBackward0" or getattr(node, "_saved_reduction", None) == _REDUCTION_OF_SUM:
             num_sums += 1
         else:
             return False
     return False
+
+
+def _has_constant_factor(node: Any) -> bool:
+    """Whether a node multiplies, or divides, by a tensor that has no gradient."""
+    return node.name() in ("MulBackward0", "DivBackward0") and any(parent is None for parent, _ in node.next_functions)
 
 
 def _num_summed(node: Any) -> int:

@@ -1,9 +1,9 @@
-"""`Notices`: one number from every rank to every other, which nobody waits for while training."""
+"""`Notices`: a number that every rank sends to every other, which nobody waits for while training."""
 
 import torch
 
-from tutti.job.checks.comparison import RESERVED_TAG, completes
-from tutti.transports import Transport, Work
+from tutti.job.checks.comparison import RESERVED_TAG, Messages
+from tutti.transports import Transport
 
 
 class Notices:
@@ -14,34 +14,27 @@ class Notices:
     """
 
     def __init__(self, transport: Transport, number: int) -> None:
-        """Receive from now on; `number` is that of the job, so that another job's messages are not mistaken."""
+        """Nothing is sent yet; `number` is that of the job, so that another job's messages are not mistaken."""
         self._transport, self._tag = transport, RESERVED_TAG + number % RESERVED_TAG
-        self._numbers = torch.zeros(transport.size, 1, dtype=torch.int64, device="cpu")
-        self._peers = [rank for rank in range(transport.size) if rank != transport.rank]
-        self._receives: list[Work] = []
-        self._sends: list[Work] = []
+        self._messages: Messages | None = None
 
     def send(self, number: int) -> None:
         """Send this rank's number to all others. Does not wait."""
-        self._numbers[self._transport.rank] = number
-        rows = self._numbers.unbind()
-        self._sends = [self._transport.isend(rows[self._transport.rank], peer, self._tag) for peer in self._peers]
-        self._receives = [self._transport.irecv(rows[peer], peer, self._tag) for peer in self._peers]
+        local = torch.tensor([number], dtype=torch.int64, device="cpu")
+        self._messages = Messages(local, self._transport, self._tag)
 
     def received(self) -> dict[int, int] | None:
         """Return the numbers of all ranks; None while some have not come."""
-        if not self._sends or not all(work.done() for work in [*self._receives, *self._sends]):
+        if self._messages is None or not self._messages.done():
             return None
-        return dict(enumerate(self._numbers.flatten().tolist()))
+        return self.complete(0)
 
     def complete(self, number: int) -> dict[int, int]:
         """Send `number` if nothing was sent before; wait, and return the numbers of all ranks that sent one.
 
         Collective among the ranks that are left. A rank that was lost after it had sent its number counts.
         """
-        if not self._sends:
+        if self._messages is None:
             self.send(number)
-        for work in self._sends:
-            completes(work)
-        came = [peer for peer, work in zip(self._peers, self._receives, strict=True) if completes(work)]
-        return {rank: int(self._numbers[rank]) for rank in sorted([*came, self._transport.rank])}
+        assert self._messages is not None
+        return {rank: int(row) for rank, row in self._messages.wait().items()}

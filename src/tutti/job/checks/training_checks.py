@@ -14,7 +14,6 @@ there without waiting, after the second batch, and looked at when it has come.
 In virtual time nothing is sent: a simulated run takes as long as it would without checks.
 """
 
-import logging
 import threading
 from typing import Any
 
@@ -35,8 +34,6 @@ from tutti.job.checks.optimizers import OptimizerCheck
 from tutti.replica import HookedReplica
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World
-
-_log = logging.getLogger("tutti")
 
 _INTERVAL = 2048
 """Backward passes between two comparisons, after the first ones."""
@@ -98,8 +95,8 @@ class TrainingChecks:
         self._finite.first_gradient()
         if self._watches_loss:
             self._watches_loss = False
-            if self._rank == 0 and is_sum_loss(self._thread):
-                _log.warning(SUM_LOSS, self._world.size, self._world.size)
+            if is_sum_loss(self._thread):
+                raise ConfigError(SUM_LOSS.format(rank=self._rank, size=self._world.size))
         self._count()
 
     def pass_finished(self) -> None:

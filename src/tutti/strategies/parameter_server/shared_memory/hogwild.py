@@ -213,10 +213,7 @@ class HogwildWorker(Exchange):
             changes = torch._foreach_sub(self._statistics, self._last_statistics)
             torch._foreach_add_(self._shared_statistics, changes)
 
-    def consensus(self, optimizer: bool = False) -> None:
-        self._synchronise(CONSENSUS, optimizer)
-
-    def _synchronise(self, call: str, optimizer: bool) -> None:
+    def consensus(self, optimizer: bool = False, call: str = CONSENSUS) -> None:
         """Wait for all living workers, which must be in the same call, and read what all of them have made."""
         start_s = self.transport.now()
 
@@ -246,7 +243,7 @@ class HogwildWorker(Exchange):
         self._base_version = self._flags.value(self._version_counter)
 
     def finish(self) -> None:
-        self._synchronise(FINISH, optimizer=True)
+        self.consensus(optimizer=True, call=FINISH)
         self._registry.leave()
         self.close()
 

@@ -126,10 +126,7 @@ class SharedMemoryWorker(ParameterServerWorker):
     def _request_stop(self) -> None:
         self._context.registry.request_stop()
 
-    def consensus(self, optimizer: bool = False) -> None:
-        self._synchronise(CONSENSUS, optimizer)
-
-    def _synchronise(self, call: str, optimizer: bool) -> None:
+    def consensus(self, optimizer: bool = False, call: str = CONSENSUS) -> None:
         """Wait for all living workers, which must be in the same call, and read what all updates have made."""
         self._expect_new_parameters()
         if optimizer and self._user_state is not None:
@@ -149,7 +146,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._wait_for_all()
 
     def finish(self) -> None:
-        self._synchronise(FINISH, optimizer=True)
+        self.consensus(optimizer=True, call=FINISH)
         # The barrier has made this worker a member again: others that still train must not wait for it.
         self._membership.withdraw()
         self._context.registry.leave()

@@ -150,10 +150,7 @@ class WorkerRegistry:
         calls = {worker: _CALLS[int(self._counters[self._indices.call[worker]])] for worker in self.alive}
         if len(set(calls.values())) > 1:
             where = ", ".join(f"rank {self._world_rank(worker)} is in {call}" for worker, call in calls.items())
-            raise ConfigError(
-                f"rank {self._world_rank(self._rank)}: {where}: ranks are in different collective calls. Every rank "
-                "must enter the same."
-            )
+            raise ConfigError(f"rank {self._world_rank(self._rank)}: {where}. Every rank must enter the same.")
 
     def run_on_leader(self, barrier_number: int, action: Callable[[], None]) -> None:
         """Within a barrier: run `action` on the leader, or on the next if that is lost, and wait until it is done."""
