@@ -252,6 +252,7 @@ MEANS = {
     "multiplied": lambda output, y: _spread(output, y).sum() * (1 / len(y)),
     "penalty": lambda output, y: F.cross_entropy(output, y) + output.pow(2).sum(),
     "weighted": lambda output, y: (_spread(output, y) * torch.full((len(y), 1), 1 / len(y))).sum(),
+    "several": lambda output, y: torch.stack([F.cross_entropy(output, y), _spread(output, y).mean()]).sum(),
     "one number": lambda output, y: F.cross_entropy(output, y).reshape(1).sum(),
 }
 

@@ -115,7 +115,7 @@ def _start(
     if trains.size > 1 and not any(p.is_meta for p in model.parameters()):
         checks = TrainingChecks(replica, exchange, strategy, trains)
         if any(isinstance(module, Branches) for module in model.modules()):
-            checks.allow(same_batches=True)  # The ranks of a group of branches are one worker.
+            checks.allow(any_loss=True, same_batches=True)  # The ranks of a group of branches are one worker.
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
     setattr(model, JOB_ATTRIBUTE, job)
     world.sample_counts.distributed.add(model)

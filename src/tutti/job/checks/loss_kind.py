@@ -56,10 +56,10 @@ def _is_sum(root: Any) -> bool:
         node = pending.pop()
         kind = node.name()
         inputs = [parent for parent, _ in node.next_functions if parent is not None]
-        if kind == "AddBackward0" or (kind == "SumBackward0" and _num_summed(node) == 1):
+        if kind in ("AddBackward0", "StackBackward0") or (kind == "SumBackward0" and not _sums_samples(node)):
             pending += inputs
-        elif kind == "SumBackward0" and any(_has_constant_factor(parent) for parent in inputs):
-            return False  # The factors may be weights that sum up to 1.
+        elif kind == "SumBackward0" and any(_may_be_a_mean(parent) for parent in inputs):
+            return False
         elif kind == "SumBackward0" or getattr(node, "_saved_reduction", None) == _REDUCTION_OF_SUM:
             num_sums += 1
         else:
@@ -67,11 +67,13 @@ def _is_sum(root: Any) -> bool:
     return False
 
 
-def _has_constant_factor(node: Any) -> bool:
-    """Whether a node multiplies, or divides, by a tensor that has no gradient."""
+def _may_be_a_mean(node: Any) -> bool:
+    """Whether the terms of a sum are multiplied by constants, which may sum up to 1."""
     return node.name() in ("MulBackward0", "DivBackward0") and any(parent is None for parent, _ in node.next_functions)
 
 
-def _num_summed(node: Any) -> int:
-    """Return the number of elements that a `SumBackward0` node has summed."""
-    return prod(getattr(node, "_saved_self_sym_sizes", (2,)))
+def _sums_samples(node: Any) -> bool:
+    """Whether a `SumBackward0` node sums over samples: not over several losses, nor over the features of one sample."""
+    shape = getattr(node, "_saved_self_sym_sizes", (2,))
+    stacked = any(parent is not None and parent.name() == "StackBackward0" for parent, _ in node.next_functions)
+    return prod(shape) > 1 and shape[0] > 1 and not stacked
