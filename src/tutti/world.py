@@ -14,6 +14,14 @@ from tutti.strategies import Strategy
 from tutti.transports import Transport
 
 
+@dataclass
+class WorldUsage:
+    """How a process has used its world so far."""
+
+    num_jobs: int = 0
+    """Models that were distributed."""
+
+
 @dataclass(frozen=True, eq=False)
 class World:
     """This rank's number in the run, and its transport to the others."""
@@ -30,6 +38,8 @@ class World:
     """Connects it to the other ranks."""
     sample_counts: SampleCounts = field(default_factory=SampleCounts, repr=False)
     """The samples that `shard` has given out, from which gradients get their weights."""
+    usage: WorldUsage = field(default_factory=WorldUsage, repr=False)
+    """How this process has used the world."""
     strategy: Strategy | None = None
     """The strategy that the launcher was given (`tutti run --strategy`), which overrules the script's."""
     leave: Callable[[], None] = field(default=lambda: None, repr=False)

@@ -251,6 +251,7 @@ def test_each_update_arrives_once_along_a_graph() -> None:
         inbox: Any = job._exchange.algorithm._inbox  # type: ignore[attr-defined]
         accept = inbox.accept
         inbox.accept = lambda origin, number: (heard.append((origin, number)), accept(origin, number))[1]
+        job.barrier()  # No update may come before this rank counts them.
         go(job, model, optimizer, range(5))
         job.finish()
         assert len(heard) == len(set(heard)) == 5 * (world.size - 1)

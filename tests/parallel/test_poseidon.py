@@ -543,7 +543,7 @@ def test_servers_get_other_uses_of_a_weight_and_empty_batches(rows: int) -> None
             for step in range(STEPS):
                 x = batch(world, step, 40)[:rows] if world.rank else batch(world, step, 40)
                 job.contributed(1 + world.rank)
-                loss = model(x).square().sum()  # Parameters come with it: the penalty is on those.
+                loss = model(x).square().sum() / 2  # Parameters come with it: the penalty is on those.
                 penalty = sum(p.square().sum() for p in model.parameters()) if step % 2 else 0.0
                 (loss + 0.5 * penalty).backward()
                 optimizer.step()

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError
-from tutti.job.checks import ModelChecks
+from tutti.job.checks import TrainingChecks
 from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
 from tutti.parallel import Mesh
 from tutti.parallel.branch import Branches
@@ -99,6 +99,7 @@ def _start(
     replica = HookedReplica(
         model if model_on_mesh is None else model_on_mesh.local_module, optimizer, world.sample_counts
     )
+    world.usage.num_jobs += 1
     # The device decides: tensors on a GPU cannot lie in shared memory.
     transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
@@ -116,10 +117,12 @@ def _start(
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
+    # A single worker has nobody to differ from, and meta tensors have no values to compare.
+    if trains.size > 1 and not any(p.is_meta for p in model.parameters()):
+        checks = TrainingChecks(replica, exchange, strategy, trains)
+        if any(isinstance(module, Branches) for module in model.modules()):
+            checks.allow(any_loss=True, same_batches=True)  # The ranks of a group of branches are one worker.
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
-    # A single worker has nobody to differ from, and meta tensors have no addresses to compare.
-    if trains.size > 1 and model_on_mesh is None and not any(p.is_meta for p in model.parameters()):
-        job.checks = ModelChecks(replica, trains.rank)
     # A second `distribute` finds it there, and refuses.
     setattr(model, JOB_ATTRIBUTE, job)
     world.sample_counts.distributed.add(model)

@@ -7,8 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from tutti.errors import ConfigError, NonFiniteLoss
-from tutti.job.checks import ModelChecks
+from tutti.errors import ConfigError, NonFiniteLoss, RankLost
+from tutti.job.checks import LossKind, expect
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
 from tutti.job.state import job_state, load_job_state
@@ -16,6 +16,7 @@ from tutti.job.values import CollectiveValues
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.replica import HookedReplica
+from tutti.replica.hooks import explained
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World, current_world, set_world
 
@@ -47,8 +48,6 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._was_leader = False
-        self.checks: ModelChecks | None = None
-        """Refuses what would leave ranks with different models; None on a mesh, for one rank and in dry runs."""
         self._previous_world = previous_world
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
         _ = world.calls  # Opened by all ranks here, where they are together.
@@ -65,6 +64,15 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         if not 0 <= num_samples < float("inf"):
             raise ConfigError(f"job.contributed needs a finite number of 0 or more, got {num_samples}.")
         self._replica.contribution.add(num_samples)
+
+    def expect(self, *, loss: LossKind | None = None, same_batches: bool = False) -> None:
+        """State what checks would otherwise question, before the first step. Collective.
+
+        Args:
+            loss: whether the loss is a "mean" or a "sum" over samples. Gradients of sums are added up over ranks.
+            same_batches: True if ranks are given the same batches on purpose.
+        """
+        expect(self._replica, self.strategy, self.world, loss, same_batches)
 
     def watch(self, loss: Tensor) -> None:
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
@@ -157,7 +165,12 @@ class Job(CollectiveValues, JobProgress, NotCopied):
             self._was_leader = self.is_leader  # Asked while peers are still known.
             self._finished = True
             try:
-                self._exchange.finish()
+                try:
+                    self._exchange.finish()
+                except RankLost as error:
+                    raise explained(error, self._replica) from None
+                if self._replica.checks is not None:
+                    self._replica.checks.finished()
                 if self._model_on_mesh is not None:
                     self._model_on_mesh.close()
                 self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
@@ -168,10 +181,10 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         """Detach the model and close the job's transport. Not collective: it also ends a job that failed."""
         self._finished = True
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
-        if self.checks is not None:
-            self.checks.close()
         self._exchange.close()
         self._replica.detach()
+        if self._replica.checks is not None:
+            self._replica.checks.close()
         if self._replica.compute_clock is not None:
             self._replica.compute_clock.detach()
         self._exchange.transport.close()

@@ -40,6 +40,7 @@ from tutti.launch import mpi
 from tutti.launch.default_group import make_default_group
 from tutti.launch.environment import RankEnvironment, read_environment
 from tutti.launch.supervisor_pipe import HOST, SupervisorPipe
+from tutti.launch.undistributed import UndistributedCheck
 from tutti.simulation import guard
 from tutti.strategies import parse
 from tutti.transports import Membership, Peer, SingleRankTransport, SocketTransport, Transport
@@ -182,13 +183,26 @@ def _leave_at_exit(world: World) -> None:
     """
     # The hook runs before exit handlers, and before Python waits for threads: others learn of a failure at once.
     before = sys.excepthook
+    checks = [UndistributedCheck(world)]
 
     def failed(*error: Any) -> None:
+        checks.clear()  # The script has an error to report already.
         world.leave()
         before(*error)
 
+    def ended() -> None:
+        try:
+            for check in checks:
+                check.finished()
+        except ConfigError as error:
+            print(f"ConfigError: {error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            world.close()
+            os._exit(1)  # A handler cannot set the status in another way.
+        world.close()
+
     sys.excepthook = failed
-    atexit.register(world.close)
+    atexit.register(ended)
 
 
 @cache  # A second world of this process uses the same connection.

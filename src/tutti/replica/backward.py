@@ -114,6 +114,8 @@ class BackwardPass:
         replica = self._replica
         if replica.away:
             raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
+        if replica.checks is not None:
+            replica.checks.pass_started()
         self.running = True
         self._check_still_frozen()
         if in_backward:
@@ -164,6 +166,8 @@ class BackwardPass:
         self.arrivals = None
         if replica.marks is not None:
             replica.marks.record(replica.buckets)
+        if replica.checks is not None:
+            replica.checks.pass_finished()
 
     @torch.no_grad()
     def factors_caught(self, layer: FactoredLayer, pair: Pair) -> None:

@@ -33,11 +33,12 @@ from tutti.codecs import (
 )
 from tutti.collectives import ALGORITHMS, measure_collectives, native_all_reduce
 from tutti.cost import CommunicationCost, Placement, Profile
-from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
+from tutti.errors import ConfigError, DifferentCalls, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.strategies.allreduce_cost import communication_cost
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.calls import CONSENSUS, FINISH, different_calls_error
 from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import ConvergenceMonitor
@@ -178,6 +179,8 @@ class AllReduce(Strategy):
 class AllReduceExchange(Exchange):
     """Starts a bucket's all-reduce when the bucket is full, and waits for all of them at the end of backward."""
 
+    equal_after_steps = True
+
     def __init__(self, replica: Replica, transport: Transport, strategy: AllReduce) -> None:
         super().__init__(replica, transport)
         alone = transport.size == 1
@@ -231,7 +234,7 @@ class AllReduceExchange(Exchange):
         for bucket, work in self._under_way:
             try:
                 work.wait()
-            except WeightRefused as refusal:
+            except (WeightRefused, DifferentCalls) as refusal:
                 raise self.stopped(refusal) from None
             self._mean.finish(bucket)
         self._under_way.clear()
@@ -286,11 +289,30 @@ class AllReduceExchange(Exchange):
             bucket = self._waiting.popleft()
             try:
                 self._under_way.append((bucket, self._mean.start(bucket)))
-            except WeightRefused as refusal:
+            except (WeightRefused, DifferentCalls) as refusal:
                 raise self.stopped(refusal) from None
 
-    def stopped(self, refusal: WeightRefused) -> NonFiniteLoss:
-        """Return the error that says on which ranks, and in which step, the loss was not finite."""
+    def consensus(self, optimizer: bool = False) -> None:
+        self._agree(CONSENSUS)
+        super().consensus(optimizer)
+
+    def finish(self) -> None:
+        if self.transport.cluster is None:  # It would take virtual time.
+            self._agree(FINISH)
+        super().consensus()
+
+    def _agree(self, call: int) -> None:
+        """Return when all ranks are in this call. Raises the same error on every rank if some are elsewhere."""
+        if self.transport.size > 1:
+            try:
+                self._mean.agree(call)
+            except DifferentCalls as differ:
+                raise self.stopped(differ) from None
+
+    def stopped(self, refusal: WeightRefused | DifferentCalls) -> NonFiniteLoss | ConfigError:
+        """Return the error that says which ranks are in which call, or on which the loss was not finite."""
+        if isinstance(refusal, DifferentCalls):
+            return different_calls_error(refusal.weights, self.transport, self.replica.steps)
         return NonFiniteLoss(self.transport.world_rank, refusal.ranks, self.replica.steps)
 
 

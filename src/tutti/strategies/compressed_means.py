@@ -26,7 +26,7 @@ from tutti.collectives.hierarchical import broadcast_within, sum_within
 from tutti.collectives.mean import weigh
 from tutti.replica import Bucket, Replica
 from tutti.strategies.compressed_state import CodecMemory, compressed_slots, parameter_sizes
-from tutti.strategies.means import start_sharing_weights, when_filled
+from tutti.strategies.means import agree_by_messages, start_sharing_weights, when_filled
 from tutti.transports import HostsTransport, Transport, Work
 from tutti.transports.base import CompletedWork, Operation
 
@@ -51,6 +51,9 @@ class CompressedMean:
     def begin(self, weight: float) -> Work:
         self._weights = start_sharing_weights(weight, self._transport)
         return CompletedWork()
+
+    def agree(self, call: int) -> None:
+        agree_by_messages(call, self._transport)
 
     def start(self, bucket: Bucket) -> Work:
         """Queue the first stage of this bucket, and the next stage of every open one before it."""

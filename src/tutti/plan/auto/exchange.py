@@ -40,6 +40,10 @@ class AutoExchange(Exchange):
             lambda *_: self.controller.step_ended(self.strategy, self.inner)
         )
 
+    @property
+    def equal_after_steps(self) -> bool:  # type: ignore[override]
+        return self.inner.equal_after_steps
+
     def metrics(self) -> dict[str, Any]:
         return {**self.inner.metrics(), "planned": self.controller.status(self.strategy)}
 

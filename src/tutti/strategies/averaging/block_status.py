@@ -150,5 +150,6 @@ def different_calls_error(intents: list[Intent], transport: Transport) -> Config
         f"rank {rank} in {calls[intent]}" for rank, intent in zip(transport.world_ranks, intents, strict=True)
     )
     return ConfigError(
-        f"rank {transport.world_rank}: ranks are in different collective calls: {listed}. Call the same on all ranks."
+        f"rank {transport.world_rank}: ranks are in different collective calls: {listed}. Every rank must enter "
+        "the same."
     )

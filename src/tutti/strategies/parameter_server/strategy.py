@@ -140,6 +140,10 @@ class ParameterServer(Strategy):
         return self.consistency.learning_rate(num_workers)
 
     @property
+    def steps_by_mean_gradient(self) -> bool:
+        return self.consistency.bound is not None
+
+    @property
     def synchronous(self) -> bool:
         return False  # A worker may be lost between steps, and the others go on.
 

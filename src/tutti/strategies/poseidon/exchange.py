@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 class PoseidonExchange(Exchange):
     """Exchanges each layer's gradient by its own method, from the second backward pass on."""
 
+    equal_after_steps = True
+
     def __init__(self, replica: Replica, transport: Transport, strategy: "Poseidon") -> None:
         super().__init__(replica, transport)
         self._strategy = strategy

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.errors import ConfigError, ReplicaMismatch, WeightRefused
+from tutti.errors import ConfigError, DifferentCalls, ReplicaMismatch, WeightRefused
 from tutti.transports.base import CompletedWork, Work
 from tutti.transports.membership import Membership
 from tutti.transports.shared_memory.counters import NUM_ENTRIES, RankCounters
@@ -219,9 +219,13 @@ class SharedMemoryReductions:
     def _refusal(self, index: int) -> Exception:
         """Why reduction `index` cannot be done: the same error on every rank."""
         rows = self._counters.entry_values(index)
+        weights = rows[:, 3].copy().view(np.float64)
+        # A weight that no rank gives to data: that rank is in a call of its job, and others are elsewhere.
+        if (weights <= -(2.0**20)).any():
+            return DifferentCalls(weights.tolist())
         # All ask for the same thing, so NaN came from a weight. Its float64 bits lie in an int64 slot.
         if (rows[:, :3] == rows[0, :3]).all():
-            bad = np.flatnonzero(np.isnan(rows[:, 3].copy().view(np.float64))).tolist()
+            bad = np.flatnonzero(np.isnan(weights)).tolist()
             return WeightRefused(self._membership.world_ranks[rank] for rank in bad)
         asked = [
             f"rank {peer.rank}: {numel} × {_DTYPES[kind // 2]} at {position >> 48}:{position & (1 << 48) - 1}"

@@ -36,7 +36,12 @@ from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor, reject_closure
 from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
 from tutti.strategies.parameter_server.shared_memory.optimizer_state import SharedOptimizerState
-from tutti.strategies.parameter_server.shared_memory.worker_registry import RegistryCounters, WorkerRegistry
+from tutti.strategies.parameter_server.shared_memory.worker_registry import (
+    CONSENSUS,
+    FINISH,
+    RegistryCounters,
+    WorkerRegistry,
+)
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
@@ -212,7 +217,8 @@ class HogwildWorker(Exchange):
             changes = torch._foreach_sub(self._statistics, self._last_statistics)
             torch._foreach_add_(self._shared_statistics, changes)
 
-    def consensus(self, optimizer: bool = False) -> None:
+    def consensus(self, optimizer: bool = False, call: str = CONSENSUS) -> None:
+        """Wait for all living workers, which must be in the same call, and read what all of them have made."""
         start_s = self.transport.now()
 
         # No worker steps while all are in the barrier, so all of them copy the same values.
@@ -225,7 +231,7 @@ class HogwildWorker(Exchange):
                     self._shared_states.append(dict(state))
                     state.update(_cloned(state))
 
-        self._registry.barrier(copy)
+        self._registry.barrier(copy, call)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def restore_local(self) -> None:
@@ -241,7 +247,7 @@ class HogwildWorker(Exchange):
         self._base_version = self._flags.value(self._version_counter)
 
     def finish(self) -> None:
-        self.consensus(optimizer=True)
+        self.consensus(optimizer=True, call=FINISH)
         self._registry.leave()
         self.close()
 

@@ -24,7 +24,13 @@ from tutti.strategies.parameter_server.shared_memory.pushing import GradientPush
 from tutti.strategies.parameter_server.shared_memory.reading import ParameterReader
 from tutti.strategies.parameter_server.shared_memory.shard_versions import ShardVersions
 from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper, Stepper
-from tutti.strategies.parameter_server.shared_memory.worker_registry import RegistryCounters, WorkerRegistry
+from tutti.strategies.parameter_server.shared_memory.worker_registry import (
+    CONSENSUS,
+    FINISH,
+    STATE,
+    RegistryCounters,
+    WorkerRegistry,
+)
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
 
 if TYPE_CHECKING:
@@ -123,13 +129,14 @@ class SharedMemoryWorker(ParameterServerWorker):
     def _request_stop(self) -> None:
         self._context.registry.request_stop()
 
-    def consensus(self, optimizer: bool = False) -> None:
+    def consensus(self, optimizer: bool = False, call: str = CONSENSUS) -> None:
+        """Wait for all living workers, which must be in the same call, and read what all updates have made."""
         self._expect_new_parameters()
         if optimizer and self._user_state is not None:
-            self._user_state.fill(self._copy_states())  # In the barrier of the consensus.
+            self._user_state.fill(self._copy_states(call))  # In the barrier of the consensus.
         else:
             self._wait_for_all()
-            self._membership.barrier()
+            self._membership.barrier(call=call)
 
     def leave(self) -> None:
         self._expect_new_parameters()
@@ -142,7 +149,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._wait_for_all()
 
     def finish(self) -> None:
-        self.consensus(optimizer=True)
+        self.consensus(optimizer=True, call=FINISH)
         # The barrier has made this worker a member again: others that still train must not wait for it.
         self._membership.withdraw()
         self._context.registry.leave()
@@ -152,7 +159,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         """Return the optimiser's state, by parameter."""
         return {"optimizer": self._copy_states()}
 
-    def _copy_states(self) -> dict[str, Any]:
+    def _copy_states(self, call: str = STATE) -> dict[str, Any]:
         """Return a copy of the optimiser's state, by parameter, in a barrier of all workers."""
         segment_states: list[Any] = []
 
@@ -166,7 +173,7 @@ class SharedMemoryWorker(ParameterServerWorker):
 
         self._expect_new_parameters()
         self._wait_for_all()
-        self._membership.barrier(copy)
+        self._membership.barrier(copy, call)
         return merge_segment_states(segment_states, {slot.name: slot for slot in self.replica.slots})
 
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tutti.errors import NonFiniteLoss
+from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ _CHECK_SECONDS = 0.2
 
 _ALIVE, _LEFT, _LOST = 0, 1, 2
 
+STATE, CONSENSUS, FINISH = "job.state_dict() or load_state_dict()", "job.consensus()", "job.finish()"
+
+_CALLS = (STATE, CONSENSUS, FINISH)
+"""The calls of a job in which workers enter barriers."""
+
 Awaited = tuple[np.ndarray, int]
 """Indices of counters, and the value that all of them must reach."""
 
@@ -52,6 +57,8 @@ class RegistryCounters:
         """[worker]: ALIVE, LEFT or LOST."""
         self.entered = layout.allocate(num_workers)
         """[worker]: number of the last barrier that the worker has entered."""
+        self.call = layout.allocate(num_workers)
+        """[worker]: the call in which it has entered that barrier, an index of `_CALLS`."""
         self.left_barrier = layout.allocate(num_workers)
         """[worker]: number of the last barrier whose action the worker has run."""
         self.last_barrier = int(layout.allocate(1)[0])
@@ -122,17 +129,29 @@ class WorkerRegistry:
 
     # Barriers
 
-    def barrier(self, action: Callable[[int], None]) -> None:
-        """Wait for all living workers; run `action` with the barrier's number; go on when all have run theirs."""
+    def barrier(self, action: Callable[[int], None], call: str = STATE) -> None:
+        """Wait for all living workers; run `action` with the barrier's number; go on when all have run theirs.
+
+        Raises `ConfigError` on all of them if they are not all in the same `call`.
+        """
         # The same on all ranks: no barrier can complete, and be counted, before this rank has entered it.
         number = self.flags.value(self._indices.last_barrier) + 1
+        # Before `entered`, whose publish releases it.
+        self._counters[self._indices.call[self._rank]] = _CALLS.index(call)
         self.flags.publish(int(self._indices.entered[self._rank]), number)
         self.wait(lambda: self._missing(self._indices.entered, number))
+        self._refuse_different_calls()
         action(number)
         self.flags.publish(int(self._indices.left_barrier[self._rank]), number)
         self.wait(lambda: self._missing(self._indices.left_barrier, number))
         # Every rank publishes the same number, so the order in which they do does not matter.
         self.flags.publish(self._indices.last_barrier, number)
+
+    def _refuse_different_calls(self) -> None:
+        calls = {worker: _CALLS[int(self._counters[self._indices.call[worker]])] for worker in self.alive}
+        if len(set(calls.values())) > 1:
+            where = ", ".join(f"rank {self._world_rank(worker)} is in {call}" for worker, call in calls.items())
+            raise ConfigError(f"rank {self._world_rank(self._rank)}: {where}. Every rank must enter the same.")
 
     def run_on_leader(self, barrier_number: int, action: Callable[[], None]) -> None:
         """Within a barrier: run `action` on the leader, or on the next if that is lost, and wait until it is done."""
