@@ -182,6 +182,7 @@ class SharedMemoryCollectives(Collectives):
 
         An empty tensor gives one empty piece: its ranks synchronise all the same.
         """
+        # The whole buffer of a rank, unless the caller has to keep room for the parts of others.
         width = width or self._rounds.buffer_bytes // flat.itemsize
         if flat.numel() <= width:
             yield 0, flat

@@ -247,6 +247,7 @@ def _request(name: str, value: Any) -> Tensor:
 
 def _values(name: str, requests: dict[int, Any], world_ranks: Sequence[int]) -> dict[int, Any]:
     """Return the values of all requests by rank. Raises if the ranks made different calls, or one made a mistake."""
+    # In the order of ranks, since requests come in any order, and errors and sums must not depend on that.
     requests = dict(sorted(requests.items()))
     if others := [f"rank {world_ranks[rank]} called {got[0]}" for rank, got in requests.items() if got[0] != name]:
         leader = world_ranks[min(requests)]
@@ -284,6 +285,7 @@ def _receiving(channel: Transport, peer: int) -> Any:
     header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
     yield channel.irecv(header, peer)
     kind, number, length = header.view(torch.int64).tolist()
+    # The header gives the length: only the sender knows how long its JSON text and tensors are.
     data = torch.empty(length, dtype=torch.uint8, device="cpu")
     if length:
         yield channel.irecv(data, peer)

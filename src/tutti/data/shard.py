@@ -69,6 +69,7 @@ def divide_batches(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]
 
 
 def _split(pool: Batch, num_parts: int) -> list[Batch]:
+    """Cut a pool of samples into parts whose lengths differ by one at most."""
     size, extra = divmod(len(pool), num_parts)
     starts = [part * size + min(part, extra) for part in range(num_parts + 1)]  # The first `extra` parts have one more.
     return [pool[start:stop] for start, stop in pairwise(starts)]
@@ -234,6 +235,7 @@ def _rebuilt(loader: DataLoader[Any], **batching: Any) -> DataLoader[Any]:
 
 
 def _counted(items: Iterator[Any], sizes: Iterator[int], sample_counts: SampleCounts) -> Iterator[Any]:
+    """Yield the items, and record the size of each batch when it is used."""
     for item, size in zip(items, sizes, strict=True):
         # Just before the batch is used: the loader's prefetching must not count batches ahead of time.
         sample_counts.record_batch(size)

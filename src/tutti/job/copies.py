@@ -41,6 +41,7 @@ def describe(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
 
 
 def _checksum(tensor: Tensor) -> str | None:
+    """Return a digest of the values of a tensor, by which ranks compare them without sending them."""
     if tensor.is_meta:
         return None  # In a dry run there are no values, and the mean is to be timed.
     return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()

@@ -39,6 +39,7 @@ def job_state(
     strategy: Strategy, replica: Replica, exchange: Exchange, model_on_mesh: ModelOnMesh | None
 ) -> dict[str, Any]:
     """Return the state of a job, for `Job.state_dict`. Collective."""
+    # On all ranks, although often one rank saves: a strategy may have to gather its state.
     local = exchange.state_dict()
     return {
         "strategy": str(strategy),
@@ -64,6 +65,7 @@ def load_job_state(
         raise ConfigError(
             f"this is no state of a job: it has no {', '.join(sorted(missing))}. Give what job.state_dict() returned."
         )
+    # A rank of a mesh has parts of parameters, whose shapes say nothing: `_parts` compares the splits instead.
     if state["parameters"] and model_on_mesh is None:
         _refuse_another_model(state["parameters"], _shapes(replica))
     # After this nothing is refused any more: a state of another model has changed nothing.

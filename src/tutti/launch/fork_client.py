@@ -95,6 +95,7 @@ class ForkedProcess:
         """Wait until it has ended; `subprocess.TimeoutExpired` if it has not within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
+            # Looked at after the poll, so that an end in the last moment still counts.
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)

@@ -141,6 +141,7 @@ def digits(root: Path | None = None) -> Splits:
 
 @cached(maxsize=1)
 def _embedded_digits() -> tuple[Sample, Sample]:
+    """Return the training and the test samples of the digits that come with Tutti; every fifth is for tests."""
     arrays = read_npz(Path(__file__).with_name("digits.npz"), {"images": (1797, 8, 8), "labels": (1797,)})
     images, labels = arrays["images"].unsqueeze(1), arrays["labels"]
     testing = torch.arange(len(labels)) % 5 == 0

@@ -177,6 +177,7 @@ class Catcher:
 
 
 def _restore(module: nn.Module) -> None:
+    """Give a module its own forward back, if that was replaced here."""
     if isinstance(module.__dict__.get("forward"), _Forward):
         del module.forward
 

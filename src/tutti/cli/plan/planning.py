@@ -214,6 +214,7 @@ def _cells(prediction: Prediction) -> list[str]:
 
 
 def _show_layers(request: PlanRequest, planned: _Planned, console: Console) -> list[dict[str, Any]]:
+    """Print how Poseidon would exchange each layer; return the same as JSON types."""
     decisions = layers.decisions(planned.profile, request.workers, planned.cluster)
     console.print(layers.layer_table(decisions, planned.profile, request.workers))
     return layers.as_dicts(decisions, request.workers)

@@ -133,6 +133,7 @@ def _store_residual(residual: Tensor | None, start: int, stop: int, error: Tenso
 
 
 def _put(target: Tensor, decoded: Tensor, add: bool) -> None:
+    """Store decoded values, or add them to those that are there."""
     if add:
         target += decoded
     else:

@@ -78,6 +78,7 @@ def here(workers: int) -> ProcessPlacement:
 
 
 def _listener(address: str) -> socket.socket:
+    """Listen on a free port of the address, in the network namespace of the calling thread."""
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(4096)

@@ -159,6 +159,7 @@ class StagedModel:
         """Send a tensor from its owner to all other ranks, in the same order on every rank."""
         if self._transport.rank == root:
             others = [rank for rank in range(self._transport.size) if rank != root]
+            # All sends are started before any is waited for, so that the ranks receive at the same time.
             for work in [self._transport.isend(tensor.detach(), rank) for rank in others]:
                 work.wait()
         else:

@@ -95,6 +95,7 @@ def is_sharded(x: Any) -> bool:
 
 
 def _has_equal_shards(x: DTensor) -> bool:
+    """Whether all ranks hold equally long parts of the tensor, or all of it."""
     dim = getattr(x.placements[0], "dim", None)
     # A partial sum has no dimension: its shards count as unequal, so it is gathered.
     return not is_sharded(x) or (dim is not None and x.shape[dim] % x.device_mesh.size() == 0)

@@ -68,7 +68,7 @@ class AutoExchange(Exchange):
         self._attach()
 
     def _attach(self) -> None:
-        """Attach the present strategy on a channel of its own: messages of the one before cannot meet its."""
+        """Attach the present strategy on a channel of its own, apart from messages of the one before."""
         self._num_attached += 1
         self._channel = self.transport.channel(f"plan {self._num_attached}")
         self.inner = self.strategy.attach(self.replica, self._channel)

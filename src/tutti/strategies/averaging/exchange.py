@@ -327,6 +327,7 @@ class BlockExchange(Exchange):
 
 def interleaved(operations: Iterable[Operation]) -> Operation:
     """Run all operations in turn, each up to its next stage boundary, so that links are busy while ranks wait."""
+    # Every rank has the same buckets and boundaries, so all of them run the same stages in the same order.
     running = list(operations)
     while running:
         unfinished = []

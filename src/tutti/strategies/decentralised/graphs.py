@@ -131,6 +131,7 @@ class Graph(Topology):
         """Return the graph that prints as this text, such as 0-1/1-2 or, directed, 0>1/1>2/2>0."""
         directed = ">" in text
         try:
+            # A single rank has no edges: its graph prints as "0".
             edges = [] if text == "0" else [_edge(part, ">" if directed else "-") for part in text.split("/")]
         except ValueError:
             raise ConfigError(

@@ -123,6 +123,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def _receive_update(self, header: PeerMessageHeader, payload: Tensor | None) -> None:
         """Pass a new update on, and queue it to be applied."""
         origin = header.origin
+        # Known already, by another path or sent again: it was passed on then, so that nothing circulates for ever.
         if not self._inbox.accept(origin, header.number):
             return
         self._group.clocks[origin] = max(self._group.clocks[origin], header.number)

@@ -152,6 +152,7 @@ class SocketConnections:
 
     def close(self) -> None:
         """Close all sockets. What the kernel has taken still reaches the peers."""
+        # First, since a selector must not watch numbers of files that are closed and may be used again.
         self._selector.close()
         sockets = [self.listener, self._wake_receiver, self._wake_sender]
         sockets += [incoming.socket for incoming in self.incoming]

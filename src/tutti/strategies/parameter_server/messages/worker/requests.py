@@ -86,6 +86,7 @@ class RequestSender:
 
     def _fetch_state(self, server: int, segments: list[Any]) -> Operation:
         """Append the optimiser's state of a server's segments to `segments`."""
+        # The server of this rank is in the same process and thread: a message to oneself is not possible.
         if server == self._rank:
             assert self.local_server is not None
             segments += self.local_server.copy_state()["segments"]
