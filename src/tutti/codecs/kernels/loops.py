@@ -162,7 +162,6 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
             for i in range(size, (size + per_byte - 1) // per_byte * per_byte):
                 codes32[i] = 0
             target = payload[offsets[group] : offsets[group + 1]]
-            # The first code goes into the lowest bits.
             for i in range(len(target)):
                 if bits == 8:
                     target[i] = codes32[i]
