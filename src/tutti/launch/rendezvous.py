@@ -224,7 +224,7 @@ def _open_store(environment: RankEnvironment, timeout: timedelta) -> Store:
         )
     except DistError as error:
         raise RankLost(
-            f"rank {environment.rank}: nobody answers at {environment.store} ({str(error).splitlines()[0]}). "
+            f"rank {environment.rank}: nobody answers at {environment.store} ({str(error).partition(chr(10))[0]}). "
             "Rank 0 was not started, MASTER_ADDR or MASTER_PORT is wrong, or a firewall is between."
         ) from error
 

@@ -60,7 +60,8 @@ def plot_panels(panels: Panels, ylabel: str, title: str, path: Path, scale: Lite
 
 def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: Literal["log", "linear"]) -> None:
     workers = sorted({number for points in lines.values() for number, _ in points})
-    (fewest, start), *_, (_, end) = next(iter(lines.values()))
+    first = next(iter(lines.values()))
+    (fewest, start), (_, end) = first[0], first[-1]
     power = 1 if end > start else -1  # Throughput rises with the workers; a time falls.
     linear = [start * (number / fewest) ** power for number in workers]
     axis.plot(workers, linear, ":", color="#222222", zorder=3, label="linear scaling")

@@ -157,7 +157,7 @@ def _export(model: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
     except Exception as error:  # torch.export raises errors of many kinds, all about the model.
         raise ConfigError(
             f"the model cannot be traced, so no cut into stages can be found: {_line_of(error)}"
-            f"{str(error).strip().splitlines()[0]} Make it an nn.Sequential, or change that line."
+            f"{str(error).strip().partition(chr(10))[0]} Make it an nn.Sequential, or change that line."
         ) from error
 
 

@@ -75,7 +75,7 @@ class GatherFallbackMode(TorchFunctionMode):
             # Neither is an error of Tutti, such as a lost rank: it is no refusal by DTensor.
             if isinstance(error, TuttiError) or not _has_dtensors((args, kwargs)) or is_in_place(func, args, kwargs):
                 raise
-            self._warn(getattr(func, "__name__", str(func)), str(error).splitlines()[0])
+            self._warn(getattr(func, "__name__", str(func)), str(error).partition("\n")[0])
         return self._gathered(func, args, kwargs)
 
     def _gathered(self, func: Any, args: Any, kwargs: Any) -> Any:

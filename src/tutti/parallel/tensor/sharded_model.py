@@ -170,7 +170,7 @@ class ShardedModel:
             location = _innermost_module(self._model, error.__traceback__)
             raise ConfigError(
                 f"{location} cannot be computed on shards over {self._group.size()} ranks: "
-                f"{str(error).splitlines()[0]} Replicate the layers whose outputs it takes: "
+                f"{str(error).partition(chr(10))[0]} Replicate the layers whose outputs it takes: "
                 'Mesh(split={"name": "replicate"}).'
             ) from error
 

@@ -123,6 +123,8 @@ class SocketConnections:
         self._selector = selectors.DefaultSelector()
         # A byte sent through this pair ends a `select` that another thread waits in.
         self._wake_receiver, self._wake_sender = socket.socketpair()
+        # A full pair has woken the loop already. The thread that runs `step` wakes too, and would wait for itself.
+        self._wake_sender.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._drain_wakeups)
         self.listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.listener.bind((address, 0))
@@ -147,8 +149,8 @@ class SocketConnections:
             self._wake_sender.send(b"\0")
 
     def _drain_wakeups(self) -> None:
-        # Bytes beyond 16 make the selector report it again, which does no harm.
-        self._wake_receiver.recv(16)
+        # Bytes beyond these make the selector report it again, which does no harm.
+        self._wake_receiver.recv(4096)
 
     def close(self) -> None:
         """Close all sockets. What the kernel has taken still reaches the peers."""
