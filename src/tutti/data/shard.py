@@ -195,7 +195,8 @@ class ShardedLoader:
             return list(self._source.batch_sampler)
         # A sampler of the user's own may use any generator: rank 0's batches hold for all.
         batches = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None
-        return broadcast_json(batches, self._world.transport)
+        with self._world.waiting():
+            return broadcast_json(batches, self._world.transport)
 
     def _batched(self, order: Batch) -> Sequence[Batch]:
         assert self._source.batch_size is not None

@@ -66,22 +66,24 @@ def distribute(
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:
         mistakes += mesh_mistakes(model, optimizer, mesh, strategy, world.size, example)
-    # Collective: ranks compare models, optimisers and strategies, and all of them raise if one has a mistake.
-    check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
-    # Before a mesh splits the model: until then all ranks have the same tensors.
-    take_from_rank_0(model, optimizer, world.transport)
-    # From here on `world` is that of the ranks that have the same part of the model.
-    previous_world, model_on_mesh = world, None
-    if mesh is not None:
-        model_on_mesh = ModelOnMesh(model, optimizer, mesh, world.transport, example)
-        world = _along_data(world, model_on_mesh)
-    try:
-        return _start(model, optimizer, strategy, world, previous_world, model_on_mesh)
-    except BaseException:  # Whatever it is: the transports of the mesh must be closed.
-        if model_on_mesh is not None:
-            model_on_mesh.abandon()
-            restore_world(world, previous_world)
-        raise
+    # Another model may be distributed already, and ranks that train it may wait for this one.
+    with world.waiting():
+        # Collective: ranks compare models, optimisers and strategies, and all of them raise if one has a mistake.
+        check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
+        # Before a mesh splits the model: until then all ranks have the same tensors.
+        take_from_rank_0(model, optimizer, world.transport)
+        # From here on `world` is that of the ranks that have the same part of the model.
+        previous_world, model_on_mesh = world, None
+        if mesh is not None:
+            model_on_mesh = ModelOnMesh(model, optimizer, mesh, world.transport, example)
+            world = _along_data(world, model_on_mesh)
+        try:
+            return _start(model, optimizer, strategy, world, previous_world, model_on_mesh)
+        except BaseException:  # Whatever it is: the transports of the mesh must be closed.
+            if model_on_mesh is not None:
+                model_on_mesh.abandon()
+                restore_world(world, previous_world)
+            raise
 
 
 def _start(

@@ -48,6 +48,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._was_leader = False
+        world.usage.exchanges.append(exchange)
         self._previous_world = previous_world
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
         _ = world.calls  # Opened by all ranks here, where they are together.
@@ -113,7 +114,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         """
         # A second one would take the consensus for this rank's own values, and restore those at its end.
         _refuse_in_consensus(self._replica, "a second job.consensus()")
-        self._exchange.consensus(optimizer)
+        with self.world.waiting(self._exchange):
+            self._exchange.consensus(optimizer)
         self._replica.in_consensus = True
         local: list[tuple[Tensor, Tensor]] = []
         try:
@@ -148,7 +150,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
 
         It is alike on every rank. Collective: every rank calls it, and one may save it for all.
         """
-        return job_state(self.strategy, self._replica, self._exchange, self._model_on_mesh)
+        with self.world.waiting(self._exchange):
+            return job_state(self.strategy, self._replica, self._exchange, self._model_on_mesh)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` returned; every rank loads it, before its first step. Collective.
@@ -156,7 +159,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         It may be of another strategy: what this one has no use for is dropped, and a warning says what that means.
         Raises `ConfigError` for the state of another model, or of one that was split otherwise.
         """
-        load_job_state(state, self.strategy, self._replica, self._exchange, self._model_on_mesh)
+        with self.world.waiting(self._exchange):
+            load_job_state(state, self.strategy, self._replica, self._exchange, self._model_on_mesh)
 
     def finish(self) -> None:
         """Complete exchanges, leave the agreed parameters in the model, and release it. Collective. Idempotent."""
@@ -165,21 +169,26 @@ class Job(CollectiveValues, JobProgress, NotCopied):
             self._was_leader = self.is_leader  # Asked while peers are still known.
             self._finished = True
             try:
-                try:
-                    self._exchange.finish()
-                except RankLost as error:
-                    raise explained(error, self._replica) from None
-                if self._replica.checks is not None:
-                    self._replica.checks.finished()
+                with self.world.waiting(self._exchange):
+                    self._finish_exchange()
                 if self._model_on_mesh is not None:
                     self._model_on_mesh.close()
                 self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
             finally:
                 self._release()
 
+    def _finish_exchange(self) -> None:
+        try:
+            self._exchange.finish()
+        except RankLost as error:
+            raise explained(error, self._replica) from None
+        if self._replica.checks is not None:
+            self._replica.checks.finished()
+
     def _release(self) -> None:
         """Detach the model and close the job's transport. Not collective: it also ends a job that failed."""
         self._finished = True
+        self.world.usage.exchanges.remove(self._exchange)
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
         self._exchange.close()
         self._replica.detach()

@@ -74,7 +74,7 @@ class CollectiveValues:
 
     def _call(self, name: str, value: Any, combine: Any) -> Any:
         # Ranks that still train must not wait for this one's part in a step while it waits here.
-        with self._exchange.waiting():
+        with self.world.waiting():
             return self.world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
 
 

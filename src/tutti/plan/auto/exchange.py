@@ -11,6 +11,7 @@ the same model on every rank, closes its channel, and attaches the new strategy 
 messages of the old one cannot be taken for messages of the new one.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
@@ -88,6 +89,9 @@ class AutoExchange(Exchange):
 
     def restore_local(self) -> None:
         self.inner.restore_local()
+
+    def waiting(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.inner.waiting()
 
     def finish(self) -> None:
         self.inner.finish()

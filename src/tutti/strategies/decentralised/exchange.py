@@ -161,8 +161,11 @@ class PeerExchange(Exchange):
             yield
             return
         self.algorithm.set_waiting(True)
-        yield
-        self.algorithm.set_waiting(False)
+        try:
+            yield
+        finally:
+            if not (self.context.group.is_over or self._is_closed):
+                self.algorithm.set_waiting(False)
 
     def leave(self) -> None:
         self.context.is_away = True
