@@ -250,10 +250,11 @@ def _show_target_accuracy(request: PlanRequest, planned: _Planned, console: Cons
         epochs=request.epochs,
         batch_size=request.global_batch,
         until=target,
+        lr="auto",  # At the recipe's own rate, stale updates and local steps would be judged by a rate that is not theirs.
     )
     with console.status("training in virtual time") as status:
         reaches = time_to_accuracy(planned.plan, planned.profile, planned.cluster, config, status.update)
-    console.print(f"Time to a test accuracy of {target:.2%}", highlight=False)
+    console.print(f"Time to a test accuracy of {target:.2%}, each with the learning rate of --lr auto", highlight=False)
     console.print(target_accuracy.table(reaches))
     epochs = request.epochs or recipe(request.model).epochs
     console.print(target_accuracy.recommendation(reaches, target, epochs), highlight=False)
