@@ -250,7 +250,7 @@ def _show_target_accuracy(request: PlanRequest, planned: _Planned, console: Cons
         epochs=request.epochs,
         batch_size=request.global_batch,
         until=target,
-        lr="auto",  # At the recipe's own rate, stale updates and local steps would be judged by a rate that is not theirs.
+        lr="auto",  # Each strategy with the rate that it needs, or stale updates would lose by the recipe's.
     )
     with console.status("training in virtual time") as status:
         reaches = time_to_accuracy(planned.plan, planned.profile, planned.cluster, config, status.update)
