@@ -254,7 +254,7 @@ def test_a_message_that_nobody_sends_is_given_up_too(kind: str) -> None:
             receiving = group.recv([torch.ones(1)], 1)
             with pytest.raises(DeadlineExceeded, match=r"rank 0: waited 1 s"):
                 receiving.wait()
-            with pytest.raises(DeadlineExceeded, match=r"rank 0: waited 1 s"):
+            with pytest.raises(RuntimeError, match=r"DeadlineExceeded: rank 0: waited 1 s"):  # A future, as Gloo's.
                 receiving.get_future().wait()
             group.send([torch.ones(1)], 1).wait()
             receiving.wait(timedelta(seconds=15))  # It was asked for all the time.
@@ -431,7 +431,7 @@ def test_when_nobody_moves_messages_any_more_all_of_them_fail() -> None:
             group._messages._messenger.idle = broken
             group._messages._messenger.wake()
             for wait in (receiving.wait, future.wait, lambda: group.recv([torch.ones(1)], 1).wait()):
-                with pytest.raises(MemoryError, match=r"no more"):
+                with pytest.raises((MemoryError, RuntimeError), match=r"no more"):
                     wait()
         group.barrier().wait()
 

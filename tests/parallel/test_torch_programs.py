@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import tutti
 from torch_programs import PROGRAMS, run_programs
@@ -33,20 +34,24 @@ def everything() -> dict[str, Any]:
     return found
 
 
-def _lose_one() -> tuple[str, float]:
-    """What the others are told, and how long after."""
+def _lose_one() -> tuple[str, str, float]:
+    """What the others are told in the backward pass of DDP and in a collective, and how long after."""
     dist.init_process_group("tutti")  # As the launcher says.
     rank, tensor = dist.get_rank(), torch.ones(3)
     dist.all_reduce(tensor)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).mean().backward()
     dist.barrier()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    start_s = time.monotonic()
-    try:
-        dist.all_reduce(tensor)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start_s
-    return "nothing", 0.0
+    start_s, told = time.monotonic(), []
+    for call in (lambda: model(torch.ones(2, 4)).mean().backward(), lambda: dist.all_reduce(tensor)):
+        try:
+            call()
+        except RuntimeError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    in_backward, in_a_collective = told
+    return in_backward, in_a_collective, time.monotonic() - start_s
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +81,8 @@ def simulated() -> list[Bits]:
 def test_a_killed_rank_is_named_to_the_others_at_once(lived: list[dict[str, Any]]) -> None:
     assert lived[3] is None
     for found in lived[:3]:
-        said, seconds = found["lost"]
+        in_backward, said, seconds = found["lost"]
+        assert "rank 3 is gone" in in_backward
         assert said.startswith("RankLost: rank ")
         assert "rank 3 is gone" in said
         assert seconds < 10

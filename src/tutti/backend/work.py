@@ -9,6 +9,11 @@ against `expire` (a future that has failed with a timeout is not set again).
 A thread that waits acquires `_gate`, which is held from the start and released by `complete`; it passes it on to the
 next. A lock is woken faster than a `threading.Event`.
 
+Futures are read by Python, and by torch's own C++: DDP takes their value as tensors. `Future.set_exception` stores the
+exception as a value, which only Python knows how to raise; C++ reads it as tensors and crashes. So a future that users
+get is made by `then` from one that says that the work is over: where that callback raises, C++ knows that the future
+has failed. Python's `wait` then raises a RuntimeError with the text of the error, as Gloo does.
+
 Setting a future runs the callbacks of its users, which may start other operations and wait for them. So `complete` does
 not set it, but returns a function that does. Its caller decides in which thread that is safe.
 
@@ -25,7 +30,6 @@ from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -48,7 +52,7 @@ class BackendWork(dist.Work):
         self._gate.acquire()
         self._lock = threading.Lock()
         self._error: Exception | None = None
-        self._future: Future[list[Tensor]] | None = None
+        self._future: _WorkFuture | None = None
         self._expired = False  # Whether the future was already set to a timeout.
         self.source = -1
         """The rank from which a received message came."""
@@ -84,7 +88,7 @@ class BackendWork(dist.Work):
             self._gate.release()
             if self._future is None or self._expired:  # A future that is taken from now on is set by `get_future`.
                 return None
-            return partial(self._set_future, self._future)
+            return partial(self._future.set, self._outputs if error is None else error)
 
     def expire(self) -> Callable[[], None] | None:
         """Fail the future with a timeout; the work itself continues. Returns what `complete` returns."""
@@ -92,7 +96,7 @@ class BackendWork(dist.Work):
             if self._over or self._future is None:
                 return None
             self._expired = True
-            return partial(_fail_future, self._future, self._timeout_error(self.timeout_s))
+            return partial(self._future.set, self._timeout_error(self.timeout_s))
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return when the work is over.
@@ -149,18 +153,16 @@ class BackendWork(dist.Work):
         """A future of the tensors that this work writes."""
         with self._lock:
             future, over = self._future, self._over
+            new = future is None
             if future is None:
-                future = self._future = Future()
-                new = True
-            else:
-                new = False
+                future = self._future = _WorkFuture()
         # Exactly one of `complete` and this method sets the future: both look at `_over` and `_future` under the lock.
         # Outside the lock: setting a future runs callbacks, which may use this work.
         if new and over:
-            self._set_future(future)
+            future.set(self._outputs if self._error is None else self._error)
         elif new and self.on_future is not None:
             self.on_future(self)
-        return future
+        return future.given
 
     def _timeout_error(self, seconds: float) -> DeadlineExceeded:
         return DeadlineExceeded(
@@ -168,26 +170,28 @@ class BackendWork(dist.Work):
             "again, or give more: the timeout of wait, init_process_group or new_group."
         )
 
-    def _set_future(self, future: Future[list[Tensor]]) -> None:
-        if self._error is None:
-            future.set_result(self._outputs)
-        else:
-            _fail_future(future, self._error)
 
+class _WorkFuture:
+    """The future of a work that users get, and what sets it. Neither refers to the work: torch hides cycles."""
 
-def _fail_future(future: Any, error: Exception) -> None:
-    """Let each caller that waits for `future` raise its own copy of `error`.
+    def __init__(self) -> None:
+        self._over: Future[None] = Future()
+        self._outcome: list[list[Tensor] | Exception] = []
+        outcome = self._outcome
 
-    A traceback holds frames, and those may hold the future. Torch keeps the error where Python finds no cycle, so the
-    original would never be freed.
-    """
+        def value(_: Future[None]) -> list[Tensor]:
+            if isinstance(outcome[0], Exception):
+                # A copy: a traceback holds frames, and those may hold the future.
+                raise copy(outcome[0])
+            return outcome[0]
 
-    def fail(kept: Exception) -> None:
-        raise copy(kept)
+        self.given: Future[list[Tensor]] = self._over.then(value)
+        """Has the tensors, or has failed, once `set` was called."""
 
-    # Called by torch with the value that was set, in every `wait` and `value`. So the error is stored as a value.
-    future._set_unwrap_func(fail)
-    future.set_result(copy(error))
+    def set(self, outcome: list[Tensor] | Exception) -> None:
+        """Give it its value, or let it fail. Called once. Runs the callbacks of its users."""
+        self._outcome.append(outcome)
+        self._over.set_result(None)
 
 
 class CoalescedWork(dist.Work):
